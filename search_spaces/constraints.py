@@ -47,8 +47,9 @@ class Constraint:
     def excess(self, value: float, reference_value: float = 0.0) -> float:
         """The amount by which `value` violates the constraint, in the metric's unit; at most 0 if the constraint holds.
 
-        `reference_value` is the value of the reference model, if the constraint has one. The excess is rounded to 12
-        decimals, so that floating-point error does not turn a value on the bound into a violation.
+        If the bound is relative to a model, as in "math >= base - 0.01", `reference_value` is the value of this model;
+        otherwise it must be 0. The excess is rounded to 12 decimals, so that floating-point error does not turn a value
+        on the bound into a violation.
         """
         gap = self.offset + reference_value - value
         return round(gap if self.relation == ">=" else -gap, 12)
@@ -79,9 +80,10 @@ def parse_constraint(text: str) -> Constraint:
 def contradictory(
     constraints: Mapping[int, Constraint], *, objectives: Sequence[str], experts: Sequence[str] | None
 ) -> Iterator[tuple[int, str]]:
-    """Errors in a study's list of constraints, each as a constraint's position in the list and a message.
+    """Find the errors in a study's list of constraints; each is a pair of a constraint's position and a message.
 
-    Errors are an unknown objective or expert, a repeated constraint, and two bounds that no value can satisfy
+    `constraints` has the constraints by their position in the list; `objectives` and `experts` are the names that they
+    may use. Errors are an unknown objective or expert, a repeated constraint, and two bounds that no value can satisfy
     together. If `experts` is None, the names of experts are not checked.
     """
     seen: dict[Constraint, int] = {}

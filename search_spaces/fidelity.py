@@ -33,9 +33,10 @@ Scheduler = Literal["hyperband", "asha", "racing", "none"]
 def rungs(min_samples: int, max_samples: int, eta: int) -> tuple[int, ...]:
     """Numbers of samples at the rungs of successive halving, from `min_samples` to `max_samples`, strictly increasing.
 
-    There are round(log_eta(max_samples / min_samples)) + 1 rungs. Rung i, counted from 0, has min_samples * eta^i
-    samples; the last rung has exactly `max_samples`. Raises ValueError if this gives a single rung, or if min_samples >
-    max_samples, eta < 2 or min_samples < 1.
+    `eta` is the reduction factor: one trial in `eta` is promoted to the next rung, which has about `eta` times as many
+    samples. There are round(log_eta(max_samples / min_samples)) + 1 rungs. Rung i, counted from 0, has min_samples *
+    eta^i samples; the last rung has exactly `max_samples`. Raises ValueError if this gives a single rung, or if
+    min_samples > max_samples, eta < 2 or min_samples < 1.
     """
     if min_samples < 1:
         raise ValueError(f"min_samples={min_samples} is below 1")
@@ -53,7 +54,10 @@ def rungs(min_samples: int, max_samples: int, eta: int) -> tuple[int, ...]:
 
 
 def fidelities(rungs: Sequence[int]) -> tuple[float, ...]:
-    """Each rung's number of samples divided by that of the last rung, in (0, 1]."""
+    """Each rung's number of samples divided by that of the last rung, in (0, 1].
+
+    `rungs` has the numbers of samples on which trials are scored at the rungs of successive halving.
+    """
     return tuple(samples / rungs[-1] for samples in rungs)
 
 
@@ -72,7 +76,10 @@ class Bracket:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The number of configurations scored at each rung, starting with `first_rung`."""
+        """The number of configurations that are scored at each rung, starting with `first_rung`.
+
+        A rung is a level of successive halving.
+        """
         sizes = [self.num_configurations]
         while len(sizes) < self.num_rungs - self.first_rung:
             sizes.append(self.num_promoted(sizes[-1]))
@@ -88,9 +95,10 @@ class Bracket:
         return sum(size * samples for size, samples in zip(self.sizes, increments, strict=True))
 
     def num_promoted(self, num_scored: int) -> int:
-        """The number of configurations that are promoted from a rung on which `num_scored` configurations are scored.
+        """The number of configurations that are promoted from one rung of successive halving to the next.
 
-        The number is floor(num_scored / eta), but at least one.
+        `num_scored` is the number of configurations that are scored at the rung. The result is floor(num_scored / eta),
+        but at least one.
         """
         return max(1, num_scored // self.eta)
 
@@ -98,8 +106,10 @@ class Bracket:
 def hyperband_brackets(num_rungs: int, eta: int) -> tuple[Bracket, ...]:
     """The brackets of one Hyperband iteration, numbered s from s_max = num_rungs - 1 down to 0.
 
-    Bracket s starts ceil(eta^s * (s_max + 1) / (s + 1)) configurations at rung s_max - s. For example, with three rungs
-    and eta 3, the brackets start 9 configurations at the first rung, 5 at the second and 3 at the last.
+    A bracket is a group of configurations that start at the same rung. `num_rungs` is the number of rungs, and one
+    configuration in `eta` is promoted to the next rung. Bracket s starts ceil(eta^s * (s_max + 1) / (s + 1))
+    configurations at rung s_max - s. For example, with three rungs and eta 3, the brackets start 9 configurations at
+    the first rung, 5 at the second and 3 at the last.
     """
     if num_rungs < 1 or eta < 2:
         raise ValueError(f"num_rungs={num_rungs}, eta={eta}: at least one rung and eta 2 are needed")
@@ -147,10 +157,11 @@ def bracket_plan(cycle: Sequence[Bracket], max_trials: int) -> tuple[Bracket, ..
 def open_brackets(cycle: Sequence[Bracket], *, max_staleness: int) -> int:
     """The number of consecutive brackets of a search whose trials may run at the same time.
 
-    `cycle` has the brackets that the search repeats. `max_staleness` is the number of trials by which proposals may run
-    ahead of evaluations. The result is the number of brackets that together have `max_staleness` trials, but at least
-    two. If k brackets may be open, a bracket opens when the bracket k places before it, and all earlier brackets, are
-    closed.
+    A bracket is a group of trials that start at the same rung of successive halving; a search runs the brackets in
+    `cycle` again and again. `max_staleness` is the number of trials that may be proposed before earlier trials are
+    evaluated. The result k is the number of consecutive brackets that together have `max_staleness` trials, but at
+    least two. A bracket may begin only when the bracket k places before it, and all brackets before that one, are
+    finished.
     """
     size = sum(bracket.num_configurations for bracket in cycle)
     return max(OPEN_BRACKETS, max_staleness * len(cycle) // size)

@@ -184,11 +184,12 @@ def _passthrough(source: Source) -> Merge:
 def canonical_merge(merge: Merge, *, base: str, fingerprints: Mapping[str, str]) -> Merge:
     """The simplest merge that gives the same tensors as `merge`.
 
-    Sources without influence are left out. A merge that equals one of its sources becomes passthrough. Sources are
-    ordered by (fingerprint, layer), unless their order has a meaning. Coefficients equal to their defaults are left
-    out, and equal coefficients of all sources become one number. Two merges with equal tensors have the same canonical
-    form only if the declarations of their methods show that they are equal. `base` is the alias of the recipe's base
-    model. `fingerprints` has the content fingerprint of each model by alias.
+    Sources without influence are left out. A merge that equals one of its sources becomes a merge by the method
+    passthrough, which copies its only source. Sources are ordered by (fingerprint, layer), unless their order has a
+    meaning. Coefficients equal to their defaults are left out, and equal coefficients of all sources become one number.
+    Two merges with equal tensors have the same canonical form only if the declarations of their methods show that they
+    are equal. `base` is the alias of the recipe's base model. `fingerprints` has the content fingerprint of each model
+    by alias.
     """
     base_source, declared = merge.base_in(base), METHODS[merge.method]
     coefficients, sources = dict(merge.coefficients), merge.sources

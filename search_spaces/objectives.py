@@ -116,10 +116,10 @@ def _needs_range(claim: str) -> InvalidStudy:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A trial with its costs, as a candidate for promotion to the next rung or for a Pareto front.
+    """A trial with its costs, as a candidate for promotion or for a Pareto front.
 
-    `number` is the trial's number. `costs` is None if the trial failed. `violation` is the sum of the trial's
-    constraint violations, 0 if all constraints hold.
+    Promotion is to the next rung of successive halving. `number` is the trial's number. `costs` is None if the trial
+    failed. `violation` is the sum of the trial's constraint violations, 0 if all constraints hold.
     """
 
     number: int
@@ -149,8 +149,8 @@ def constrained_dominates(candidate: Candidate, other: Candidate) -> bool:
 def constrained_front(candidates: Sequence[Candidate]) -> tuple[bool, ...]:
     """Whether each candidate is on the Pareto front under constraints: no other candidate dominates it.
 
-    Dominance is defined by `constrained_dominates`. If some candidates meet all constraints, only those can be on the
-    front. No candidate may have failed.
+    Dominance is defined by `constrained_dominates`. Only the candidates with the smallest violation of constraints can
+    be on the front; if any candidates meet all constraints, only those can be. No candidate may have failed.
     """
     least = min((candidate.violation for candidate in candidates), default=0.0)
     kept = [c.costs for c in candidates if c.costs is not None and c.violation == least]
@@ -161,7 +161,7 @@ def constrained_front(candidates: Sequence[Candidate]) -> tuple[bool, ...]:
 def non_dominated_ranks(costs: Sequence[Costs]) -> tuple[int, ...]:
     """The non-dominated rank of each point: 0 on the Pareto front, 1 on the front of the remaining points, and so on.
 
-    Equal points have equal ranks.
+    `costs` has the costs of each point, one for each objective; smaller is better. Equal points have equal ranks.
     """
     from moocore import pareto_rank
 
@@ -171,7 +171,8 @@ def non_dominated_ranks(costs: Sequence[Costs]) -> tuple[int, ...]:
 def non_dominated(costs: Sequence[Costs]) -> tuple[bool, ...]:
     """Whether each point is on the Pareto front: no other point dominates it.
 
-    Equal points are on the front together.
+    `costs` has the costs of each point, one for each objective; smaller is better. Equal points are on the front
+    together.
     """
     from moocore import is_nondominated
 
@@ -181,7 +182,8 @@ def non_dominated(costs: Sequence[Costs]) -> tuple[bool, ...]:
 def crowding_distances(costs: Sequence[Costs]) -> tuple[float, ...]:
     """The crowding distance of each point of one Pareto front; a larger distance means fewer points nearby.
 
-    The best and the worst point of each objective have infinite distance.
+    `costs` has the costs of each point, one for each objective. The best and the worst point of each objective have
+    infinite distance.
     """
     distances = [0.0] * len(costs)
     for objective in range(len(costs[0]) if costs else 0):
@@ -196,7 +198,7 @@ def crowding_distances(costs: Sequence[Costs]) -> tuple[float, ...]:
 
 
 def promotion_order(candidates: Sequence[Candidate]) -> tuple[int, ...]:
-    """The trial numbers of the candidates, in the order in which they are promoted to the next rung.
+    """The numbers of the trials in the order in which they are promoted to the next rung of successive halving.
 
     Candidates that meet all constraints come first: by non-dominated rank, then crowding distance (larger first), then
     trial number. Candidates that violate constraints follow, those with the least violation first. Failed candidates
@@ -221,7 +223,7 @@ def hypervolume(costs: Sequence[Costs], reference: float = REFERENCE_COST) -> fl
     """Volume of the part of cost space that `costs` dominate, up to a reference point; larger is better.
 
     The reference point has the cost `reference` in every objective. Points beyond it add nothing. The volume is exact,
-    for at most 31 objectives.
+    for at most 31 objectives. `costs` has the costs of each point, one for each objective; smaller is better.
     """
     import moocore
 

@@ -34,7 +34,10 @@ Configuration: TypeAlias = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Condition:
-    """A condition under which a parameter exists: the parameter `parent` is active and has one of `values`."""
+    """A condition under which a parameter is a part of a configuration.
+
+    The parameter named `parent` must itself be a part of the configuration, and have one of `values`.
+    """
 
     parent: str
     values: tuple[Choice, ...]
@@ -144,14 +147,17 @@ class Structure(Protocol):
     """
 
     def sample(self, rng: np.random.Generator) -> dict[str, Any]:
-        """Draw a random configuration from the search space's own distribution. It is a repaired configuration."""
+        """Draw a random configuration, with the random numbers `rng`, from the search space's own distribution.
+
+        The result is in the form in which studies store configurations: `repair` does not change it.
+        """
         ...
 
     def repair(self, configuration: Configuration) -> dict[str, Any]:
         """Bring a configuration into the form in which a study stores it; the result gives the same merge.
 
-        All configurations that give the same merge have the same result, which depends only on `configuration`. A
-        result that is repaired again does not change. Each value of `configuration` must be accepted by its parameter.
+        All configurations that give the same merge have the same result. The method is deterministic, and a result that
+        is repaired again does not change. Each value of `configuration` must be accepted by its parameter.
         """
         ...
 
@@ -159,9 +165,10 @@ class Structure(Protocol):
 class Parameters:
     """The parameters of a search space, an ordered and immutable collection.
 
-    A parameter whose existence depends on another one, its parent, comes after it. Parameters with the same role have
-    the same meaning in different places, for example the coefficient of TIES in each layer group. Searchers may start
-    with configurations in which all parameters of a role have the same value. A parameter may have no role.
+    A parameter may exist only if another one, its parent, has certain values; parents come before such parameters.
+    Parameters with the same role have the same meaning in different places, for example the coefficient of TIES in each
+    layer group. Searchers may start with configurations in which all parameters of a role have the same value. A
+    parameter may have no role.
     """
 
     def __init__(
@@ -173,9 +180,10 @@ class Parameters:
     ) -> None:
         """Store the parameters, after checking their names and conditions.
 
-        `roles` maps the name of a parameter to its role; parameters without a role are left out. `structure` has the
-        rules of the space for drawing and repairing configurations; if it is None, configurations are drawn uniformly
-        and stored unchanged. Raises ValueError for a repeated name, a condition that never holds, or a parent that is
+        `roles` maps the name of a parameter to its role, a meaning that parameters of different layers share, such as
+        the coefficient of TIES; a parameter need not have a role. `structure` has the rules of the space for drawing
+        and repairing configurations; if it is None, configurations are drawn uniformly and stored unchanged. Raises
+        ValueError for a repeated name, a condition that never holds, or a parent (the parameter in a condition) that is
         missing or comes later.
         """
         self.roles = dict(roles or {})
@@ -205,9 +213,10 @@ class Parameters:
         return self._by_name[name]
 
     def active(self, configuration: Configuration) -> tuple[str, ...]:
-        """The names of the active parameters, whose conditions the values in `configuration` meet, in order.
+        """The names of the parameters that exist in `configuration`, in the order of the parameters.
 
-        A parameter without conditions is always active.
+        A parameter exists, or is active, if the values in `configuration` meet its conditions. A parameter without
+        conditions is always active.
         """
         active: set[str] = set()
         for parameter in self:
@@ -246,24 +255,27 @@ class Parameters:
     def sample(self, rng: np.random.Generator) -> dict[str, Any]:
         """A random configuration, drawn by the rules in the space's `structure`, or uniformly if there are none.
 
-        Parents are drawn before the parameters that depend on them. The same generator state gives the same
-        configuration.
+        `rng` gives the random numbers. A parameter is drawn after the parameters that decide whether it exists. The
+        same generator state gives the same configuration.
         """
         if self.structure is not None:
             return self.structure.sample(rng)
         return self.build(lambda parameter: parameter.sample(rng))
 
     def repair(self, configuration: Configuration) -> Configuration:
-        """Bring a proposed configuration into the form in which a study stores it (`Structure.repair`).
+        """Bring a proposed configuration into the form in which a study stores it.
 
-        The method `check` must accept `configuration`. Without a structure the result is `configuration` itself.
+        If several configurations give the same merge, only one of them is stored; the space's `structure` says which
+        one (`Structure.repair`). The method `check` must accept `configuration`. Without a structure the result is
+        `configuration` itself.
         """
         return configuration if self.structure is None else self.structure.repair(configuration)
 
     def build(self, choose: Callable[[Parameter], Any]) -> dict[str, Any]:
         """Make a configuration in which each active parameter has the value `choose(parameter)`.
 
-        Parents are chosen first, because they decide which other parameters are active.
+        A parameter is active if the conditions under which it exists are met. Its value is chosen after those of the
+        parameters in its conditions.
         """
         configuration: dict[str, Any] = {}
         for parameter in self:

@@ -41,14 +41,15 @@ TOLERANCE = 0.005
 
 
 def equal_preference(num_objectives: int) -> tuple[float, ...]:
-    """The preference vector of equal weights."""
+    """The preference vector that gives each of `num_objectives` objectives the same weight; the weights sum to 1."""
     return (1 / num_objectives,) * num_objectives
 
 
 def simplex_lattice(num_objectives: int, *, max_vectors: int) -> Vectors:
     """A regular lattice of at most `max_vectors` preference vectors.
 
-    The lattice has all vectors whose weights are multiples of 1/s. s is the largest number for which there are at most
+    A preference vector has a weight, at least 0, for each of `num_objectives` objectives; the weights sum to one. The
+    lattice has all vectors whose weights are multiples of 1/s. s is the largest number for which there are at most
     `max_vectors` such vectors. With s = 1 there is one vector for each objective. Vectors are in lexicographic order,
     the first objective's weights ascending. Su and Geiping, "Fine, I'll Merge It Myself" (2025), section 3.3.2; Das and
     Dennis, SIAM J. Optim. 8(3), 1998.
@@ -63,7 +64,8 @@ def simplex_lattice(num_objectives: int, *, max_vectors: int) -> Vectors:
 def lattice(num_objectives: int, *, divisions: int, corners: bool = True, interior: bool = False) -> Vectors:
     """All preference vectors whose weights are multiples of 1/divisions, in lexicographic order.
 
-    The first objective's weights are ascending. Without `corners`, the vectors in which only one objective has a weight
+    A preference vector has a weight, at least 0, for each of `num_objectives` objectives; the weights sum to one. The
+    first objective's weights are ascending. Without `corners`, the vectors in which only one objective has a weight
     above 0 are left out. With `interior`, all vectors that have a weight of 0 are left out.
     """
     # Each vector is a placement of num_objectives - 1 bars among the steps: its weights are the gaps between bars.
@@ -75,7 +77,12 @@ def lattice(num_objectives: int, *, divisions: int, corners: bool = True, interi
 
 
 def lattice_size(num_objectives: int, *, divisions: int, corners: bool = True, interior: bool = False) -> int:
-    """The number of preference vectors that the function `lattice` returns for the same arguments."""
+    """The number of preference vectors that the function `lattice` returns for the same arguments.
+
+    A preference vector has a weight for each of `num_objectives` objectives. The weights are multiples of 1/divisions
+    and sum to one. Without `corners`, vectors with a single weight above 0 do not count; with `interior`, vectors with
+    a weight of 0 do not count.
+    """
     if interior:
         return math.comb(divisions - 1, num_objectives - 1)
     return math.comb(divisions + num_objectives - 1, num_objectives - 1) - (0 if corners else num_objectives)
@@ -84,8 +91,9 @@ def lattice_size(num_objectives: int, *, divisions: int, corners: bool = True, i
 def dirichlet(num_objectives: int, *, num_vectors: int, rng: np.random.Generator, alpha: float = 1.0) -> Vectors:
     """Random preference vectors, drawn from the symmetric Dirichlet distribution with concentration `alpha`.
 
-    With `alpha` 1 they are uniformly distributed over all preference vectors. Larger values of `alpha` give more equal
-    weights; smaller ones favour single objectives.
+    There are `num_vectors` vectors with a weight for each of `num_objectives` objectives; the weights of a vector sum
+    to one. With `alpha` 1 the vectors are uniformly distributed over all preference vectors. Larger values of `alpha`
+    give more equal weights; smaller ones favour single objectives. `rng` is the source of randomness.
     """
     return rng.dirichlet(np.full(num_objectives, alpha), num_vectors)
 
@@ -95,9 +103,9 @@ def augmented_chebyshev(gaps: Vectors, vector: ArrayLike, *, rho: float = AUGMEN
 
     `gaps` [num_merges, num_objectives] are each merge's distances from the best value in each objective, `vector` has
     the weights of the objectives. The result is the largest weighted gap, plus `rho` times the sum of the weighted
-    gaps. Every point of a front is the minimum of this distance for some weights. The minimum of a weighted sum is
-    never at a point where the front is not convex. Knowles, "ParEGO", IEEE TEC 10(1), 2006, equation 2; Su and Geiping,
-    "Fine, I'll Merge It Myself" (2025), equation 3.
+    gaps. Every point of a Pareto front has the smallest distance for some weights. With a weighted sum in place of this
+    distance, points where the front is not convex would never be the best. Knowles, "ParEGO", IEEE TEC 10(1), 2006,
+    equation 2; Su and Geiping, "Fine, I'll Merge It Myself" (2025), equation 3.
     """
     weighted = gaps * np.asarray(vector, dtype=np.float64)
     joined: NDArray[np.float64] = weighted.max(axis=1) + rho * weighted.sum(axis=1)

@@ -61,7 +61,7 @@ class LayerRecipe:
     mlp_scale: float = 1.0
 
     def component(self, name: Component) -> Merge:
-        """The merge of the layer's component `name`."""
+        """The merge of one component of the layer; `name` is "attention", "mlp" or "norm"."""
         merge: Merge = getattr(self, name)
         return merge
 
@@ -161,8 +161,8 @@ class Recipe:
     ) -> Self:
         """The recipe that merges every tensor by the same merge; layer l is merged from layer l of each source.
 
-        `models`, `base`, `tokenizer` and `vocabulary` are fields of the recipe. `num_layers` is the number of its
-        layers.
+        `models`, `base`, `tokenizer` and `vocabulary` become the recipe's fields of these names. `num_layers` is the
+        number of layers of the merged model.
         """
         layers = tuple(LayerRecipe(own, own, own) for own in map(merge.at_layer, range(num_layers)))
         whole = merge.at_layer(None)
@@ -181,7 +181,8 @@ class Recipe:
     ) -> Self:
         """The recipe of one unchanged model: every tensor is that of `model`, one of the aliases in `models`.
 
-        The other arguments are as in `uniform`.
+        `models`, `base`, `tokenizer` and `vocabulary` become the recipe's fields of these names. `num_layers` is the
+        number of layers of `model`.
         """
         merge = Merge("passthrough", (Source(model),))
         return cls.uniform(
@@ -228,7 +229,7 @@ class Recipe:
     def canonical(self) -> Recipe:
         """The equivalent recipe in canonical form, by which equal merges are recognised.
 
-        Each merge is in the form of `canonical_merge`, and models that are not used are left out.
+        Each merge is in its simplest form (`canonical_merge`), and models that are not used are left out.
 
         Raises InvalidRecipe if a merge is not valid for its method.
         """
@@ -247,7 +248,10 @@ class Recipe:
 
     @property
     def digest(self) -> str:
-        """The sha256 (hex) of the recipe's canonical JSON with aliases replaced by fingerprints."""
+        """The sha256 (hex) of the recipe's canonical JSON, with fingerprints in place of the models' names (aliases).
+
+        A fingerprint is a hash of a model's content, so the digest does not depend on names.
+        """
         cached: str | None = self.__dict__.get("_digest")
         if cached is None:
             document = self.canonical().to_json()
@@ -307,11 +311,11 @@ class Recipe:
 
 
 def may_keep_equal(text: str) -> bool:
-    """Whether merges by a recipe may keep more elements than its density says, because several have equal magnitudes.
+    """Whether a recipe may keep more elements of a task vector than its density says, because magnitudes are equal.
 
-    `text` is the recipe as JSON. Some merge methods keep the largest elements of a task vector, up to a rank. In
-    recipes of format 1, they keep all elements that have the magnitude at that rank. The result is True if the recipe
-    has this format and names such a method.
+    Some merge methods keep the n elements with the largest magnitudes, for a number n that follows from the density. If
+    several elements have the n-th largest magnitude, recipes of format 1 keep all of these. The result is True if
+    `text`, a recipe as JSON, has this format and names such a method.
     """
     return FORMAT in text and any(f'"{name}"' in text for name, method in METHODS.items() if method.cuts_at_rank)
 
@@ -324,10 +328,10 @@ def _models(merges: Iterable[Merge]) -> Iterator[str]:
 
 
 def _renamed(document: Any, names: Mapping[str, str]) -> Any:
-    """A copy of a recipe's JSON data in which the aliases of models are replaced by their entries in `names`.
+    """A copy of a recipe's JSON data, or of a part of it, with other names of models.
 
-    `document` may be a part of the data. Each alias in a list of sources, as a base or as a model is replaced by its
-    entry in `names`. All else is unchanged.
+    `names` maps each alias in `document` to the name that replaces it. Aliases occur in lists of sources, as a base,
+    and as a model. All else is unchanged.
     """
     if isinstance(document, dict):
         return {

@@ -25,9 +25,10 @@ class Section(BaseModel):
 
 
 def one_of(tag_of: Any, accepted: str) -> Discriminator:
-    """A pydantic discriminator for a union of sections, which selects the branch with the tag `tag_of(value)`.
+    """A pydantic discriminator for a field of the study file whose value may be any of several sections.
 
-    `tag_of` is a function of the value in the study file. `accepted` is a text that names the accepted values; if no
-    branch has the tag, the error message asks for one of these values.
+    The field's type is a union of sections, each annotated with a tag. `tag_of` is a function that returns the tag for
+    a value, and so chooses the section that the value is checked against. If no section has this tag, the error message
+    asks for `accepted`, a text that names the accepted values.
     """
     return Discriminator(tag_of, custom_error_type="union", custom_error_message=f"give {accepted}")

@@ -5,8 +5,10 @@ A package imports only packages listed below it, and the modules at the end of t
 - `cli`: commands and what they print
 - `server`: the process of the serve command
 - `api`: the HTTP API
+- `web`: the web page over the HTTP API
 - `client`: Python client of the HTTP API
 - `retention`: removes data of ended jobs by age and size
+- `notifications`: tells users by webhooks and e-mail that jobs have ended or wait
 - `jobs`: the kinds of job, their requests and drivers
 - `merges`: merges without a search
 - `studies`: studies before and after their search: checks, exports, chains

@@ -48,12 +48,12 @@ DRAINED = "the server is drained: jobs wait until `mergesearch drain --end`"
 
 
 def job_dir(data_dir: Path, job_id: str) -> Path:
-    """Directory where the drivers of a job keep their files; it is inside the server's data directory."""
+    """Directory of the files of the processes that work on the job `job_id`, inside the server's `data_dir`."""
     return data_dir / "studies" / job_id
 
 
 def artifacts_dir(data_dir: Path) -> Path:
-    """Directory for the files of artifacts.
+    """Directory for artifacts: files that jobs make and the server stores, such as trained experts.
 
     `data_dir` is a server's data directory, or the directory of a `mergesearch run`.
     """
@@ -61,7 +61,7 @@ def artifacts_dir(data_dir: Path) -> Path:
 
 
 def alignments_dir(directory: Path) -> Path:
-    """Directory for the files of a study's alignments.
+    """Directory for the files of a study's alignments, which are learned maps between layers of different models.
 
     `directory` is the directory of the study's job on a server, or of its `mergesearch run`.
     """
@@ -108,7 +108,10 @@ def _try_lock(file: IO[str], operation: int) -> bool:
 
 
 def sign_lock(directory: Path) -> None:
-    """Write the id of this process to the lock file of `directory`, whose lock this process holds."""
+    """Write the id of this process to the lock file of `directory`, whose lock this process must hold.
+
+    By this id, a process that does not take the lock can tell whether the directory is in use.
+    """
     with (directory / LOCK_FILE).open("r+") as file:
         file.truncate(0)
         file.write(str(os.getpid()))
@@ -116,7 +119,7 @@ def sign_lock(directory: Path) -> None:
 
 @contextmanager
 def single_server(database: Path) -> Iterator[None]:
-    """Context in which this process is the only server that uses the SQLite file `database`.
+    """Context in which no other server uses the SQLite file `database`.
 
     The file is created if needed.
 
@@ -144,10 +147,11 @@ def existing(directory: Path) -> Path:
 
 
 def lack_of_space(directory: Path, num_bytes: int) -> str | None:
-    """Reason why a model of `num_bytes` does not fit on the disk of `directory`; None if it fits.
+    """Reason why a merged model of `num_bytes` does not fit on the disk of `directory`; None if it fits.
 
-    The model fits if MARGIN_BYTES remain free. For a directory that is not empty, the result is also None, because the
-    directory either has the model already or is refused by another check.
+    The model fits if 64 MiB (MARGIN_BYTES) remain free after it is written. If `directory` is a file, or a directory
+    with content, nothing is written there, and the result is None. Another function then checks whether the content is
+    the complete model.
     """
     if directory.is_file() or (directory.is_dir() and any(directory.iterdir())):
         return None
@@ -161,7 +165,7 @@ def lack_of_space(directory: Path, num_bytes: int) -> str | None:
 
 
 def gib(num_bytes: float) -> str:
-    """Format a number of bytes as text in GiB."""
+    """Format `num_bytes`, a number of bytes, as text in GiB."""
     return f"{num_bytes / 2**30:.1f} GiB"
 
 

@@ -46,9 +46,10 @@ _planned: ContextVar[tuple[EngineMachines, ...]] = ContextVar("planned machines"
 
 @contextmanager
 def planned_for(machines: Sequence[EngineMachines]) -> Iterator[None]:
-    """Context in which studies are checked and planned for `machines`, whatever machine this process runs on.
+    """Context in which studies are checked for the given `machines`, instead of the machines that really exist.
 
-    The function `stated_machines` returns `machines` inside the context.
+    Inside the context, `stated_machines` returns `machines`, so that a study can be planned for machines of another
+    kind.
     """
     token = _planned.set(tuple(machines))
     try:
@@ -58,10 +59,10 @@ def planned_for(machines: Sequence[EngineMachines]) -> Iterator[None]:
 
 
 def stated_machines() -> tuple[EngineMachines, ...]:
-    """Groups of machines for engines that are stated for this installation.
+    """Machines on which this installation's engines run, in groups of equal machines, as the operator stated them.
 
-    They are those of the enclosing `planned_for`, or else those of the environment variable MERGESEARCH_ENGINE_NODES.
-    The result is empty without both.
+    Inside a context of `planned_for`, they are the machines given to it. Otherwise the environment variable
+    MERGESEARCH_ENGINE_NODES states them; without it, the result is empty.
 
     Raises:
         Conflict: The variable cannot be read.
@@ -101,8 +102,9 @@ def _parsed(group: str) -> EngineMachines:
 def runs_on_gpus() -> bool:
     """Whether the engines of this installation run on GPUs, of this machine or of others.
 
-    Engines run on GPUs if the installed PyTorch is a build for GPUs, because vLLM then runs on GPUs only, or if
-    `stated_machines` has machines with GPUs. Within `planned_for`, they do if the planned machines have GPUs.
+    Inside a context of `planned_for`, the result is whether the machines given to that context have GPUs. Otherwise
+    engines run on GPUs if the installed PyTorch is a build for GPUs, because vLLM then runs on GPUs only, or if
+    `stated_machines` has machines with GPUs.
     """
     if planned := _planned.get():
         return any(machines.num_gpus for machines in planned)

@@ -4,6 +4,7 @@ ServiceError
 ├── NotFound       (KeyError)      the job, trial or file does not exist
 ├── Conflict       (RuntimeError)  not possible in the current state, e.g. the directory holds another run
 │   └── InUse                      another process uses the directory: wait for it
+├── InvalidQuery   (ValueError)    reject the request; names the parameter and what is accepted
 ├── LoginRefused   (RuntimeError)  the identity provider or this server does not let the user in
 ├── ProviderUnavailable (ConnectionError)  the identity provider does not answer, or not as it should: log in later
 ├── DatabaseUnavailable (ConnectionError)  the database does not answer: wait for it
@@ -19,7 +20,7 @@ ServiceError
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from service.schemas.api import FieldProblem, ProblemDocument
@@ -30,6 +31,7 @@ __all__ = [
     "ExportFailed",
     "InUse",
     "InvalidAnswer",
+    "InvalidQuery",
     "LoginRefused",
     "NotFound",
     "ProviderUnavailable",
@@ -54,15 +56,40 @@ class NotFound(ServiceError, KeyError):
 
 
 class Conflict(ServiceError, RuntimeError):
-    """Raised if a valid request is impossible in the current state, such as a download of an unfinished model."""
+    """Raised if a request is valid but impossible in the current state, such as a download of an unfinished model."""
 
 
 class InUse(Conflict):
     """Raised if another process uses a directory or a database; the message names it."""
 
 
+class InvalidQuery(ServiceError, ValueError):
+    """Raised if a parameter of a query over results is not accepted.
+
+    Attributes:
+        parameter: Name of the parameter.
+        reason: What is wrong, and what is accepted.
+    """
+
+    def __init__(self, parameter: str, reason: str) -> None:
+        super().__init__(parameter, reason)
+        self.parameter = parameter
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"{self.parameter}: {self.reason}"
+
+
 class LoginRefused(ServiceError, RuntimeError):
-    """Raised if a login with the identity provider is refused; the message is the reason, without secrets."""
+    """Raised if a login with the identity provider is refused; the message is the reason, without secrets.
+
+    `code` is the kind of the reason, which the browser gets instead of the message: "expired" if there is no such login
+    (any more), "user" if the user may not log in, and "refused" if the answer of the provider is not accepted.
+    """
+
+    def __init__(self, message: str, *, code: Literal["expired", "user", "refused"] = "refused") -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class ProviderUnavailable(ServiceError, ConnectionError):

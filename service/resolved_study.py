@@ -20,8 +20,8 @@ class ChainedSource:
     """Source model of a study that is an exported merge of another study.
 
     `study` and `name` are the other study's id and name. `trial` is the number of the merge's trial in that study, and
-    `recipe_digest` the hash of its recipe. The merge was exported to `directory`, which may also be the URL of an
-    artifact in an object store.
+    `recipe_digest` the hash of its recipe. The merge was exported to `directory`, which may also be the URL of the
+    merge in an object store.
     """
 
     study: str
@@ -33,25 +33,27 @@ class ChainedSource:
 
 @dataclass(frozen=True)
 class ResolvedStudy:
-    """Models, tasks, rungs and objectives that a study file meant when the study was created.
+    """Models, tasks, rungs and objectives to which a study file was resolved when the study was created.
 
     A study that is resumed must resolve to the same models, tasks, rungs and objectives. This record is stored as JSON
-    in the field `accepted` of the study's job.
+    in the field `accepted` of the study's job. A rung is a number of samples at which trials are compared; a bracket is
+    a ladder of rungs, as in Hyperband.
 
-    - `fingerprints`: hashes of the models' files, by alias.
-    - `commits`: commits of hub models, by the name in the study file.
+    - `fingerprints`: hashes of the models' files, by alias (the model's name in the study file).
+    - `commits`: commits of models on the Hugging Face hub, by the name in the study file.
     - `tasks`, `holdout_tasks`: digests of the tasks for search and holdout data, by objective.
     - `rung_samples`: for each rung, the numbers of samples by objective.
     - `max_staleness`: how many trials proposals may run ahead of evaluations: trial n is proposed once the trials up to
       n - `max_staleness` have been evaluated.
-    - `open_brackets`, `batch`: brackets of Hyperband that may be open at a time, and the number of consecutive
-      proposals that are made from the same results, as in `service.tune.plan.Plan`.
+    - `open_brackets`: the number of brackets in which trials may run at the same time.
+    - `batch`: the number of consecutive proposals that are made from the same results.
     - `version`: version of the program that created the study.
     - `access`: files that the study may read, as the server allowed when the study was created; None for all files.
     - `algorithm`, `algorithm_reason`: name of the searcher, and why it was chosen; None in studies of early versions.
-    - `searcher_version`: version of the searcher (`SearcherDeclaration.version`) when the study was created.
+    - `searcher_version`: version of the searcher when the study was created. A searcher gets a new version when a
+      change of its code makes other proposals for the same results.
     - `chained`: sources that are merges of other studies, by alias.
-    - `recipes`: digests of the given recipes, by name.
+    - `recipes`: digests of the recipes that the study file lists, by name.
     """
 
     fingerprints: Mapping[str, str]
@@ -73,7 +75,7 @@ class ResolvedStudy:
     recipes: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """Convert this record to the JSON document that is stored.
+        """Convert the facts to which a study file was resolved to the JSON document that is stored with the study.
 
         Keys are the names of the fields, except that `max_staleness` is stored under its earlier name `lag`.
         """
@@ -102,16 +104,17 @@ class ResolvedStudy:
 
     @classmethod
     def of(cls, study: JobRecord) -> Self:
-        """Read the `ResolvedStudy` that was stored with a study when the study was created."""
+        """Read to which models, tasks, rungs and objectives a study file was resolved when the study was created."""
         return cls.from_json(study.accepted)
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """Create a record from the JSON document that `to_json` returns.
+        """Read the facts to which a study file was resolved from the JSON document that `to_json` returned.
 
         Documents of early versions have no `commits`, `access`, `algorithm`, `searcher_version` and constraints.
-        Studies without `open_brackets` and `batch` keep the earlier rules: two open brackets, and a batch of one
-        proposal.
+        Studies without `open_brackets` and `batch` keep the earlier rules: trials of two of Hyperband's brackets
+        (ladders of rungs) may run at the same time, and a batch (consecutive proposals that are made from the same
+        results) is a single proposal.
         """
         access = document.get("access")
         return cls(

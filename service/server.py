@@ -14,6 +14,7 @@ import signal
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -24,17 +25,21 @@ from service.disk import artifacts_dir, locked, single_server
 from service.engine_machines import stated_machines
 from service.errors import Conflict, InUse
 from service.jobs.base import RequestContext
+from service.jobs.registry import KINDS, kind_of
 from workers.file_access import FileAccess
 from workers.object_store import object_url_problem
+from workers.telemetry import logs, tracing
 
 if TYPE_CHECKING:
     from sqlalchemy import URL
 
     from service.auth.settings import OidcSettings
+    from service.notifications.settings import NotificationSettings
     from service.retention.limits import Limit
     from service.store import Store
+    from service.types import JobRecord
 
-__all__ = ["alone", "bind", "serve"]
+__all__ = ["alone", "bind", "page_of", "serve"]
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +69,12 @@ def serve(
     has_accounts: bool = True,
     requests_per_s: float | None = None,
     has_open_metrics: bool = False,
+    has_open_dashboard: bool = False,
     oidc: OidcSettings | None = None,
+    max_running: int | None = None,
+    notifications: NotificationSettings | None = None,
+    log_format: str | None = None,
+    has_access_log: bool = False,
 ) -> None:
     """Run the HTTP server until SIGTERM or SIGINT.
 
@@ -79,7 +89,7 @@ def serve(
             hub's cache.
         trust_dirs: Further directories whose files jobs may read; task files there may also name Python functions.
         allow_urls: Folders of object stores in which jobs may name models.
-        allow_judges: URLs of endpoints that jobs may name as judges of benchmarks.
+        allow_judges: URLs of endpoints of language models that jobs may name as judges of benchmarks' completions.
         allow_hosts: Names of the server besides the loopback names, `host` and the address that it listens on.
         prefix: Path prefix below which the routes are served too, for a proxy that does not remove the prefix; empty
             for none.
@@ -90,27 +100,35 @@ def serve(
             data directory.
         artifact_quota_bytes: Size of all experts and policies beyond which fine-tunings are refused; by default a tenth
             of the disk, or no limit in an object store.
-        keep: Limits on the data that are kept of ended jobs, by kind; by default all data are kept.
+        keep: Limits on the data that are kept of ended jobs, by kind of data; by default all data are kept.
         has_accounts: Whether requests need a token once the database has a user.
-        requests_per_s: Requests a second that are accepted of each token, or of each address without accounts.
+        requests_per_s: Requests a second that are accepted of each token, or of each address without accounts; None
+            uses the default limit.
         has_open_metrics: Whether everybody may read the metrics.
+        has_open_dashboard: Whether every user may read Ray's dashboard, which shows the jobs of all teams.
         oidc: The identity provider with which browsers log in; by default they cannot.
+        max_running: Number of jobs that run at the same time; by default MAX_RUNNING of the reconciler.
+        notifications: What is sent to users about their jobs; by default to public webhooks only, and no mails.
+        log_format: Format of the logs of the server and of the drivers and replicas of its jobs, "text" or "json"; by
+            default that of the variable MERGESEARCH_LOG_FORMAT, else "text".
+        has_access_log: Whether a line is logged for each request.
 
     Raises:
         Conflict: The server has no user, and others than this machine may reach it; options contradict each other; the
             port or the data directory is taken, the database or `files` cannot be used, or the variable
-            MERGESEARCH_ENGINE_NODES cannot be read.
+            MERGESEARCH_ENGINE_NODES or MERGESEARCH_LOG_FORMAT cannot be read.
     """
     import uvicorn
 
     from service.api.app import create_app
     from service.api.preflight_process import PreflightProcess, default_access
-    from service.cluster.reconciler import RayCluster
+    from service.cluster.reconciler import MAX_RUNNING, RayCluster
     from service.store import Store
     from service.store.blobs import check_location
     from service.store.database_url import VARIABLE, database_url, has_password, parse_url, remember
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    _start_logs(log_format)
+    tracing.start_tracing("server")
     data_dir = data_dir.resolve()
     if oidc is not None and not has_accounts:
         raise Conflict(f"--oidc-issuer {oidc.issuer}: has no effect with --no-accounts; give one of the two")
@@ -131,14 +149,23 @@ def serve(
             by_variable = not database and bool(os.environ.get(VARIABLE)) and "RAY_ADDRESS" in os.environ
             remember(data_dir, address, by_variable=by_variable)
             cluster = RayCluster(
-                store, data_dir, files=files, dashboard_host=dashboard_host, dashboard_port=dashboard_port
+                store,
+                data_dir,
+                files=files,
+                dashboard_host=dashboard_host,
+                dashboard_port=dashboard_port,
+                places=max_running or MAX_RUNNING,
+                demand_of=lambda job: kind_of(job.kind).demand(job),
+                time_left_of=lambda job: kind_of(job.kind).time_left_s(job),
+                placeless=[kind.name for kind in KINDS.values() if not kind.takes_place],
+                page_of=partial(page_of, public_url=_public_url(oidc, notifications)),
             )
             app = create_app(
                 store,
                 cluster=cluster,
                 data_dir=data_dir,
                 preflight=PreflightProcess(RequestContext(access, store.url, data_dir, files), cluster=cluster.calls),
-                hosts=(host, *allow_hosts, *_public_hosts(oidc)),
+                hosts=(host, *allow_hosts, *_public_hosts(notifications)),
                 prefix=prefix,
                 keep=ExportLimits(export_days * DAY_S, export_quota_bytes),
                 files=files,
@@ -147,28 +174,57 @@ def serve(
                 has_accounts=has_accounts,
                 rates=None if requests_per_s is None else RateLimits.of(requests_per_s),
                 has_open_metrics=has_open_metrics,
+                has_open_dashboard=has_open_dashboard,
                 oidc=oidc,
+                notifications=notifications,
             )
             url = "http://{}:{}".format(*listener.getsockname()[:2])
             places = f"data in {data_dir}, database {store.place}"
-            print(f"mergesearch: {url}, documentation under /docs, {places}", flush=True)
-            print(f"mergesearch: {protection}", flush=True)
+            _announce(f"{url}, documentation under /docs, {places}")
+            _announce(protection)
             if oidc is not None:
                 place = f"{oidc.public_url or url + prefix}/v1/login"
-                print(f"mergesearch: browsers log in at {place}, with {oidc.issuer}", flush=True)
-            config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=SHUTDOWN_S)
+                _announce(f"browsers log in at {place}, with {oidc.issuer}")
+            config = uvicorn.Config(app, log_config=None, log_level="warning", timeout_graceful_shutdown=SHUTDOWN_S)
+            if has_access_log:
+                access_log = logging.getLogger("uvicorn.access")
+                access_log.setLevel(logging.INFO)
+                access_log.addFilter(logs.AccessFields())
             server = uvicorn.Server(config)
             for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises them again once it has shut down
                 signal.signal(number, lambda *_: setattr(server, "should_exit", True))
             server.run(sockets=[listener])
         finally:
             store.close()
+            tracing.stop_tracing()
+
+
+def _start_logs(log_format: str | None) -> None:
+    """Start the logs of this process in `log_format`; None is the format that the environment names.
+
+    The format is put into the environment, from which processes of jobs take it. Raises Conflict if there is no such
+    format.
+    """
+    if log_format is not None:
+        os.environ[logs.VARIABLE] = log_format
+    if (chosen := os.environ.get(logs.VARIABLE, "text")) not in logs.FORMATS:
+        raise Conflict(f"{logs.VARIABLE}={chosen}: no such format of logs; use {' or '.join(logs.FORMATS)}")
+    logs.log_to_stderr()
+
+
+def _announce(text: str) -> None:
+    """Print `text`, such as the server's address, for users of a terminal; if logs are JSON, write it as a log line."""
+    if logs.is_json():
+        logger.info("mergesearch: %s", text)
+    else:
+        print(f"mergesearch: {text}", flush=True)
 
 
 def _protection(store: Store, host: str, *, has_accounts: bool) -> str:
-    """Text about who may use a server that listens on `host`.
+    """Text for the operator about who may use a server that listens on `host`.
 
-    Raises Conflict if the server has accounts but no user yet, and other machines can reach its address.
+    `store` is the server's database. `has_accounts` says whether the server uses accounts. Raises Conflict if it does,
+    the database has no user yet, and other machines can reach `host`.
     """
     from service.store.accounts import AccountStore
 
@@ -184,9 +240,21 @@ def _protection(store: Store, host: str, *, has_accounts: bool) -> str:
     return "no accounts: every user of this machine may do everything; `mergesearch users add` adds an administrator"
 
 
-def _public_hosts(oidc: OidcSettings | None) -> tuple[str, ...]:
-    """Host and port of the URL under which browsers reach the server, as a tuple; empty if no such URL is set."""
-    return () if oidc is None or oidc.public_url is None else (urlsplit(oidc.public_url).netloc,)
+def page_of(job: JobRecord, *, public_url: str | None) -> str | None:
+    """URL of a job's page on the server that users reach at `public_url`; None if that is not known."""
+    return None if public_url is None else f"{public_url.rstrip('/')}{kind_of(job.kind).page_of(job)}"
+
+
+def _public_url(oidc: OidcSettings | None, notifications: NotificationSettings | None) -> str | None:
+    """URL under which users reach the server; None if it is not known."""
+    given = [settings.public_url for settings in (oidc, notifications) if settings is not None]
+    return next((url for url in given if url is not None), None)
+
+
+def _public_hosts(notifications: NotificationSettings | None) -> tuple[str, ...]:
+    """Host and port of the URL under which users reach the server, as a tuple; empty if no such URL is set."""
+    url = None if notifications is None else notifications.public_url
+    return () if url is None else (urlsplit(url).netloc,)
 
 
 def _is_loopback(host: str) -> bool:
@@ -200,14 +268,14 @@ def _is_loopback(host: str) -> bool:
 
 @contextmanager
 def alone(data_dir: Path, address: URL, *, is_shared: bool | None = None) -> Iterator[None]:
-    """Context that keeps other servers from the data directory and the database, unless they may share both.
+    """Context in which this server uses the data directory and the database, alone or with servers that may share them.
 
-    `address` is the URL of the database. Servers may share a data directory and a PostgreSQL database; they must then
-    use the same database. An SQLite database cannot be shared. If `is_shared` is False, nothing is shared. If it is
-    None, sharing is allowed with a PostgreSQL database.
+    `address` is the URL of the database. An SQLite database is never shared. Servers with one PostgreSQL database may
+    share it and the data directory, if `is_shared` is True or None. If it is False, nothing is shared.
 
     Raises:
-        InUse: Another server uses one of them and may not share it, or uses the data directory with another database.
+        InUse: Another server uses the data directory or the database and does not share it, or it uses the data
+            directory together with another database.
     """
     from service.store.database_url import remembered_place, shown
 
@@ -246,9 +314,9 @@ def _urls(urls: Sequence[str]) -> tuple[str, ...]:
 
 
 def _judges(urls: Sequence[str]) -> tuple[str, ...]:
-    """Check the values `urls` of the command's option --allow-judge, and return them.
+    """Check the values `urls` of the option --allow-judge: endpoints of models that may judge completions.
 
-    Raises Conflict if a value is not the URL of an endpoint.
+    Returns the values. Raises Conflict if a value is not the URL of an endpoint.
     """
     from search_spaces.study.judge import JudgeSpec
 

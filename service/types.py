@@ -17,6 +17,11 @@ __all__ = [
     "ArtifactRecord",
     "AuditRecord",
     "Comparison",
+    "Coverage",
+    "DeliveryRecord",
+    "DeliveryState",
+    "Demand",
+    "DriverWait",
     "Estimate",
     "EventKind",
     "ExportRecord",
@@ -24,6 +29,7 @@ __all__ = [
     "JobRecord",
     "JobState",
     "LoginRecord",
+    "NoticeKind",
     "Origin",
     "RecipeDigest",
     "Role",
@@ -33,7 +39,11 @@ __all__ = [
     "Sharing",
     "Steering",
     "StoredRecipe",
+    "SubscriptionKind",
+    "SubscriptionRecord",
+    "TeamLimits",
     "TeamRecord",
+    "TeamUsage",
     "TokenRecord",
     "TrialRecord",
     "TrialResult",
@@ -52,7 +62,10 @@ RESUMED_BY_REQUEST = "resumed by request"
 
 
 class TrialState(StrEnum):
-    """State of a trial, with the names of Optuna. A PRUNED trial was scored, but not promoted to the full budget."""
+    """State of a trial, with the names of Optuna.
+
+    A PRUNED trial was scored, but not on all samples of the search.
+    """
 
     WAITING = "WAITING"
     RUNNING = "RUNNING"
@@ -66,11 +79,13 @@ class TrialState(StrEnum):
 
 
 class Origin(StrEnum):
-    """Origin of a trial: a baseline (`source` or `published`), the search, or the user (`user`).
+    """Origin of a trial: where its recipe comes from.
 
-    The recipe of a `source` trial is the base or an expert alone. The recipe of a `published` trial is from the
-    literature or common practice. A `search` trial is a proposal of the searcher. The recipe of a `refined` trial is
-    that of a `search` trial with coefficients that were learned after the search.
+    - `source`: a baseline whose recipe is the base model or one expert alone
+    - `published`: a baseline whose recipe is from the literature or common practice
+    - `search`: a proposal of the searcher
+    - `refined`: a trial of the search whose coefficients were learned further after the search
+    - `user`: a recipe that the user gave
     """
 
     SOURCE = "source"
@@ -81,20 +96,20 @@ class Origin(StrEnum):
 
     @property
     def is_searched(self) -> bool:
-        """Whether a trial results from the search: proposed by the searcher, or refined from the Pareto front."""
+        """Whether a trial results from the search: proposed by the searcher, or refined from such a trial."""
         return self in (Origin.SEARCH, Origin.REFINED)
 
     @property
     def is_given(self) -> bool:
-        """Whether a trial's recipe was given before the search: by a baseline or by the user."""
+        """Whether a trial's recipe was given and not searched for, as those of baselines and of the user are."""
         return not self.is_searched
 
 
 class JobState(StrEnum):
-    """State of a job: CREATED, then RUNNING, and at its end COMPLETE, FAILED or CANCELLED.
+    """State of a job: first CREATED, then RUNNING, and at the end COMPLETE, FAILED or CANCELLED.
 
-    A job is STOPPED if its driver ended before the job did. A server continues a STOPPED job automatically, and a
-    FAILED or PAUSED job on request.
+    A job is STOPPED if its driver (the process that works on it) ended before the job was done. It is PAUSED if a user
+    paused it. A server continues a STOPPED job automatically, and a FAILED or PAUSED job on request.
     """
 
     CREATED = "CREATED"
@@ -131,6 +146,7 @@ class EventKind(StrEnum):
     WAITING = "waiting"
     RESUMED = "resumed"
     STEERED = "steered"
+    PREEMPTED = "preempted"
     JOB_REFUSED = "job_refused"
     TRIAL = "trial"
     RUNG = "rung"
@@ -159,11 +175,15 @@ class EventKind(StrEnum):
     STUDY = "study"
     ANALYSIS = "analysis"
     RESPONSES_REMOVED = "responses_removed"
+    ENDPOINT = "endpoint"
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Mean over `samples` scored samples with its standard error and 95 % interval, in the metric's unit."""
+    """Mean of a metric over a number of scored samples (`samples`), with standard error and 95 % interval.
+
+    Value, standard error and interval are in the metric's unit.
+    """
 
     value: float
     standard_error: float
@@ -173,10 +193,10 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)  # a study has tens of thousands
 class RungRecord:
-    """A rung that a trial has finished.
+    """A trial's values at one rung that it has finished; a rung is a number of samples at which trials are compared.
 
-    By objective, `num_samples` has the number of the rung's samples, `values` their mean, and `standard_errors` the
-    standard error of the mean. The standard error is None if there is a single sample.
+    `rung` is the rung's index from 0. `num_samples` has the number of the rung's samples, `values` their mean, and
+    `standard_errors` the standard error of the mean, each by objective. The standard error is None for a single sample.
     """
 
     rung: int
@@ -187,9 +207,9 @@ class RungRecord:
 
 @dataclass(frozen=True)
 class StoredRecipe:
-    """Recipe of a stored trial: its digest, and its JSON text, which is parsed when the recipe is read.
+    """Recipe of a stored trial as its digest and its JSON text, which the method `read` parses.
 
-    Parsing a recipe takes milliseconds and a hundred KB of memory; most code does not need the parsed recipe.
+    Parsing a recipe takes milliseconds and a hundred KB of memory, and most code does not need the parsed recipe.
     """
 
     digest: str
@@ -201,11 +221,12 @@ class StoredRecipe:
 
     @property
     def keeps_equal(self) -> bool:
-        """Whether merges keep all elements whose magnitude equals the threshold of a sparse method.
+        """Whether sparse merge methods in this recipe keep every element whose magnitude equals their threshold.
 
-        If True, the share of elements that are kept may exceed the method's density (the share that was asked for).
-        `Recipe.keeps_equal` is the same property of a parsed recipe. The recipe is parsed only if its text may have
-        this setting (`may_keep_equal`).
+        A sparse method keeps the elements of a task vector with the largest magnitudes; its density is the share of
+        elements to keep. The threshold is the smallest magnitude that is kept. Many elements can equal it, so if the
+        result is True, more elements than the density may be kept. The recipe is parsed only if its text may have this
+        setting.
         """
         return may_keep_equal(self.text) and self.read().keeps_equal
 
@@ -220,7 +241,7 @@ class StoredRecipe:
 
 @dataclass(frozen=True, slots=True)
 class RecipeDigest:
-    """Digest of a trial's recipe, in place of a recipe that was not read from the database."""
+    """Recipe of a trial that is represented by its hash alone, because its content was not read from the database."""
 
     digest: str
 
@@ -229,14 +250,17 @@ class RecipeDigest:
 class TrialResult:
     """Result of a trial, without its configuration and, possibly, without its recipe.
 
-    Configuration and recipe are most of a trial's data, so they are read only where they are needed.
+    Configuration and recipe are most of a trial's data, so they are read only where they are needed. A rung is a number
+    of samples at which trials are compared; the full budget is all samples of the search, those of the last rung.
 
     - `number`: unique in the study and never reused.
+    - `origin`, `label`: where the trial's recipe comes from, and the trial's name.
     - `recipe`: the recipe, or only the recipe's digest.
-    - `bracket`: None for baselines, which belong to no bracket.
+    - `bracket`: index of the trial's bracket (a ladder of rungs, as in Hyperband). None for trials that are evaluated
+      only at the full budget, such as baselines.
     - `reason`: why the trial ended as PRUNED or FAIL.
     - `invalid`: reason why a user marked the trial as invalid; nothing selects an invalid trial. None if it is valid.
-    - `rungs`: the finished rungs in order.
+    - `rungs`: the trial's values at each rung that it has finished, in order.
     - `samples_scored`: the number of samples of search data that were scored for this trial.
     - `samples_reused`: the number of samples known from lower rungs or from trials with an equal recipe.
     - `timings_s`: the seconds that parts of scoring took, by name.
@@ -262,7 +286,10 @@ class TrialResult:
 
 @dataclass(frozen=True)
 class TrialRecord(TrialResult):
-    """Trial of a study with its recipe and its configuration, which is None for a baseline."""
+    """Trial of a study with its result, its recipe and its configuration (the values of the search space's parameters).
+
+    The configuration is None for a trial whose recipe was not made from a configuration, such as a baseline.
+    """
 
     recipe: Recipe | StoredRecipe
     configuration: Mapping[str, Any] | None = None
@@ -275,10 +302,10 @@ class TrialRecord(TrialResult):
         return self.recipe if isinstance(self.recipe, Recipe) else self.recipe.read()
 
     def after_chunk(self, timings_s: Mapping[str, float], num_scored: int | None) -> Self:
-        """Copy of this trial, updated for one more stored chunk of samples.
+        """Copy of this trial, updated for one more stored chunk (a group of samples that was scored in one request).
 
         The chunk's `timings_s` (seconds by name) and its number of newly scored samples are added. `num_scored` is None
-        for holdout data, whose samples are not counted.
+        for holdout data and benchmarks, whose samples are not counted.
         """
         timings = {name: self.timings_s.get(name, 0.0) + seconds for name, seconds in timings_s.items()}
         found = replace(self, timings_s={**self.timings_s, **timings})
@@ -289,9 +316,11 @@ class TrialRecord(TrialResult):
 
 
 class Scope(StrEnum):
-    """Scope of a token, from the smallest to the largest.
+    """Scope of a token: the kinds of requests for which the token may be used, from the fewest to the most.
 
-    A token may be used to read, or also to submit and change jobs, or also to manage accounts.
+    - `READ`: to read
+    - `SUBMIT`: to read, and to submit and change jobs
+    - `ADMIN`: all of these, and to manage accounts
     """
 
     READ = "read"
@@ -330,12 +359,14 @@ class Account:
     """A user's rights on a server.
 
     `user` is the user's name, `is_admin` says whether the user administers the server, and `roles` has the user's role
-    in each team. The administrators of a job are those of the server and those of the job's team.
+    in each team. The administrators of a job are those of the server and those of the job's team. `rates` has the
+    requests a minute that each team with such a quota may send.
     """
 
     user: str
     is_admin: bool = False
     roles: Mapping[str, Role] = field(default_factory=dict)
+    rates: Mapping[str, int] = field(default_factory=dict)
 
     def may_read(self, job: JobRecord) -> bool:
         """Whether the user may read the job and everything that belongs to it."""
@@ -382,12 +413,62 @@ class UserRecord:
 
 
 @dataclass(frozen=True)
+class TeamLimits:
+    """Weight of a team in the queue of jobs, and its quotas; a quota that is None is no limit.
+
+    - `weight`: share of the places of running jobs, relative to the weights of other teams.
+    - `max_running`: number of jobs that run at the same time.
+    - `max_replicas`: number of replicas, and of workers of fine-tunings, of all running jobs together.
+    - `max_served`: number of studies that are served at the same time.
+    - `gpu_hours`: GPU-hours in a calendar month (UTC).
+    - `artifact_bytes`: bytes of the experts and policies of the team's jobs.
+    - `export_bytes`: bytes of the exported models of the team's jobs.
+    - `requests_per_minute`: requests of the team's members in a minute, in the long run. The same number may come at
+      once.
+    """
+
+    weight: float = 1.0
+    max_running: int | None = None
+    max_replicas: int | None = None
+    max_served: int | None = 4
+    gpu_hours: float | None = None
+    artifact_bytes: int | None = None
+    export_bytes: int | None = None
+    requests_per_minute: int | None = None
+
+
+@dataclass(frozen=True)
+class TeamUsage:
+    """GPU-hours that the jobs of a team have used.
+
+    `recent` is a sum in which an hour counts less, the longer ago it was; `service.store.usage` has the half-life.
+    `month` is the sum of the present calendar month (UTC).
+    """
+
+    recent: float = 0.0
+    month: float = 0.0
+
+
+@dataclass(frozen=True)
+class Demand:
+    """Replicas and GPUs that a running job occupies.
+
+    For a fine-tuning, `replicas` is its number of training workers. A replica or a worker without a GPU counts as one
+    GPU.
+    """
+
+    replicas: int = 1
+    num_gpus: int = 1
+
+
+@dataclass(frozen=True)
 class TeamRecord:
-    """A stored team, with the role of each of its members by the member's name."""
+    """A stored team, with the role of each of its members by the member's name, its weight and its quotas."""
 
     name: str
     created_at: float
     members: Mapping[str, Role] = field(default_factory=dict)
+    limits: TeamLimits = field(default_factory=TeamLimits)
 
 
 @dataclass(frozen=True)
@@ -418,7 +499,8 @@ class SessionRecord:
     """A stored session of a browser, without the hash by which the server recognises its cookie.
 
     Times are in seconds since the epoch. Before the first use is stored, `last_used_at` is the time at which the
-    session began.
+    session began. If the browser logged in with an API token, `token` is the token's id and `scope` its scope, which
+    the session has too. After a login with an identity provider, both are None.
     """
 
     id: str
@@ -426,6 +508,8 @@ class SessionRecord:
     created_at: float
     expires_at: float
     last_used_at: float
+    token: str | None = None
+    scope: Scope | None = None
 
     def is_valid(self, *, now: float, idle_s: float) -> bool:
         """Whether the session may still be used at the time `now`, in seconds since the epoch.
@@ -436,7 +520,10 @@ class SessionRecord:
 
     @property
     def label(self) -> str:
-        """Text that stands for the session in the audit log, where requests with a token have the token's prefix."""
+        """Text that names the session in the audit log.
+
+        Entries about requests with an API token have the beginning of the token in its place.
+        """
         return f"session {self.id[:8]}"
 
 
@@ -481,11 +568,11 @@ class AuditRecord:
 
 @dataclass(frozen=True)
 class Steering:
-    """A request that changes how a job continues, such as `action` "pause", with the user and the user's reason.
+    """A user's request that changes how a job continues, such as a pause.
 
-    `user` is None if the server has no accounts; `reason` is None if none was given. `changes` has, for the action
-    "edit", the value of each edited option before and after. `trial` is the number of the trial that the request is
-    about, if it is about one.
+    `action` is the kind of request, such as "pause". `user` is the user's name, or None if the server has no accounts.
+    `reason` is the reason that the user gave, or None. `changes` has, for the action "edit", the value of each edited
+    option before and after. `trial` is the number of the trial that the request is about, if it is about one.
     """
 
     action: str
@@ -496,13 +583,16 @@ class Steering:
 
     @property
     def payload(self) -> dict[str, Any]:
-        """Payload of the event that stores this request."""
+        """This request as a JSON object, as it is stored in the job's event about it."""
         changes = {} if self.changes is None else {"changes": dict(self.changes)}
         trial = {} if self.trial is None else {"trial": self.trial}
         return {"action": self.action, "user": self.user, "reason": self.reason, **changes, **trial}
 
     def describe(self, done: str) -> str:
-        """Text such as "paused by ann: the GPUs are needed"; `done` is the first word of the text."""
+        """Text about this request, such as "paused by ann: the GPUs are needed".
+
+        `done` is the first word of the text, here "paused".
+        """
         text = f"{done} by {self.user or 'request'}"
         return f"{text}: {self.reason}" if self.reason else text
 
@@ -517,7 +607,7 @@ class JobRecord:
     - `document`: the submitted document in canonical form.
     - `accepted`: findings of the checks when the job was created, as JSON; for a study, a `ResolvedStudy`.
     - `reason`: reason for the current state.
-    - `wall_clock_s`: total seconds that all attempts have worked on the job.
+    - `wall_clock_s`: total seconds that all drivers have worked on the job.
     - `attempt`: number of drivers that have taken over the job.
     - `progress`: the driver's latest progress, as JSON that is shown to users; None before the first report.
     - `submissions`: number of drivers that were submitted to a cluster.
@@ -532,11 +622,18 @@ class JobRecord:
     - `is_paused`: whether the job was asked to pause. Its state is PAUSED once no driver works on it.
     - `stop_reason`: reason why the search was asked to end early; None if it was not.
     - `description`, `tags`, `notes`: texts of users about the job, which change nothing.
-    - `priority`: of the jobs that wait for a place, those with the largest priority start first.
+    - `priority`: of the jobs that wait because the server's limit of running jobs is reached, the one with the largest
+      priority starts first.
     - `version`: number of edits of the job.
     - `edited_after`: value of `attempt` at the last edit that a driver must read; a driver of this attempt has the
       document from before the edit. None if there was no such edit.
     - `first_name`: name of the job when it was created, if it was renamed. Its Ray Jobs keep this name.
+    - `yields_after`: value of `attempt` when the driver was asked to make room for another job, or because the quota of
+      its team is used up. None if no driver was asked.
+    - `moved_before`: id of the job before which an administrator moved this job while it waits, or "" for the front of
+      the queue; None if it was not moved. `moved_at` is the time of the move.
+    - `traceparent`: place in its trace of the request that created the job, as in the header of this name; None if the
+      request was not traced.
     """
 
     id: str
@@ -570,24 +667,161 @@ class JobRecord:
     version: int = 0
     edited_after: int | None = None
     first_name: str | None = None
+    yields_after: int | None = None
+    moved_before: str | None = None
+    moved_at: float | None = None
+    traceparent: str | None = None
+
+    @property
+    def yields(self) -> bool:
+        """Whether the job's present driver (the process that works on it) was asked to end, to give up the job's place.
+
+        A place is the right to run. The job then waits for one again.
+        """
+        return self.yields_after is not None and self.yields_after == self.attempt
 
     @property
     def is_outdated(self) -> bool:
-        """Whether the driver of the present attempt works with a document from before the last edit."""
+        """Whether the driver that works on the job has the job's document from before the last edit.
+
+        A driver is a process that works on the job. The next driver reads the edited document. Edits that no driver
+        needs to read do not count.
+        """
         return self.edited_after is not None and self.edited_after == self.attempt
 
     def has_driver(self, *, now: float) -> bool:
-        """Whether a driver works on the job: the job has not ended, and there was a heartbeat shortly before `now`."""
+        """Whether a driver (a process) works on the job.
+
+        It does if the job has not ended, and a heartbeat of a driver was stored shortly before the time `now`.
+        """
         return not self.state.is_finished and self.heartbeat_at is not None and now - self.heartbeat_at < ALIVE_S
+
+
+class NoticeKind(StrEnum):
+    """Kind of change of a job of which users can be notified, by a webhook or by e-mail.
+
+    - COMPLETE, FAILED, CANCELLED, PAUSED: the job has reached this state
+    - WAITING: the job has waited too long for the same reason
+    """
+
+    COMPLETE = "complete"
+    FAILED = "failed"
+    WAITING = "waiting"
+    PAUSED = "paused"
+    CANCELLED = "cancelled"
+
+    @classmethod
+    def of_state(cls, state: str | None) -> NoticeKind | None:
+        """Kind of the notification that is sent when a job reaches `state`; None if this state causes none."""
+        return _NOTICES.get(state or "")
+
+
+_NOTICES = {
+    JobState.COMPLETE.value: NoticeKind.COMPLETE,
+    JobState.FAILED.value: NoticeKind.FAILED,
+    JobState.PAUSED.value: NoticeKind.PAUSED,
+    JobState.CANCELLED.value: NoticeKind.CANCELLED,
+}
+
+
+class SubscriptionKind(StrEnum):
+    """Way in which a user is notified of changes of jobs."""
+
+    WEBHOOK = "webhook"
+    MAIL = "mail"
+
+
+class Coverage(StrEnum):
+    """Jobs that a subscription covers: those of its owner, those of a team, or all."""
+
+    OWN = "own"
+    TEAM = "team"
+    ALL = "all"
+
+
+class DeliveryState(StrEnum):
+    """State of a delivery: WAITING for its next try, DELIVERED, or FAILED at all tries."""
+
+    WAITING = "WAITING"
+    DELIVERED = "DELIVERED"
+    FAILED = "FAILED"
+
+
+@dataclass(frozen=True)
+class SubscriptionRecord:
+    """Subscription to changes of jobs: a webhook, or the e-mail address of a user.
+
+    - `target`: the URL of the webhook, or the e-mail address.
+    - `secret`: the key by which requests to a webhook are signed; None for an e-mail address.
+    - `owner`: the user whose rights say what is sent; None if the server had no accounts.
+    - `covers`, `team`: the jobs that are covered; the team is None unless `covers` is TEAM.
+    - `events`: the kinds of changes that are sent.
+    - `failing_since`: time of the first failure since the last success; None if there was none.
+    - `disabled_at`, `disabled_reason`: time and reason of the end of sending; None while the subscription is in use.
+
+    Times are in seconds since the epoch.
+    """
+
+    id: str
+    kind: SubscriptionKind
+    target: str
+    owner: str | None
+    covers: Coverage
+    team: str | None
+    events: tuple[NoticeKind, ...]
+    created_at: float
+    secret: str | None = field(default=None, repr=False)
+    failing_since: float | None = None
+    disabled_at: float | None = None
+    disabled_reason: str | None = None
+
+
+@dataclass(frozen=True)
+class DeliveryRecord:
+    """A notice for one subscription, which is sent until it arrives or has failed at all tries.
+
+    - `id`: the id of the message, the same at each try.
+    - `study`: id of the job, of any kind; None for a test.
+    - `event`: the kind of notice, or "test".
+    - `body`: the text that is sent, a JSON document.
+    - `attempts`: the number of tries so far. `next_at` is the time of the next one, in seconds since the epoch.
+    - `status`: the HTTP status of the last response; None without a response.
+    - `error`: why the last try failed; None if it did not.
+    """
+
+    id: str
+    subscription: str
+    study: str | None
+    event: str
+    body: str
+    state: DeliveryState
+    attempts: int
+    created_at: float
+    next_at: float | None
+    finished_at: float | None = None
+    status: int | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class DriverWait:
+    """Latest wait of a job for a driver, which is a process that works on the job.
+
+    The wait begins at `since`, when the job was created or last resumed, and ends at `until`, when a driver started.
+    Both times are in seconds since the epoch. `until` is None if no driver has started since.
+    """
+
+    since: float
+    until: float | None = None
 
 
 @dataclass(frozen=True)
 class ArtifactRecord:
     """A stored directory of files that a job made, such as a trained expert.
 
-    The server stores each file under the hash of its content. `study` is the id of the job, which may be of any kind.
-    `digest` is the sha256 of the list of the artifact's files and their hashes. `num_bytes` is the total size of its
-    files. `facts` are properties that the job stored with the artifact.
+    The server stores each file under the hash of its content. `study` is the id of the job, which may be of any kind,
+    and `name` the artifact's name within the job. `digest` is the sha256 of the list of the artifact's files and their
+    hashes. `num_bytes` is the total size of its files. `facts` are properties that the job stored with the artifact.
     """
 
     study: str
@@ -600,9 +834,10 @@ class ArtifactRecord:
 
 @dataclass(frozen=True)
 class ExportRecord:
-    """Export: the merged model of a trial, which a user requested for download.
+    """Record of an export: the merged model of a trial in the dtype `dtype`, which a user requested for download.
 
-    `reason` says why the model could not be written; None if it was written, or is not written yet.
+    `study` is the id of the study, and `trial` the number of the trial. `reason` says why the model could not be
+    written; None if it was written, or is not written yet.
     """
 
     id: str
@@ -616,13 +851,16 @@ class ExportRecord:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Values of one trial on the holdout data, compared with those of the best finalist (the reference).
+    """Values of one trial on the holdout data, and how they differ from those of a reference trial.
+
+    The reference is the best trial on search data among the finalists (the trials of the Pareto front that are scored
+    on holdout data).
 
     - `label`, `trial`: name and number of the trial
     - `values`: the estimate of each objective
-    - `mean`: the mean over the accuracy objectives; None if there are none
+    - `mean`: the mean over the accuracy objectives (values in [0, 1], larger is better); None if there are none
     - `differences`: by objective, the trial's value minus that of the reference, paired by sample; "mean" has the
-      difference of the means
+      difference of the means; empty without a reference
     """
 
     label: str

@@ -27,6 +27,7 @@ import anyio.to_thread
 import psutil
 
 from service.disk import gib
+from workers.telemetry import logs
 
 __all__ = ["NO_LIMITS", "CallLimits", "LimitExceeded", "ProcessDied", "WorkerProcess", "lift_limits"]
 
@@ -68,12 +69,13 @@ NO_LIMITS = CallLimits()
 
 
 class WorkerProcess:
-    """Separate process for function calls; it starts on demand, and again after it has died."""
+    """Separate process in which functions are called; it starts at the first call, and again after it has died."""
 
     def __init__(self, name: str, *, warm_up: Callable[[], None] | None = None) -> None:
         """Prepare a separate process that will run functions; the process is not started yet.
 
-        `name` is used in messages. `warm_up` runs in the process before the first call, for example to import modules.
+        `name` names the process in messages. `warm_up` is called in the new process before its first function call, for
+        example to import modules; None does nothing.
         """
         self._name = name
         self._warm_up = warm_up
@@ -204,6 +206,7 @@ def lift_limits() -> None:
 def _work(connection: Connection[Any, Any], warm_up: Callable[[], None] | None) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server handles Ctrl-C and ends this process
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    logs.log_in_worker()
     if warm_up is not None:
         warm_up()
     while True:

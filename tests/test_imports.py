@@ -22,6 +22,7 @@ HEAVY = {
     "moocore",
     "numba",
     "numpy",
+    "opentelemetry",
     "optuna",
     "pydantic",
     "ray",

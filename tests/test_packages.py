@@ -23,7 +23,7 @@ import service.errors
 import workers
 import workers.errors
 from search_spaces.errors import InvalidStudy, Problem
-from service.errors import RequestRefused
+from service.errors import InvalidQuery, RequestRefused
 from workers.errors import InvalidModel
 from workers.models.config import read_config
 from workers.tiny_family import family_dir
@@ -156,6 +156,8 @@ def test_errors_survive_pickling_with_their_message(error: type[Exception]) -> N
         problems = [{"field": "name", "message": "3 is no text"}, {"field": "", "message": "no models"}]
         problem: Any = {"type": "about:blank", "title": "Invalid", "status": 422, "detail": "two", "problems": problems}
         raised, told = RequestRefused(problem, 2.0), "name: 3 is no text\nno models"
+    elif error is InvalidQuery:
+        raised, told = InvalidQuery("sort", "'speed' is no field"), "sort: 'speed' is no field"
     else:
         raised, told = error("what is wrong: 3; give 4"), "what is wrong: 3; give 4"
     again = pickle.loads(pickle.dumps(raised))
@@ -181,7 +183,12 @@ A_MACHINE = re.compile(r"(?<![\w.])/(?:home(?!/mergesearch\b)|root|Users|work)/"
 
 
 def test_sources_name_no_path_of_a_machine() -> None:
-    files = [file for folder in FOLDERS for file in (ROOT / folder).rglob("*") if file.suffix in TEXT]
+    files = [
+        file
+        for folder in FOLDERS
+        for file in (ROOT / folder).rglob("*")
+        if file.suffix in TEXT and "node_modules" not in file.parts
+    ]
     files += [ROOT / "Makefile", *ROOT.glob("*.toml"), *ROOT.glob("*.md")]
     assert len(files) > 100
     found = [

@@ -32,7 +32,7 @@ def cache_dir(cache: str | Path | None = None) -> Path:
 def cached(key: str, value: str | None = None, *, cache: str | Path | None = None) -> str | None:
     """Store `value` under `key` in the cache and return it; if `value` is None, return the stored value.
 
-    Returns None if nothing is stored under `key`, or the record is damaged or incomplete. If the cache cannot be
+    Returns None if nothing is stored under `key`, or the stored file is damaged or incomplete. If the cache cannot be
     written, the value is returned without being stored. `cache` is the cache's directory, or None for the default
     (`cache_dir`).
     """

@@ -69,9 +69,9 @@ def _is_locked(file: IO[str]) -> bool:
 def appearing(out: Path, key: str) -> Iterator[Path]:
     """Context manager that yields a new directory, which is renamed to `out` when it is complete and on disk.
 
-    Until then the directory has a hidden name next to `out`. If this process is killed or interrupted, the hidden
-    directory stays, and the next writer with the same `key` continues in it; `key` identifies the content that is
-    written. If writing fails with an exception, the directory is removed. Raises FileExistsError while another process
+    Until then the directory has a hidden name beside `out`. `key` identifies the content that is written. If this
+    process is killed or interrupted, the hidden directory stays, and the next writer with the same `key` continues in
+    it. If writing fails with an exception, the directory is removed. Raises FileExistsError while another process
     writes to `out`, and if `out` was created meanwhile and is not empty.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -108,7 +108,7 @@ def appearing(out: Path, key: str) -> Iterator[Path]:
 def partial_directories(out: Path) -> list[Path]:
     """Hidden directories next to `out` with unfinished content for `out`.
 
-    Running processes write to them (see `appearing`), or killed processes left them behind.
+    They belong to processes that are writing `out` now, or killed processes left them behind.
     """
     if not out.parent.is_dir():
         return []
@@ -163,6 +163,6 @@ def _opened(path: Path) -> Iterator[int]:
 
 
 def sync(path: Path) -> None:
-    """Wait until the content of a file, or the list of names in a directory, is on disk."""
+    """Wait until the content of the file `path`, or the list of names in the directory `path`, is on disk."""
     with _opened(path) as descriptor:
         os.fsync(descriptor)

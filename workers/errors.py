@@ -3,11 +3,13 @@
     WorkerError
     ├── InvalidModel      (ValueError)    reject the study or merge: a checkpoint cannot be used; has every problem
     ├── InvalidTask       (ValueError)    reject the study: a task or its data cannot be used
+    ├── InvalidPrompt     (ValueError)    reject the request: its prompt or its options cannot be used
     ├── TrialFailed       (RuntimeError)  fail this trial with this reason; the study continues
     │   └── MetricFailed                  the same; on the base model's answers fail the study: its task is unusable
     ├── EngineUnavailable (RuntimeError)  the engine did not start or died; try again on another replica, then stop
     │   ├── EngineCrashed                 the engine died with this chunk; count that, and try again
     │   ├── RequestFailed                 the engine works, the request failed outside it; try again, then stop
+    │   ├── EngineBusy                    the engine works for a search; complete the prompt elsewhere, or later
     │   ├── ServeUnavailable              it is unknown whether engines run; wait, and ask again
     │   └── NodeDraining                  the engine's node is about to stop; score on another replica
     ├── TrainingFailed    (RuntimeError)  stop this training: continuing from its last checkpoint would fail again
@@ -23,11 +25,13 @@ from enum import StrEnum
 
 __all__ = [
     "CrashKind",
+    "EngineBusy",
     "EngineCrashed",
     "EngineFault",
     "EngineUnavailable",
     "EvidenceMismatch",
     "InvalidModel",
+    "InvalidPrompt",
     "InvalidTask",
     "MetricFailed",
     "NodeDraining",
@@ -62,6 +66,20 @@ class InvalidTask(WorkerError, ValueError):
     """
 
     def __init__(self, message: str, field: str = "task") -> None:
+        super().__init__(message, field)
+        self.field = field
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class InvalidPrompt(WorkerError, ValueError):
+    """Raised if a prompt cannot be completed, for example because it is longer than the model's context.
+
+    `field` is the field of the request that is wrong.
+    """
+
+    def __init__(self, message: str, field: str = "prompt") -> None:
         super().__init__(message, field)
         self.field = field
 
@@ -121,6 +139,10 @@ class EngineCrashed(EngineUnavailable):
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+
+class EngineBusy(EngineUnavailable):
+    """Raised by a replica that refuses or ends a completion, because a search or another prompt needs its engine."""
 
 
 class RequestFailed(EngineUnavailable):

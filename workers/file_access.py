@@ -27,8 +27,8 @@ class FileAccess:
     `readable` and `trusted` are absolute directories. Files below any of them may be read; task files below `trusted`
     may also name Python functions. Symbolic links are resolved before a path is compared with the directories. `urls`
     are folders in object stores; models and files below these may be read too. `judges` are the URLs of endpoints with
-    a language model that may judge completions. Files below a directory of `closed` may not be read, unless they are
-    below a directory of `readable` or `trusted` that is itself below the closed one.
+    a language model that may judge completions. Files below a directory of `closed` may not be read. An exception is a
+    directory of `readable` or `trusted` that is itself below a closed one: files below it may be read.
     """
 
     readable: tuple[str, ...]
@@ -55,9 +55,10 @@ class FileAccess:
     def refusal(self, path: str | Path) -> str | None:
         """Reason why the file or directory `path` may not be read; None if it may be read.
 
-        Reading is allowed in the directories of `readable` and `trusted` and everything below them, except in the
-        directories of `closed` (see the class). The file `database.url`, which may hold the password of the server's
-        database, is refused in any directory. For a URL, the result is that of `url_refusal`.
+        Reading is allowed in the directories of `readable` and `trusted` and everything below them, but not below a
+        directory of `closed`, unless a directory of `readable` or `trusted` is itself below the closed one. The file
+        `database.url`, which may hold the password of the server's database, is refused in any directory. For a URL,
+        the result is that of `url_refusal`.
         """
         if is_object_url(str(path)):
             return self.url_refusal(str(path))
@@ -81,7 +82,8 @@ class FileAccess:
     def refusal_of_all(self, path: str | Path) -> str | None:
         """Reason why the directory `path` or an entry of it may not be read; None if all may be read.
 
-        Entries are checked one by one because they may be links to other places. A URL has no links.
+        Entries are checked one by one because they may be links to other places. For a URL, whose entries are no links,
+        the result is that of `url_refusal`.
         """
         if is_object_url(str(path)):
             return self.url_refusal(str(path))
@@ -105,7 +107,10 @@ class FileAccess:
         )
 
     def judge_refusal(self, url: str) -> str | None:
-        """Reason why no request may be sent to the judge at `url`; None if the URL is one of `judges`."""
+        """Reason why no request may be sent to the judge at `url`; None if the URL is one of `judges`.
+
+        A judge is a language model, on an HTTP server, that compares answers.
+        """
         if url.rstrip("/") in [allowed.rstrip("/") for allowed in self.judges]:
             return None
         return (

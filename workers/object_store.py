@@ -48,9 +48,10 @@ class ObjectStoreError(OSError):
 
 @dataclass(frozen=True)
 class ObjectInfo:
-    """Size of an object in bytes, time of its last write (seconds since the epoch), and the store's version tag.
+    """Facts about an object: its size in bytes, the time of its last write, and the store's version tag.
 
-    The tag changes whenever the object's content changes. It is no hash of the content.
+    The time `modified_at` is in seconds since the epoch. The version tag `tag` changes whenever the object's content
+    changes. It is no hash of the content.
     """
 
     num_bytes: int
@@ -117,7 +118,7 @@ class ObjectStore:
         self._fs, self._root = _file_system(self.url)
 
     def read(self, path: str, *, start: int | None = None, stop: int | None = None) -> bytes:
-        """Return the bytes from `start` to `stop` - 1 of an object.
+        """Return the bytes from `start` to `stop` - 1 of the object at `path`.
 
         If `start` is None, the bytes begin with the first one; if `stop` is None, they end with the last one.
         """
@@ -126,12 +127,12 @@ class ObjectStore:
         return content
 
     def write(self, path: str, content: bytes) -> None:
-        """Store an object; an existing object of the same path is replaced."""
+        """Store `content` as the object at `path`; an existing object of this path is replaced."""
         with self._asking("write", path):
             self._fs.pipe_file(self._key(path), content)
 
     def create(self, path: str, content: bytes) -> bool:
-        """Store an object unless an object of the same path exists, and return whether it was stored.
+        """Store `content` as a new object at `path`, and return True; return False if the object exists already.
 
         The store checks and writes in one step (a conditional put), so of several writers exactly one succeeds.
         """
@@ -143,23 +144,26 @@ class ObjectStore:
         return True
 
     def upload(self, file: Path, path: str) -> None:
-        """Store a file, in several parts if it is large; the object appears only when it is complete."""
+        """Store `file` as the object at `path`, in several parts if it is large.
+
+        The object appears only when it is complete.
+        """
         with self._asking("write", path):
             self._fs.put_file(str(file), self._key(path), chunksize=PART_BYTES)
 
     def download(self, path: str, file: Path) -> None:
-        """Write an object to the new file `file`."""
+        """Write the object at `path` to the new file `file`."""
         with self._asking("read", path):
             self._fs.get_file(self._key(path), str(file))
 
     def open(self, path: str) -> BinaryIO:
-        """Open an object for sequential reading; blocks are fetched as they are read."""
+        """Open the object at `path` for sequential reading; blocks are fetched as they are read."""
         with self._asking("read", path):
             stream: BinaryIO = self._fs.open(self._key(path), "rb", block_size=BLOCK_BYTES, cache_type="readahead")
         return stream
 
     def info(self, path: str) -> ObjectInfo | None:
-        """Size, last write time and version tag of an object; None if it does not exist."""
+        """Size, last write time and version tag of the object at `path`; None if it does not exist."""
         try:
             with self._asking("look up", path):
                 return _info(self._fs.info(self._key(path)))
@@ -167,14 +171,14 @@ class ObjectStore:
             return None
 
     def list(self, path: str = "") -> dict[str, ObjectInfo]:
-        """All objects whose paths begin with the folder `path`, by path."""
+        """All objects in the folder `path` and in folders below it, with their sizes and times of writing, by path."""
         key = self._key(path) if path else self._root
         with self._asking("list", path):
             found = self._fs.find(key, detail=True, withdirs=False)
         return {name.removeprefix(f"{self._root}/"): _info(entry) for name, entry in sorted(found.items())}
 
     def delete(self, path: str) -> None:
-        """Delete an object; does nothing if it does not exist."""
+        """Delete the object at `path`; do nothing if it does not exist."""
         with self._asking("delete", path), suppress(FileNotFoundError):
             self._fs.rm_file(self._key(path))
 

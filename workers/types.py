@@ -61,7 +61,8 @@ class Placement(StrEnum):
 class Split(StrEnum):
     """Data from which samples come: search data, holdout data for the final comparison, or benchmarks.
 
-    Only finalists and baselines are scored on holdout data and benchmarks. The database stores at most 8 characters.
+    Only finalists and baselines are scored on holdout data. A value has at most 8 characters, because it is stored in a
+    column of the database that has room for no more.
     """
 
     SEARCH = "search"
@@ -116,7 +117,7 @@ class Family:
 
     @property
     def fingerprint(self) -> str:
-        """Digest of the contents of all models, regardless of their aliases and directories."""
+        """Digest of the contents of all models, regardless of their names (aliases) and directories."""
         document: dict[str, Any] = {
             "base": self.base.fingerprint,
             "models": sorted({model.fingerprint for model in self.models}),
@@ -144,7 +145,7 @@ class TaskSpec:
     - `permutation_seed`: fixes the order of the samples: position i is the same sample in every replica and every study
     - `template`: a Jinja template of the prompts that replaces the task's own template; with None, the task's own is
       used
-    - `access`: limits the files that the task may use; None means no limit. The digest of the description does not
+    - `access`: limits the files that the task may use; None means no limit. The digest of the specification does not
       depend on `access`.
     """
 
@@ -181,12 +182,14 @@ class TaskInfo:
     - `higher_is_better`: whether larger values of the metric are better
     - `output_type`: lm-eval's output type, such as "generate_until" or "multiple_choice"
     - `num_truncated`: the number of prompts that were cut to the engine's `max_model_len`
-    - `groups`: the sizes of the groups (subtasks) by which the permutation of the samples is stratified
-    - `filters`: the names of the filters, if the task or one of its subtasks has several filters; otherwise empty
-    - `categories`: the subtasks of each group within an lm-eval group, such as `mmlu_stem` of `mmlu`
+    - `groups`: the number of samples of each group (usually an lm-eval task); every beginning of the scoring order
+      contains all groups in proportion to these numbers
+    - `filters`: the names of the filters, if the task, or one of the lm-eval tasks of which it consists, has several
+      filters; otherwise empty
+    - `categories`: the lm-eval tasks of each group within an lm-eval group, such as `mmlu_stem` of `mmlu`
     - `confined_by`: the sandbox of the process that runs the task's own code; "" if the task has no code
     - `template`: the Jinja template of the prompts; "" if the prompts come from a function or a column of the data, or
-      if subtasks have several templates
+      if the task consists of lm-eval tasks with different templates
     - `options`: the options of a multiple-choice task, if all samples have the same options; otherwise empty
     """
 
@@ -224,12 +227,17 @@ class ScoreRequest:
     case the next crash is raised as EngineCrashed. After the first crash, a replica that has not scored anything yet
     first scores one sample with the base model, which shows whether the engine works at all. If `crashes` is None, the
     scorer itself sends the request again after a crash.
+
+    `trial` is the number of the trial that the request is for, which logs name; None if it is for none. `traceparent`
+    is the place in its trace of the span that sends the request; None if it is not traced.
     """
 
     study: str
     recipe: Recipe
     spans: tuple[Span, ...]
     crashes: int | None = None
+    trial: int | None = field(default=None, compare=False)
+    traceparent: str | None = field(default=None, compare=False)
 
     @property
     def num_samples(self) -> int:
@@ -264,9 +272,10 @@ class Evidence:
 
     - `recipe_digest`: the digest of the recipe that the engine holds, which may differ from the requested recipe
     - `bank_fingerprint`: the fingerprint of the family whose source weights the engine holds
-    - `prompts`: for each objective, the sha256 of the token ids of every prompt of its span, in order
+    - `prompts`: for each objective, the sha256 of the token ids of all its prompts that were scored, in order
     - `weights_checksum`: the checksum of the engine's parameters after the swap, which wrote the merge into the engine
-    - `replica`, `swap_count`: the name of the engine's replica, and the number of the swap
+    - `replica`, `swap_count`: the name of the engine's replica, and the number of merges that were written into it so
+      far (swaps)
     - `engine`: a description of the engine: its program and dtype, the size and placement of the source weights, the
       part of the merge that was not computed on the engine's device, the tensors that each of several ranks merged
       whole, and, if tasks have their own code, the sandbox of this code
@@ -303,7 +312,7 @@ class ScoreResult:
 
     `timings_s` has seconds by name:
 
-    - "wait": waiting until the replica was free for the recipe (its lock)
+    - "wait": waiting until the replica had finished its earlier requests
     - "materialise": computing the merge
     - "swap": writing the merge into the engine
     - "score": scoring
@@ -392,8 +401,8 @@ class GradientResult:
 
     In the sum, each objective's loss has a given weight.
 
-    - `losses`: the mean loss of each objective over the minibatch, divided by the task's unit
-      (`evaluation.references`), which makes losses comparable
+    - `losses`: the mean loss of each objective over the minibatch, divided by a number for the objective's task that
+      makes losses comparable (`evaluation.references`)
     - `num_samples`: the size of the minibatch
     - `seconds`: the time of the computation
     - `by_source`: the derivatives with respect to coefficients of single sources (`lambda` or `weight`), by tensor and
@@ -411,6 +420,10 @@ class GradientResult:
     by_source: Mapping[str, Mapping[str, float]]
     shared: Mapping[str, Mapping[str, float]]
     layer_scales: Mapping[int, float] = field(default_factory=dict)
+
+
+SampleTexts: TypeAlias = tuple[tuple[str, str | None], ...]
+"""Prompt and right answer of adjacent samples; the answer is None if the task does not state it."""
 
 
 class Scorer(Protocol):
@@ -438,11 +451,24 @@ class Scorer(Protocol):
         """
         ...
 
-    def verify(self, recipe: Recipe, samples: tuple[SampleResult, ...], spans: tuple[Span, ...]) -> VerificationReport:
-        """Score `spans` again with plain transformers on the recipe's exported checkpoint, and compare with `samples`.
+    def sample_texts(self, task: TaskSpec, start: int, stop: int) -> SampleTexts:
+        """Return the prompt and the right answer of the samples [start, stop) of a task, in the order of scoring.
 
-        `samples` are the stored results of the spans' samples. If nothing can be compared, the report has 0 samples and
-        the reason.
+        The prompt is the text that engines get, with system prompt and chat template if there are any. The right answer
+        is None if the task does not state it as text. There are fewer samples if the task has fewer. An engine that has
+        scored the task does not build it again.
+
+        Raises:
+            InvalidTask: The task cannot be built.
+            EngineUnavailable: No replica works.
+        """
+        ...
+
+    def verify(self, recipe: Recipe, samples: tuple[SampleResult, ...], spans: tuple[Span, ...]) -> VerificationReport:
+        """Score samples again with plain transformers on the recipe's exported checkpoint, and compare with `samples`.
+
+        `spans` are the ranges of samples to compare, and `samples` the engine's stored results for these. If nothing
+        can be compared, the report has 0 samples and the reason.
         """
         ...
 
@@ -460,7 +486,7 @@ class Scorer(Protocol):
     def statistics(self) -> Mapping[str, Any]:
         """Counts, times and memory of the engines of all replicas, as a JSON document.
 
-        The document has the numbers of starts and swaps, the seconds of each swap (`swap_s`) and of work (`busy_s`),
-        and the placement and bytes of the source weights.
+        The document has the numbers of starts of engines and of merges written into them (swaps), the seconds of each
+        swap (`swap_s`) and of work (`busy_s`), and the placement and bytes of the source weights.
         """
         ...

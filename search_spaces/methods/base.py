@@ -37,10 +37,10 @@ SourceChoice = Literal["experts", "pair", "ordered pair", "model"]
 class Range:
     """The range [low, high] in which a coefficient is searched.
 
-    With `per_expert` there is one parameter for each expert that is merged; otherwise there is one for all experts.
-    With `on_simplex` the experts' coefficients are divided by their sum before they are stored in a recipe. If a
-    configuration selects no experts, all experts are merged; the parameters per expert do not exist then, and each
-    expert's coefficient is `default`.
+    With `per_expert` each expert that is merged has its own parameter; otherwise all experts share one. With
+    `on_simplex` the experts' coefficients are divided by their sum before they are stored in a recipe. `default` is
+    used if a configuration selects none of the experts, and so has no parameters for them: then all experts are merged,
+    each with this coefficient.
     """
 
     low: float
@@ -63,7 +63,7 @@ class PairShare:
 
 @dataclass(frozen=True)
 class NumSources:
-    """The value of a coefficient that counts sources, such as how many sources must agree. It is not searched.
+    """The rule for a coefficient that counts sources, such as how many sources must agree; it is not searched.
 
     The coefficient is `value`, or the merge's number of sources if that is smaller.
     """
@@ -82,7 +82,8 @@ class Coefficient:
     - `searched`: how a search varies the coefficient; None if it keeps its default
     - `has_gradient`: whether the merged tensor is differentiable with respect to the coefficient; the elements that the
       method keeps and the signs that it elects are held fixed
-    - `decimals`: the number of decimals to which the coefficient is rounded; more than usual for tolerances
+    - `decimals`: the number of decimals to which the coefficient is rounded; small coefficients, such as tolerances,
+      need many
     """
 
     name: str
@@ -96,7 +97,7 @@ class Coefficient:
     decimals: int = COEFFICIENT_DECIMALS
 
     def searched_in(self, low: float, high: float) -> Self:
-        """Copy the coefficient, and declare that a search varies it in [low, high], as one number for all experts."""
+        """A copy of the coefficient for which a search tries values in [low, high], with one number for all experts."""
         return replace(self, searched=Range(low, high))
 
     @property
@@ -108,7 +109,7 @@ class Coefficient:
         return f"{kind} from {self.low:g}" if self.high == math.inf else f"{kind} in [{self.low:g}, {self.high:g}]"
 
     def contains(self, value: float) -> bool:
-        """Whether the coefficient accepts `value`."""
+        """Whether the coefficient accepts `value`: it is in the range and, if required, a whole number."""
         return self.low <= value <= self.high and (not self.is_whole or value == int(value))
 
 
@@ -193,7 +194,8 @@ class MergeMethod:
     ) -> Iterator[str]:
         """Error messages about the number of sources, the coefficients and the seed of a merge by this method.
 
-        Missing coefficients are not reported.
+        A merge by this method has `num_sources` sources, the values `coefficients` by name, and the `seed` of its
+        random masks, or None. Missing coefficients are not reported.
         """
         if not self.min_sources <= num_sources <= (self.max_sources or num_sources):
             accepted = self.min_sources if self.max_sources else f"at least {self.min_sources}"

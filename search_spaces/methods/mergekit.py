@@ -73,13 +73,13 @@ class Values:
 
 @dataclass(frozen=True)
 class Counterpart:
-    """The method of mergekit that computes the same tensors as a declared merge method.
+    """The method of mergekit that computes the same tensors as one of this project's merge methods.
 
     - `method`: the name of mergekit's method
     - `settings`: the values of mergekit's flags, by name
     - `base`: the role of mergekit's base model: it has no effect ("none"), it is the recipe's base ("recipe"), or it is
       the first source ("first")
-    - `parameters`: mergekit's parameters, equal for all methods with the same name in mergekit
+    - `parameters`: the parameters of mergekit's method; merge methods with the same counterpart list the same ones
     - `coefficients`: the function that converts mergekit's parameters to coefficients; None if each coefficient is the
       parameter of the same name
     - `exact_at`: the values of coefficients, by name, at which the two methods agree, if they do not always agree
@@ -94,7 +94,7 @@ class Counterpart:
 
     @property
     def written_settings(self) -> Mapping[str, bool]:
-        """The settings that must be written to a mergekit configuration, because they are not mergekit's defaults."""
+        """Those of `settings` that a mergekit configuration must state, as they differ from mergekit's defaults."""
         defaults = {parameter.name: parameter.default for parameter in self.parameters}
         return {name: value for name, value in self.settings.items() if value != defaults[name]}
 
@@ -118,7 +118,7 @@ def generalized(
     - `others`: parameters of this variant alone
     - `normalize` and `rescale`: the defaults of these two parameters
     - `exact_at`: the values of coefficients at which the two methods agree, if they do not always agree
-    - `settings`: mergekit's flags of the variant
+    - `settings`: the values that mergekit's boolean parameters must have to give this method, by name
     """
     parameters = (
         Parameter("weight", "expert"),
@@ -134,10 +134,10 @@ def generalized(
 def summed(*sparse: str) -> Callable[[Values], Mapping[str, CoefficientValue]]:
     """Make the function that converts mergekit's parameters to coefficients, for methods that add up task vectors.
 
-    Each lambda is mergekit's weight, normalized or not, times mergekit's lambda. `sparse` are the names of mergekit's
-    parameters for the mask that makes task vectors sparse, if the method has one: `density` first, and `rescale` if it
-    is a coefficient. A task vector with density 0 has the coefficient 0, but its weight is included in the sum by which
-    weights are normalized.
+    The coefficient lambda of each source is mergekit's weight of the source times mergekit's lambda. If mergekit
+    normalizes, the weight is divided by the sum of all weights. `sparse` are the names of mergekit's parameters for the
+    mask that makes task vectors sparse, if the method has one: `density` first, and `rescale` if it is a coefficient. A
+    source with density 0 gets the lambda 0, but its weight is included in the sum of all weights.
     """
 
     def coefficients(values: Values) -> Mapping[str, CoefficientValue]:
@@ -156,9 +156,9 @@ def summed(*sparse: str) -> Callable[[Values], Mapping[str, CoefficientValue]]:
 def elected(*sparse: str) -> Callable[[Values], Mapping[str, CoefficientValue]]:
     """Make the function that converts mergekit's parameters to coefficients, for methods that elect a sign (TIES).
 
-    In each element, these methods add only the task vectors that have the elected sign. `sparse` are the names of
-    mergekit's parameters for the mask that makes task vectors sparse: `density` first, and `rescale` if it is a
-    coefficient.
+    In each element, these methods add only the task vectors that have the elected sign, the sign of the sum of all task
+    vectors. `sparse` are the names of mergekit's parameters for the mask that makes task vectors sparse: `density`
+    first, and `rescale` if it is a coefficient.
     """
 
     def coefficients(values: Values) -> Mapping[str, CoefficientValue]:
@@ -183,9 +183,10 @@ def _kept(values: Values, names: tuple[str, ...]) -> tuple[bool, ...]:
 def _sparsity(values: Values, names: tuple[str, ...]) -> dict[str, CoefficientValue]:
     """Convert mergekit's parameters of a sparse mask to the method's coefficients for this mask.
 
-    `names` are the names of the parameters; if there are none, there is no mask and no coefficient. At density 1 or
-    more no element is dropped, so the mask's other parameters are set to zero. At density 0 no element is kept. Such a
-    task vector has the weight zero, so its density may be any number, and is set to 1.
+    `values` are the values of mergekit's parameters. `names` are the names of the parameters that describe the mask; if
+    there are none, the result is empty. At density 1 or more no element is dropped, so the mask's other parameters are
+    set to zero. The density 0 is replaced by 1. This has no influence, because the callers give the weight zero to a
+    task vector of which no element is kept (`_kept`).
     """
     if not names:
         return {}

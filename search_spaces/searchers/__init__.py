@@ -31,9 +31,10 @@ SEARCHERS = dict(sorted(_DECLARED.items(), key=lambda item: (not item[1].learns,
 def unsupported(
     algorithm: str, parameters: Parameters, *, num_objectives: int, num_constraints: int = 0
 ) -> tuple[Problem, ...]:
-    """Check that the searcher `algorithm` handles all features that a search needs. Returns one problem, or ().
+    """Check that the searcher named `algorithm` handles all features that a search needs.
 
-    The problem names the missing features and the searchers that handle them.
+    A search needs features such as conditional parameters, several objectives or constraints; which ones follows from
+    the other arguments. Returns (), or one problem that names the missing features and the searchers that handle them.
     """
     needed = needed_features(parameters, num_objectives=num_objectives, num_constraints=num_constraints)
     lacking = " and ".join(feature for feature in Feature if feature in needed - SEARCHERS[algorithm].handles)

@@ -26,15 +26,16 @@ class SearcherDeclaration:
     """The properties of a searcher that are known without loading its code.
 
     - `learns`: whether proposals depend on results, not only on which configurations were proposed before
-    - `reference`: the publication
+    - `reference`: the publication that describes the algorithm
     - `handles`: the features that the searcher can handle; a search that needs another one is refused
-    - `alias_of`: the name of the searcher for which this name stands; None for a searcher with its own algorithm
+    - `alias_of`: the name of the searcher that is used when a study names this one; None for a searcher with its own
+      algorithm
     - `computes_steps`: whether the searcher needs gradients with respect to the parameters of the space
     - `waits_for_baselines`: whether the searcher is first asked for a proposal when all baselines are scored
     - `uses_preferences`: whether the searcher uses the study's preference vectors; a study with preference vectors is
       accepted only with such a searcher
     - `trains_policy`: whether the searcher trains a policy that builds layer paths; it then needs a space of layer
-      paths and a single rung, because an episode is a trial with one reward
+      paths and a single rung, because the policy is rewarded once for each trial
     - `version`: a number that increases whenever the searcher's proposals for the same results change; a study keeps
       the version with which it was created
     """
@@ -51,10 +52,7 @@ class SearcherDeclaration:
 
     @property
     def proposes_at_once(self) -> bool:
-        """Whether the searcher proposes configurations without first computing gradients or training a policy.
-
-        Such a searcher may still record its decisions.
-        """
+        """Whether the searcher proposes configurations without first computing gradients or training a policy."""
         return not (self.computes_steps or self.trains_policy)
 
     @property
@@ -66,8 +64,9 @@ class SearcherDeclaration:
 def needed_features(parameters: Parameters, *, num_objectives: int, num_constraints: int) -> frozenset[Feature]:
     """The features that a searcher must handle for a search with the given parameters, objectives and constraints.
 
-    PENDING is always one of them: the searcher must take into account earlier proposals that have no results yet,
-    because the driver does not wait for these results.
+    `num_objectives` and `num_constraints` are the numbers of objectives and constraints. The feature PENDING is always
+    included: the searcher must take into account earlier proposals that have no results yet, because the driver does
+    not wait for these results.
     """
     needed = {
         Feature.CONDITIONS: any(parameter.conditions for parameter in parameters),

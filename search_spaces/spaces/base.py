@@ -20,6 +20,7 @@ __all__ = [
     "LayerGroup",
     "LayerPair",
     "LayeredSpace",
+    "ParameterPlace",
     "Part",
     "RefinableSpace",
     "SearchSpace",
@@ -58,7 +59,8 @@ class SearchedModels:
     - `fingerprints`: the content fingerprints of `base` and `experts`
     - `tensors`: the merged model's tensors, by name and in the order in which they are merged: embedding, layer by
       layer, head. An output head that is tied to the embedding is not included.
-    - `tied`: if the base's files have a tied output head, its name with the name of the embedding
+    - `tied`: if the base's output head is tied to the embedding and its files store it anyway, the name of the
+      embedding by the name of the head; otherwise empty
     - `tokenizer`: the tokenizer of every recipe
     - `max_layers`: the largest number of layers that a merge may have, or None if the study states no limit
     - `preferences`: the study's preference vectors: weights by objective, at least 0, that sum to one. A study without
@@ -91,12 +93,26 @@ class LayerGroup:
 
 
 @dataclass(frozen=True)
+class ParameterPlace:
+    """The part of a merge that one searched parameter changes; None where it is not one single part.
+
+    - `layers`: the layers, such as a layer group
+    - `part`: the component group of these layers, such as attention, or a tensor, or a part outside of layers
+    - `expert`: the alias of the model whose share it changes
+    """
+
+    layers: LayerGroup | None = None
+    part: str | None = None
+    expert: str | None = None
+
+
+@dataclass(frozen=True)
 class SpaceDescription:
     """The description of a search space in reports, with the parts of the model that have separate coefficients.
 
     - `layer_groups`: groups of adjacent layers, which cover the layers in order
-    - `component_groups`: the parts of a layer, by name, each with its components; a part that is a single tensor has
-      the tensor's component
+    - `component_groups`: the parts of a layer that have separate coefficients, by name. The value has the components
+      (attention, MLP, norms) of which the part consists or, if the part is smaller, the component that contains it.
     - `text`: a description of the searched parameters, in words
     """
 
@@ -131,7 +147,7 @@ class SearchSpace(Protocol):
         ...
 
     def from_recipe(self, recipe: Recipe) -> dict[str, Any] | None:
-        """A configuration that decodes to `recipe` (equal digests), or None if the space has no such configuration."""
+        """A configuration that decodes to a recipe with the digest of `recipe`, or None if the space has none."""
         ...
 
     def describe(self) -> SpaceDescription:
@@ -159,26 +175,35 @@ class AlignedSpace(LayeredSpace, Protocol):
 
     @property
     def alignment(self) -> AlignmentKind:
-        """The kind of alignments that the space uses, "none" if it uses none."""
+        """The kind of alignments that the space uses, or "none".
+
+        An alignment is a map from the residual stream after one layer to the stream before the next layer of a merge.
+        """
         ...
 
     @property
     def pool(self) -> Mapping[str, Recipe]:
-        """The recipes of the models from which paths take layers. The keys are the models' names in `pairs`."""
+        """The recipes of the models from which paths take layers, by the models' names.
+
+        A path is the sequence of the layers of a merge. The property `pairs`, which lists pairs of layers, uses the
+        same names.
+        """
         ...
 
     @property
     def pairs(self) -> tuple[LayerPair, ...]:
-        """Every pair of layers that may follow each other in a path and then need an alignment.
+        """Every pair of layers that may follow each other in a path and then need an alignment between them.
 
-        A layer is given as a model's name in `pool` and the layer's number in this model. The result is empty if the
-        space uses no alignments.
+        A path is the sequence of the layers of a merge. An alignment is a map from the residual stream after the pair's
+        first layer to the stream before its second layer. A layer is given as a model's name in `pool` and the layer's
+        number in this model. The result is empty if the space uses no alignments.
         """
         ...
 
     def with_alignments(self, names: Mapping[LayerPair, str]) -> Self:
         """A copy of the search space whose recipes use learned alignments.
 
+        An alignment is a map from the residual stream after one layer to the stream before the next layer of a merge.
         `names` has, for each pair of layers in `pairs`, the name of the alignment between them. Recipes state this name
         as `LayerRecipe.alignment`.
         """
@@ -196,14 +221,16 @@ class Coefficients(Protocol):
 
     @property
     def parameters(self) -> Parameters:
-        """The numeric parameters whose values are the coefficients."""
+        """The search parameters, all numeric, whose values are the merge coefficients."""
         ...
 
     @property
     def method(self) -> str:
-        """The name of the merge method, or of one of the methods if tensors are merged by several.
+        """The name of the merge method that has the coefficients.
 
-        In the recipes of all these methods, a coefficient is left out at the same value, such as 0.
+        If tensors are merged by several methods, the result is one of them. Any of them may be used to look up the
+        default of the searched coefficient, such as 0, because it is the same for all these methods. The default is
+        needed because a recipe leaves out a coefficient that has its default.
         """
         ...
 
@@ -213,19 +240,20 @@ class Coefficients(Protocol):
         ...
 
     def to_recipe(self, configuration: Configuration) -> Recipe:
-        """The recipe of the merge with the given parameters, in canonical form.
+        """The recipe of the merge whose coefficients are the values in `configuration`, in canonical form.
 
         Raises InvalidConfiguration if `configuration` does not have a value in its range for every parameter.
         """
         ...
 
     def slots(self, tensor_name: str) -> tuple[tuple[str, str], ...]:
-        """List the parameters whose values are the coefficients of one tensor.
+        """List the parameters whose values are the coefficients of the tensor `tensor_name`.
 
         The result has pairs of a source's alias and the name of the parameter with the source's coefficient. If the
         sources share the coefficient, only the first source is listed. The result is empty for a tensor without a
-        searched coefficient. `tensor_name` is a tensor of the merged model, or an output head that is tied to the
-        embedding and has the embedding's parameters. Raises KeyError for any other name.
+        searched coefficient. `tensor_name` is the name of a tensor of the merged model. It may also be the name of an
+        output head that is tied to the embedding; the result is then that of the embedding. Raises KeyError for any
+        other name.
         """
         ...
 
@@ -255,10 +283,17 @@ class DifferentiableSpace(Coefficients, SearchSpace, Protocol):
 
 @runtime_checkable
 class RefinableSpace(LayeredSpace, Protocol):
-    """A search space of layer paths. Gradients can optimise the coefficients of the merges on a given path."""
+    """A search space of layer paths whose merge coefficients gradient descent can optimise, once a path is chosen.
+
+    A layer path is a sequence of layers of several models.
+    """
 
     def coefficients_of(self, recipe: Recipe) -> Coefficients:
-        """The merge coefficients on the layer path of `recipe`. The parameters' defaults give `recipe` itself."""
+        """The coefficients of the merges that `recipe` states, as numeric parameters for gradient descent.
+
+        `recipe` describes one layer path (sequence of layers of several models) of this space. The parameters' defaults
+        give `recipe` itself.
+        """
         ...
 
 
@@ -270,7 +305,7 @@ class SpaceSection(Section, ABC):
     @property
     @abstractmethod
     def merge_methods(self) -> tuple[str, ...]:
-        """The merge methods that recipes of the space may use, in addition to passthrough."""
+        """The merge methods that recipes of the space may use, besides passthrough (an unchanged copy of a model)."""
 
     @property
     def changes_layers(self) -> bool:
@@ -291,12 +326,19 @@ class SpaceSection(Section, ABC):
 
     @property
     def scaled_by(self) -> str | None:
-        """The option that gives recipes layer scales, which are factors on the residual stream after layers.
+        """The name of the option with which the space's recipes have layer scales, or None if they have none.
 
-        The result is the option's name, or None if the space's recipes have no such scales (`LayerRecipe.scale`). Not
-        every model type supports them.
+        A layer scale is a factor on the residual stream after a layer (`LayerRecipe.scale`). Not every model type
+        supports layer scales.
         """
         return None
+
+    def place_of(self, parameter: str, *, experts: Sequence[str], num_layers: int) -> ParameterPlace:
+        """The part of the merge that a parameter changes, from the name that the space has given to it.
+
+        `parameter` is the name, `experts` are the aliases of the study's experts, and the base has `num_layers` layers.
+        """
+        return ParameterPlace()
 
     @abstractmethod
     def contradictions(self) -> Iterator[Problem]:

@@ -23,7 +23,8 @@ within the limit. The published code runs only with D = 1 and R = 1. `dis_paths`
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -31,9 +32,17 @@ from pydantic import Field
 from search_spaces.errors import InvalidStudy, Problem
 from search_spaces.parameters import Configuration, Parameters
 from search_spaces.recipe import COMPONENTS, Recipe
-from search_spaces.spaces.base import SearchedModels, SpaceDescription, SpaceSection, repeated
+from search_spaces.spaces.base import ParameterPlace, SearchedModels, SpaceDescription, SpaceSection, repeated
 from search_spaces.spaces.dis_paths import SCALES, DisPaths
-from search_spaces.spaces.layers import ScaleOf, path_of_recipe, recipe_of_path, split_layers, with_own_aliases
+from search_spaces.spaces.layers import (
+    ScaleOf,
+    expert_of,
+    one_layer,
+    path_of_recipe,
+    recipe_of_path,
+    split_layers,
+    with_own_aliases,
+)
 
 __all__ = ["DEPTH_FACTOR", "PRESETS", "SPACE", "DisSection", "DisSpace"]
 
@@ -42,6 +51,10 @@ DEPTH_FACTOR = 1.25
 
 # Section 4.1: the depth granularity D, the number of models M and the repeats R.
 PRESETS = {"d1m3r1": (1, 3, 1), "d1m1r2": (1, 1, 2)}
+
+
+# Name of the parameter that says whether, or where, a block uses a layer of a model.
+OF_LAYER = re.compile(r"b\d+\.(?:use|key)\.(?P<layer>\d+)(?:\.\d+)?\..+")
 
 
 class DisSection(SpaceSection):
@@ -78,10 +91,10 @@ class DisSection(SpaceSection):
 
     @property
     def num_repeats(self) -> int:
-        """The number of times that a block may use the same layer.
+        """The number of times that a merge may use the same layer within one block of adjacent layers.
 
         The result is the option `repeats`. Without this option, it is the value in the published configuration that the
-        option `preset` names, or 1.
+        option `preset` names, or 1 without a preset.
         """
         preset = PRESETS[self.preset][2] if self.preset else 1
         return preset if self.repeats is None else self.repeats
@@ -97,6 +110,12 @@ class DisSection(SpaceSection):
     @property
     def scaled_by(self) -> str | None:
         return "scales" if self.scales and self.scale_of == "stream" else None
+
+    def place_of(self, parameter: str, *, experts: Sequence[str], num_layers: int) -> ParameterPlace:
+        found = OF_LAYER.fullmatch(parameter)
+        if found is None:  # of a block
+            return ParameterPlace()
+        return ParameterPlace(one_layer(int(found["layer"])), None, expert_of(parameter, experts))
 
     def contradictions(self) -> Iterator[Problem]:
         yield from repeated("models", self.models or ())
@@ -146,7 +165,7 @@ SPACE = DisSection
 
 
 class DisSpace:
-    """The search space DIS (depth-wise integration): layer paths through one base model and its experts.
+    """The search space DIS (depth-wise integration): a merge is a sequence of layers of the base model and its experts.
 
     It is immutable.
     """
@@ -157,8 +176,9 @@ class DisSpace:
         """Build the space with the options `section` over the models of a study.
 
         Raises:
-            InvalidStudy: There are no experts, the section names a model that the study does not have, the size of
-                blocks does not divide the number of layers, or fewer layers are allowed than the sources have.
+            InvalidStudy: There are no experts, the section names a model that the study does not have, the number of
+                layers in a block (group of adjacent layers) does not divide the models' number of layers, or fewer
+                layers are allowed than the sources have.
         """
         chosen = models.experts if section.models is None else section.models
         self.max_layers = (

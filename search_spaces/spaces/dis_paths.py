@@ -43,10 +43,11 @@ SCALE_DEVIATION = 0.11
 
 @dataclass(frozen=True)
 class Block:
-    """The layers that a merge uses in one block (adjacent layers of the models).
+    """The part of a merge that stands for one block, a group of adjacent layers at the same depth of all models.
 
-    `path` has these layers in order, as the numbers of candidates; a candidate is a layer that the block may use.
-    `scale` is the scale of the last of these layers (`DisPaths.scale_of`).
+    `path` is the sequence of the layers that the merge uses in place of this group, as the numbers of candidates; a
+    candidate is a layer of one of the models in the group. `scale` is the scale of the last layer of `path`
+    (`DisPaths.scale_of`).
     """
 
     path: tuple[int, ...]
@@ -57,14 +58,15 @@ class Block:
 class DisPaths:
     """The layer paths of one DIS search space, and their conversion to configurations and back.
 
-    A layer path is a sequence of layers of several models. The layers are divided into blocks. The class implements
-    `Structure`.
+    A layer path is the sequence of layers of a merge, which may be from several models. The layers of each model are
+    divided into blocks of adjacent layers. For each block, a path uses a sequence of layers of this block, from any of
+    the models. The class implements `Structure`, the rules for drawing and storing configurations.
 
     - `base`: the alias of the base model
     - `models`: the models whose layers blocks use, in order
     - `num_layers`, `max_layers`: the number of layers of each model, and the largest number of layers of a merge
-    - `depth_granularity`: the number of adjacent layers of each model in a block. These layers are the block's
-      candidates.
+    - `depth_granularity`: the number of adjacent layers of each model in a block. The layers of all models in a block
+      are the block's candidates.
     - `repeats`: the number of times that a block may use the same layer
     - `retains`: whether a block that uses no candidate has the base's layers; otherwise it has no layers
     - `has_scales`: whether a block has a scale within `scale_range`, which multiplies the stream or the MLP's output
@@ -91,14 +93,15 @@ class DisPaths:
 
     @property
     def num_blocks(self) -> int:
-        """The number of blocks into which the layers are divided."""
+        """The number of blocks (groups of adjacent layers) into which the layers of each model are divided."""
         return self.num_layers // self.depth_granularity
 
     @property
     def num_candidates(self) -> int:
-        """The number of candidates of one block. A candidate is a layer that the block may use.
+        """The number of candidates of one block; a candidate is a layer that the block may use.
 
-        The result is the number of layers in a block times the number of models.
+        A block is a group of adjacent layers, and has this group's layers of every model. The result is the number of
+        layers in the group times the number of models.
         """
         return self.depth_granularity * len(self.models)
 
@@ -106,33 +109,39 @@ class DisPaths:
     def num_copies(self) -> int:
         """The number of copies of all candidates (layers that a block may use) of one block.
 
-        Each candidate has `repeats` copies, because the block may use the layer so often.
+        Each candidate has `repeats` copies, because the block may use the layer up to `repeats` times.
         """
         return self.num_candidates * self.repeats
 
     @property
     def num_orders(self) -> int:
-        """The number of orders in which one block may use its candidates, which are layers.
+        """The number of different orders in which one block may use its candidates.
 
-        An order contains each candidate as often as the block may use it. Without `permutes` there is one order.
+        A block is a group of adjacent layers, and a candidate is a layer that may be used there. An order contains each
+        candidate as often as the block may use it. If the field `permutes` is False, there is 1 order, because
+        candidates are then always in the order of their numbers.
         """
         return num_orders(self.num_candidates, self.repeats) if self.permutes else 1
 
     def model_of(self, candidate: int) -> str:
-        """The alias of the model that a candidate comes from. A candidate is a layer that a block may use."""
+        """The alias of the model that has the layer `candidate`.
+
+        A candidate is a layer that a block (group of adjacent layers) may use, given as a number.
+        """
         return self.models[candidate % len(self.models)]
 
     def layer_of(self, candidate: int, block: int) -> int:
-        """The layer number, in its model, of a candidate of the block with index `block`.
+        """The number, in its model, of the layer that `candidate` stands for.
 
-        A candidate is a layer that the block may use.
+        A candidate is a number that stands for a layer that a block may use. A block is a group of adjacent layers, and
+        `block` is its index.
         """
         return block * self.depth_granularity + candidate // len(self.models)
 
     def own(self, model: str) -> tuple[int, ...]:
-        """The path through one block that uses the layers of `model` in their original order.
+        """The layers of `model` in one block (group of adjacent layers), in their original order, as a path.
 
-        A path is a sequence of candidates, numbers that stand for layers that the block may use.
+        A path is a sequence of candidates: numbers that stand for the layers that the merge may use in this block.
         """
         first = self.models.index(model)
         return tuple(range(first, self.num_candidates, len(self.models)))
@@ -140,11 +149,12 @@ class DisPaths:
     # Parameters.
 
     def parameters(self) -> Iterator[Parameter]:
-        """The search parameters that describe the layer paths through all blocks.
+        """The search parameters that describe the layer paths of the space.
 
-        A block has one bit for each copy of each layer that it may use; the bit says whether the path has this copy.
-        All copies together have an order, which is one number or, if there are too many orders, a sort key for each
-        copy. The block's scale is a further parameter.
+        A layer path is the sequence of a merge's layers. It goes through blocks of adjacent layers. A block has one bit
+        for each copy of each layer that it may use; the bit says whether the path has this copy. All copies together
+        have an order, which is one number or, if there are too many orders, a sort key for each copy. The block's scale
+        is a further parameter.
         """
         for block in range(self.num_blocks):
             names = self._names[block]
@@ -181,10 +191,12 @@ class DisPaths:
     # From configurations to blocks and back.
 
     def blocks(self, configuration: Configuration) -> tuple[Block, ...]:
-        """The blocks that a configuration describes, changed if necessary to meet the limits of the search space.
+        """The blocks of the merge that a configuration describes.
 
-        With `retains`, a block whose path is the base's own layers is returned with an empty path, which has the same
-        meaning.
+        A block has the layers that the merge uses in place of a few adjacent layers of the base; its path is the
+        sequence of these layers. If the merge would have more layers than the space allows, some are removed. With
+        `retains`, an empty path means that the base's own layers stay. A block with exactly these layers is then
+        returned with an empty path.
         """
         spelled = []
         for names in self._names:
@@ -199,10 +211,12 @@ class DisPaths:
         return self._tidy(self._fitted(spelled))
 
     def configuration(self, blocks: Sequence[Block]) -> dict[str, Any]:
-        """The configuration that a study stores for `blocks`, which list the layers that a merge uses.
+        """The configuration (values of the space's parameters) of a merge in which `blocks` replace layers of the base.
 
-        Several configurations may describe the same blocks; only one of them is stored. `blocks` must have the form of
-        a result of the method `blocks`.
+        A block stands for a few adjacent layers of the base; its path is the sequence of layers that the merge uses in
+        their place. `blocks` must be in the form in which the method `blocks` returns them: with the
+        option `retains`, an empty path stands for the base's own layers, so a block of exactly these layers must have
+        an empty path.
         """
         found: dict[str, Any] = {}
         for names, block in zip(self._names, blocks, strict=True):
@@ -217,18 +231,19 @@ class DisPaths:
         return found
 
     def repair(self, configuration: Configuration) -> dict[str, Any]:
-        """Bring a proposed configuration into the form in which a study stores it, for the same blocks.
+        """Bring a proposed configuration into the form in which a study stores it.
 
-        Several configurations may describe the same blocks, which are the layers that a merge uses; only one of these
-        configurations is stored. A configuration with too many layers describes shortened blocks. The values of
-        `configuration` must be valid values of the space's parameters.
+        Several configurations may describe the same merge; only one of these is stored, and is the result. If
+        `configuration` describes a merge with too many layers, the result describes a shortened one (`blocks`). The
+        values of `configuration` must be valid values of the space's parameters.
         """
         return self.configuration(self.blocks(configuration))
 
     def layers(self, blocks: Sequence[Block]) -> list[tuple[str, int, float]]:
-        """The layers of the merge with the blocks `blocks`, each as model, layer number and scale.
+        """The layers of the merge that consists of `blocks`, each as a tuple (model, layer number, scale).
 
-        A block's scale is the scale of the block's last layer; the block's other layers have scale 1.
+        A block has the layers that the merge uses in place of a few adjacent layers of the base. Its scale is that of
+        its last layer; its other layers have scale 1.
         """
         found = []
         for index, block in enumerate(blocks):
@@ -241,9 +256,10 @@ class DisPaths:
         return found
 
     def blocks_of(self, layers: Sequence[tuple[str, int, float]]) -> tuple[Block, ...] | None:
-        """The blocks whose merge has the layers `layers`, or None if no blocks have such a merge.
+        """Divide the layers of a merge into blocks; None if no blocks of this space give the merge.
 
-        Each layer is given as model, layer number and scale.
+        `layers` has the merge's layers in order, each as model, layer number and scale. A block has the layers that the
+        merge uses in place of a few adjacent layers of the base.
         """
         steps: list[list[tuple[str, int, float]]] = [[] for _ in range(self.num_blocks)]
         for model, layer, scale in layers:
@@ -265,7 +281,10 @@ class DisPaths:
         return blocks if is_possible and in_range and self.layers(blocks) == list(layers) else None
 
     def depth(self, blocks: Sequence[Block]) -> int:
-        """The number of layers of the merge that consists of the blocks `blocks`."""
+        """The number of layers of the merge that consists of `blocks`.
+
+        A block has the layers that the merge uses in place of a few adjacent layers of the base.
+        """
         return sum(map(self._depth, blocks))
 
     def _number(self, model: str, layer: int, block: int) -> int | None:
@@ -291,10 +310,11 @@ class DisPaths:
         return keys
 
     def _tidy(self, blocks: Sequence[Block]) -> tuple[Block, ...]:
-        """The blocks in the form in which they are stored: a scale that has no influence becomes 1.
+        """Replace values of blocks that have no influence on the merge, so that equal merges have equal blocks.
 
-        The scale of a block without layers has no influence. If scales multiply the stream, the scale of the last block
-        with layers has no influence either, because the final norm cancels it. With `retains`, a path that is the
+        A block has the layers that a merge uses in place of a few adjacent layers of the base. A scale that has no
+        influence becomes 1: that of a block without layers and, if scales multiply the stream, that of the last block
+        with layers, because the final norm cancels it. Other scales are rounded. With `retains`, a path that is the
         base's own layers becomes the empty path, which has the same meaning.
         """
         base = self.own(self.base) if self.retains and self.base in self.models else None
@@ -314,10 +334,11 @@ class DisPaths:
     def _fitted(self, blocks: Sequence[Block]) -> list[Block]:
         """Shorten the blocks so that the merge has at most `max_layers` layers.
 
-        The layers to remove are chosen at random, with a seed that is a function of the paths of all blocks. With
-        `retains`, at least one layer of each block with layers is kept, because an empty path means the base's layers.
-        If no layer would be left in the merge, the first block uses its candidate number 0 (the first of the layers
-        that it may use).
+        A block has the layers that the merge uses in place of a few adjacent layers of the base; its path is the
+        sequence of these layers. The layers to remove are chosen at random, with a seed that is a function of the paths
+        of all blocks. With `retains`, at least one layer of each block with layers is kept, because an empty path means
+        the base's layers. If no layer would be left in the merge, the first block uses its candidate number 0 (the
+        first of the layers that it may use).
         """
         paths = [list(block.path) for block in blocks]
         excess = self.depth(blocks) - self.max_layers
@@ -343,12 +364,13 @@ class DisPaths:
     def sample(self, rng: np.random.Generator) -> dict[str, Any]:
         """The configuration of a random path, which by default is close to one source's own sequence of layers.
 
-        Between one and all blocks are changed; few changed blocks are likelier than many. First the total number of
-        layers is drawn, then its division between the changed blocks, then the layers of each changed block. Blocks
-        that are not changed have scale 1. The published search also starts from the source models (section 4.1).
+        A path goes through blocks of adjacent layers. Between one and all blocks are changed; few changed blocks are
+        likelier than many. First the total number of layers is drawn, then its division between the changed blocks,
+        then the layers of each changed block. Blocks that are not changed have scale 1. The search in the paper (Su and
+        Geiping, 2025, section 4.1) also starts from the source models.
 
-        With `draws_uniformly`, each parameter is drawn uniformly, as in the published code. The result is then the
-        repaired configuration, which describes the same path.
+        With `draws_uniformly`, each parameter is drawn uniformly, as in the published code. `rng` gives the random
+        numbers. The result is in the form in which a study stores the drawn path.
         """
         if self.draws_uniformly:
             return self.repair({parameter.name: parameter.sample(rng) for parameter in self._drawn})
@@ -369,8 +391,9 @@ class DisPaths:
     def _sizes(self, num_changed: int, rng: np.random.Generator) -> list[int]:
         """Draw the number of layers of each of the `num_changed` blocks that a random merge changes.
 
-        First the sum of these numbers is drawn, and then the division of this sum between the blocks. The merge has at
-        most `max_layers` layers.
+        A block has the layers that the merge uses in place of a few adjacent layers of the base. First the total number
+        of layers in the changed blocks is drawn, and then its division between them. The merge has at most `max_layers`
+        layers. `rng` gives the random numbers.
         """
         least, most = (1 if self.retains else 0), self.num_copies
         room = self.max_layers - self.num_layers
@@ -386,9 +409,9 @@ class DisPaths:
     def _drawn_path(self, size: int, rng: np.random.Generator) -> tuple[int, ...]:
         """A random path of `size` layers through one block, as the numbers of its candidates.
 
-        Candidates are the layers that the block may use. An empty path stands for the base's own layers of the block.
-        If the space `retains` the base's layers and their number is `size`, the empty path is drawn with probability 1
-        / (number of models + 1).
+        A path is a sequence of layers, and candidates are the layers that the block may use. `rng` gives the random
+        numbers. An empty path stands for the base's own layers of the block. If the space `retains` the base's layers
+        and their number is `size`, the empty path is drawn with probability 1 / (number of models + 1).
         """
         if self.retains and size == self.depth_granularity and rng.integers(len(self.models) + 1) == 0:
             return ()
@@ -403,7 +426,7 @@ class DisPaths:
 
 @dataclass(frozen=True)
 class _Names:
-    """The names of the parameters of one block of a DIS space.
+    """The names of the search parameters of one block: the layers that a merge uses in place of a few adjacent layers.
 
     - `bits`: the parameters that say which copies of layers the block uses
     - `order`: the parameter for the order of the copies; None if there is only one order, or too many
@@ -418,9 +441,9 @@ class _Names:
 
 
 def num_orders(num_candidates: int, repeats: int) -> int:
-    """The number of different orders of `num_candidates` candidates that each occur `repeats` times.
+    """The number of different sequences in which each of `num_candidates` candidates occurs `repeats` times.
 
-    A candidate is a layer that a block may use.
+    A candidate is a layer that a block (a group of adjacent layers) may use.
     """
     alike: int = math.factorial(repeats) ** num_candidates
     return math.factorial(num_candidates * repeats) // alike
@@ -429,8 +452,8 @@ def num_orders(num_candidates: int, repeats: int) -> int:
 def order_at(place: int, num_candidates: int, repeats: int) -> tuple[int, ...]:
     """The order of candidates at index `place` in the lexicographic list of all their orders.
 
-    The order is a tuple in which each of the candidates 0 to `num_candidates` - 1, which stand for the layers that a
-    block may use, occurs `repeats` times.
+    A candidate is a layer that a block (a group of adjacent layers) may use, given as a number from 0 to
+    `num_candidates` - 1. An order is a tuple in which each candidate occurs `repeats` times. `place` is counted from 0.
     """
     left = [repeats] * num_candidates
     order = []
@@ -445,10 +468,10 @@ def order_at(place: int, num_candidates: int, repeats: int) -> tuple[int, ...]:
 
 
 def place_of(order: Sequence[int], num_candidates: int, repeats: int) -> int:
-    """The index of an order of candidates in the lexicographic list of all their orders.
+    """The index, from 0, of an order of candidates in the lexicographic list of all their orders.
 
-    This function is the inverse of `order_at`. In `order`, each of the candidates 0 to `num_candidates` - 1, which
-    stand for the layers that a block may use, occurs `repeats` times.
+    A candidate is a layer that a block (a group of adjacent layers) may use, given as a number from 0 to
+    `num_candidates` - 1. In `order`, each candidate occurs `repeats` times. This function is the inverse of `order_at`.
     """
     left = [repeats] * num_candidates
     place = 0
@@ -488,11 +511,12 @@ def first_order(path: Sequence[int], num_candidates: int, repeats: int) -> tuple
 def _spelling(
     path: tuple[int, ...], num_candidates: int, repeats: int
 ) -> tuple[tuple[bool, ...], tuple[int, ...], int]:
-    """Encode a path through one block as bits, an order, and the index of the order.
+    """Encode a path through one block as bits, an order of candidates, and the index of this order.
 
-    The path is a sequence of candidates (layers that the block may use, as numbers from 0 to `num_candidates` - 1),
-    each used up to `repeats` times. Bits and order are the results of the function `first_order`. The index is the
-    order's place in the lexicographic list of all orders.
+    The path is a sequence of candidates (layers that the block may use, as numbers from 0 to `num_candidates` - 1). It
+    uses a candidate at most `repeats` times. The order contains `repeats` copies of each candidate, and each bit says
+    whether the path has one of these copies (`first_order`). The index is the order's place in the lexicographic list
+    of all orders.
     """
     bits, order = first_order(path, num_candidates, repeats)
     return bits, order, place_of(order, num_candidates, repeats)
@@ -500,11 +524,11 @@ def _spelling(
 
 @lru_cache(maxsize=100_000)
 def _used(bits: tuple[bool, ...], place: int, num_candidates: int, repeats: int) -> tuple[int, ...]:
-    """Decode the path through one block from bits and the index of an order. This is the inverse of `_spelling`.
+    """Decode the path through one block from bits and the index of an order of candidates; the inverse of `_spelling`.
 
-    The path is a sequence of candidates (layers that the block may use, as numbers from 0 to `num_candidates` - 1). The
-    order, at the index `place` in the lexicographic list of all orders, has `repeats` copies of each candidate. `bits`
-    say which of these copies the path has (`first_order`).
+    The path is a sequence of candidates (layers that the block may use, as numbers from 0 to `num_candidates` - 1).
+    `place` is the index of an order in the lexicographic list of all orders, each of which contains `repeats` copies of
+    each candidate. `bits` say which of these copies the path has (`first_order`).
     """
     copies = [0] * num_candidates
     path = []

@@ -80,8 +80,9 @@ class MergedOptions(Section):
     def merge(self, weights: Mapping[str, float]) -> Merge:
         """The merge of a layer from several experts, by the method that these options choose.
 
-        `weights` has the weight of each expert by alias; the weights sum to one. PCB-Merging and consensus merging do
-        not use the numbers: experts with a weight of 0 are left out, and the others are merged equally.
+        `weights` has the weight of each expert by its alias (name in the study file); the weights sum to one.
+        PCB-Merging and consensus merging have no weights: experts with a weight of 0 are left out, and all others are
+        merged equally.
         """
         chosen = {alias: weight for alias, weight in weights.items() if weight > 0 or self.method not in UNWEIGHTED}
         sources = tuple(map(Source, chosen))
@@ -166,7 +167,8 @@ SPACE = Hm3Section
 class Hm3Space:
     """The search space of HM3: paths through the layers of several models.
 
-    It is immutable, and implements `AlignedSpace` and `RefinableSpace`.
+    A configuration describes a path: which layers a merge takes from which model, and in which order. The space is
+    immutable, and implements `AlignedSpace` and `RefinableSpace`.
     """
 
     kind = "hm3"
@@ -177,7 +179,8 @@ class Hm3Space:
         Raises:
             InvalidStudy: There are no experts, fewer than two models have layers to exchange, the section names a model
                 that the study does not have, no path has the required length, an objective has no expert to merge, or
-                too many pairs of layers need an alignment.
+                too many pairs of layers need an alignment (a learned map from one layer's output to the next layer's
+                input).
         """
         chosen = models.experts if section.models is None else section.models
         default = math.ceil(models.num_layers * DEPTH_FACTOR) if models.max_layers is None else models.max_layers
@@ -267,8 +270,9 @@ class Hm3Space:
     def coefficients_of(self, recipe: Recipe) -> Coefficients:
         """The coefficients of the merges on the layer path of `recipe`, as numeric parameters for gradient descent.
 
-        The parameters' defaults give `recipe` itself. An expert can have a coefficient if the search space allows its
-        layers on a path, either unchanged or merged.
+        A layer path is the sequence of the layers that a merge takes from several models. The parameters' defaults give
+        `recipe` itself. An expert can have a coefficient if the search space allows its layers on a path, either
+        unchanged or merged.
         """
         merged = {source.model for merge in self._merges for source in merge.sources}
         experts = [expert for expert in self._models.experts if expert in {*self.paths.models, *merged}]
@@ -320,17 +324,19 @@ class Hm3Space:
     def _is_natural(self, first: tuple[str, int], second: tuple[str, int]) -> bool:
         """Whether layer `second` follows layer `first` in one model, so that they need no alignment between them.
 
-        A layer is given as a model's name and the layer's number. Models with equal recipes count as the same model.
+        An alignment maps the residual stream after a layer to the stream that a layer of another model expects. A layer
+        is given as a model's name and the layer's number. Models with equal recipes count as the same model.
         """
         return second[1] == first[1] + 1 and self._digests[first[0]] == self._digests[second[0]]
 
     @cached_property
     def _names(self) -> dict[str, tuple[str, int | None]]:
-        """The models from which layer paths take their layers, by the name that identifies each of them.
+        """The models from which layer paths (sequences of layers that make a new model) take their layers, by name.
 
-        The value is a pair. For a model of the study, it is the model's alias, which is also the name, and None. For a
-        model that is merged from the experts, it is MERGED and the index of the preference vector that determines the
-        weights; there is one such model for each preference vector.
+        A model of the study has its alias (name in the study file) as the key, and (alias, None) as the value. Layers
+        may also come from models that are merged from the experts, one for each preference vector (weights of the
+        objectives). The merged model of the preference vector with index 2 has the key "merged 2" and the value
+        ("merged", 2).
         """
         found: dict[str, tuple[str, int | None]] = {}
         for model in self.paths.models:
@@ -340,9 +346,10 @@ class Hm3Space:
 
     @cached_property
     def _digests(self) -> dict[str, str]:
-        """The recipe digest of each model from which paths take layers. The keys are the names in `_names`.
+        """The recipe digest of each model from which layer paths take layers, by the model's name in `pool`.
 
-        Merged models of different preference vectors have the same digest if their recipes are equal.
+        A layer path is the sequence of layers of a new model. Some of the models are merged from the experts, each by
+        another preference vector (weights of the objectives). Two models whose recipes are equal have the same digest.
         """
         return {name: recipe.digest for name, recipe in self.pool.items()}
 
@@ -352,10 +359,11 @@ class Hm3Space:
 
     @cached_property
     def _wholes(self) -> dict[tuple[str, int], Recipe]:
-        """A cache of the recipes of the complete models from which paths take single layers.
+        """Cache of the recipes of the complete models from which layer paths take single layers; at first empty.
 
-        The keys are pairs of a model's alias, or MERGED, and the index of the preference vector by which the merged
-        model is made; the index is 0 for other models.
+        A layer path is the sequence of layers of a new model. A key is (alias, 0) for a model of the study. For a model
+        that is merged from the experts it is (MERGED, index of the preference vector that gives the experts' weights),
+        where MERGED is a constant name.
         """
         return {}
 
@@ -377,9 +385,9 @@ class Hm3Space:
     def _steps(self, number: int) -> dict[LayerRecipe, int]:
         """The step number of every layer that a path may have, by the layer's recipe.
 
-        A step number stands for one layer of one model. The layers of the merged model are those for the preference
-        vector with the index `number`. If several models have an equal layer, the layer has its step number in the
-        first of them.
+        A path is a sequence of step numbers; each number stands for one layer of one model. One of the models may be
+        merged from the experts, with weights by a preference vector; `number` is the index of this vector. A layer that
+        several models have has the step number in the first of these models.
         """
         paths = self.paths
         found: dict[LayerRecipe, int] = {}
@@ -390,14 +398,12 @@ class Hm3Space:
 
 
 def _merges(models: SearchedModels, options: MergedOptions) -> Iterator[Merge]:
-    """Yield one merge of the experts for each preference vector of the study.
+    """Yield the merge for a layer that is merged from the experts, one for each preference vector of the study.
 
-    The layers of an additional model, which is named MERGED, are merged in this way. A layer path takes each of its
-    layers from one of several models, and MERGED is one of them.
-
-    A preference vector has a weight for each objective. It is the weight of the objective's expert in the merge; every
-    objective must have an expert. If the study has no preference vectors, there is one merge, in which all experts have
-    equal weights.
+    Such layers are those of an additional model, from which layer paths (sequences of layers that make a new model) may
+    take layers as from the study's own models. A preference vector has a weight for each objective, which is the weight
+    of the objective's expert in the merge; every objective must have an expert. If the study has no preference vectors,
+    there is one merge, in which all experts have equal weights. `options` choose the merge method and its coefficients.
     """
     for vector in models.preferences or (dict.fromkeys(models.experts, 1 / max(1, len(models.experts))),):
         named = {_expert_of(objective, options): weight for objective, weight in vector.items()}

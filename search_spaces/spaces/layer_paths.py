@@ -35,14 +35,15 @@ SCALED = 0.5
 class LayerPaths:
     """Paths of `min_length` to `max_length` layers through several models, and their conversion to configurations.
 
-    The class implements `Structure`. Each of `models` has `num_layers` layers. With a `max_jump`, layer l is followed
-    by one of the layers l + 1 - max_jump to l + 1 + max_jump of any model. The first layer of a path is then at most
-    `max_jump` from layer 0, and the last layer is at most `max_jump` from layer num_layers - 1. With `max_jump` None,
-    any layer may follow any other layer.
+    The class implements `Structure`, the rules for drawing random configurations and for storing one of several equal
+    ones. Each of `models` has `num_layers` layers. With a `max_jump`, layer l is followed by one of the layers l + 1 -
+    max_jump to l + 1 + max_jump of any model. The first layer of a path is then at most `max_jump` from layer 0, and
+    the last layer is at most `max_jump` from layer num_layers - 1. With `max_jump` None, any layer may follow any other
+    layer.
 
-    The model with the name MERGED has layers that are merged from several models, with weights that follow from a
-    preference vector. There are `num_preferences` preference vectors. A path uses one of them, and its configuration
-    has the number of this vector, or 0 if the path has no merged layer.
+    The model whose name is the constant MERGED has layers that are merged from several models, with weights that follow
+    from a preference vector. There are `num_preferences` preference vectors. A path uses one of them, and its
+    configuration has the number of this vector, or 0 if the path has no merged layer.
 
     `scale_range` has the lowest and the highest scale. With a `scale_range`, every layer of a path except the last has
     a scale, which is a factor on the residual stream after the layer.
@@ -57,7 +58,7 @@ class LayerPaths:
     scale_range: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
-        """Check the limits of lengths and jumps. Raises ValueError if no path is within the limits."""
+        """Check the limits of lengths and jumps. Raises ValueError if they allow no sequence of layers (path)."""
         if not 1 <= self.min_length <= self.max_length:
             raise ValueError(f"lengths from {self.min_length} to {self.max_length}; give 1 <= min <= max")
         if self.shortest > self.max_length or (self.max_jump == 0 and self.min_length > self.num_layers):
@@ -70,12 +71,12 @@ class LayerPaths:
 
     @property
     def num_steps(self) -> int:
-        """The number of different steps that paths may have. There is one step for every layer of every model."""
+        """The number of different steps that sequences of layers (paths) may have: one for each layer of each model."""
         return len(self.models) * self.num_layers
 
     @property
     def shortest(self) -> int:
-        """The number of layers in the shortest path that the space's limits allow."""
+        """The number of layers in the shortest path (sequence of layers) that the space's limits allow."""
         if self.max_jump is None:
             return self.min_length
         # The distance from the last layer at which a path may begin to the first at which it may end.
@@ -84,26 +85,32 @@ class LayerPaths:
 
     @property
     def longest(self) -> int:
-        """The number of layers in the longest path that the space's limits allow."""
+        """The number of layers in the longest path (sequence of layers) that the space's limits allow."""
         return self.num_layers if self.max_jump == 0 else self.max_length
 
     def step(self, model: int, layer: int) -> int:
-        """The step number of layer `layer` of the model with index `model` in `models`.
+        """The step number that stands for layer `layer` of the model with index `model` in `models`.
 
-        A path is a sequence of step numbers.
+        A layer path, the sequence of layers of a new model, is given as a sequence of step numbers.
         """
         return model * self.num_layers + layer
 
     def model_of(self, step: int) -> int:
-        """The model, as an index in the field `models`, from which a step of a path takes its layer."""
+        """The index, in the field `models`, of the model that has the layer with the step number `step`.
+
+        A path is a sequence of step numbers; each number stands for one layer of one model.
+        """
         return step // self.num_layers
 
     def layer_of(self, step: int) -> int:
-        """The layer number, in its model, of a step of a path."""
+        """Index of the layer, in its own model, that the step number `step` stands for.
+
+        A layer path is a sequence of step numbers. Each number stands for one layer of one model.
+        """
         return step % self.num_layers
 
     def layers_after(self, layer: int) -> range:
-        """The layer numbers, in any model, that may follow layer `layer` in a path."""
+        """The layer numbers, in any model, that may follow layer `layer` in a path (limited by `max_jump`)."""
         if self.max_jump is None:
             return range(self.num_layers)
         return range(max(layer + 1 - self.max_jump, 0), min(layer + 1 + self.max_jump, self.num_layers - 1) + 1)
@@ -111,18 +118,19 @@ class LayerPaths:
     def may_end(self, path: Sequence[int]) -> bool:
         """Whether the layer path `path`, a sequence of step numbers, may end after its last step.
 
-        The path must have an allowed length. With a `max_jump`, its last layer must be near the last layer of a model.
+        The path must have an allowed length. With a `max_jump`, its last layer must be at most `max_jump` layers before
+        the last layer of a model.
         """
         if not self.min_length <= len(path) <= self.max_length:
             return False
         return self.max_jump is None or self.layer_of(path[-1]) >= self.num_layers - 1 - self.max_jump
 
     def next_layers(self, path: Sequence[int], *, max_length: int | None = None) -> tuple[int, ...]:
-        """The layer numbers, in any model and in ascending order, that may follow the steps `path`.
+        """The layer numbers, in any model and in ascending order, that may come next in a path that begins with `path`.
 
-        After each of these layers, the path can still be completed with at most `max_length` layers in total. By
-        default `max_length` is the largest length in the space. The result is empty if the path already has this
-        length.
+        `path` is a sequence of step numbers; a step is one layer of one model. A layer number is listed only if the
+        path can still be completed after it within `max_length` layers in total. By default `max_length` is the largest
+        length in the space. The result is empty if the path already has this length.
         """
         left = (self.max_length if max_length is None else max_length) - len(path) - 1
         if left < 0:
@@ -135,7 +143,10 @@ class LayerPaths:
         return tuple(range(max(low, self.num_layers - 1 - reach), high + 1))
 
     def contains(self, path: Sequence[int]) -> bool:
-        """Whether the sequence of steps `path` is within the limits of length and of jumps."""
+        """Whether the space allows the layer path `path`, a sequence of step numbers; a step is one layer of one model.
+
+        The path must have an allowed length, and its layers must follow each other within the limit `max_jump`.
+        """
         return self.may_end(path) and all(
             self.layer_of(step) in self.next_layers(path[:at]) and 0 <= step < self.num_steps
             for at, step in enumerate(path)
@@ -144,10 +155,10 @@ class LayerPaths:
     # Paths as configurations.
 
     def parameters(self) -> Iterator[Parameter]:
-        """The parameters of paths: the length of the path, and the model and layer of each step.
+        """The search parameters that describe a sequence of layers (path): its length, and each step's model and layer.
 
         If layers have scales, each step except the last has its scale as a further parameter. If there are several
-        preference vectors, the number of the preference vector is a parameter.
+        preference vectors (weights by which experts are merged), the number of the preference vector is a parameter.
         """
         shortest, longest = self.shortest, self.longest
         own = min(max(self.num_layers, shortest), longest)
@@ -165,10 +176,11 @@ class LayerPaths:
             yield Categorical(PREFERENCE, tuple(range(self.num_preferences)))
 
     def path(self, configuration: Configuration) -> Path:
-        """The steps of the layer path that a configuration describes.
+        """The layer path that a configuration describes: the sequence of layers, of several models, of a new model.
 
-        The space's parameters must accept the configuration's values. A layer that may not follow the previous one is
-        replaced by the nearest layer that may follow it.
+        Each layer is given by one number: the index of its model in `models`, times `num_layers`, plus the layer's
+        index in the model. The space's parameters must accept the configuration's values. A layer that may not follow
+        the previous one is replaced by the nearest layer of the same model that may follow it.
         """
         found: list[int] = []
         length = configuration[LENGTH]
@@ -182,15 +194,16 @@ class LayerPaths:
     def preference(self, configuration: Configuration) -> int:
         """The index of the preference vector that a configuration chooses.
 
-        The vector determines the weights by which the merged layers of the path are merged. The index is 0 if the
-        configuration does not state it.
+        A preference vector has a weight for each objective. It gives the experts' weights in those layers of a path
+        (the sequence of layers of a new model) that are merged from the experts. The index is 0 if the configuration
+        does not state it.
         """
         return int(configuration.get(PREFERENCE, 0))
 
     def scales(self, configuration: Configuration) -> tuple[float, ...]:
-        """The scales of all layers except the last in the path that a configuration describes.
+        """The scales of all layers except the last in the sequence of layers that a configuration describes.
 
-        The result is empty if the space has no scales.
+        A scale is a factor on the residual stream after a layer. The result is empty if the space has no scales.
         """
         if self.scale_range is None:
             return ()
@@ -220,8 +233,9 @@ class LayerPaths:
     def configuration(
         self, path: Sequence[int], *, preference: int = 0, scales: Sequence[float] = ()
     ) -> dict[str, Any]:
-        """The configuration of a path. `preference` is the index of the preference vector of its merged layers.
+        """The configuration of a path, which is given as step numbers; a step is one layer of one model.
 
+        `preference` is the index of the preference vector by whose weights the merged layers of the path are merged.
         `scales` has the scales of all layers except the last. If `scales` is empty, all scales are 1. A space without a
         `scale_range` ignores `scales`.
         """
@@ -236,12 +250,13 @@ class LayerPaths:
         return found
 
     def repair(self, configuration: Configuration) -> dict[str, Any]:
-        """Bring a proposed configuration into the form in which a study stores it, for the same layer path.
+        """Bring a proposed configuration into the form in which a study stores it.
 
-        Several configurations may describe the same layer path, because the method `path` replaces a layer that may not
-        follow the previous layer. In the result, each layer may follow the previous one. The number of the preference
-        vector is 0 if the path has no merged layer. The values of `configuration` must be valid values of the space's
-        parameters.
+        Several configurations may describe the same layer path (sequence of layers of a new model), because the method
+        `path` replaces a layer that may not follow the previous layer. The result describes the path of
+        `configuration`, with layers that need not be replaced. If no layer of the path is merged from the experts, the
+        index of the preference vector (weights by which experts are merged) is set to 0. The values of `configuration`
+        must be valid values of the space's parameters.
         """
         path, scales = self.path(configuration), self.scales(configuration)
         return self.configuration(path, preference=self.preference(configuration), scales=scales)
@@ -262,11 +277,12 @@ class LayerPaths:
         return self._configuration_of(layers, preference=preference)
 
     def mutant(self, configuration: Configuration, rng: np.random.Generator, *, most: int = 3) -> dict[str, Any]:
-        """A configuration whose path is the path of `configuration` with one to `most` random changes.
+        """A configuration whose path (sequence of layers) is that of `configuration` with a few random changes.
 
-        One change is the likeliest number. A change takes a layer from another model, repeats a layer, or leaves a
-        layer out. If layers have scales, one scale is also replaced by a random one. The result may describe the same
-        path as `configuration`, because one change may undo another.
+        The number of changes is from one to `most`; smaller numbers are likelier. A change takes a layer from another
+        model, repeats a layer, or leaves a layer out. If layers have scales, one scale is also replaced by a random
+        one. `rng` gives the random numbers. The result may describe the same path as `configuration`, because one
+        change may undo another.
         """
         num_changes = int(math.exp(rng.uniform(0.0, math.log(most + 1))))
         path = self.path(configuration)
@@ -286,8 +302,9 @@ class LayerPaths:
     ) -> list[tuple[int, int, float]]:
         """The layers of a path, as tuples (model, layer, scale), after `num_changes` random changes.
 
-        `layers` may be shorter or longer than a path may be; the result has a length that is allowed. A layer that may
-        not follow the previous layer is not replaced here.
+        A change takes a layer from another model, repeats a layer, or leaves a layer out; `rng` gives the random
+        numbers. `layers` may be shorter or longer than the space allows; the result has an allowed length. A layer that
+        may not follow the previous layer is not replaced here.
         """
         for _ in range(num_changes):
             at = int(rng.integers(len(layers)))
@@ -305,9 +322,10 @@ class LayerPaths:
         return layers[: self.longest]
 
     def _configuration_of(self, layers: Sequence[tuple[int, int, float]], *, preference: int) -> dict[str, Any]:
-        """The configuration of a path, given as tuples (model, layer, scale).
+        """The configuration of a path whose layers are given as tuples (index of the model, layer number, scale).
 
-        A layer that may not follow the previous layer is replaced by the nearest layer that may follow it.
+        A layer that may not follow the previous layer is replaced by the nearest layer that may follow it. `preference`
+        is the index of the preference vector that gives the experts' weights in merged layers.
         """
         drawn: dict[str, Any] = {LENGTH: len(layers), PREFERENCE: preference}
         for at, (model, layer, scale) in enumerate(layers):
@@ -315,10 +333,10 @@ class LayerPaths:
         return self.repair(drawn)
 
     def passthrough(self, num_blocks: int, rng: np.random.Generator) -> dict[str, Any] | None:
-        """The configuration of a random path of `num_blocks` blocks, where a block is consecutive layers of one model.
+        """The configuration of a random layer sequence of `num_blocks` blocks of consecutive layers, each of one model.
 
-        Merges of whole layers that people write by hand have this form. Returns None if the drawn blocks together are
-        not a path of the space.
+        People who join layers of several models by hand usually write such sequences (paths). `rng` gives the random
+        numbers. Returns None if the drawn blocks together are not a path of the space.
         """
         length = int(rng.integers(self.shortest, self.longest + 1))
         if num_blocks > length:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
@@ -9,7 +10,21 @@ from typing import Literal
 from search_spaces.recipe import COMPONENTS, Component, LayerRecipe, Merge, Recipe, Source
 from search_spaces.spaces.base import LayerGroup, SearchedModels
 
-__all__ = ["ScaleOf", "path_of_recipe", "recipe_of_path", "shared_merges", "split_layers", "with_own_aliases"]
+__all__ = [
+    "IN_LAYER",
+    "ScaleOf",
+    "expert_of",
+    "one_layer",
+    "path_of_recipe",
+    "recipe_of_path",
+    "shared_merges",
+    "split_layers",
+    "with_own_aliases",
+]
+
+# Layer and part in the name of a part of a model, such as "layers.0.attention" or
+# "model.layers.0.mlp.experts.3.w1.weight".
+IN_LAYER = re.compile(r"(?:.*?\.)?(?P<layer>\d+)(?:\.(?P<part>.+))?")
 
 # What the scale of a layer multiplies: the residual stream after the layer (`LayerRecipe.scale`), or only what the
 # layer's MLP adds to it (`LayerRecipe.mlp_scale`).
@@ -26,11 +41,25 @@ def split_layers(num_layers: int, num_groups: int) -> tuple[LayerGroup, ...]:
     return tuple(LayerGroup(f"g{i + 1}", starts[i], starts[i + 1]) for i in range(num_groups))
 
 
+def one_layer(layer: int) -> LayerGroup:
+    """The group that consists of a single layer (0-based)."""
+    return LayerGroup(f"layer {layer}", layer, layer + 1)
+
+
+def expert_of(parameter: str, experts: Sequence[str]) -> str | None:
+    """The expert whose alias, after a dot, ends the name of a parameter; None if there is none.
+
+    An alias may have dots, so the longest one counts.
+    """
+    return max((alias for alias in experts if parameter.endswith(f".{alias}")), key=len, default=None)
+
+
 def shared_merges(layers: Sequence[LayerRecipe], *, start: int) -> dict[Component, Merge] | None:
     """The merges of the components of several adjacent layers, if all of these layers are merged in the same way.
 
-    `start` is the number of the first layer. Returns None if the layers differ. Returns None also if a layer has a
-    scale, an alignment, a stated base, or sources from a layer with another number than its own.
+    `start` is the number of the first layer. Returns None if the layers differ. Also returns None if any of the layers
+    has a scale other than 1, has an alignment (a map that is applied to the residual stream after it), takes a source
+    from a layer with another number, or has a merge with a base other than the recipe's.
     """
     stripped: list[dict[Component, Merge]] = []
     for layer, recipe in enumerate(layers, start):
@@ -44,10 +73,12 @@ def shared_merges(layers: Sequence[LayerRecipe], *, start: int) -> dict[Componen
 
 
 def recipe_of_path(models: SearchedModels, layers: Sequence[tuple[str, int, float]], *, scale_of: ScaleOf) -> Recipe:
-    """The recipe of a path of whole layers, each given as model, layer number and scale.
+    """The recipe of a merge that consists of whole layers, each copied from one model (a layer path).
 
-    `scale_of` says whether the scales multiply the residual stream or the output of the MLP. The embedding is that of
-    the first layer's model. The final norm and the output head are those of the last layer's model.
+    `layers` has, for each layer of the merge, the model, the number of the layer in this model, and a scale. `models`
+    has the models that may be named. `scale_of` says whether the scales multiply the residual stream or the output of
+    the MLP. The embedding is that of the first layer's model. The final norm and the output head are those of the last
+    layer's model.
     """
     return Recipe(
         models.fingerprints,
@@ -60,11 +91,12 @@ def recipe_of_path(models: SearchedModels, layers: Sequence[tuple[str, int, floa
 
 
 def path_of_recipe(recipe: Recipe, *, scale_of: ScaleOf) -> list[tuple[str, int, float]] | None:
-    """The path of whole layers that a recipe describes, each given as model, layer number and scale.
+    """Read the sequence of layers (layer path) from a recipe that copies whole layers of models; None for others.
 
-    `scale_of` says which of a layer's two scales is read: the factor on the residual stream or on the MLP's output.
-    Returns None if the other scale is not 1 in some layer, or if a layer is merged from several models or has an
-    alignment.
+    The result has, for each layer of the merge, the model, the number of the layer in this model, and a scale. A layer
+    has a scale on the residual stream and one on the output of the MLP; `scale_of` says which of them is read. Returns
+    None also if the other scale is not 1 in some layer, or if a layer has an alignment (a learned map that is applied
+    to the residual stream after it).
     """
     layers = [_step(layer, scale_of) for layer in recipe.layers]
     found = [step for step in layers if step is not None]

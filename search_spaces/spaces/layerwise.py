@@ -11,7 +11,7 @@ not depend on the coefficients. Therefore merged tensors are linear in the coeff
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Annotated, Any, Literal
 
@@ -31,6 +31,7 @@ from search_spaces.recipe import (
     Trimming,
 )
 from search_spaces.spaces.base import (
+    ParameterPlace,
     Part,
     SearchedModels,
     SpaceDescription,
@@ -38,7 +39,7 @@ from search_spaces.spaces.base import (
     TensorLocation,
 )
 from search_spaces.spaces.dis_paths import SCALES
-from search_spaces.spaces.layers import split_layers, with_own_aliases
+from search_spaces.spaces.layers import IN_LAYER, expert_of, one_layer, split_layers, with_own_aliases
 
 __all__ = ["MAX_TENSOR_COEFFICIENTS", "SPACE", "LayerwiseSection", "LayerwiseSpace"]
 
@@ -47,6 +48,8 @@ __all__ = ["MAX_TENSOR_COEFFICIENTS", "SPACE", "LayerwiseSection", "LayerwiseSpa
 MAX_TENSOR_COEFFICIENTS = 10_000
 
 DEFAULT_LAYER_GROUPS = 4
+# What the name of the parameter with a layer's scale begins with.
+SCALE = "scale:"
 DEFAULT_SEED = 0
 # The share of elements kept: TIES's own default; for DARE the middle of the drop rates that it was tried with.
 DEFAULT_DENSITIES = {"ties_peft": 0.2, "dare_linear": 0.5, "dare_linear_l1": 0.5}
@@ -85,6 +88,21 @@ class LayerwiseSection(SpaceSection):
     @property
     def scaled_by(self) -> str | None:
         return "layer_scales" if self.layer_scales else None
+
+    def place_of(self, parameter: str, *, experts: Sequence[str], num_layers: int) -> ParameterPlace:
+        if parameter.startswith(SCALE):
+            return ParameterPlace(one_layer(int(parameter.removeprefix(SCALE))))
+        expert = expert_of(parameter, experts)
+        piece = parameter if expert is None else parameter.removesuffix(f".{expert}")
+        if self.granularity == "layer_group":
+            groups = {group.name: group for group in split_layers(num_layers, _num_groups(self))}
+            if piece in groups:
+                return ParameterPlace(groups[piece], None, expert)
+        inside = IN_LAYER.fullmatch(piece)
+        if inside is None:
+            return ParameterPlace(None, piece.removesuffix(".weight"), expert)
+        part = inside["part"] and inside["part"].removesuffix(".weight")
+        return ParameterPlace(one_layer(int(inside["layer"])), part, expert)
 
     def contradictions(self) -> Iterator[Problem]:
         low, high = self.range
@@ -127,7 +145,7 @@ class LayerwiseSpace:
         self._models = models
         self._granularity = _granularity(section, models)
         self._trim = section.trim
-        num_groups = DEFAULT_LAYER_GROUPS if section.layer_groups is None else section.layer_groups
+        num_groups = _num_groups(section)
         if self._granularity != "layer_group":
             num_groups = models.num_layers
         if problems := tuple(_problems(models, num_groups)):
@@ -148,7 +166,7 @@ class LayerwiseSpace:
             self._first.setdefault((place.part, place.layer), name)
         # The last layer has no scale: the final norm would cancel it.
         scaled = range(models.num_layers - 1) if section.layer_scales else ()
-        self._scales = {layer: f"scale:{layer}" for layer in scaled}
+        self._scales = {layer: f"{SCALE}{layer}" for layer in scaled}
         low, high = section.range
         start = min(max(1 / len(models.experts), low), high)  # the average of the experts
         keys = {
@@ -166,7 +184,7 @@ class LayerwiseSpace:
                 (Float(key, low, high, default=start) for key in chain.from_iterable(keys.values())),
                 (Float(key, *SCALES, default=1.0) for key in self._scales.values()),
             ),
-            roles=roles | dict.fromkeys(self._scales.values(), "scale:"),
+            roles=roles | dict.fromkeys(self._scales.values(), SCALE),
         )
 
     def describe(self) -> SpaceDescription:
@@ -235,7 +253,7 @@ class LayerwiseSpace:
             return None
 
     def slots(self, tensor_name: str) -> tuple[tuple[str, str], ...]:
-        """List the parameters whose values are the coefficients of one tensor.
+        """List the search parameters whose values are the coefficients of the tensor `tensor_name`.
 
         The result has a pair for each expert, in the study's order: the expert's alias and the name of the parameter.
         """
@@ -255,7 +273,7 @@ class LayerwiseSpace:
 
         All tensors of a part share their coefficients. The option `granularity` decides whether a part is a tensor, a
         component of a layer, a layer, or a layer group; the embedding and the head are separate parts. `place` is the
-        tensor's location, and `group_of` has the name of each layer's group.
+        layer and component of the tensor, and `group_of` has the name of each layer's group, by the layer's number.
         """
         if self._granularity == "tensor":
             return name
@@ -288,6 +306,10 @@ class LayerwiseSpace:
             return None
         own = dict(zip(models, merge.per_source(self.coefficient), strict=True))
         return tuple(own.get(expert, 0.0) for expert in experts)
+
+
+def _num_groups(section: LayerwiseSection) -> int:
+    return DEFAULT_LAYER_GROUPS if section.layer_groups is None else section.layer_groups
 
 
 def _granularity(section: LayerwiseSection, models: SearchedModels) -> Granularity:

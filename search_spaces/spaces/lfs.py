@@ -36,7 +36,7 @@ from search_spaces.errors import InvalidConfiguration, InvalidStudy, Problem
 from search_spaces.methods import METHODS
 from search_spaces.parameters import Categorical, Condition, Configuration, Parameter, Parameters
 from search_spaces.recipe import COMPONENTS, Component, LayerRecipe, Merge, Recipe, Trimming
-from search_spaces.spaces.base import SearchedModels, SpaceDescription, SpaceSection, repeated
+from search_spaces.spaces.base import ParameterPlace, SearchedModels, SpaceDescription, SpaceSection, repeated
 from search_spaces.spaces.layers import shared_merges, split_layers, with_own_aliases
 from search_spaces.spaces.lfs_methods import DIRECTED, PUBLISHED, ComponentGroup, SearchedMethod
 from search_spaces.spaces.lfs_ranges import SEARCHED_METHODS
@@ -93,6 +93,16 @@ class LfsSection(SpaceSection):
     def merge_methods(self) -> tuple[str, ...]:
         return self.methods
 
+    def place_of(self, parameter: str, *, experts: Sequence[str], num_layers: int) -> ParameterPlace:
+        groups = {group.name: group for group in split_layers(num_layers, self.layer_groups)}
+        group, _, rest = parameter.partition(".")
+        first, _, tail = rest.partition(".")
+        if is_of_part := first in COMPONENT_GROUPS[self.component_groups]:
+            rest = tail
+        pieces = rest.split(".", 1) if rest.startswith("use.") else rest.split(".", 2)[1:]  # METHOD.COEFFICIENT.EXPERT
+        expert = pieces[1] if len(pieces) == 2 and pieces[1] in experts else None
+        return ParameterPlace(groups.get(group), first if is_of_part and first != "layer" else None, expert)
+
     def contradictions(self) -> Iterator[Problem]:
         yield from repeated("methods", self.methods)
         if self.trim == "model" and not any(METHODS[name].trims for name in self.methods):
@@ -142,9 +152,9 @@ class LfsSpace:
         """Build the space over the base model `base` and its `experts`, which are aliases.
 
         `fingerprints` maps these aliases to content fingerprints. `num_layers` is the number of layers of each model.
-        `tokenizer` is the tokenizer of every recipe. The other arguments are the options of the study file. Raises
-        InvalidStudy if there are no experts, if there are more layer groups than layers, for an unknown method, and for
-        options that contradict the `preset`.
+        `tokenizer` is the tokenizer of every recipe. The other arguments are the options of these names in the study
+        file's section `search_space`, where they are described. Raises InvalidStudy if there are no experts, if there
+        are more layer groups than layers, for an unknown method, and for options that contradict the `preset`.
         """
         given = {
             "layer_groups": layer_groups,
@@ -235,10 +245,11 @@ class LfsSpace:
         return f"{group}.use.{expert}"
 
     def _uses(self, group: str, components: str, *methods: str) -> tuple[Condition, ...]:
-        """The conditions on parameters under which a component group is merged by one of `methods`.
+        """The conditions under which a component group of a layer group is merged by one of `methods`.
 
-        `components` is the name of the component group, such as attention, and `group` the name of its layer group.
-        Returns () if `methods` contains all methods of the space, because no condition is needed then.
+        A condition says that a search parameter has one of certain values. `components` is the name of the component
+        group, such as attention, and `group` the name of the layer group. Returns () if `methods` contains all methods
+        of the space, because no condition is needed then.
         """
         if set(self._methods) <= set(methods):
             return ()
@@ -255,8 +266,9 @@ class LfsSpace:
     def _role(self, name: str) -> str:
         """The role of the search parameter `name`, which is the same for all layer groups and component groups.
 
-        The parts of a parameter's name are separated by dots. The role is the name without the parts that name the
-        layer group and the component group.
+        A layer group is a number of adjacent layers, a component group a part of each layer, such as attention. The
+        parts of a parameter's name are separated by dots. The role is the name without the parts that name the layer
+        group and the component group.
         """
         _, rest = name.split(".", 1)
         first, _, last = rest.partition(".")
@@ -344,8 +356,9 @@ class LfsSpace:
     def _methods_of(self, merge: Merge) -> tuple[str, ...]:
         """The names of those methods of the space that may produce the canonical merge `merge`.
 
-        If the merge is an unchanged model, the result has all methods of the space. Otherwise the result has only the
-        merge's own method, or it is empty if the space does not have this method.
+        If the merge is an unchanged model, the result has all methods of the space, because each of them may give such
+        a merge. Otherwise the result has only the merge's own method, or it is empty if the space does not have this
+        method.
         """
         is_model = merge.method == "passthrough" and not merge.coefficients
         return tuple(name for name in self._methods if is_model or merge.method == name)
@@ -390,8 +403,9 @@ class LfsSpace:
     def _operands_of(self, group: str, method: str, merges: Mapping[str, Merge]) -> tuple[str, ...] | None:
         """The model or pair of models from which the merge method `method` can make every merge in `merges`.
 
-        `merges` has the merges of the layer group `group`, by component group. The result is the first choice of
-        sources for which the method has parameter values that give each merge, or None if there is no such choice.
+        `merges` has the merges of the layer group (adjacent layers) `group`, by component group, such as attention. The
+        result is the first choice of sources for which the method has parameter values that give each merge, or None if
+        there is no such choice.
         """
         return next(
             (

@@ -42,8 +42,8 @@ class ComponentGroup:
 class SearchedMethod(Protocol):
     """A merge method in LFS: its searched parameters, and the conversion of their values to a merge and back.
 
-    In the methods of this class, `cell` is the component group that is merged, and `operands` are the aliases of the
-    models that are merged.
+    In the methods of this class, `cell` is the component group of a layer group, such as attention in layers 1 to 8,
+    that is merged, and `operands` are the aliases of the models that are merged.
     """
 
     @property
@@ -56,8 +56,8 @@ class SearchedMethod(Protocol):
     def encode(self, cell: ComponentGroup, operands: tuple[str, ...], merge: Merge) -> dict[str, Any] | None:
         """The parameter values with which the method makes `merge` from `operands`, or None if there are none.
 
-        `cell` is the component group that is merged. `operands` are the aliases of the models that are merged. `merge`
-        is in canonical form.
+        `cell` is the part of the model that is merged, a component group (such as attention) of a layer group.
+        `operands` are the aliases of the models that are merged. `merge` is in canonical form.
         """
         ...
 
@@ -231,9 +231,10 @@ DIRECTED = DirectedTaskArithmetic()
 
 
 def _searched(cell: ComponentGroup, method: str, coefficient: str) -> Float:
-    """Make the parameter for a coefficient of a method in the component group `cell`.
+    """Make the search parameter for a coefficient of a merge method in one part of the model.
 
-    The parameter is one number for all merged models, in the range that the method declares.
+    `cell` is the part, a component group (such as attention) of a layer group. The parameter is one number for all
+    merged models, in the range that the method declares.
     """
     range_ = METHODS[method].range_of(coefficient)
     return Float(f"{cell.name}.{method}.{coefficient}", range_.low, range_.high, conditions=cell.conditions)

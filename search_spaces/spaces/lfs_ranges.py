@@ -80,15 +80,15 @@ class RangedMethod:
     def _encode_model(self, cell: ComponentGroup, operands: tuple[str, ...], model: str) -> dict[str, Any] | None:
         """The parameter values with which a merge returns the model `model` unchanged, or None if there are none.
 
-        `cell` is the component group that is merged; `operands` are the aliases of the models that are merged in it.
-        There are such values in three cases:
+        `cell` is the part of the model that is merged, a component group (such as attention) of a layer group;
+        `operands` are the aliases of the models that are merged in it. There are such values in three cases:
 
         - `model` is the base, the method has a coefficient that makes the merge the base at the value 0, and 0 is in
           the searched range of this coefficient.
         - `model` is the first operand, and the method has a coefficient (its `first_at_zero`) that makes the merge the
           first operand at the value 0.
-        - `model` is the only operand, and the method returns a single source unchanged. This holds for a method that
-          needs several sources, too, because `decode` makes a passthrough merge of a single operand.
+        - `model` is the only operand, and the method returns a single source unchanged, or needs several sources. In
+          the latter case `decode` makes a passthrough merge, an unchanged copy.
         """
         method = self.method
         leaves_base = (method.base_at_zero, None if method.is_itself_alone else method.drops_zeros)
@@ -123,10 +123,10 @@ class RangedMethod:
         return {c.name: c.searched for c in self.method.coefficients if isinstance(c.searched, Range)}
 
     def _counts(self, num_operands: int) -> dict[str, float]:
-        """The coefficients whose value is a number of sources, such as how many sources must agree, by name.
+        """The values of those coefficients that count sources, in a merge of `num_operands` models.
 
-        A search does not vary them. Each has the value that the method declares, but at most `num_operands`, the number
-        of merged models.
+        An example is the number of sources that must agree. A search does not vary these coefficients. Each has the
+        value that the method declares, but at most `num_operands`. The keys of the result are the coefficients' names.
         """
         return {
             c.name: min(c.searched.value, num_operands)
@@ -141,7 +141,10 @@ class RangedMethod:
 
 @dataclass(frozen=True)
 class PairInterpolation:
-    """A merge method of two models with the weights 1 - t and t. The method declares the search range of t."""
+    """A merge method of two models in LFS, whose weights 1 - t and t follow from the search parameter t.
+
+    `share` is the search range of t, which the method declares.
+    """
 
     method: MergeMethod
     share: PairShare

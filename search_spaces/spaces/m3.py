@@ -131,8 +131,9 @@ class M3Space:
         """Build the space with the options `section` over the models of a study.
 
         Raises:
-            InvalidStudy: There are no experts, the only expert would be averaged, there are too many experts for all
-                orders of a p-series, or `orders` has an order that does not have each expert once.
+            InvalidStudy: There are no experts, the average is the only method and there is only one expert, there are
+                too many experts for trying all orders of a p-series (shares proportional to k^-p for rank k), or
+                `orders` has an order that does not have each expert once.
         """
         if problems := tuple(_problems(models, section)):
             raise InvalidStudy(problems)
@@ -267,9 +268,10 @@ class M3Space:
     def _numbers(self, method: str, merge: Merge) -> _Numbers | None:
         """Read the experts' coefficients from a canonical merge; None if `method` cannot have made the merge.
 
-        An expert that the merge leaves out has the coefficient 0. Task arithmetic states only the products of the scale
-        and the experts' shares; the scale in the result is then None. Other methods state the shares, and the scale is
-        known. The result is also None if a coefficient is negative, or if all are 0.
+        `method` is the merge method that the space would use. An expert that the merge leaves out has the coefficient
+        0. Task arithmetic states only the products of the scale and the experts' shares; the scale in the result is
+        then None. Other methods state the shares, and the scale is known. The result is also None if a coefficient is
+        negative, or if all are 0.
         """
         models = [source.model for source in merge.sources]
         if merge.method == "passthrough" and not merge.coefficients:
@@ -313,10 +315,11 @@ class M3Space:
 
 @dataclass(frozen=True)
 class _Numbers:
-    """The coefficients of the experts in a recipe: `numbers` has one for each expert.
+    """The coefficients of the experts in a recipe, as the recipe states them.
 
-    If `scale` (the factor on the weighted sum of task vectors) is known, `numbers` are the experts' shares, which sum
-    to 1. If `scale` is None, `numbers` are the products of the unknown scale and each share.
+    `numbers` has one coefficient for each expert. `scale` is the factor on the weighted sum of task vectors, or None if
+    the recipe does not state it. With a `scale`, `numbers` are the experts' shares, which sum to 1. Without it, each of
+    `numbers` is an expert's share times the scale.
     """
 
     numbers: tuple[float, ...]
@@ -341,10 +344,10 @@ def dirichlet_shares(quantiles: Sequence[float], alpha: float) -> tuple[float, .
 
 
 def dirichlet_quantiles(shares: Sequence[float], alpha: float) -> tuple[float, ...]:
-    """Convert the experts' shares to quantiles in [0, 1], one fewer than shares.
+    """Convert the experts' shares to the quantiles in [0, 1] from which `dirichlet_shares` computes these shares.
 
-    The function is the inverse of `dirichlet_shares`. `alpha` is the concentration of the symmetric Dirichlet
-    distribution.
+    There is one quantile fewer than shares, because the shares sum to one. `alpha` is the concentration of the
+    symmetric Dirichlet distribution of the shares.
     """
     from scipy.special import betainc
 
@@ -370,9 +373,10 @@ def _p_series(experts: Sequence[str], order: Sequence[str], p: float) -> tuple[f
 def _exact_shares(found: _Numbers, scales: tuple[float, float]) -> tuple[float, ...]:
     """Reconstruct the experts' shares, which sum to one, from the rounded coefficients of a recipe.
 
-    Rounding changes the sum of the coefficients; this error is distributed evenly over the experts. `found` has the
-    coefficients and, if it is known, the scale of the recipe. An unknown scale is estimated by the sum of the
-    coefficients, limited to `scales`, the lowest and the highest scale that the space allows.
+    `found` has the coefficients and, if it is known, the scale of the recipe. An unknown scale is estimated by the sum
+    of the coefficients, limited to `scales`, the lowest and the highest scale that the space allows. The sum that the
+    coefficients should have is one or, for an unknown scale, this estimate. The difference from this sum is distributed
+    evenly over the experts.
     """
     total = math.fsum(found.numbers)
     exact = 1.0 if found.scale is not None else min(max(total, scales[0]), scales[1])
@@ -383,10 +387,11 @@ def _exact_shares(found: _Numbers, scales: tuple[float, float]) -> tuple[float, 
 
 
 def _scale(numbers: Sequence[float], shares: Sequence[float], scales: tuple[float, float]) -> float:
-    """Reconstruct the scale of a recipe from its coefficients, which are the scale times the experts' shares, rounded.
+    """Reconstruct the scale of a recipe from its coefficients; each is the scale times an expert's share, rounded.
 
-    `numbers` are the rounded coefficients, in the order of `shares`. All scales in an interval round to these numbers;
-    the result is the middle of the interval. `scales` are the lowest and the highest scale that the space allows.
+    `numbers` are the rounded coefficients, and `shares` the experts' shares in the same order. Because of the rounding,
+    many scales, an interval, give the same coefficients; the result is the middle of the interval. `scales` are the
+    lowest and the highest scale that the space allows.
     """
     half = 0.5 * 10.0**-COEFFICIENT_DECIMALS
     pairs = [(number, share) for number, share in zip(numbers, shares, strict=True) if share > half]

@@ -36,7 +36,7 @@ STRENGTHS = (0.0, 2.0)
 
 @dataclass(frozen=True)
 class _Piece:
-    """One merge in a recipe, such as that of a layer's attention, with the parameters of its coefficients.
+    """One merge in a recipe, such as that of a layer's attention, with the search parameters for its coefficients.
 
     `coefficient` is the name of the coefficient in the merge. `names` are the names of the parameters: one for each
     source or, if the sources share the coefficient, a single one.
@@ -48,7 +48,7 @@ class _Piece:
 
     @property
     def has_weights(self) -> bool:
-        """Whether each source has a separate coefficient."""
+        """Whether each source of the merge has a separate coefficient; otherwise the sources share one."""
         return isinstance(self.merge.coefficients[self.coefficient], tuple)
 
     def with_values(self, configuration: Configuration) -> Merge:
@@ -65,9 +65,10 @@ class _Piece:
 class PathCoefficients:
     """The coefficients of the merges along one layer path, as numeric parameters for gradient descent.
 
-    The class is immutable and implements `Coefficients`. `recipe` is the recipe of the path. In every part of the model
-    that the recipe takes unchanged from a model, or merges by task arithmetic, each of `experts` has a coefficient. If
-    `scale_range` (the lowest and the highest scale) is given, the scales of all layers but the last are parameters too.
+    A layer path is a sequence of layers of several models; `recipe` describes the merge that has these layers. The
+    class is immutable and implements `Coefficients`. In every part of the model that the recipe takes unchanged from a
+    model, or merges by task arithmetic, each of `experts` has a coefficient. If `scale_range` (the lowest and the
+    highest scale) is given, the scales of all layers but the last are parameters too.
     """
 
     # Coefficients by source are left out of recipes where they are 0, as those of task arithmetic are.
@@ -138,15 +139,16 @@ class PathCoefficients:
 def _piece(merge: Merge, name: str, experts: Sequence[str]) -> tuple[_Piece, float, float]:
     """Turn the coefficients of one merge into parameters of a search, and return them with the range to search.
 
-    The first result is the merge with the names of its parameters. The two numbers are the lowest and the highest value
+    The first result is a merge with the names of its parameters. The two numbers are the lowest and the highest value
     that is searched for each parameter; `PathCoefficients` extends this range to a coefficient of `merge` that is
     outside.
 
-    If `merge` is an unchanged model or task arithmetic, the result is task arithmetic of all `experts`, with a
-    parameter for each: a search can then add any expert's task vector to any layer. An unchanged expert begins with a
-    coefficient of 1. Experts that do not take part in `merge` begin with 0. A merge by another method keeps its
-    sources. It has a parameter for each source or, if the method has no coefficient by source that can be searched by
-    gradient, a single one for its strength.
+    If `merge` is an unchanged model or task arithmetic, the first result is task arithmetic of all `experts`, with a
+    parameter for each, so that a search can add any expert's task vector to any layer. The parameters begin with the
+    coefficients of `merge`: 1 for an unchanged expert, and 0 for experts that do not take part.
+
+    If `merge` is by another method, it keeps its sources. It has a parameter for each source or, if the method has no
+    coefficient for each source that can be searched by gradient, a single one for its strength.
 
     `name` is the part of the model, such as "layer1.mlp"; the names of the parameters begin with it. The merge is in
     canonical form, and all its sources are in the same layer.

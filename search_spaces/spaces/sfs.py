@@ -11,15 +11,15 @@ The range of the factors is that of DIS. Merges are differentiable with respect 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from search_spaces.errors import InvalidConfiguration, InvalidStudy, Problem
 from search_spaces.parameters import Configuration, Float, Parameters
 from search_spaces.recipe import COEFFICIENT_DECIMALS, COMPONENTS, Component, LayerRecipe, Merge, Recipe, Source
-from search_spaces.spaces.base import SearchedModels, SpaceDescription, SpaceSection
+from search_spaces.spaces.base import ParameterPlace, SearchedModels, SpaceDescription, SpaceSection
 from search_spaces.spaces.dis_paths import SCALES
-from search_spaces.spaces.layers import split_layers, with_own_aliases
+from search_spaces.spaces.layers import one_layer, split_layers, with_own_aliases
 
 __all__ = ["SPACE", "SfsSection", "SfsSpace"]
 
@@ -39,6 +39,9 @@ class SfsSection(SpaceSection):
     @property
     def scaled_by(self) -> str | None:
         return "kind"
+
+    def place_of(self, parameter: str, *, experts: Sequence[str], num_layers: int) -> ParameterPlace:
+        return ParameterPlace(one_layer(int(parameter.split(".")[1])))  # layers.NUMBER.weights or .output
 
     def contradictions(self) -> Iterator[Problem]:
         yield from ()
@@ -117,7 +120,7 @@ class SfsSpace:
             return None
 
     def slots(self, tensor_name: str) -> tuple[tuple[str, str], ...]:
-        """Name the parameter whose value is the factor on one tensor, in a tuple with one pair.
+        """Name the parameter whose value is the factor on the tensor `tensor_name`, in a tuple with one pair.
 
         The pair has the model's alias and the name of the parameter. The result is empty for norms, the embedding and
         the head, which have no factor.

@@ -52,14 +52,14 @@ class BenchmarkSpec(ScoredTask):
     def is_same_task(self, other: BenchmarkSpec) -> bool:
         """Whether `other` has the same samples and the same metric, so that stored results are valid for both.
 
-        The attacks and judges of the two benchmarks must be the same, too.
+        The prompt attacks and the judges (LLMs that rate completions) of the two benchmarks must be the same, too.
         """
         fields = set(BenchmarkSpec.model_fields) - {"name", "direction", "range", "group", "trials"}
         return all(getattr(self, name) == getattr(other, name) for name in fields)
 
 
 class Contamination(Section):
-    """Options of the contamination guard: the accepted overlap of search data with other data."""
+    """Options of the check for contamination: how much search data may overlap with holdout data and benchmarks."""
 
     max_share: Annotated[float, Field(ge=0, le=1)] = 0.05
     """The largest accepted share of the items of a holdout entry or benchmark that overlap with search data."""

@@ -50,7 +50,7 @@ HINTS = MessageHints(
 
 @dataclass
 class ValidParts:
-    """Parts of a study file, each only if it is valid on its own.
+    """The parts of a study file that are valid on their own, between which contradictions are then searched for.
 
     A section that is not valid is None. The keys of `objectives`, `costs`, `holdout` and `benchmarks` are the positions
     of the entries in the file's list; an entry that is not valid is missing. `objective_names` are the names of all
@@ -71,10 +71,10 @@ class ValidParts:
 
 
 def without_consequences(problems: list[Problem]) -> list[Problem]:
-    """The given problems except those that only follow from another problem.
+    """Leave out the problems that are only consequences of other problems in the list.
 
-    For example, a `cost` in a holdout entry is a problem. That the entry has no task and metric follows from this, and
-    is not reported.
+    For example, a holdout entry with the key `cost` is a problem, because a cost needs no holdout data. The entry then
+    also lacks a task and a metric. These two problems follow from the first one, and are not reported.
     """
     costs = {problem.field.removesuffix("cost") for problem in problems if problem.field.endswith(".cost")}
     return [
@@ -85,7 +85,7 @@ def without_consequences(problems: list[Problem]) -> list[Problem]:
 
 
 def contradictions(parts: ValidParts) -> Iterator[Problem]:
-    """Every contradiction between parts of a study that are each valid on their own."""
+    """Every contradiction between sections of a study file that are each valid on their own."""
     if parts.models is not None:
         yield from _models_contradictions(parts.models)
     if parts.search_space is not None:
@@ -281,7 +281,8 @@ def _length_contradictions(fidelity: Fidelity, objectives: Mapping[int, Objectiv
     """Find numbers of rungs that differ between objectives, or that the scheduler does not support.
 
     All objectives must have the same number of rungs: one with the scheduler `none`, and two or more with `asha` or
-    `racing`. Objectives may state their own rungs. `objectives` are the entries of the study file by position.
+    `racing`. The section `fidelity` has the scheduler and the numbers of samples at the rungs, unless an objective
+    states its own. `objectives` are the entries of the study file by position.
     """
     own = {f"objectives.{index}.rungs": spec.rungs for index, spec in objectives.items() if spec.rungs is not None}
     written = own if fidelity.rungs is None else {"fidelity.rungs": fidelity.rungs, **own}
@@ -463,9 +464,9 @@ def _constraint_contradictions(search: Search, parts: ValidParts) -> Iterator[Pr
 
 
 def _lack_of_baselines(constraint: Constraint, search: Search, experts: Sequence[str]) -> str:
-    """The reason why the bound of a constraint cannot be computed, or "" if it can.
+    """Error text if the bound of a constraint needs a score that the study does not have, or "" if it does not.
 
-    Bounds such as "base - 0.01" need the score of a source model, which is a baseline. The reason names the source
+    A bound such as "base - 0.01" needs the score of a source model, which is a baseline. The text names the source
     models that `search.baselines` leaves out. `experts` are the aliases of the experts.
     """
     if constraint.reference is None:
@@ -479,9 +480,10 @@ def _lack_of_baselines(constraint: Constraint, search: Search, experts: Sequence
 
 
 def _unreachable(constraint: Constraint, spec: ObjectiveSpec) -> str:
-    """The reason why no value in the objective's range meets the constraint, or "" if some value may meet it.
+    """Error text if no value of an objective meets the constraint, or "" if some value may meet it.
 
-    If the bound is relative to a model's value, that value may be any number in the objective's range.
+    `spec` is the objective with the range of its values. If the bound is relative to a model's value, that value may be
+    any number in the objective's range.
     """
     if spec.range is not None and not spec.range[0] < spec.range[1]:
         return ""  # the problem is reported for the range

@@ -68,9 +68,10 @@ NOT_OF_ONE_ENGINE = frozenset({"replicas", "verify"})
 
 
 class EngineOptions(Engine):
-    """Options with which one engine is started: options of the section `engine`, and options that only programs set.
+    """Options with which one engine is started: those of the section `engine` of the study file, and further options.
 
-    A field that is added to the section becomes an option of engines without any further declaration.
+    The further options are not keys of the study file; only programs set them. The class inherits all fields of the
+    section, so a field added there becomes an option of engines.
     """
 
     threads: int = 0

@@ -135,7 +135,7 @@ def load_study(file: Path | str) -> Study:
 
 
 def parse_study(document: Mapping[str, Any], directory: Path | None = None) -> Study:
-    """Make a study from a mapping of plain data, such as a parsed YAML file, after checking the data.
+    """Make a study from `document`, plain data such as a parsed YAML file, after checking the data.
 
     Relative paths are resolved against `directory`; with `directory` None they are left unchanged. Raises InvalidStudy
     with every problem found.
@@ -171,9 +171,10 @@ def load_benchmarks(file: Path) -> AddedBenchmarks:
 
 
 def parse_benchmarks(document: Mapping[str, Any], directory: Path | None = None) -> AddedBenchmarks:
-    """Make the benchmarks that are to be added to a study from a mapping of plain data, after checking the data.
+    """Make the benchmarks that are to be added to a study from `document`, plain data, after checking the data.
 
-    Paths and problems are treated as in `parse_study`.
+    Relative paths are resolved against `directory`; with `directory` None they are left unchanged. Raises InvalidStudy
+    with every problem found.
     """
     try:
         found = AddedBenchmarks.model_validate_json(json.dumps(document), strict=True)
@@ -192,9 +193,12 @@ def parse_benchmarks(document: Mapping[str, Any], directory: Path | None = None)
 def with_benchmarks(study: Study, added: AddedBenchmarks) -> Study:
     """A copy of the study to which benchmarks are added.
 
-    A benchmark whose name the study already has must have the same task, metric, attack and judge; only its trials are
-    added to those of the study's benchmark. Names in `contamination.allowed` are added too. A stated
-    `contamination.max_share` replaces the study's. Raises InvalidStudy if a task, metric, attack or judge differs.
+    Each benchmark lists the trials that are scored on it. A benchmark in `added` may have the name of a benchmark of
+    the study, if both have the same task, metric, prompt attack and judge (an LLM that rates completions); the copy's
+    benchmark then has the trials of both. `added` may change the limits on contamination, the overlap of benchmarks
+    with the data of the search: its `contamination.allowed`, the names of benchmarks that may overlap, are added to the
+    study's, and its `contamination.max_share`, the largest share of items that may overlap, replaces the study's.
+    Raises InvalidStudy if a task, metric, attack or judge differs.
     """
     known = {spec.name: spec for spec in study.benchmarks}
     problems = []
@@ -220,12 +224,13 @@ def with_benchmarks(study: Study, added: AddedBenchmarks) -> Study:
 def same_but_limits(stored: Study, given: Study) -> tuple[str, ...]:
     """The fields in which a new version of a study differs from a stored one, although they must not change.
 
-    If the result is empty, the study `stored` may be resumed with the content of `given`. The fields are dotted paths;
-    the path of a benchmark has its name, as in "benchmarks.mmlu".
+    `stored` is the stored study, and `given` the new version. If the result is empty, the study may be resumed as
+    `given` states it. The fields are dotted paths; the path of a benchmark has its name, as in "benchmarks.mmlu".
 
     These changes are accepted: other `limits` and `contamination`, a larger `search.max_trials`, and more benchmarks.
-    The task, metric, attack and judge of a known benchmark must stay the same. In a space that changes the number of
-    layers, `limits.max_layers` must stay the same too, because it is part of the space.
+    The task, metric, prompt attack and judge (an LLM that rates completions) of a known benchmark must stay the same.
+    In a space that changes the number of layers, `limits.max_layers` must stay the same too, because it is part of the
+    space.
     """
     before, after = _flat(stored.canonical()), _flat(given.canonical())
     absent = object()
@@ -312,10 +317,10 @@ def _resolved(study: Study, directory: Path) -> Study:
 
 
 def resolved_model(value: str, directory: Path) -> str:
-    """The absolute directory that a model's name in a study file refers to, or the unchanged name of a remote model.
+    """The absolute path of the directory that `value` in a study file names, or `value` itself for a remote model.
 
-    A name with "://" is the URL of a folder in an object store. A name of the form `name` or `owner/name` is a hub id,
-    unless a directory of this name exists. Relative directories are relative to `directory`.
+    A `value` with "://" is the URL of a folder in an object store. A `value` of the form `name` or `owner/name` is a
+    hub id, unless a directory of this name exists. Relative directories are relative to `directory`.
     """
     if "://" in value:
         return value
@@ -325,10 +330,10 @@ def resolved_model(value: str, directory: Path) -> str:
 
 
 def _run(value: Chained, directory: Path) -> Chained:
-    """Copy `value`, the reference to an expert that another study merged, with an absolute path.
+    """Copy a reference to another study's merge, and make the directory in it absolute.
 
-    A reference names the directory of the other study's run, or the id of a study on a server. A relative directory is
-    relative to `directory`. A reference by id is unchanged.
+    The reference `value` names the directory of the other study's run, or the id of a study on a server. A relative
+    directory is relative to `directory`. A reference by id is returned unchanged.
     """
     source = value.from_study
     if source.dir is None:
@@ -355,7 +360,7 @@ def resolved_objective(spec: AnyTask, directory: Path) -> AnyTask:
 
 
 def resolved_file(value: str, directory: Path) -> str:
-    """The absolute path of a file in a study file, relative to `directory`; a URL is unchanged."""
+    """Make the path `value` of a file absolute; a relative path begins at `directory`, and a URL is left unchanged."""
     return value if "://" in value else _absolute(value, directory)
 
 

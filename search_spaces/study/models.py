@@ -78,12 +78,12 @@ class Models(Section):
 
     @property
     def chained(self) -> dict[str, FromStudy]:
-        """The experts that are merges of other studies, by alias."""
+        """The references to merges of other studies, for the experts that are such merges, by the expert's name."""
         return {alias: e.from_study for alias, e in self.experts.items() if isinstance(e, Chained)}
 
     @property
     def named(self) -> dict[str, str]:
-        """The experts that are directories or hub ids, by alias.
+        """The experts that are given as directories or hub ids, by name; experts from other studies are left out.
 
         Once the merges of other studies have been exported (`service.studies.chains`), all experts are directories or
         hub ids.

@@ -18,8 +18,9 @@ Rungs = Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1)]
 class InlineTask(Section):
     """A task that consists of samples in a JSONL file, each a prompt and an answer.
 
-    The whole greedy completion of the prompt must equal the answer, apart from white space around it. With `program`,
-    the completion is code instead: it is right if the program with it runs to its end.
+    A sample is right if the whole greedy completion of the prompt equals the answer, apart from white space around it.
+    With `program`, the completion is code, which is inserted into this program. The sample is then right if the program
+    runs to its end.
     """
 
     file: Line

@@ -86,9 +86,9 @@ class GradientOptions(Section):
 
 
 class RefinementOptions(Section):
-    """Options of the refinement. After the search, gradient descent optimises the coefficients of the best layer paths.
+    """Options of the refinement: after the search, gradient descent optimises the merge coefficients of the best paths.
 
-    The paths are those of the Pareto front.
+    A path is a sequence of layers of several models. The refined paths are those of the Pareto front.
     """
 
     paths: Annotated[int, Field(ge=1, le=1000)] = 8
@@ -191,7 +191,10 @@ class DirichletOptions(Section):
 
 
 class Preferences(Section):
-    """The study's preference vectors: either a lattice, random vectors, or a list of vectors."""
+    """The study's preference vectors: either a lattice, random vectors, or a list of vectors.
+
+    A preference vector has a weight for each objective; the weights sum to one.
+    """
 
     lattice: Annotated[int, Field(ge=1, le=MAX_PREFERENCES)] | None = None
     """All preference vectors whose weights are multiples of 1/lattice."""
@@ -210,7 +213,7 @@ class Preferences(Section):
         return {"corners": self.corners, "interior": self.interior}
 
     def size(self, num_objectives: int) -> int:
-        """The number of preference vectors in a study with `num_objectives` objectives."""
+        """The number of preference vectors (weights of the objectives) in a study with `num_objectives` objectives."""
         if self.lattice is not None:
             return preferences.lattice_size(num_objectives, divisions=self.lattice, **self._left_out)
         return self.dirichlet.count if self.dirichlet is not None else len(self.vectors or ())
@@ -308,10 +311,11 @@ class Search(Section):
         return 0 if self.recipes else self.max_trials
 
     def num_scored(self, num_samples: int) -> int:
-        """The number of an objective's samples on which trials are scored. The other samples are used for gradients.
+        """The number of an objective's samples on which trials are scored.
 
-        `num_samples` is the number of all samples. The scored samples are the first ones in an order that the study's
-        seed determines. A result of 0 or `num_samples` means that `fit_share` leaves one of the two parts without a
-        sample.
+        `num_samples` is the number of all samples. With the option `fit_share` below 1, this share of the samples is
+        used for gradients only, and the other samples are scored; with `fit_share` 1, all samples are used for both.
+        The scored samples are the first ones in an order that the study's seed determines. With a share below 1, a
+        result of 0 or of `num_samples` means that one of the two parts has no sample.
         """
         return num_samples if self.fit_share == 1 else num_samples - round(self.fit_share * num_samples)

@@ -104,7 +104,7 @@ def problems_of(errors: Sequence[ErrorDetails], schema: Mapping[str, Any], hints
 
 
 def at_most(problems: Iterable[Problem]) -> Iterator[Problem]:
-    """The first MAX_PROBLEMS of `problems` and, if there are more, a last problem that says so.
+    """The first MAX_PROBLEMS of `problems` and, if there are more, one problem that says that others are left out.
 
     The problems that are left out are not computed.
     """
@@ -199,7 +199,8 @@ def _shown(value: Any) -> str:
 def _node(schema: Mapping[str, Any], place: Sequence[str | int]) -> Mapping[str, Any]:
     """The part of a JSON Schema that describes the value at `place`, the location of a validation error.
 
-    If several parts may describe the value, the result is the first part with properties or, if there is none, the
+    `place` is a sequence of keys, list positions and tags (names of a value's form) that pydantic reports. If several
+    parts of `schema` may describe the value, the result is the first part with properties or, if there is none, the
     first with an enumeration, a constant or a type. Returns an empty mapping if there is none.
     """
     found = _nodes(schema, place)
@@ -210,8 +211,9 @@ def _node(schema: Mapping[str, Any], place: Sequence[str | int]) -> Mapping[str,
 def _nodes(schema: Mapping[str, Any], place: Sequence[str | int]) -> list[Mapping[str, Any]]:
     """All parts of a JSON Schema that may describe the value at `place`, the location of a validation error.
 
-    A location is a sequence of keys, list positions and tags. A tag selects the branch of a union whose `kind` is the
-    tag, or that has a key with the tag's name.
+    `schema` is the JSON Schema. A location is a sequence of keys, list positions and tags. A tag names the form of a
+    value that may have one of several forms (a union). It selects the parts of the union whose `kind` is the tag, or
+    that have a key with the tag's name.
     """
     found = list(_branches(schema, schema))
     for part in place:

@@ -31,7 +31,7 @@ def read_document(file: Path) -> dict[str, Any]:
 
 
 def parse_document(content: bytes, name: object, *, is_json: bool) -> dict[str, Any]:
-    """Parse the mapping in the bytes of a JSON or YAML document.
+    """Parse the mapping in `content`, the bytes of a YAML document or, if `is_json`, of a JSON document.
 
     Error messages begin with `name`, the name of the file. Raises InvalidStudy if the document is not UTF-8, malformed
     (with line and column) or not a mapping.
@@ -111,9 +111,10 @@ _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[][{}:,]')
 
 
 def _first_repeated(text: str) -> _RepeatedKey:
-    """Find the first key that occurs twice in one object of a JSON text; the result is an error with its place.
+    """Find the first key that occurs twice in one object of the JSON text `text`.
 
-    The place is the line and column of the second occurrence.
+    Returns an error, not raised, with the key and with the line and column of its second occurrence. The text must have
+    such a key.
     """
     known: list[set[str] | None] = []  # the keys so far of each open object; None for an open list
     before = ""

@@ -11,13 +11,21 @@
 - `problems`: errors as problem details (RFC 9457) with HTTP status codes
 - `presenters`: stored records as documents
 - `conditional`: results that a client may have already
+- `ray_dashboard`: Ray's dashboard, which shows everything and changes nothing
 - `record_cache`: run records and reports of recently requested studies
 - `event_stream`: streams events to any number of watchers
+- `sse`: server-sent events as bytes
+- `job_feed`: streams of the state changes and progress of all jobs
 - `export_queue`: merged models, written one at a time
+- `serving`: the rules for creating served studies
+- `team_bytes`: quotas of the bytes that a team's artifacts and exports take
 - `regular_cleaning`: removes data that exceed the limits of retention
 - `sample_mover`: samples of earlier versions, moved while the server runs
+- `importances`: importances of parameters, computed outside the server's process
 - `preflight_process`: checks of submitted jobs, outside the server's process
 - `openapi`: the OpenAPI document, and Swagger UI at /docs
-- `request_counter`: counts requests by route
+- `document`: prints the OpenAPI document
+- `request_counter`: counts and times requests by route
+- `request_tracing`: a span of a trace for each request
 - `metrics`: metrics for Prometheus
 """

@@ -15,13 +15,16 @@ from starlette.convertors import StringConvertor, register_url_convertor
 
 from service.api.event_stream import EventHub
 from service.api.export_queue import Exports
+from service.api.importances import Importances
 from service.api.limits.artifacts import ArtifactQuota
-from service.api.permissions import Right, Rule, Sender, check_right, declares, needs, sender_with
+from service.api.permissions import Guard, Right, Rule, Sender, check_right, declares, needs, sender_with
 from service.api.preflight_process import Preflight
 from service.api.problems import Refusal
 from service.api.protocols import Cluster, Principal
+from service.api.ray_dashboard.forwarding import DashboardProxy
 from service.api.record_cache import RunRecords
 from service.api.request_counter import RequestCounter
+from service.api.team_bytes import TeamBytes
 from service.auth.authenticator import Authenticator
 from service.auth.logins import Logins
 from service.errors import NotFound
@@ -29,12 +32,15 @@ from service.jobs.base import JobKind
 from service.jobs.finetune.kind import FINETUNE
 from service.jobs.registry import kind_of
 from service.jobs.search.kind import SEARCH
+from service.notifications.notifier import Notifier
 from service.store import Store
 from service.store.accounts import AccountStore
 from service.store.artifacts import ArtifactStore
+from service.store.notifications import NotificationStore
 from service.types import JobRecord, Scope
 
 __all__ = [
+    "ID_PATTERN",
     "MAX_ID",
     "MAX_NUMBER",
     "PAGE_HEADERS",
@@ -48,6 +54,7 @@ __all__ = [
     "Submitter",
     "TrialNumber",
     "UsedStudy",
+    "found_job",
     "given",
 ]
 
@@ -70,11 +77,17 @@ class Services:
     exports: Exports
     artifacts: ArtifactStore
     quota: ArtifactQuota
+    team_bytes: TeamBytes
     hub: EventHub
     records: RunRecords
+    importances: Importances
     requests: RequestCounter
     accounts: AccountStore
     authenticator: Authenticator
+    guard: Guard
+    dashboard: DashboardProxy
+    notifications: NotificationStore
+    notifier: Notifier
     logins: Logins | None = None
     # Requests with the same idempotency key run one at a time, so later ones find the job of the first.
     key_locks: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary)
@@ -107,11 +120,12 @@ Submitter = Annotated[Principal, needs(Scope.SUBMIT)]
 
 
 def given(kind: JobKind, right: Right = Right.READ) -> Any:
-    """Make the FastAPI dependency that returns the stored job whose id is in the request's path.
+    """Make a FastAPI dependency that reads the job in the request's path, and checks the sender's rights on it.
 
-    The server refuses the request with status 404 if the job does not exist, is not of this `kind`, or may not be read
-    by the sender. It refuses the request with status 403 if the sender may read the job but lacks the `right`, or if
-    the token lacks the scope.
+    The path has the job's id; the job must be of this `kind`. The dependency responds with status 404 if there is no
+    such job or the sender may not read it. It responds with status 403 if the sender may read the job but lacks the
+    `right`, or if the sender's token does not permit such requests: READ needs the token's scope "read", every other
+    right the scope "submit".
     """
     scope = Scope.READ if right is Right.READ else Scope.SUBMIT
     # A default instead of an annotation: FastAPI cannot evaluate annotations that name local variables.
@@ -120,7 +134,7 @@ def given(kind: JobKind, right: Right = Right.READ) -> Any:
     sending = sender_with(scope)
 
     def found(services: Context, sender: Principal = sending, job_id: str = path) -> JobRecord:
-        return _found(services, sender, job_id, kind, right)
+        return found_job(services, sender, job_id, kind, right)
 
     return declares(Rule(scope, right), found)
 
@@ -137,14 +151,14 @@ def _against(
         ),
     ],
 ) -> list[JobRecord]:
-    return [_found(services, sender, finetune_id, FINETUNE, Right.READ) for finetune_id in against]
+    return [found_job(services, sender, finetune_id, FINETUNE, Right.READ) for finetune_id in against]
 
 
-def _found(services: Services, sender: Principal, job_id: str, kind: JobKind, right: Right) -> JobRecord:
-    """Read a job, and check that the sender has the `right` on it.
+def found_job(services: Services, sender: Principal, job_id: str, kind: JobKind, right: Right) -> JobRecord:
+    """Read the job with the id `job_id`, and check that the sender has the `right` on it.
 
-    Raises Refusal: with status 404 if the job does not exist, is of another kind, or may not be read by the sender;
-    with status 403 if the sender may read the job but lacks the right.
+    Raises Refusal with status 404 if the job does not exist, is not of this `kind`, or may not be read by the sender.
+    Raises Refusal with status 403 if the sender may read the job but lacks the right.
     """
     try:
         record = services.store.job(job_id)

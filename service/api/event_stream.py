@@ -10,17 +10,20 @@ database in batches, so that no backlog is held in memory.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, TypeVar
 
 import anyio
 import anyio.to_thread
 
+from service.api import sse
+from service.api.job_feed import JobFeed
 from service.api.presenters import event_document
+from service.api.protocols import Principal
+from service.api.sse import KEEP_ALIVE, RETRY, frame
 from service.errors import NotFound
 from service.schemas.api import EndDocument
 from service.store import EventRecord, Store
@@ -28,7 +31,9 @@ from service.store.availability import is_away
 from service.store.servers import Notifications
 from service.types import JobRecord
 
-__all__ = ["EventHub", "frame"]
+__all__ = ["EventHub"]
+
+from workers.telemetry import logs
 
 logger = logging.getLogger(__name__)
 
@@ -37,30 +42,17 @@ Result = TypeVar("Result")
 # Seconds between reads of a watched job: as a rule, and where the database announces new events.
 POLL_S = 0.2
 ANNOUNCED_POLL_S = 1.0
-# Comments that keep proxies from closing a quiet stream.
-KEEP_ALIVE_S = 15.0
-KEEP_ALIVE = b": \n\n"
-# Milliseconds until a client reconnects after a lost connection.
-RETRY = b"retry: 1000\n\n"
 MAX_THREADS = 8
 # Events per read, and frames in the window that all watchers of a job share.
 BATCH = 500
 WINDOW = 1000
 
 
-def frame(data: Mapping[str, Any], *, event: str, id: int | None = None) -> bytes:
-    """Encode a server-sent event with `data` as JSON and the type `event`.
-
-    `id` is the event's id, after which clients resume a stream; None for events that are not stored.
-    """
-    head = f"id: {id}\n" if id is not None else ""
-    return f"{head}event: {event}\ndata: {json.dumps(data, separators=(',', ':'))}\n\n".encode()
-
-
 class EventHub:
-    """Streams of job events to HTTP clients. A hub is bound to one asyncio event loop.
+    """Hub that sends the events of jobs to HTTP clients as streams. It is bound to one asyncio event loop.
 
-    While the database announces no events, new events are read every `poll_s` seconds.
+    PostgreSQL notifies the hub of new events. Without notifications, as with SQLite, the hub reads the events of each
+    job that a client follows from `store` every `poll_s` seconds.
     """
 
     def __init__(self, store: Store, *, poll_s: float = POLL_S) -> None:
@@ -71,11 +63,12 @@ class EventHub:
         self._feeds: dict[str, _Feed] = {}
         # A separate limiter: events continue while all of the application's threads are blocked.
         self._threads = anyio.CapacityLimiter(MAX_THREADS)
+        self._all: JobFeed | None = None
 
     def start(self) -> None:
-        """Start to receive the database's notifications that a server or driver has stored a job's event.
+        """Start to listen to notifications of PostgreSQL, which come when any process has stored an event of a job.
 
-        SQLite announces nothing; events are then found by reading the database regularly.
+        SQLite has no notifications; the hub then finds new events only because it reads the database regularly.
         """
         self._notifications.start()
 
@@ -83,14 +76,17 @@ class EventHub:
         self._notifications.stop()
 
     def _announced(self, job_id: str) -> None:
-        """Wake the reader of a job's events because the job has a new event, if HTTP clients follow the job.
+        """Make the hub read a job's new events at once; called when the database notifies the server of a new event.
 
-        The thread that receives the database's announcements calls this method; it is not the event loop's thread.
+        The call has no effect if no HTTP client follows the job. The method is called in the thread that receives the
+        notifications, not in the thread of the event loop.
         """
 
         def announce() -> None:
             if (feed := self._feeds.get(job_id)) is not None:
                 feed.announced.set()
+            if self._all is not None:
+                self._all.announced.set()
 
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(announce)
@@ -99,15 +95,15 @@ class EventHub:
         return max(self._poll_s, ANNOUNCED_POLL_S) if self._notifications.is_listening else self._poll_s
 
     def job(self, job_id: str) -> JobRecord | None:
-        """Return the job in the state in which the hub last read it for its streams.
+        """Return the job as it was when the hub last read it from the database for its streams.
 
-        Returns None if no HTTP client follows the job, or if the job was not read yet.
+        Returns None if no HTTP client follows the job, or if the hub has not read the job yet.
         """
         feed = self._feeds.get(job_id)
         return None if feed is None else feed.job
 
     async def watch(self, job_id: str, *, after: int) -> AsyncGenerator[bytes, None]:
-        """Yield the job's events with ids above `after` as server-sent events.
+        """Yield the job's events with ids above `after` as encoded server-sent events: past events first, then new.
 
         The stream ends when the job has ended and all its events were sent.
         """
@@ -126,9 +122,22 @@ class EventHub:
                 if self._feeds.get(job_id) is feed:
                     del self._feeds[job_id]
 
+    def watch_all(
+        self, *, after: int | None, renewal: Callable[[], Awaitable[Principal | None]]
+    ) -> AsyncGenerator[bytes, None]:
+        """Yield state changes and progress of all jobs that the sender may read (`JobFeed.watch`)."""
+        self._loop = asyncio.get_running_loop()
+        if self._all is None:
+            self._all = JobFeed(self._store, self._pause_s, self._threads)
+        return self._all.watch(after=after, renewal=renewal)
+
 
 class _Feed:
-    """Reader of one job's events, shared by all HTTP clients that follow the job."""
+    """Reader of one job's events from the database, shared by all HTTP clients that follow the job.
+
+    `pause_s` returns the number of seconds to wait between two reads. `threads` limits the number of threads in which
+    the database is read.
+    """
 
     def __init__(self, store: Store, job_id: str, pause_s: Callable[[], float], threads: anyio.CapacityLimiter) -> None:
         self.watchers = 0
@@ -181,7 +190,8 @@ class _Feed:
                 return
             else:
                 try:
-                    await asyncio.wait_for(changed.wait(), KEEP_ALIVE_S)
+                    async with asyncio.timeout(sse.KEEP_ALIVE_S):
+                        await changed.wait()
                 except TimeoutError:
                     yield KEEP_ALIVE
 
@@ -218,7 +228,8 @@ class _Feed:
 
     def _log(self, error: Exception) -> None:
         if not is_away(error):  # which the store logs itself, once
-            logger.error("events of job %s could not be read", self._job_id, exc_info=error)
+            with logs.fields(job=self._job_id):
+                logger.error("events of job %s could not be read", self._job_id, exc_info=error)
 
     async def _in_thread(self, function: Callable[..., Result], *arguments: Any) -> Result:
         return await anyio.to_thread.run_sync(function, *arguments, limiter=self._threads)

@@ -24,7 +24,7 @@ from service.disk import alignments_dir, job_dir
 from service.errors import Conflict, NotFound
 from service.jobs.registry import kind_of
 from service.store import Store
-from service.store.artifacts import ArtifactStore
+from service.store.artifacts import EXPORT_PREFIX, ArtifactStore
 from service.store.availability import is_away
 from service.store.blobs import StoredFile
 from service.studies.export import export_trial
@@ -32,6 +32,8 @@ from service.types import ArtifactRecord, ExportRecord, ExportState, JobRecord
 from service.worker_process import WorkerProcess
 
 __all__ = ["Exports", "Tar", "artifact_name", "export_id"]
+
+from workers.telemetry import logs
 
 logger = logging.getLogger(__name__)
 
@@ -46,22 +48,25 @@ BLOCK, RECORD = tarfile.BLOCKSIZE, tarfile.RECORDSIZE
 
 
 def export_id(study_id: str, trial: int, dtype: str) -> str:
-    """Id of an export: 32 hexadecimal digits of the hash of its study, trial and dtype."""
+    """Id of an export (a merged model for download): 32 hexadecimal digits of a hash of its study, trial and dtype."""
     return hashlib.sha256(f"{study_id}/{trial}/{dtype}".encode()).hexdigest()[:32]
 
 
 def artifact_name(name: str) -> str:
-    """Name of the artifact in which an object store keeps the export with the id `name`."""
-    return f"export-{name}"
+    """Name under which the files of the export with the id `name` are stored as an artifact of the study.
+
+    Exports (merged models for download) are artifacts only if the server keeps its files in an object store.
+    """
+    return f"{EXPORT_PREFIX}{name}"
 
 
 class Exports:
-    """Queue that writes requested exports (merged models), and removes exports beyond the limits `keep`.
+    """Queue that writes requested exports (merged models), and removes exports that exceed the limits `keep`.
 
-    An export that is interrupted continues when the queue is started again. Of several servers, only the leader
-    (`is_leader`) writes and removes exports. An export is a directory in `data_dir`, which all servers share. If
-    `artifacts` is in an object store, an export becomes an artifact of its study instead; its directory in `data_dir`
-    is temporary.
+    An interrupted export continues when the queue is started again. Of several servers with the same database, only the
+    leader (the server for which `is_leader` returns True) writes and removes exports. An export is a directory in
+    `data_dir`, which all servers share. If `artifacts`, the store of jobs' files, is in an object store, a finished
+    export is moved there.
     """
 
     def __init__(
@@ -92,7 +97,10 @@ class Exports:
         self._task = asyncio.create_task(self._run(), name="exports")
 
     async def stop(self) -> None:
-        """Stop the queue. An export that is being written is interrupted and continues at the next start."""
+        """Stop writing exports, which are merged models for download.
+
+        An export that is being written is interrupted and continues at the next start.
+        """
         self._is_stopping = True
         if self._process is not None:
             await anyio.to_thread.run_sync(self._process.stop)
@@ -101,11 +109,14 @@ class Exports:
             await asyncio.gather(self._task, return_exceptions=True)
 
     def folder(self, record: ExportRecord) -> str:
-        """Name of the folder in the downloaded tar archive of an export."""
+        """Name of the top folder in the tar archive as which a merged model is downloaded.
+
+        It consists of the study's name and the trial's number. `record` describes the export (the stored model).
+        """
         return f"{self._store.job(record.study).name}-trial-{record.trial}"
 
     def files(self, record: ExportRecord) -> Mapping[str, StoredFile] | None:
-        """Files of an export's model, by name; None if the files are not written yet, or were removed."""
+        """Files of the merged model of an export, by file name; None if they are not written yet or were removed."""
         if self._artifacts is None:
             directory = self.directory(record)
             return {file.name: StoredFile.of(file) for file in directory.iterdir()} if directory.is_dir() else None
@@ -116,7 +127,10 @@ class Exports:
             return None
 
     def num_bytes(self, record: ExportRecord) -> int | None:
-        """Total size in bytes of the files of an export's model; None if there are no files."""
+        """Total size in bytes of the files of an export's merged model.
+
+        Returns None if the files are not written yet or were removed.
+        """
         if self._artifacts is not None:
             artifact = self._artifact(self._artifacts, record)
             return None if artifact is None else artifact.num_bytes
@@ -124,7 +138,7 @@ class Exports:
         return None if files is None else sum(file.num_bytes for file in files.values())
 
     def directory(self, record: ExportRecord) -> Path:
-        """Directory to which an export's model is written."""
+        """Directory to which the merged model of an export is written, whether or not it exists already."""
         return self._root / record.id / self.folder(record)
 
     def _artifact(self, artifacts: ArtifactStore, record: ExportRecord) -> ArtifactRecord | None:
@@ -134,9 +148,9 @@ class Exports:
             return None
 
     def reading(self, owner: str, chunks: Iterable[bytes]) -> Iterator[bytes]:
-        """Yield the `chunks` of a download, and prevent the deletion of its files until the last chunk was yielded.
+        """Yield the parts of a download, and prevent the deletion of its files until the last part was yielded.
 
-        `owner` is the id of the export or fine-tuning that the files belong to.
+        `chunks` are the parts. `owner` is the id of the export, or of the fine-tuning, that the files belong to.
         """
         self._downloads[owner] += 1
         try:
@@ -144,32 +158,49 @@ class Exports:
         finally:
             self._downloads[owner] -= 1
 
-    async def delete(self, record: ExportRecord) -> None:
-        """Delete an export and its files.
+    async def delete(self, record: ExportRecord, *, note: Callable[[], None] = lambda: None) -> None:
+        """Delete an export (a merged model for download) and its files.
 
-        Raises NotFound if the export does not exist, and Conflict if it is being written or downloaded.
+        `note` is called in the transaction of the deletion. Raises NotFound if the export does not exist, and Conflict
+        if it is being written or downloaded.
         """
-        await anyio.to_thread.run_sync(self._delete, (record,))
+        await anyio.to_thread.run_sync(partial(self._delete, (record,), note=note))
 
-    async def delete_job(self, job_id: str, *, noun: str) -> None:
-        """Delete a job that has ended, with its exports. `noun` is the word for the job in messages.
+    async def delete_job(self, job_id: str, *, noun: str, note: Callable[[], None] = lambda: None) -> None:
+        """Delete a job that has ended, with its exports. `noun` is the word for the job in messages, such as "study".
 
-        Raises NotFound if there is no such job, and Conflict if the job has not ended or one of its models is being
-        written or downloaded. Nothing is deleted if an error is raised.
+        `note` is called in the transaction of the deletion. Raises NotFound if there is no such job, and Conflict if
+        the job has not ended or one of its models is being written or downloaded. Nothing is deleted if an error is
+        raised.
         """
-        await anyio.to_thread.run_sync(partial(self._delete_job, job_id, noun=noun))
+        await anyio.to_thread.run_sync(partial(self._delete_job, job_id, noun=noun, note=note))
 
     def delete_job_now(self, job: JobRecord) -> None:
-        """Delete a job that has ended, with its exports, in the calling thread; errors are those of `delete_job`."""
+        """Delete a job that has ended, with its exports, in the calling thread and not in a thread of its own.
+
+        Raises NotFound if there is no such job, and Conflict if the job has not ended or one of its models is being
+        written or downloaded.
+        """
         self._delete_job(job.id, noun=kind_of(job.kind).noun)
 
-    def _delete_job(self, job_id: str, *, noun: str) -> None:
-        self._delete(self._store.exports(job_id), job_id=job_id, noun=noun)
+    def _delete_job(self, job_id: str, *, noun: str, note: Callable[[], None] = lambda: None) -> None:
+        self._delete(self._store.exports(job_id), job_id=job_id, noun=noun, note=note)
 
-    async def request(self, study_id: str, *, trial: int, dtype: str) -> ExportRecord:
+    async def request(
+        self,
+        study_id: str,
+        *,
+        trial: int,
+        dtype: str,
+        check: Callable[[], None] = lambda: None,
+        note: Callable[[ExportRecord], None] = lambda _: None,
+    ) -> ExportRecord:
         """Return the export of a study's trial in a dtype, and queue it if its files are not written yet.
 
-        An export is queued if it is new, if it failed, or if its files were removed.
+        An export is a merged model for download. It is queued if it is new, if it failed, or if its files were removed.
+        Before it is queued, `check` is called, which may refuse the export by an error, for example because of a quota.
+        No server with this database queues another export meanwhile. `note` is called with the export in the
+        transaction that queues it, also if it was queued before.
         """
         wanted = ExportRecord(
             id=export_id(study_id, trial, dtype),
@@ -179,21 +210,47 @@ class Exports:
             state=ExportState.WAITING,
             created_at=time.time(),
         )
-        record, is_new = await anyio.to_thread.run_sync(self._stored, wanted)
+        record, is_new = await anyio.to_thread.run_sync(self._noted, wanted, check, note)
         if is_new:
             self._waking.set()
         return record
 
-    def _stored(self, wanted: ExportRecord) -> tuple[ExportRecord, bool]:
-        with self._lock:
-            record = self._store.add_export(wanted)
-            is_gone = record.state is ExportState.COMPLETE and self.num_bytes(record) is None
-            if record.state is ExportState.FAIL or is_gone:
-                self._store.set_export_state(record.id, ExportState.WAITING)
-                return self._store.export(record.id), True
-            return record, record == wanted
+    def _noted(
+        self, wanted: ExportRecord, check: Callable[[], None], note: Callable[[ExportRecord], None]
+    ) -> tuple[ExportRecord, bool]:
+        with self._lock, self._store.admission():
+            record, is_new = self._stored(wanted, check)
+            note(record)
+            return record, is_new
 
-    def _delete(self, records: Iterable[ExportRecord], *, job_id: str | None = None, noun: str = "") -> None:
+    def _stored(self, wanted: ExportRecord, check: Callable[[], None]) -> tuple[ExportRecord, bool]:
+        if not self._is_known(wanted.id):
+            check()
+        record = self._store.add_export(wanted)
+        is_gone = record.state is ExportState.COMPLETE and self.num_bytes(record) is None
+        if record.state is ExportState.FAIL or is_gone:
+            self._store.set_export_state(record.id, ExportState.WAITING)
+            return self._store.export(record.id), True
+        return record, record == wanted
+
+    def _is_known(self, export_id: str) -> bool:
+        """Whether an export is queued or being written, or has its files."""
+        try:
+            record = self._store.export(export_id)
+        except NotFound:
+            return False
+        if record.state is ExportState.COMPLETE:
+            return self.num_bytes(record) is not None
+        return record.state is not ExportState.FAIL
+
+    def _delete(
+        self,
+        records: Iterable[ExportRecord],
+        *,
+        job_id: str | None = None,
+        noun: str = "",
+        note: Callable[[], None] = lambda: None,
+    ) -> None:
         with self._lock:
             records = [self._store.export(record.id) for record in records]
             for record in records:
@@ -201,14 +258,16 @@ class Exports:
                     raise Conflict(f"export {record.id} is {record.state}; it can be deleted once it has ended")
                 if self._downloads[record.id]:
                     raise Conflict(f"export {record.id} is being downloaded; it can be deleted afterwards")
-            if job_id is not None:
-                if self._downloads[job_id]:
-                    raise Conflict(f"an expert of {job_id} is being downloaded; it can be deleted afterwards")
-                self._store.delete_job(job_id, noun=noun)
-            for record in records:
-                self._store.delete_export(record.id)
-                if self._artifacts is not None:
-                    self._artifacts.remove(record.study, artifact_name(record.id))
+            if job_id is not None and self._downloads[job_id]:
+                raise Conflict(f"an expert of {job_id} is being downloaded; it can be deleted afterwards")
+            with self._store.unit_of_work():
+                if job_id is not None:
+                    self._store.delete_job(job_id, noun=noun)
+                for record in records:
+                    self._store.delete_export(record.id)
+                    if self._artifacts is not None:
+                        self._artifacts.remove(record.study, artifact_name(record.id))
+                note()
             # Moved before they are deleted: the same export may be requested again at once.
             removed = [self._set_aside(record.id) for record in records]
         for directory in removed:
@@ -221,10 +280,10 @@ class Exports:
         return directory
 
     def sweep(self, *, collects: bool = True) -> None:
-        """Remove exports that have expired or exceed the quota, and files that belong to no export.
+        """Remove exports (merged models for download) that have expired or exceed the quota, and files of no export.
 
-        With `collects`, the files in an object store that no artifact uses are deleted too; this lists all files of the
-        object store.
+        If `collects` is True and exports are kept in an object store, all files of the object store are listed, and
+        those that no job uses are deleted too.
         """
         with self._lock:
             places = list(self._root.iterdir()) if self._root.is_dir() else []
@@ -240,7 +299,8 @@ class Exports:
             quota_bytes=self._quota_bytes(),
         )
         for record in removed:
-            with suppress(Conflict, NotFound):  # requested again, downloaded or deleted at this moment
+            # Conflict and NotFound: requested again, downloaded or deleted at this moment.
+            with suppress(Conflict, NotFound), logs.fields(job=record.study, trial=record.trial):
                 self._delete((record,))
                 logger.info(
                     "export %s of study %s was removed: it expired or exceeded the quota", record.id, record.study
@@ -271,7 +331,8 @@ class Exports:
                 if self._is_leader():
                     unfinished = await anyio.to_thread.run_sync(self._store.unfinished_exports)
                     for record in unfinished:
-                        await self._write(record.id)
+                        with logs.fields(job=record.study, trial=record.trial):
+                            await self._write(record.id)
                     is_time = time.monotonic() >= sweep_at
                     if is_time or unfinished:  # a new export may exceed the quota
                         await anyio.to_thread.run_sync(partial(self.sweep, collects=is_time))
@@ -316,9 +377,10 @@ class Exports:
             await anyio.to_thread.run_sync(self._store.set_export_state, name, state, reason)
 
     def _alignments(self, record: ExportRecord) -> str | Path:
-        """Location of the alignments that the exported trial's study uses: a directory, or the URL of an object store.
+        """Location of the alignments of the exported trial's study: a directory, or the URL of an object store.
 
-        It is the study's directory of alignments if this directory exists; otherwise, it is the object store.
+        Alignments are maps between layers of different models, which some merges need. The location is the study's
+        directory of alignments if this directory exists; otherwise, it is the object store.
         """
         directory = alignments_dir(job_dir(self._data_dir, record.study))
         return directory if self._remote is None or directory.is_dir() else self._remote
@@ -337,10 +399,11 @@ def _unwritten(record: ExportRecord) -> KeptExport:
 def _export(
     url: str, export: ExportRecord, directory: Path, *, alignments_in: str | Path, artifacts_in: str | None
 ) -> None:
-    """Write the merged model of an export to `directory`, or to the object store `artifacts_in` if it is given.
+    """Write the merged model of an export to `directory`, or to an object store; runs in a process of its own.
 
-    `url` is the URL of the database. `alignments_in` is the directory or the object store with the alignments of the
-    export's study.
+    `url` is the URL of the database. `alignments_in` is the directory or the object store with the alignments (maps
+    between layers of different models) of the export's study. `artifacts_in` is the URL of the object store to which
+    the finished model is moved; None if it stays in `directory`.
     """
     store = Store(url)
     try:
@@ -357,9 +420,9 @@ def _export(
 class Tar:
     """Uncompressed tar archive of one folder, generated while it is sent.
 
-    `files` maps paths inside the archive's folder to the files on disk. `modified_at` is the time of modification that
-    the archive states for all files, in seconds since the epoch. Only one chunk at a time is in memory. The same files
-    give the same bytes.
+    `folder` is the folder's name. `files` maps paths inside the folder to the files on disk. `modified_at` is the time
+    of modification that the archive states for all files, in seconds since the epoch. At most 1 MiB of the archive is
+    in memory at a time. The archive of the same files is always the same, byte for byte.
     """
 
     folder: str
@@ -368,7 +431,7 @@ class Tar:
 
     @property
     def size(self) -> int:
-        """Size of the archive in bytes."""
+        """Size of the whole tar archive in bytes, which is known before the archive is generated."""
         total = sum(len(header) + _padded(file.num_bytes, BLOCK) for file, header in self._members())
         return _padded(total + 2 * BLOCK, RECORD)
 

@@ -7,20 +7,23 @@ from __future__ import annotations
 
 import itertools
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
 from search_spaces.study.engine import Engine
-from service.api.request_counter import RequestCounter
+from service.api.request_counter import Histogram, RequestCounter
+from service.cluster.queue import Reason
+from service.cluster.reconciler import QueueState
 from service.disk import DRAINED, existing
 from service.jobs.finetune.events import WORKERS
 from service.jobs.heartbeat import ENGINE
 from service.jobs.registry import KINDS
 from service.jobs.search.kind import SEARCH
 from service.store import Store
-from service.types import EventKind, JobRecord, JobState, TrialState
+from service.types import DriverWait, EventKind, JobRecord, JobState, TrialState
 
 __all__ = ["JOB", "METRICS", "SETBACKS", "SHOWN_AFTER_END_S", "Metric", "Scrape", "Stored", "prometheus_text"]
 
@@ -38,28 +41,37 @@ SETBACKS = (
 )
 
 Labels: TypeAlias = Mapping[str, str]
-Samples: TypeAlias = Iterator[tuple[Labels, float]]
+Samples: TypeAlias = Iterator[tuple[Labels, float | Histogram]]
 
 
 @dataclass(frozen=True)
 class Stored:
-    """Data that one scrape of the metrics reads from the database.
+    """Data that one scrape (a request by Prometheus for the metrics) reads from the database.
 
-    `counts` has the number of jobs by kind and state. `shown` has the jobs that have not ended, or ended less than
-    SHOWN_AFTER_END_S ago. `setbacks` has the number of events of the kinds in SETBACKS, as job id -> kind -> number.
-    `num_engine_faults` is the number of engines that have failed a check, over all jobs.
+    `counts` has the number of jobs by kind and state. `shown` has the jobs with metrics of their own: those that have
+    not ended, and those that ended less than SHOWN_AFTER_END_S seconds ago. `setbacks` has the numbers of events that
+    tell of a failure, such as a crash, as job id -> kind of event -> number. `num_engine_faults` is the number of
+    inference engines that have failed a check, over all jobs. `waits` has the last wait of each job in
+    `shown` for a driver. `now` is the time of the scrape by the database's clock.
     """
 
     counts: Mapping[tuple[str, JobState], int]
     shown: tuple[JobRecord, ...]
     setbacks: Mapping[str, Mapping[str, int]]
     num_engine_faults: int
+    waits: Mapping[str, DriverWait]
+    now: float
 
     @classmethod
     def read(cls, store: Store) -> Stored:
-        shown = store.unfinished_jobs(heard_since=store.now() - SHOWN_AFTER_END_S)
-        setbacks = store.event_counts([job.id for job in shown], kinds=SETBACKS)
-        return cls(store.job_counts(), shown, setbacks, store.num_engine_faults())
+        now = store.now()
+        shown = store.unfinished_jobs(heard_since=now - SHOWN_AFTER_END_S)
+        ids = [job.id for job in shown]
+        setbacks = store.event_counts(ids, kinds=SETBACKS)
+        return cls(store.job_counts(), shown, setbacks, store.num_engine_faults(), store.driver_waits(ids), now)
+
+    def wait_of(self, job: JobRecord) -> DriverWait:
+        return self.waits.get(job.id, DriverWait(job.created_at))  # a job may be deleted between the reads
 
 
 @dataclass(frozen=True)
@@ -67,41 +79,55 @@ class Scrape:
     """Inputs from which the metrics of one scrape (a request by Prometheus) are computed.
 
     `stored` has the data from the database; None while the database does not answer. `not_ready` is the reason why no
-    job can make progress, or None if jobs can. `requests` counts the HTTP requests. `data_dir` is the directory of the
-    server's files.
+    job can make progress, or None if jobs can. `queue` has the jobs that run and that wait. `requests` counts the HTTP
+    requests. `data_dir` is the directory of the server's files.
     """
 
     stored: Stored | None
     not_ready: str | None
+    queue: QueueState
     requests: RequestCounter
     data_dir: Path
 
 
 @dataclass(frozen=True)
 class Metric:
-    """Declaration of a metric: its name, type, meaning and labels.
+    """Declaration of a Prometheus metric, with the function `read` that computes its samples.
 
-    `read` returns the samples of one scrape, each as its labels and its value.
+    `meaning` is the help text, and `labels` are the names of the labels. `read` yields the metric's samples for one
+    scrape: pairs of label values and the sample's value. The value is a Histogram for the type "histogram", else a
+    number.
     """
 
     name: str
-    type: Literal["gauge", "counter"]
+    type: Literal["gauge", "counter", "histogram"]
     meaning: str
     labels: tuple[str, ...]
     read: Callable[[Scrape], Samples]
 
 
 def prometheus_text(scrape: Scrape) -> str:
-    """Text of all METRICS with their current values, in Prometheus' text format, version 0.0.4."""
+    """Text of all metrics of the server in Prometheus' text format, version 0.0.4; `scrape` has the data."""
     lines: list[str] = []
     for metric in METRICS:
         lines += [f"# HELP {metric.name} {metric.meaning}", f"# TYPE {metric.name} {metric.type}"]
         for labels, value in metric.read(scrape):
             assert tuple(labels) == metric.labels, metric.name
-            # No value has characters that need an escape: names of jobs are of letters, digits and `._-`.
-            text = ",".join(f'{label}="{its_value}"' for label, its_value in labels.items())
-            lines.append(f"{metric.name}{{{text}}} {value:.15g}" if text else f"{metric.name} {value:.15g}")
+            if isinstance(value, Histogram):
+                numbers = value.cumulative
+                for bound, number in zip((*value.bounds, "+Inf"), numbers, strict=True):
+                    lines.append(_line(f"{metric.name}_bucket", {**labels, "le": str(bound)}, number))
+                lines += [_line(f"{metric.name}_sum", labels, value.sum)]
+                lines += [_line(f"{metric.name}_count", labels, numbers[-1])]
+            else:
+                lines.append(_line(metric.name, labels, value))
     return "\n".join(lines) + "\n"
+
+
+def _line(name: str, labels: Labels, value: float) -> str:
+    # No value has characters that need an escape: names of jobs are of letters, digits and `._-`.
+    text = ",".join(f'{label}="{its_value}"' for label, its_value in labels.items())
+    return f"{name}{{{text}}} {value:.15g}" if text else f"{name} {value:.15g}"
 
 
 # -- readers -----------------------------------------------------------------------------------------------------------
@@ -118,9 +144,21 @@ def _requests(scrape: Scrape) -> Samples:
         yield {"method": method, "route": route, "status": str(status)}, number
 
 
+def _latencies(scrape: Scrape) -> Samples:
+    for (method, route, status), histogram in scrape.requests.latencies():
+        yield {"method": method, "route": route, "status": status}, histogram
+
+
 def _engine_faults(scrape: Scrape) -> Samples:
     if scrape.stored is not None:
         yield {}, scrape.stored.num_engine_faults
+
+
+def _queue(scrape: Scrape) -> Samples:
+    waiting = Counter(waits.reason for waits in scrape.queue.choice.waiting.values())
+    yield {"waits_for": "nothing"}, len(scrape.queue.running)
+    for reason in Reason:
+        yield {"waits_for": reason.value}, waiting[reason]
 
 
 def _value(value: Callable[[Scrape], float]) -> Callable[[Scrape], Samples]:
@@ -132,9 +170,9 @@ def _of_job(job: JobRecord) -> dict[str, str]:
 
 
 def _each_job(value: Callable[[JobRecord], float | None]) -> Callable[[Scrape], Samples]:
-    """Make a reader of a metric with one value per job: the number that `value` returns for the job.
+    """Make the `read` function of a metric that has one sample for each job, with the number that `value` returns.
 
-    Jobs for which `value` returns None are left out.
+    Jobs for which `value` returns None get no sample.
     """
 
     def read(scrape: Scrape) -> Samples:
@@ -145,10 +183,17 @@ def _each_job(value: Callable[[JobRecord], float | None]) -> Callable[[Scrape], 
     return read
 
 
-def _progress(key: str) -> Callable[[Scrape], Samples]:
-    """Make a reader of a metric with one value per study: the number `key` of the study's progress.
+def _is_queued(scrape: Scrape) -> Samples:
+    if scrape.stored is not None:
+        for job in scrape.stored.shown:
+            yield _of_job(job), job.id in scrape.queue.choice.waiting
 
-    Studies without this number are left out.
+
+def _progress(key: str) -> Callable[[Scrape], Samples]:
+    """Make the `read` function of a metric that has one sample for each study, with a number of the study's progress.
+
+    `key` is the name of the number in the study's stored progress, such as `samples_scored`. Studies without this
+    number get no sample.
     """
     return _each_job(lambda job: job.progress.get(key) if job.kind == SEARCH.name and job.progress else None)
 
@@ -171,6 +216,41 @@ def _trials(scrape: Scrape) -> Samples:
                 yield {**_of_job(job), "state": state.value}, job.progress["trials"].get(state.value, 0)
 
 
+def _waits_s(stored: Stored, kind: str) -> list[float]:
+    """Seconds for which each job of the kind `kind` has waited for a driver (a process that works on it).
+
+    Jobs that have a driver, that have ended, or that are paused are left out.
+    """
+    found = []
+    for job in stored.shown:
+        if job.kind == kind and not (job.state.is_finished or job.is_paused or job.has_driver(now=stored.now)):
+            found.append(stored.now - max(stored.wait_of(job).since, job.heartbeat_at or 0.0))
+    return found
+
+
+def _of_waits(value: Callable[[list[float]], float]) -> Callable[[Scrape], Samples]:
+    """Make the `read` function of a metric about the times for which jobs have waited for a driver.
+
+    A driver is a process that works on a job. The metric has one sample for each kind of job: the result of `value` for
+    the seconds that each job of this kind has waited.
+    """
+
+    def read(scrape: Scrape) -> Samples:
+        if scrape.stored is not None:
+            for kind in KINDS:
+                yield {"kind": kind}, value(_waits_s(scrape.stored, kind))
+
+    return read
+
+
+def _last_waits(scrape: Scrape) -> Samples:
+    if scrape.stored is not None:
+        for job in scrape.stored.shown:
+            wait = scrape.stored.wait_of(job)
+            if wait.until is not None or not (job.state.is_finished or job.is_paused):
+                yield _of_job(job), (wait.until or scrape.stored.now) - wait.since
+
+
 def _waits_for_workers(job: JobRecord) -> float:
     return not job.state.is_finished and job.waiting_for in (ENGINE, WORKERS)
 
@@ -188,6 +268,27 @@ JOB = ("study", "name", "kind")
 
 METRICS = (
     Metric("mergesearch_jobs", "gauge", "Jobs by kind and state.", ("kind", "state"), _jobs),
+    Metric(
+        "mergesearch_queue_places",
+        "gauge",
+        "Jobs that may run at the same time.",
+        (),
+        _value(lambda scrape: scrape.queue.places),
+    ),
+    Metric(
+        "mergesearch_queue_jobs",
+        "gauge",
+        "Jobs that run (nothing), and jobs that wait for a place, for a place that is being given up, or for a quota.",
+        ("waits_for",),
+        _queue,
+    ),
+    Metric(
+        "mergesearch_job_queued",
+        "gauge",
+        "Whether the job waits in the queue, for a place or a quota.",
+        JOB,
+        _is_queued,
+    ),
     Metric(
         "mergesearch_ready",
         "gauge",
@@ -231,6 +332,34 @@ METRICS = (
         _requests,
     ),
     Metric(
+        "mergesearch_http_request_seconds",
+        "histogram",
+        "Seconds until the response began, without event streams.",
+        ("method", "route", "status"),
+        _latencies,
+    ),
+    Metric(
+        "mergesearch_http_streams",
+        "gauge",
+        "Open event streams.",
+        (),
+        _value(lambda scrape: scrape.requests.num_streams),
+    ),
+    Metric(
+        "mergesearch_jobs_waiting",
+        "gauge",
+        "Jobs that wait for a driver: they have none, have not ended and are not paused.",
+        ("kind",),
+        _of_waits(len),
+    ),
+    Metric(
+        "mergesearch_jobs_oldest_wait_seconds",
+        "gauge",
+        "Longest time since one of the waiting jobs was created, was resumed or lost its driver; 0 if none waits.",
+        ("kind",),
+        _of_waits(lambda waits_s: max(waits_s, default=0.0)),
+    ),
+    Metric(
         "mergesearch_engine_faults_total",
         "counter",
         "Engines that failed a check, such as a canary, over all jobs.",
@@ -258,6 +387,13 @@ METRICS = (
         "Whether the job's driver waits for an engine, or for workers of a training, to start.",
         JOB,
         _each_job(_waits_for_workers),
+    ),
+    Metric(
+        "mergesearch_job_wait_seconds",
+        "gauge",
+        "Seconds from the job's creation, or its last resumption, to its driver; they grow until the driver starts.",
+        JOB,
+        _last_waits,
     ),
     Metric(
         "mergesearch_job_drivers_total",

@@ -19,6 +19,7 @@ from starlette.responses import HTMLResponse
 from starlette.staticfiles import StaticFiles
 
 from service.api.limits.csrf import CSRF_HEADER
+from service.api.routes.events import STREAMED
 from service.auth.sessions import COOKIE
 from service.jobs.registry import KINDS
 from service.schemas.api import EndDocument, ProblemDocument
@@ -62,7 +63,7 @@ PARAMETERS = {
 def install_openapi(app: FastAPI) -> None:
     """Make `app` serve the OpenAPI document of its routes, with the schemas that the routes refer to by name.
 
-    The document is generated at the first request for it.
+    The document is generated when it is first requested.
     """
 
     def openapi() -> dict[str, Any]:
@@ -77,7 +78,7 @@ def _document(app: FastAPI) -> dict[str, Any]:
     document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
     schemas = document["components"]["schemas"]
     progress = (kind.documents()[1] for kind in KINDS.values())
-    for model in (ProblemDocument, EndDocument, *progress):
+    for model in (ProblemDocument, EndDocument, *STREAMED, *progress):
         schema = TypeAdapter(model).json_schema(ref_template=TEMPLATE)
         schemas |= schema.pop("$defs", {})
         schemas[model.__name__] = schema
@@ -103,9 +104,9 @@ def _document(app: FastAPI) -> dict[str, Any]:
 
 
 def install_docs(app: FastAPI) -> None:
-    """Serve Swagger UI at /docs.
+    """Make `app` serve Swagger UI, the page on which users read about routes and try them, at /docs.
 
-    The page's links are relative, so that a proxy may serve the application below a path prefix.
+    The page's links are relative, so that they also work if a proxy serves the application below a path prefix.
     """
     page = get_swagger_ui_html(
         title=app.title,
@@ -126,10 +127,10 @@ def install_docs(app: FastAPI) -> None:
 
 
 def _policy(html: str) -> str:
-    """Value of the header Content-Security-Policy for the page `html`.
+    """Value of the header Content-Security-Policy for a response with the HTML page `html`.
 
-    The page may load files from this server and send requests to this server only. Its inline scripts are allowed by
-    their hashes.
+    The page may load files from this server only, and may send requests to this server only. Its inline scripts are
+    allowed by their hashes.
     """
     scripts = re.findall(r"<script>(.*?)</script>", html, re.DOTALL)
     hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]

@@ -7,7 +7,7 @@ the rules.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
@@ -20,7 +20,7 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.routing import BaseRoute
 
-from service.api.limits.csrf import csrf_problem
+from service.api.limits.csrf import csrf_problem, foreign_problem
 from service.api.limits.rates import Rate, RateLimits
 from service.api.problems import Refusal, TooManyRequests, Unauthorized
 from service.api.protocols import Principal
@@ -42,10 +42,13 @@ __all__ = [
     "declares",
     "logs_in",
     "needs",
+    "needs_throughout",
     "open_to_all",
+    "reads_dashboard",
     "reads_metrics",
     "rule_of",
     "sender_with",
+    "shows_session",
 ]
 
 
@@ -56,18 +59,20 @@ NO_ACCOUNTS = (
 
 
 class Right(StrEnum):
-    """Rights on the object that a request's path names.
+    """Rights of the sender of a request on the object (job, team or token) that the request's path names.
 
     - READ: to read a job
-    - USE: to have models of a job exported
+    - USE: to export models of a job
     - CHANGE: to change and delete a job
+    - SEE: to see a team, which its members and administrators of the server may do
     - MANAGE: to change the members of a team
-    - OWN: to revoke a token, which its user and administrators may do
+    - OWN: to revoke a token, or to change a webhook or an e-mail address, which its user and administrators may do
     """
 
     READ = "read"
     USE = "use"
     CHANGE = "change"
+    SEE = "see"
     MANAGE = "manage"
     OWN = "own"
 
@@ -76,7 +81,8 @@ class Right(StrEnum):
 class Rule:
     """Requirements of a route on the sender of a request.
 
-    - `scope`: the scope that the token must have; None if everybody may send the request, even without a token
+    - `scope`: the scope (kind of requests) that the sender's token or session must permit; None if everybody may send
+      the request, even without a token
     - `right`: the right that the sender must have on the object that the path names; None if the path names no object
     - `is_for_admins`: whether only administrators of the server may send the request
     """
@@ -88,9 +94,9 @@ class Rule:
 
 @dataclass(frozen=True)
 class Credential:
-    """The part of a request by which the server finds its sender.
+    """The secret in a request that identifies its sender: an API token, or the value of a session's cookie.
 
-    A request has a token, or the value of a session's cookie, or neither.
+    Both fields are None if the request has neither.
     """
 
     token: str | None = field(default=None, repr=False)
@@ -99,27 +105,29 @@ class Credential:
 
 @dataclass(frozen=True)
 class Guard:
-    """Identification of the senders of requests, and limits on their number, for one server.
+    """Access control of one server: it identifies the senders of requests, and limits the number of their requests.
 
-    - `authenticator`: finds the users of tokens and sessions
+    - `authenticator`: finds the user of a token or session
     - `rates`: the limits on the number of requests
-    - `has_open_metrics`: whether everybody may read the metrics, which name all jobs
+    - `has_open_metrics`: whether everybody may read the metrics, which name the jobs of all users
+    - `has_open_dashboard`: whether every user may read Ray's dashboard, which shows the jobs of all teams
     - `has_login`: whether browsers can log in with an identity provider
     """
 
     authenticator: Authenticator
     rates: RateLimits
     has_open_metrics: bool = False
+    has_open_dashboard: bool = False
     has_login: bool = False
 
     async def identify(self, credential: Credential, address: str) -> Principal:
-        """Find the sender of a request from `address`, and count the request against the sender's limit.
+        """Find the sender of a request, and count the request against the sender's limit.
 
-        `credential` is the token or the session's cookie of the request.
+        `credential` is the token or the session's cookie of the request, and `address` its network address.
 
         Raises:
             Unauthorized: The server has accounts, and the token or session is missing or not valid.
-            TooManyRequests: The sender or the address has sent too many requests.
+            TooManyRequests: The sender, the address or a team of the sender has sent too many requests.
         """
         if not await self.authenticator.needs_token():
             self._count(self.rates.open, address)
@@ -129,10 +137,12 @@ class Guard:
             self._count(self.rates.refused, address)
             raise Unauthorized(self._refusal(credential))
         self._count(self.rates.tokens, found.id)
+        if not found.account.is_admin:  # who may raise a quota that is used up
+            self._count_teams(found.account.rates)
         return _principal(found, address)
 
     async def renewed(self, sender: Principal, credential: Credential) -> Principal | None:
-        """Read the sender's current rights again, while a long response such as an event stream is being sent.
+        """Return `sender` with its current rights; called repeatedly while a long response, such as a stream, is sent.
 
         `credential` is the token or cookie of the request. Returns None if it is no longer valid. While the database
         does not answer, `sender` is returned unchanged.
@@ -145,8 +155,15 @@ class Guard:
             return sender
         return None if found is None else _principal(found, sender.address)
 
+    def may_read_dashboard(self, sender: Principal) -> bool:
+        """Whether `sender` may read Ray's dashboard."""
+        return self.has_open_dashboard or sender.account is None or sender.account.is_admin
+
     def count_login(self, address: str) -> None:
-        """Count a request that begins or ends a login. Raises TooManyRequests."""
+        """Count a request from `address` that begins or ends a login.
+
+        Raises TooManyRequests if the address sends too many of these.
+        """
         self._count(self.rates.logins, address)
 
     async def _found(self, credential: Credential) -> Authenticated | None:
@@ -167,6 +184,14 @@ class Guard:
             f"MERGESEARCH_TOKEN){browsers}"
         )
 
+    def _count_teams(self, rates: Mapping[str, int]) -> None:
+        for team, per_minute in sorted(rates.items()):
+            if (wait_s := self.rates.teams.wait_s(team, per_minute)) > 0:
+                raise TooManyRequests(
+                    f"quota requests_per_minute of team {team}: all {per_minute} of {per_minute} requests are used",
+                    wait_s,
+                )
+
     def _count(self, rate: Rate, sender: str) -> None:
         if (wait_s := rate.wait_s(sender)) > 0:
             raise TooManyRequests(
@@ -183,9 +208,10 @@ _bearer = HTTPBearer(auto_error=False, description="An API token: `mergesearch t
 
 
 def credential_of(request: Request, bearer: HTTPAuthorizationCredentials | None) -> Credential:
-    """Find the token or the session's cookie by which the sender of a request is identified.
+    """Find the token or the session's cookie that identifies the sender of a request.
 
-    `bearer` is the request's header Authorization, or None. If it has a token, a session's cookie is ignored.
+    `bearer` is the token in the request's header Authorization, or None if there is none. If a request has a token, its
+    cookie is ignored.
     """
     if bearer is not None:
         return Credential(token=bearer.credentials)
@@ -195,7 +221,11 @@ def credential_of(request: Request, bearer: HTTPAuthorizationCredentials | None)
 async def _sender(
     request: Request, bearer: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]
 ) -> Principal:
-    """Find the sender of a request, by its token or session and its address."""
+    """FastAPI dependency that returns the sender of a request, found by its token, its session's cookie or its address.
+
+    `bearer` is the token in the header Authorization, or None if there is none. Raises Refusal (403) if the request may
+    have been sent by a page of another server with the session's cookie.
+    """
     guard: Guard = request.app.state.guard
     credential = credential_of(request, bearer)
     sender = await guard.identify(credential, _address(request))
@@ -220,21 +250,23 @@ async def _renewal(
 
 
 def _declared(rule: Rule, check: Callable[..., Any]) -> Any:
-    """Make `check` a FastAPI dependency that declares `rule`, the requirements of a route on its sender.
+    """Make the function `check` a FastAPI dependency of routes with the access rule `rule`.
 
-    The function `rule_of` reads the declaration.
+    An access rule says what the sender of a request needs: a scope of the token, a right, or to be an administrator.
+    The rule is recorded as an attribute of `check`, where the function `rule_of` finds it.
     """
     check.rule = rule  # type: ignore[attr-defined]
     return Depends(check)
 
 
 def sender_with(scope: Scope) -> Any:
-    """Make a FastAPI dependency that finds the sender, and refuses tokens that lack the `scope` (403).
+    """Make a FastAPI dependency that returns the sender, and refuses (403) tokens and sessions that lack the `scope`.
 
-    Another dependency of the route must declare the route's `Rule`.
+    The scope says for which requests a token or session can be used. This dependency does not declare the access rule
+    (`Rule`) of its route. Another dependency of the same route must do so.
     """
 
-    def checked(sender: Annotated[Principal, Depends(_sender)]) -> Principal:
+    async def checked(sender: Annotated[Principal, Depends(_sender)]) -> Principal:  # async: it needs no thread
         _check_scope(sender, scope)
         return sender
 
@@ -245,10 +277,11 @@ def needs(scope: Scope, *, is_for_admins: bool = False) -> Any:
     """Make the FastAPI dependency of a route whose path names no job; it returns the sender of the request.
 
     At a server with accounts, it refuses requests without a valid token or session, and tokens or sessions that lack
-    `scope`. If `is_for_admins` is True, it also refuses senders who do not administer the server.
+    `scope`, that is, that cannot be used for such requests. If `is_for_admins` is True, it also refuses senders who do
+    not administer the server.
     """
 
-    def checked(sender: Annotated[Principal, Depends(_sender)]) -> Principal:
+    async def checked(sender: Annotated[Principal, Depends(_sender)]) -> Principal:  # async: it needs no thread
         _check_scope(sender, scope)
         if is_for_admins:
             check_admin(sender)
@@ -257,31 +290,70 @@ def needs(scope: Scope, *, is_for_admins: bool = False) -> Any:
     return _declared(Rule(scope, None, is_for_admins), checked)
 
 
+def needs_throughout(scope: Scope) -> Any:
+    """Make the FastAPI dependency of a route whose response lasts, and whose path names no job.
+
+    It refuses the senders that `needs` refuses. It returns a function that finds the sender's present rights, and None
+    once the token or session is no longer valid.
+    """
+
+    def checked(sender: Sender, renewal: Renewal) -> Callable[[], Awaitable[Principal | None]]:
+        _check_scope(sender, scope)
+        return renewal
+
+    return _declared(Rule(scope), checked)
+
+
 def open_to_all() -> Any:
-    """Make the FastAPI dependency of a route that everybody may use without a token."""
+    """Make the FastAPI dependency of a route that everybody may use without a token.
+
+    Every route must have a dependency that declares who may use it. This one declares that everybody may, and checks
+    nothing.
+    """
 
     async def nothing() -> None:
-        """Accept every sender."""
+        """Accept every sender; the dependency only declares that the route is open."""
 
     return _declared(Rule(None), nothing)
 
 
-def logs_in() -> Any:
-    """Make the FastAPI dependency of a route that begins or ends a login; it returns the address of the sender.
+def shows_session() -> Any:
+    """Make the FastAPI dependency of the route that says who is logged in; it returns the sender of the request.
 
-    Everybody may use such a route without a token. Each address may send only a limited number of these requests.
+    Everybody may use this route. The sender is None if the server has accounts, and the request has no valid token or
+    session.
+    """
+
+    async def found(
+        request: Request, bearer: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]
+    ) -> Principal | None:
+        try:
+            return await _sender(request, bearer)
+        except Unauthorized:
+            return None
+
+    return _declared(Rule(None), found)
+
+
+def logs_in() -> Any:
+    """Make the FastAPI dependency of a route that begins or ends a login; it returns the sender's network address.
+
+    Everybody may use such a route without a token, but each address may send only a limited number of these requests.
+    A page of another server must not log a browser in: its requests that would change something are refused (403).
     """
 
     async def counted(request: Request) -> str:
         guard: Guard = request.app.state.guard
         guard.count_login(_address(request))
+        if problem := foreign_problem(request.method, request.headers):
+            raise Refusal(403, problem)
         return _address(request)
 
     return _declared(Rule(None), counted)
 
 
 def reads_metrics() -> Any:
-    """Make the FastAPI dependency of the route of the metrics.
+    """Make the FastAPI dependency of the route that returns the Prometheus metrics.
 
     Only administrators of the server may read the metrics, unless the operator has opened them to everybody.
     """
@@ -296,10 +368,31 @@ def reads_metrics() -> Any:
     return _declared(Rule(Scope.READ, None, is_for_admins=True), checked)
 
 
-def declares(rule: Rule, check: Callable[..., Any]) -> Any:
-    """Make a FastAPI dependency of the function `check` that declares `rule`.
+def reads_dashboard() -> Any:
+    """Make the FastAPI dependency of the routes of Ray's dashboard.
 
-    The dependency does not check the rule by itself: `check` must check the rights that `rule` states.
+    Only administrators of the server may read the dashboard, unless the operator has opened it to every user.
+    """
+
+    async def checked(request: Request, sender: Annotated[Principal, Depends(_sender)]) -> None:
+        _check_scope(sender, Scope.READ)
+        guard: Guard = request.app.state.guard
+        if not guard.may_read_dashboard(sender):
+            raise Refusal(
+                403,
+                f"{sender.name}: only administrators of the server may read Ray's dashboard, which shows the jobs of "
+                "all teams; with --open-dashboard every user may",
+            )
+
+    return _declared(Rule(Scope.READ, None, is_for_admins=True), checked)
+
+
+def declares(rule: Rule, check: Callable[..., Any]) -> Any:
+    """Make the function `check` a FastAPI dependency of routes with the access rule `rule`.
+
+    An access rule says what the sender of a request needs: a scope of the token, a right, or to be an administrator.
+    This function only records the rule, which tests and the start of the server read: `check` itself must refuse
+    senders who do not meet it. What `check` returns is the value of the dependency.
     """
     return _declared(rule, check)
 
@@ -312,10 +405,10 @@ Renewal = Annotated[Callable[[], Awaitable[Principal | None]], Depends(_renewal)
 
 
 def check_right(sender: Principal, job: JobRecord, right: Right, *, noun: str) -> bool:
-    """Check that the sender has a right on a job; return False if the sender may not even read the job.
+    """Check that the sender of a request has a `right` on a job, and return True.
 
-    Raises Refusal (403) if the sender may read the job but lacks `right`. `noun` is the word for the job in the
-    message.
+    Returns False if the sender may not even read the job. Raises Refusal (403) if the sender may read the job but lacks
+    the right. `noun` is the word for the job in the error message, such as "study".
     """
     account = sender.account
     if account is None:
@@ -339,13 +432,17 @@ def _check_scope(sender: Principal, scope: Scope) -> None:
 
 
 def check_admin(sender: Principal) -> None:
-    """Raise Refusal (403) unless the sender administers the server."""
+    """Raise Refusal (403) unless the sender administers the server, or the server has no accounts."""
     if sender.account is not None and not sender.account.is_admin:
         raise Refusal(403, f"{sender.account.user}: only administrators of the server may send this request")
 
 
 def rule_of(route: APIRoute) -> Rule:
-    """The rule that a route declares. Raises TypeError if it declares none, or several."""
+    """Access rule of a route, as one of the route's dependencies declares it.
+
+    An access rule says what the sender of a request needs. Raises TypeError if no dependency declares a rule, or if
+    several declare different ones.
+    """
     found = set(_rules(route.dependant))
     if len(found) != 1:
         raise TypeError(
@@ -363,7 +460,10 @@ def _rules(dependant: Dependant) -> Iterator[Rule]:
 
 
 def check_rules(routes: list[BaseRoute]) -> None:
-    """Check that every route of the API declares its rule. Raises TypeError at the first one that does not."""
+    """Check that every API route among `routes` declares its access rule (what the sender of a request needs).
+
+    Raises TypeError at the first route that does not.
+    """
     for route in routes:
         if isinstance(route, APIRoute):
             rule_of(route)

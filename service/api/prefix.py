@@ -49,19 +49,19 @@ class BelowPrefix:
 
 
 def below_root(path: str) -> str:
-    """URL path of a route as the client of the current request sees it.
+    """Add the server's path prefix, such as /mergesearch, to `path` if the current request was sent below the prefix.
 
-    If the path of the current request has the path prefix, the prefix is put before `path`. Otherwise `path` is
-    returned unchanged.
+    `path` is the path of a route. The result is the path under which the client of the current request reaches this
+    route. It is `path` itself if the request was sent without the prefix.
     """
     return ROOT_PATH.get() + path
 
 
 def with_root(document: Any) -> Any:
-    """Copy of a JSON document with links that are valid for the client of the current request.
+    """Copy of a JSON document whose links are valid for the client of the current request.
 
-    If the path of the current request has the path prefix of the server, the prefix is put before each link. Links are
-    the texts in the objects under the key `links`, at any depth of the document.
+    If the current request was sent below the server's path prefix, such as /mergesearch, the prefix is put before each
+    link. Links are the texts in the objects under the key `links`, at any depth of the document.
     """
     if isinstance(document, list):
         return [with_root(each) for each in document]
@@ -79,7 +79,10 @@ def _are_links(name: str, value: Any) -> bool:
 
 
 def prefix_problem(prefix: str) -> str | None:
-    """Reason why `prefix` cannot be a path prefix; None if it can."""
+    """Reason why `prefix` is not valid as the path prefix below which the server is reached; None if it is valid.
+
+    A valid prefix is like /mergesearch: it begins with a slash and does not end with one.
+    """
     if re.fullmatch(r"(/[A-Za-z0-9_.~-]+)+", prefix):
         return None
     return f"{prefix!r} is not a path prefix; it begins with / and does not end with it, as /mergesearch does"

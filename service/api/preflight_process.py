@@ -26,17 +26,20 @@ from service.api.problems import Unavailable
 from service.cluster.job_client import ANSWER_S
 from service.cluster.node_calls import Node, NodeCalls
 from service.engine_machines import EngineMachines
+from service.errors import InvalidQuery
 from service.jobs.base import Accept, Accepted, JobKind, RequestContext
-from service.jobs.registry import kind_of
 from service.studies.benchmarks import check_added
+from service.studies.enqueued import check_enqueued
+from service.studies.mergekit import mergekit_file
 from service.studies.preflight.dtype import engine_dtype
 from service.types import Account, JobRecord
 from service.worker_process import CallLimits, LimitExceeded, ProcessDied, WorkerProcess, lift_limits
 from workers.engines.host_memory import total_host_bytes
 from workers.file_access import FileAccess
+from workers.models.listing import FoundModels, find_models
 from workers.models.remote import hub_cache
 
-__all__ = ["Limits", "Preflight", "PreflightProcess", "check_on_node", "check_request", "default_access"]
+__all__ = ["Limits", "Preflight", "PreflightProcess", "check_request", "default_access", "search_models"]
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +56,7 @@ BODY = "the request's body"
 
 
 def _memory_share() -> int:
-    """Default limit, in bytes, of the memory that checking one request may use.
+    """Default limit, in bytes, of the memory that the check of one submitted job may use.
 
     It is a quarter of this machine's or container's memory, but at least 2 GiB and at most 8 GiB.
     """
@@ -62,10 +65,11 @@ def _memory_share() -> int:
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits on the checks of one request: elapsed seconds, seconds of processor time, and bytes of memory.
+    """Limits on the checks of one submitted job.
 
-    Processor time and memory are limited only until the models' weights are read. Reading the weights of large models
-    for the first time takes minutes and maps all of their files.
+    `time_s` is the elapsed seconds, `cpu_s` the seconds of processor time, and `memory_bytes` the bytes of memory.
+    Processor time and memory are limited only until the checks begin to read the models' weights, because reading the
+    weights of large models for the first time takes minutes and maps all of their files.
     """
 
     time_s: float = 900.0
@@ -74,7 +78,7 @@ class Limits:
 
 
 class Preflight(Protocol):
-    """Interface of the checks that jobs in requests must pass before the server accepts them."""
+    """Interface of the checks that a submitted job must pass before the server accepts it."""
 
     def start(self) -> None: ...
 
@@ -83,12 +87,12 @@ class Preflight(Protocol):
     async def accept(
         self, content: bytes, *, is_json: bool, kind: JobKind, client: str = "", reader: Account | None = None
     ) -> Accepted:
-        """Check the body of a request that describes a job of the kind `kind`.
+        """Check the body of a request that submits a job of the kind `kind`, and return the accepted job.
 
-        The body `content` is JSON if `is_json`, else YAML. `client` names the sender. Many requests of one client do
-        not delay the requests of other clients. `reader` has the sender's rights, with which the job may refer to other
-        jobs; None is every right. Raises InvalidStudy with every problem, and Unavailable if no check is possible at
-        the moment.
+        The body `content` is JSON if `is_json`, else YAML. `client` names the sender, so that many requests of one
+        client do not delay those of other clients. `reader` is the account whose rights decide to which other jobs the
+        job may refer; with None, it may refer to all. Raises InvalidStudy with every problem, and Unavailable if no
+        check is possible at the moment.
         """
 
     async def check_benchmarks(
@@ -97,26 +101,64 @@ class Preflight(Protocol):
         """Check the benchmarks that a client wants to add to a stored study.
 
         `stored` is the server's record of the study. `document` is the study file with the new benchmarks added.
-        `client` names the sender, and `reader` has its rights. Raises InvalidStudy with every problem, and Unavailable
-        if no check is possible at the moment.
+        `client` names the sender, so that many requests of one client do not delay those of other clients. `reader` is
+        the sender's account; None if the server has no accounts. Raises InvalidStudy with every problem, and
+        Unavailable if no check is possible at the moment.
+        """
+
+    async def check_enqueued(
+        self,
+        stored: JobRecord,
+        label: str,
+        *,
+        recipe: Mapping[str, Any] | None = None,
+        configuration: Mapping[str, Any] | None = None,
+        client: str = "",
+    ) -> Mapping[str, Any] | None:
+        """Check a merge that a client enqueues in a stored study (`service.studies.enqueued.check_enqueued`).
+
+        `stored` is the server's record of the study. `label` is the label of the new trial. The merge is either
+        `recipe`, the content of a recipe or of a mergekit configuration, or `configuration`, a value for each parameter
+        of the search space. `client` names the sender, so that many requests of one client do not delay those of other
+        clients. Returns the recipe's document; None if a configuration was given. Raises InvalidStudy with every
+        problem, and Unavailable if no check is possible at the moment.
+        """
+
+    async def mergekit_file(self, stored: JobRecord, recipe: Mapping[str, Any], *, client: str = "") -> str:
+        """Convert a recipe of a stored study to mergekit's YAML (`service.studies.mergekit.mergekit_file`).
+
+        `stored` is the server's record of the study, and `recipe` the document of the recipe. `client` names the
+        sender, so that many requests of one client do not delay those of other clients. Raises InvalidStudy with every
+        reason why there is no such file, and Unavailable if it cannot be computed at the moment.
+        """
+
+    async def find_models(
+        self, *, under: str | None, text: str | None, limit: int, client: str = "", reader: Account | None = None
+    ) -> FoundModels:
+        """Find models in the directories that jobs of the account `reader` may read.
+
+        `under` is a directory to search in place of these, `text` a text that models must have, and `limit` the largest
+        number of models. `client` names the sender, so that many requests of one client do not delay those of other
+        clients. Raises InvalidQuery if `under` cannot be searched, and Unavailable if no search is possible at the
+        moment.
         """
 
     async def engine_dtype(self, document: Mapping[str, Any], *, client: str = "") -> str:
-        """Dtype in which inference engines hold the merged weights of a study.
+        """Dtype, such as "bfloat16", in which inference engines hold the merged weights of a study.
 
-        `document` is the study file, and `client` names the sender.
+        `document` is the study file. `client` names the sender, so that many requests of one client do not delay those
+        of other clients.
         """
 
 
 class PreflightProcess:
-    """Checker of submitted jobs (`Preflight`) that runs the checks in separate processes.
+    """Checker of submitted jobs (`Preflight`) that runs the checks in separate processes, the validators.
 
     - `context`: the files that jobs may read, and the earlier jobs that they may refer to; None means all files and no
       jobs
-    - `cluster`: calls functions on nodes of the cluster; None if jobs run on this machine
+    - `cluster`: calls functions on nodes of the Ray cluster; None if jobs run on this machine
     - `limits`: the limits of the checks of one request; None means `Limits()`
-    - `num_validators`: the number of processes that do the checks; at most `num_validators` - 1 of these processes, but
-      at least one, work for one client at a time
+    - `num_validators`: the number of validators; if there are several, one client can use all of them except one
     """
 
     def __init__(
@@ -136,7 +178,7 @@ class PreflightProcess:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the first validator process; None while it is not running."""
+        """Process id of the first of the processes that run the checks; None while that process is not running."""
         return self._validators[0].pid
 
     def start(self) -> None:
@@ -162,33 +204,58 @@ class PreflightProcess:
             # The head finds the database itself, as drivers there do: its URL may hold a password.
             context = replace(context, store_url=None)
             on_node = partial(cluster.call, node=node)
-            call = self._limited(on_node, check_on_node, content, kind.name, context, is_json=is_json)
+            call = self._limited(on_node, check_request, content, kind.noun, kind.accept, context, is_json=is_json)
             return await self._waited(call)
 
     async def check_benchmarks(
         self, document: Mapping[str, Any], stored: JobRecord, *, client: str = "", reader: Account | None = None
     ) -> None:
+        await self._of_models(client, check_added, document, stored, self._context_of(reader).access)
+
+    async def check_enqueued(
+        self,
+        stored: JobRecord,
+        label: str,
+        *,
+        recipe: Mapping[str, Any] | None = None,
+        configuration: Mapping[str, Any] | None = None,
+        client: str = "",
+    ) -> Mapping[str, Any] | None:
+        given = {"recipe": recipe, "configuration": configuration}
+        return await self._of_models(client, check_enqueued, stored, label, **given)
+
+    async def mergekit_file(self, stored: JobRecord, recipe: Mapping[str, Any], *, client: str = "") -> str:
+        return await self._of_models(client, mergekit_file, stored, recipe)
+
+    async def find_models(
+        self, *, under: str | None, text: str | None, limit: int, client: str = "", reader: Account | None = None
+    ) -> FoundModels:
+        access = self._context_of(reader).access
+        return await self._of_models(client, search_models, access, under=under, text=text, limit=limit)
+
+    async def _of_models(self, client: str, function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
+        """Call `function`, which opens models, where jobs read them: in a validator, or on a node of the cluster.
+
+        `client` names the sender of the request.
+        """
         async with self._queue.turn(client):
-            node, cluster, access = None, self._cluster, self._context_of(reader).access
-            if cluster is not None:
-                node, _ = await self._waited(_place(cluster))
-            if cluster is None or node is None:
+            node = None if self._cluster is None else (await self._waited(_place(self._cluster)))[0]
+            if self._cluster is None or node is None:
                 async with self._validator() as validator:
-                    await self._limited(validator.call, check_added, document, stored, access)
-            else:
-                on_node = partial(cluster.call, node=node)
-                await self._waited(self._limited(on_node, check_added, document, stored, access))
+                    return await self._limited(validator.call, function, *args, **kwargs)
+            on_node = partial(self._cluster.call, node=node)
+            return await self._waited(self._limited(on_node, function, *args, **kwargs))
 
     async def engine_dtype(self, document: Mapping[str, Any], *, client: str = "") -> str:
         async with self._queue.turn(client), self._validator() as validator:
             return await self._limited(validator.call, _engine_dtype, document)
 
     def _context_of(self, reader: Account | None) -> RequestContext:
-        """Context for checking a job that `reader` submits.
+        """Context (readable files and earlier jobs) in which a job of the account `reader` is checked.
 
-        A user may refer to other jobs only by their ids, because the user's rights on a job are checked by its id.
-        Therefore the job may not name paths in the data directory, where the files of other jobs are. If `reader` is
-        None, there is no such limit.
+        A user may refer to other jobs only by their ids, because the user's rights on another job are checked by its
+        id. Therefore the checked job may not name paths in the data directory, where the files of other jobs are. If
+        `reader` is None, there is no such limit.
         """
         context = self._context
         if reader is None:
@@ -199,9 +266,10 @@ class PreflightProcess:
         return replace(context, reader=reader, access=access)
 
     async def _limited(self, call: Callable[..., Awaitable[Result]], *args: Any, **kwargs: Any) -> Result:
-        """Await `call` with the given arguments, within the limits on the checks of one request.
+        """Run a check by calling `call` with the given arguments and the limits on the checks of one request.
 
-        If the process of the call dies, the call is repeated once.
+        `call` runs the check in another process. If that process dies, the call is repeated once. Raises InvalidStudy
+        if the check exceeds a limit, and Unavailable if the process dies again.
         """
         limits = CallLimits(self._limits.cpu_s, self._limits.memory_bytes)
         again = partial(call, *args, timeout_s=self._limits.time_s, limits=limits, **kwargs)
@@ -218,7 +286,7 @@ class PreflightProcess:
             raise _too_much(str(error)) from error
 
     async def _waited(self, answer: Awaitable[Result]) -> Result:
-        """Await a result from the Ray cluster. Raises Unavailable if the cluster does not answer."""
+        """Await `answer`, a result from the Ray cluster, and return the result. An OSError is raised as Unavailable."""
         try:
             return await answer
         except OSError as error:
@@ -235,14 +303,15 @@ class PreflightProcess:
 
 
 def default_access(data_dir: Path) -> FileAccess:
-    """Files that jobs may read by default: all files in `data_dir`, the working directory and the hub's cache."""
+    """Files that jobs may read by default: those in `data_dir`, the working directory and the hub's cache directory."""
     return FileAccess(tuple(map(str, (data_dir.resolve(), Path.cwd(), hub_cache()))))
 
 
 async def _place(cluster: NodeCalls) -> tuple[Node | None, tuple[EngineMachines, ...]]:
-    """Call `NodeCalls.place`, which selects the node on which jobs are checked, in a thread, and await the result.
+    """Find the node of the Ray cluster on which jobs are checked, and the machines that can run inference engines.
 
-    Raises ConnectionError if there is no result after ANSWER_S seconds.
+    The node is None if jobs are checked on this machine. The call runs in a thread of its own. Raises ConnectionError
+    if there is no answer after ANSWER_S seconds.
     """
     with anyio.move_on_after(ANSWER_S):
         return await anyio.to_thread.run_sync(cluster.place, abandon_on_cancel=True)
@@ -270,14 +339,15 @@ def _warm_up() -> None:
 
 
 def check_request(content: bytes, noun: str, accept: Accept, context: RequestContext, *, is_json: bool) -> Accepted:
-    """Check the body of a request that describes a job.
+    """Check the body of a request that submits a job, and return the accepted job; runs in a validator process.
 
     The body `content` is JSON if `is_json`, else YAML. The function `accept` does the checks of the job's kind, and
-    `noun` is the word for such a job in messages. `context` says which files the job may read.
+    `noun` is the word for such a job in error messages. `context` says which files the job may read, and to which jobs
+    it may refer. Raises InvalidStudy with every problem.
 
-    The limits of memory and processor time are lifted (`lift_limits`) before weights are read, and before merges of
-    other studies are written. The sender does not choose the amount of this work, and reading large weights maps all of
-    their files. Raises InvalidStudy with every problem.
+    The process's limits of memory and processor time are lifted when the checks begin to read the weights of models, or
+    to write merges of other studies that the job names as sources: reading large weights maps all of their files, and
+    how much work this is does not depend on the request alone.
     """
     try:
         return accept(parse_document(content, BODY, is_json=is_json), replace(context, lift_limits=lift_limits))
@@ -291,13 +361,12 @@ def check_request(content: bytes, noun: str, accept: Accept, context: RequestCon
         raise InvalidStudy((Problem("", message),)) from error
 
 
-def check_on_node(content: bytes, kind: str, context: RequestContext, *, is_json: bool) -> Accepted:
-    """Check the body of a request on a node of the Ray cluster.
-
-    `kind` is the name of the job's kind. The other arguments and the errors are those of `check_request`.
-    """
-    declared = kind_of(kind)
-    return check_request(content, declared.noun, declared.accept, context, is_json=is_json)
+def search_models(access: FileAccess | None, **options: Any) -> FoundModels:
+    """Find models by `workers.models.listing.find_models`; raise InvalidQuery if its `under` cannot be searched."""
+    try:
+        return find_models(access, **options)
+    except (PermissionError, NotADirectoryError) as error:
+        raise InvalidQuery("under", str(error)) from error
 
 
 def _engine_dtype(document: Mapping[str, Any]) -> str:

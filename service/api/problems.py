@@ -17,7 +17,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Match
 
 from search_spaces.errors import InvalidPreference, InvalidStudy, Problem
-from service.errors import Conflict, LoginRefused, NotFound, StaleAttempt
+from service.errors import Conflict, InvalidQuery, LoginRefused, NotFound, StaleAttempt
+from service.jobs.serving.errors import openai_error
+from service.jobs.serving.kind import OPENAI
 from service.schemas.api import FieldProblem, ProblemDocument
 
 __all__ = [
@@ -43,12 +45,16 @@ MAX_SHOWN = 60
 
 
 class Refusal(Exception):
-    """Raised if a request is refused; `status` is the HTTP status of the response, `detail` the reason."""
+    """Raised if a request is refused; `status` is the HTTP status of the response, `detail` the reason.
 
-    def __init__(self, status: int, detail: str) -> None:
-        super().__init__(status, detail)
+    `problems` lists the reasons if there are several.
+    """
+
+    def __init__(self, status: int, detail: str, problems: tuple[Problem, ...] = ()) -> None:
+        super().__init__(status, detail, problems)
         self.status = status
         self.detail = detail
+        self.problems = problems
 
 
 class InvalidRequest(Exception):
@@ -60,7 +66,7 @@ class InvalidRequest(Exception):
 
 
 class Unauthorized(Exception):
-    """Raised if a request has no valid token. The response has status 401."""
+    """Raised if a request has neither a valid token nor a valid session. The response has status 401."""
 
 
 class TooManyRequests(Exception):
@@ -73,13 +79,24 @@ class TooManyRequests(Exception):
 
 
 class Unavailable(Exception):
-    """Raised if a part of the service that a request needs is temporarily unavailable. The response has status 503."""
+    """Raised if a part of the service that a request needs is temporarily unavailable. The response has status 503.
+
+    `code` is the word by which clients of OpenAI's API recognise the error.
+    """
+
+    def __init__(self, detail: str, code: str | None = None) -> None:
+        super().__init__(detail, code)
+        self.detail = detail
+        self.code = code
+
+    def __str__(self) -> str:
+        return self.detail
 
 
 class Json(JSONResponse):
-    """JSON response in ASCII: all other characters are escaped.
+    """JSON response in ASCII, in which all other characters are escaped.
 
-    Escaped text can also hold invalid Unicode, such as lone surrogates quoted from a request.
+    Such a response can quote invalid Unicode from a request, such as lone surrogates, which UTF-8 cannot encode.
     """
 
     def render(self, content: Any) -> bytes:
@@ -111,7 +128,7 @@ def problem_response(
 
 
 def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """OpenAPI descriptions, by HTTP status, of a route's error responses with the given statuses."""
+    """OpenAPI descriptions of a route's error responses, for the HTTP `statuses` with which the route may respond."""
     content = {PROBLEM_JSON: {"schema": {"$ref": "#/components/schemas/ProblemDocument"}}}
     described: dict[int | str, dict[str, Any]] = {}
     for status in statuses:
@@ -123,7 +140,7 @@ def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 def install_handlers(app: FastAPI) -> None:
-    """Install the exception handlers that turn every error raised in a route or in FastAPI into a problem response."""
+    """Make `app` turn every error raised in a route or in FastAPI into a response with problem details (RFC 9457)."""
 
     async def invalid_request(_: Request, error: Exception) -> Response:
         assert isinstance(error, InvalidStudy | InvalidRequest)
@@ -131,6 +148,10 @@ def install_handlers(app: FastAPI) -> None:
 
     async def invalid_preference(_: Request, error: Exception) -> Response:
         return _invalid((Problem("prefer", str(error).removeprefix("preference: ")),))
+
+    async def invalid_query(_: Request, error: Exception) -> Response:
+        assert isinstance(error, InvalidQuery)
+        return _invalid((Problem(error.parameter, error.reason),))
 
     async def invalid_parameters(_: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
@@ -158,7 +179,7 @@ def install_handlers(app: FastAPI) -> None:
 
     async def refusal(_: Request, error: Exception) -> Response:
         assert isinstance(error, Refusal)
-        return problem_response(error.status, error.detail)
+        return problem_response(error.status, error.detail, problems=error.problems)
 
     async def unauthorized(_: Request, error: Exception) -> Response:
         return problem_response(401, str(error), headers={"WWW-Authenticate": 'Bearer realm="mergesearch"'})
@@ -184,6 +205,7 @@ def install_handlers(app: FastAPI) -> None:
         InvalidStudy: invalid_request,
         InvalidRequest: invalid_request,
         InvalidPreference: invalid_preference,
+        InvalidQuery: invalid_query,
         RequestValidationError: invalid_parameters,
         HTTPException: refused,
         Refusal: refusal,
@@ -199,7 +221,28 @@ def install_handlers(app: FastAPI) -> None:
         Exception: internal_error,
     }
     for kind, handler in handlers.items():
-        app.add_exception_handler(kind, handler)
+        app.add_exception_handler(kind, _with_openai_error(handler))
+
+
+def _with_openai_error(handler: Any) -> Any:
+    """Wrap an exception handler so that its responses on OpenAI-compatible routes have OpenAI's field `error` too.
+
+    OpenAI's clients read this field. `handler` makes a problem document for any route. On other routes, the document is
+    sent unchanged.
+    """
+
+    async def handled(request: Request, error: Exception) -> Response:
+        response: Response = await handler(request, error)
+        if f"/{OPENAI}/" not in request.url.path:
+            return response
+        document = json.loads(bytes(response.body))
+        fields = [problem["field"] for problem in document.get("problems", ())]
+        code = error.code if isinstance(error, Unavailable) else None
+        given = openai_error(response.status_code, document["detail"], param=fields[0] if fields else None, code=code)
+        headers = {name: value for name, value in response.headers.items() if name != "content-length"}
+        return _ProblemJson({**document, **given}, status_code=response.status_code, headers=headers)
+
+    return handled
 
 
 def _invalid(problems: tuple[Problem, ...]) -> Response:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from service.schemas.api import RayJobDocument
+from service.cluster.dashboard import RayDashboard
+from service.cluster.reconciler import QueueState
 from service.store.accounts import Actor
 from service.types import Account, JobRecord, Scope, SessionRecord, TokenRecord
 
@@ -19,41 +20,69 @@ class Cluster(Protocol):
     """
 
     def start(self) -> None:
-        """Start the thread that keeps a driver running for every unfinished job; returns immediately."""
+        """Start a thread that keeps a driver (a process that works on a job) running for every unfinished job.
+
+        The call returns immediately.
+        """
 
     def stop(self) -> None:
-        """Stop starting and replacing drivers (the processes that work on jobs). The call may take some seconds."""
+        """Stop the thread that starts drivers, the processes that work on jobs.
+
+        Drivers that run continue, but no driver is started, and none that ends is replaced. The call may take some
+        seconds.
+        """
 
     def not_ready(self) -> str | None:
         """Reason why no job can make progress at the moment; None if jobs can make progress."""
 
-    def waiting_for(self, job: JobRecord) -> str | None:
-        """Reason why `job` waits; None if a driver works on the job, or if the job has ended."""
+    def waiting_for(self, job: JobRecord, *, reader: Account | None = None) -> str | None:
+        """Reason why `job` waits; None if a driver (process) works on the job, or if the job has ended.
 
-    def ray_job(self, job: JobRecord) -> RayJobDocument | None:
-        """Id and dashboard page of the Ray Job of the job's last driver; None if no driver was submitted yet."""
+        `reader` is the user who gets the text, which then has only what this user may know. None is a reader who may
+        know everything.
+        """
+
+    def queue(self) -> QueueState:
+        """The running jobs and the queue of waiting jobs, as of the server's last decision which jobs run.
+
+        The result also has the number of jobs that may run at the same time, and for waiting jobs what each waits for
+        and when it is expected to start.
+        """
+
+    def ray_job(self, job: JobRecord) -> str | None:
+        """Submission id of the Ray Job of the job's last driver; None if no driver was submitted yet."""
+
+    def dashboard(self) -> RayDashboard | None:
+        """Dashboard of the Ray cluster; None while the server is not connected to the cluster."""
 
     def log(self, job: JobRecord) -> str:
-        """Output of all drivers that worked on `job`. Raises ConnectionError while the cluster is unreachable."""
+        """Output of all drivers (processes) that worked on `job`.
+
+        Raises ConnectionError while the cluster is unreachable.
+        """
 
     def is_leader(self) -> bool:
-        """Whether this server is the one that starts drivers, among the servers that use the same database.
+        """Whether this server is the leader of the servers that share the database.
 
-        Only the leader starts drivers and writes exports.
+        Only the leader starts drivers (the processes that work on jobs) and writes exports (merged models for
+        download).
         """
 
     def wake(self) -> None:
-        """Check at once which jobs need a driver; called after a job was created, cancelled or resumed."""
+        """Make the cluster check at once which jobs need a driver, a process that works on a job.
+
+        The API calls this method after a job was created, cancelled, resumed or otherwise changed.
+        """
 
 
 @dataclass(frozen=True)
 class Principal:
     """Sender of a request.
 
-    `name` is the name of the user, or the address if the server has no accounts. `address` is the address from which
-    the request came. If the server has no accounts, all other fields are None, and the sender may do everything.
-    Otherwise `account` has the user's rights, and either `token` or `session` is the record of what the request was
-    sent with. `scope` says for what kinds of requests the token or session may be used.
+    `name` is the name of the user, or the network address if the server has no accounts. `address` is the network
+    address from which the request came. If the server has no accounts, all other fields are None, and the sender may do
+    everything. Otherwise `account` has the user's rights. Either `token` or `session` is the record of the token or
+    session that identified the sender, and `scope` says for which kinds of requests this token or session may be used.
     """
 
     name: str
@@ -65,7 +94,7 @@ class Principal:
 
     @property
     def actor(self) -> Actor:
-        """The sender in the form that the audit log stores: user, address, and prefix of the token or session."""
+        """The sender in the form that the audit log stores: user, address, and beginning of the token or session."""
         user = None if self.account is None else self.account.user
         label = None if self.session is None else self.session.label
         return Actor(user, self.address, label if self.token is None else self.token.prefix)

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -15,8 +15,9 @@ import anyio.to_thread
 from service.results.load import RunReader
 from service.results.record import RunRecord
 from service.store import Store
+from service.types import TrialResult
 
-__all__ = ["RunRecords"]
+__all__ = ["RunRecords", "Version"]
 
 # Studies in the cache. The record of a study with 10,000 trials takes about 70 MB.
 MAX_STUDIES = 4
@@ -24,29 +25,44 @@ MAX_STUDIES = 4
 # Studies whose results are computed at the same time; requests for other studies wait without taking a thread.
 MAX_THREADS = 4
 
+# Large reads of the store that run at the same time, such as the texts of samples; others wait without taking a thread.
+MAX_LARGE_READS = 2
+
 Result = TypeVar("Result")
+
+
+class Version(NamedTuple):
+    """Version of a study's results, which grows whenever they may have changed.
+
+    `attempt` is the number of processes (drivers) that have worked on the study, and `event` the id of its last event.
+    """
+
+    attempt: int
+    event: int
 
 
 @dataclass
 class _Entry:
     """Cache entry of one study: its run record (all stored data), and results that were computed from the record.
 
-    `reader` reads the whole record first, and later only the data that have changed. `version` has the study's number
-    of attempts and the id of its last event when the record was read. The record is read again if one of them has
-    changed. The `lock` lets one request at a time use the entry.
+    `reader` reads the whole record first, and later only the data that have changed. The record has at least the
+    changes up to `version`, and `trials`, the results of the trials alone, those up to `trials_version`. The `lock`
+    lets one request at a time use the entry.
     """
 
     reader: RunReader
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    version: tuple[int, int] | None = None
+    version: Version | None = None
     record: RunRecord | None = None
+    trials_version: Version | None = None
+    trials: tuple[TrialResult, ...] | None = None
     results: dict[Callable[[RunRecord], Any], Any] = field(default_factory=dict)
 
 
 class RunRecords:
-    """Cache of the run records (all stored data) of recently requested studies, and of results computed from them.
+    """Cache of the run records of recently requested studies, and of results computed from them.
 
-    A run record has all data of a study that its result files and report are computed from. When a study changes, only
+    A run record has all data of a study from which its result files and report are computed. When a study changes, only
     the changed data are read again. Results are computed in separate threads. Concurrent requests for a study share one
     computation. A cache is bound to one asyncio event loop.
     """
@@ -56,41 +72,80 @@ class RunRecords:
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
         self._program = version("mergesearch")
         self._threads = anyio.CapacityLimiter(MAX_THREADS)
+        self._large_reads = anyio.CapacityLimiter(MAX_LARGE_READS)
 
-    async def version(self, study_id: str) -> str:
-        """Text that changes whenever results of the study may have changed; used as the version in the header ETag.
+    def version(self, study_id: str) -> Version:
+        """Read the present version of a study's results from the store. Raises NotFound if there is no such study."""
+        return Version(*self._store.result_version(study_id))
 
-        Raises NotFound if there is no such study.
+    def tag(self, version: Version) -> str:
+        """Value of the header ETag of responses with results of the given version."""
+        return f'"{self._program}-{version.attempt}-{version.event}"'
+
+    async def result(
+        self, study_id: str, function: Callable[[RunRecord], Result], *, since: Version | None = None
+    ) -> Result:
+        """Result of applying `function` to the study's run record (all its stored data), cached by study and function.
+
+        The result has at least the changes up to the version `since`, which the caller has just read; None is the
+        present version, which is then read. Raises NotFound if there is no such study.
         """
-        attempt, event = await anyio.to_thread.run_sync(self._version, study_id)
-        return f"{self._program}-{attempt}-{event}"
+        entry = self._entry(study_id)
+        async with entry.lock:
+            result: Result
+            if function in entry.results and _has(entry.version, since):
+                result = entry.results[function]
+            else:
+                result = await anyio.to_thread.run_sync(
+                    self._computed, entry, study_id, function, since, limiter=self._threads
+                )
+            return result
 
-    async def result(self, study_id: str, function: Callable[[RunRecord], Result]) -> Result:
-        """Result of applying `function` to the study's run record, cached by study and function.
+    async def trials(self, study_id: str, *, since: Version) -> tuple[TrialResult, ...]:
+        """Results of the study's trials; of a study in the cache, only the trials that may have changed are read again.
 
-        Raises NotFound if there is no such study.
+        They have at least the changes up to the version `since`, which the caller has just read.
+        """
+        entry = self._entry(study_id)
+        async with entry.lock:
+            if entry.trials is None or not _has(entry.trials_version, since):
+                entry.trials = await anyio.to_thread.run_sync(entry.reader.read_trials, limiter=self._threads)
+                entry.trials_version = since
+            return entry.trials
+
+    async def large_read(self, function: Callable[[], Result]) -> Result:
+        """Result of `function`, which reads much from the store; at most MAX_LARGE_READS run at a time.
+
+        The result is not cached.
+        """
+        return await anyio.to_thread.run_sync(function, limiter=self._large_reads)
+
+    def _entry(self, study_id: str) -> _Entry:
+        """Find or add the cache entry of a study.
+
+        If there are more than MAX_STUDIES entries then, the least recently used one is removed.
         """
         if (entry := self._entries.get(study_id)) is None:
             entry = self._entries[study_id] = _Entry(RunReader(self._store, study_id))
         self._entries.move_to_end(study_id)
         while len(self._entries) > MAX_STUDIES:
             self._entries.popitem(last=False)
-        async with entry.lock:
-            result: Result = await anyio.to_thread.run_sync(
-                self._computed, entry, study_id, function, limiter=self._threads
-            )
-            return result
+        return entry
 
-    def _version(self, study_id: str) -> tuple[int, int]:
-        return self._store.job(study_id).attempt, self._store.last_event_id(study_id)
-
-    def _computed(self, entry: _Entry, study_id: str, function: Callable[[RunRecord], Result]) -> Result:
+    def _computed(
+        self, entry: _Entry, study_id: str, function: Callable[[RunRecord], Result], since: Version | None
+    ) -> Result:
         # The version is read first: a result stored between the two reads makes the entry outdated, never wrong.
-        version = self._version(study_id)
-        if entry.record is None or entry.version != version:
+        version = self.version(study_id) if since is None else since
+        if entry.record is None or not _has(entry.version, version):
             entry.record, entry.results = entry.reader.read(), {}
             entry.version = version
         if function not in entry.results:
             entry.results[function] = function(entry.record)
         result: Result = entry.results[function]
         return result
+
+
+def _has(version: Version | None, since: Version | None) -> bool:
+    """Whether data of the given `version` have the changes up to `since`; False if one of the two is not known."""
+    return version is not None and since is not None and version >= since

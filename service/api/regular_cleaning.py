@@ -21,7 +21,8 @@ ROUND_S = 3600.0
 async def clean_regularly(cleaner: Cleaner, *, is_leader: Callable[[], bool], round_s: float = ROUND_S) -> None:
     """Remove the data of ended jobs that `cleaner` selects, every `round_s` seconds. Never returns.
 
-    Nothing is removed while this server is not the leader of the servers that share the database.
+    Nothing is removed while `is_leader` returns False: one of the servers that share the database, the leader, cleans
+    for all.
     """
     while True:
         try:

@@ -58,12 +58,16 @@ async def read_object(request: Request, model: type[Body]) -> Body:
         raise InvalidRequest(tuple(problems)) from error
 
 
-def body_of(model: type[BaseModel]) -> dict[str, Any]:
-    """OpenAPI description of a request body that is an object of `model`. Nested models are described in place."""
+def body_of(model: type[BaseModel], *, required: bool = True) -> dict[str, Any]:
+    """OpenAPI description of a request body that is an object of the pydantic class `model`.
+
+    The schemas of nested classes are written in place, not as references. `required` says whether the request must have
+    a body.
+    """
     schema = model.model_json_schema()
     nested = schema.pop("$defs", {})
     content = {"application/json": {"schema": _inlined(schema, nested)}}
-    return {"requestBody": {"required": True, "content": content}}
+    return {"requestBody": {"required": required, "content": content}}
 
 
 def _inlined(schema: Any, nested: Mapping[str, Any]) -> Any:

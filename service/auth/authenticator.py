@@ -42,9 +42,10 @@ MAX_THREADS = 4
 
 @dataclass(frozen=True)
 class Authenticated:
-    """A valid token or session, and the rights of its user.
+    """The owner of a valid token or browser session that came with a request, and the owner's rights.
 
-    `account` has the rights. `token` is the record of the token, `session` that of the session; one of the two is None.
+    `account` has the rights. `token` is the record of the API token, and `session` that of the browser session; one of
+    the two is None.
     """
 
     account: Account
@@ -53,19 +54,22 @@ class Authenticated:
 
     @property
     def id(self) -> str:
-        """Id of the token or the session."""
+        """Id of the record of the token or session by which the user was found."""
         found = self.token or self.session
         assert found is not None
         return found.id
 
     @property
     def scope(self) -> Scope:
-        """Kinds of requests for which the token or session may be used.
+        """Scope of the token or session: the kinds of requests for which it may be used.
 
-        A session may manage accounts only if its user administers the server.
+        A session that was begun with a token has the token's scope. Any other session may manage accounts only if its
+        user administers the server.
         """
         if self.token is not None:
             return self.token.scope
+        if self.session is not None and self.session.scope is not None:
+            return self.session.scope
         return Scope.ADMIN if self.account.is_admin else Scope.SUBMIT
 
 
@@ -76,10 +80,11 @@ class _Answer:
 
 
 class _Answers:
-    """Cache of the database's answers about tokens or about sessions.
+    """Cache of the users to whom tokens or sessions belong, as the database has answered.
 
-    The key of an answer is the sha256 of the token or of the cookie's value. An answer is used again for REMEMBERED_S
-    seconds. `read` asks the database. `limiter` limits the threads that do so. `clock` is a monotonic clock in seconds.
+    The key of an answer is the sha256 of the token or of the session's cookie. An answer is used again for half a
+    second. `read` asks the database. `limiter` limits the threads in which `read` is called. `clock` returns seconds
+    from a monotonic clock.
     """
 
     def __init__(
@@ -117,10 +122,10 @@ class _Answers:
 
 
 class Authenticator:
-    """Checks the tokens and sessions of requests to one server. All its coroutines must be called in one event loop.
+    """Finder of the users to whom the tokens and sessions in requests to one server belong.
 
-    If `is_on` is False, the server has no accounts, even if the database has users. `clock` is a monotonic clock in
-    seconds, which tests replace.
+    If `is_on` is False, the server has no accounts, even if the database has users. `clock` returns seconds from a
+    monotonic clock; tests replace it. All coroutines must be called in one event loop.
     """
 
     def __init__(
@@ -153,14 +158,17 @@ class Authenticator:
         return self._is_on and self._has_users
 
     async def authenticate(self, secret: str) -> Authenticated | None:
-        """Find the user of the token `secret`; None if the token is not valid."""
+        """Find the user of the API token `secret`.
+
+        Returns None if the token is unknown, revoked or expired, or if its user is disabled.
+        """
         found = await self._tokens.find(digest_of(secret))
         if found is not None:
             self._used_at[found.id] = time.time()
         return found
 
     async def authenticate_session(self, secret: str) -> Authenticated | None:
-        """Find the user of the session whose cookie has the value `secret`; None if the session is not valid."""
+        """Find the user of the browser session whose cookie has the value `secret`; None if it is not valid."""
         found = await self._sessions.find(digest_of(secret))
         if found is not None:
             self._used_sessions.add(found.id)
@@ -175,12 +183,15 @@ class Authenticator:
         return None if answer is None else Authenticated(answer[1], session=answer[0])
 
     def forget(self) -> None:
-        """Empty the cache of tokens and sessions; called when this server has changed accounts."""
+        """Empty the cache of answers about tokens and sessions; called after this server has changed accounts."""
         self._tokens.forget()
         self._sessions.forget()
 
     async def record_uses(self) -> None:
-        """Store the last uses of tokens and sessions, every 10 s and once more when cancelled. Never returns."""
+        """Store in the database when tokens and sessions were last used, every 10 s and once more when cancelled.
+
+        The coroutine never returns.
+        """
         try:
             while True:
                 await asyncio.sleep(USES_S)
@@ -189,7 +200,7 @@ class Authenticator:
             self.store_uses()
 
     def store_uses(self) -> None:
-        """Store the times at which tokens and sessions were used since the last call."""
+        """Store in the database which tokens and sessions were used since the last call of this method, and when."""
         used_at, self._used_at = self._used_at, {}
         used_sessions, self._used_sessions = self._used_sessions, set()
         for used, store in (

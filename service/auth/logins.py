@@ -1,7 +1,7 @@
-"""Logins of browsers with the identity provider, from the redirect to it until the session begins.
+"""Logins of browsers, with an identity provider or with an API token, until the session begins.
 
-A login begins with a random state, nonce and verifier, which are in the database for ten minutes, and a random value in
-a cookie of the browser. It ends, once, in the same browser.
+A login with an identity provider begins with a random state, nonce and verifier, which are in the database for ten
+minutes, and a random value in a cookie of the browser. It ends, once, in the same browser.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from urllib.parse import unquote, urlsplit
 
 import anyio.to_thread
 
+from service.auth.authenticator import Authenticator
 from service.auth.provider import Provider
 from service.auth.sessions import IDLE_S, LIFETIME_S, new_session_secret
 from service.auth.settings import OidcSettings
@@ -25,7 +26,17 @@ from service.errors import Conflict, LoginRefused, NotFound
 from service.store.accounts import AccountStore, Actor, name_problem
 from service.types import LoginRecord, Role, UserRecord
 
-__all__ = ["LOGIN_S", "Begun", "Ended", "Logins", "login_cookie", "next_problem", "team_roles", "user_name"]
+__all__ = [
+    "LOGIN_S",
+    "Begun",
+    "Ended",
+    "Logins",
+    "log_in_with_token",
+    "login_cookie",
+    "next_problem",
+    "team_roles",
+    "user_name",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -43,9 +54,9 @@ ORDER = (Role.VIEWER, Role.MEMBER, Role.ADMIN)
 
 @dataclass(frozen=True)
 class Begun:
-    """A login that has begun.
+    """A browser's login that has begun; it ends when the identity provider sends the browser back.
 
-    `url` is the address of the identity provider to which the browser goes. `state` is the OAuth state, by which the
+    `url` is the address at the identity provider to which the browser goes. `state` is the OAuth state, by which the
     provider's answer is recognised. `browser` is the value of the cookie that binds the login to the browser.
     """
 
@@ -56,7 +67,7 @@ class Begun:
 
 @dataclass(frozen=True)
 class Ended:
-    """A login that has succeeded, so that the browser has a session.
+    """A browser's login that has succeeded, so that the browser has a session.
 
     `secret` is the value of the session's cookie. `next` is the path of this server to which the browser goes.
     """
@@ -68,7 +79,8 @@ class Ended:
 class Logins:
     """Logins of browsers with one identity provider, from the redirect to the provider until the session begins.
 
-    `settings` are the provider and the rules for its users. `provider` replaces the client of the provider in tests.
+    `settings` describe the provider, and what its users may do on this server. `provider` is the client that talks to
+    the provider, which tests replace; None makes one from `settings`.
     """
 
     def __init__(self, accounts: AccountStore, settings: OidcSettings, *, provider: Provider | None = None) -> None:
@@ -77,10 +89,11 @@ class Logins:
         self.settings = settings
 
     async def begin(self, *, redirect_uri: str, next_path: str) -> Begun:
-        """Begin a login.
+        """Begin a login of a browser, and return the address of the provider to which the browser goes.
 
         `redirect_uri` is the address of this server to which the provider sends the browser back. `next_path` is the
-        path to which the browser goes after the login. Raises ProviderUnavailable if the provider does not answer.
+        path of this server to which the browser goes after the login. Raises ProviderUnavailable if the provider does
+        not answer.
         """
         state, browser = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
         login = LoginRecord(
@@ -100,10 +113,11 @@ class Logins:
     async def finish(
         self, *, state: str, browser: str | None, code: str | None, error: str | None, address: str
     ) -> Ended:
-        """End a login with the answer that the provider gave to the browser: a `code`, or an `error`.
+        """End a login with the identity provider's answer, which the browser brings: a `code`, or an `error`.
 
-        `state` is the state in the answer. `browser` is the value of the login's cookie; None if the browser has none.
-        `address` is the address of the browser, for the audit log. Returns the new session.
+        `state` is the OAuth state in the answer. `browser` is the value of the login's cookie; None if the browser has
+        none. `address` is the network address of the browser, for the audit log. Returns the cookie of the new session,
+        and the path to which the browser goes.
 
         Raises:
             LoginRefused: The login or its answer is not valid, or the user may not log in. The audit log has an entry.
@@ -133,19 +147,21 @@ class Logins:
         if login is None:
             raise LoginRefused(
                 f"there is no such login: it took more than {LOGIN_S / 60:g} minutes, has ended already, or was begun "
-                "in another browser; log in again"
+                "in another browser; log in again",
+                code="expired",
             )
         return login
 
     def _let_in(
         self, name: str, identity: str, roles: Mapping[str, Role | None], next_path: str, address: str
     ) -> Ended:
-        """Give a user the roles that the provider's groups imply, begin a session, and return it.
+        """Give a user the roles that follow from the identity provider's groups, begin a session, and return it.
 
-        `name` is the name of the user, who is added if the settings allow it. `identity` has the provider's issuer and
-        subject, to which the user is bound. `roles` has the role in each team; None ends the membership. `next_path` is
-        the path to which the browser goes, and `address` the address of the browser, for the audit log. Raises
-        LoginRefused if the user is not known, is disabled, or is bound to another identity.
+        `name` is the name of the user, who is added if the settings allow it. `identity` consists of the provider's
+        issuer and subject; no other identity can log in as the user afterwards. `roles` has the role in each team; None
+        ends the membership. `next_path` is the path to which the browser goes, and `address` the network address of the
+        browser, for the audit log. Raises LoginRefused if the user is not known, is disabled, or is bound to another
+        identity.
         """
         actor = Actor(name, address)
         try:
@@ -153,11 +169,11 @@ class Logins:
         except NotFound:
             user = self._new_user(name, actor)
         if user.is_disabled:
-            raise LoginRefused(f"user {name!r}: is disabled; an administrator of the server can enable it")
+            raise LoginRefused(f"user {name!r}: is disabled; an administrator of the server can enable it", code="user")
         try:
             self._accounts.bind_identity(name, identity, actor=actor)
         except Conflict as error:
-            raise LoginRefused(str(error)) from error
+            raise LoginRefused(str(error), code="user") from error
         for team, role in roles.items():
             if user.roles.get(team) is not role:
                 try:
@@ -170,14 +186,15 @@ class Logins:
                 name, digest=digest_of(secret), lifetime_s=LIFETIME_S, idle_s=IDLE_S, actor=actor
             )
         except Conflict as error:
-            raise LoginRefused(str(error)) from error
+            raise LoginRefused(str(error), code="user") from error
         return Ended(secret, next_path)
 
     def _new_user(self, name: str, actor: Actor) -> UserRecord:
         if not self.settings.creates_users:
             raise LoginRefused(
                 f"user {name!r}: is not a user of this server; an administrator can add it, or the server's operator "
-                "can give --oidc-create-users"
+                "can give --oidc-create-users",
+                code="user",
             )
         try:
             return self._accounts.add_user(name, is_admin=False, actor=actor)
@@ -185,20 +202,59 @@ class Logins:
             try:
                 return self._accounts.user(name)  # another login has just added it
             except NotFound:
-                raise LoginRefused(str(error)) from error
+                raise LoginRefused(str(error), code="user") from error
+
+
+async def log_in_with_token(
+    accounts: AccountStore, authenticator: Authenticator, token: str, *, address: str
+) -> str | None:
+    """Begin a session of a browser with an API `token`, and return the value of the session's cookie.
+
+    The session has the token's scope, and ends when the token is revoked or expires. `address` is the network address
+    of the browser, for the audit log. Returns None if the token is unknown, revoked or expired, or if its user is
+    disabled. The audit log has refusals of known tokens only, so that others cannot fill the database.
+    """
+    found = await authenticator.authenticate(token)
+    if found is None:
+        await anyio.to_thread.run_sync(_record_refusal, accounts, token, address)
+        return None
+    secret = new_session_secret()
+    await anyio.to_thread.run_sync(
+        lambda: accounts.add_session(
+            found.account.user,
+            digest=digest_of(secret),
+            lifetime_s=LIFETIME_S,
+            idle_s=IDLE_S,
+            actor=Actor(found.account.user, address),
+            token=found.token,
+        )
+    )
+    return secret
+
+
+def _record_refusal(accounts: AccountStore, token: str, address: str) -> None:
+    known = accounts.known_token(digest_of(token))
+    if known is None:
+        logger.info("a login from %s was refused: there is no such token", address)
+        return
+    reason = {"reason": "the token is not valid", "token": known.prefix}
+    accounts.record(Actor(None, address), "session.refuse", f"user {known.user}", after=reason)
 
 
 def login_cookie(state: str) -> str:
-    """Name of the cookie of the login with the given state, which differs between logins of one browser."""
+    """Name of the cookie that binds a browser's login with the given OAuth `state` to this browser.
+
+    The name is different for each login, because several may be in progress in one browser.
+    """
     return LOGIN_COOKIE + hashlib.sha256(state.encode("utf-8", "surrogateescape")).hexdigest()[:8]
 
 
 def user_name(claims: Mapping[str, Any], claim: str | None) -> str:
-    """Find the name of the user in the claims of an ID token; its letters become lower-case.
+    """Find the name of the user in the claims of an ID token, and convert its letters to lower case.
 
-    The name is the value of `claim`. If `claim` is None, the name is the value of `preferred_username` or, without this
-    claim, of `email`. An e-mail address counts only if the provider has verified it. Raises LoginRefused if there is no
-    valid name.
+    The name is the value of the claim that `claim` names. If `claim` is None, the name is the value of the claim
+    `preferred_username` or, if that is missing, of the claim `email`. An e-mail address counts only if the provider has
+    verified it. Raises LoginRefused if there is no valid name.
     """
     if claim is None:
         claim = "preferred_username" if claims.get("preferred_username") else "email"
@@ -217,9 +273,9 @@ def user_name(claims: Mapping[str, Any], claim: str | None) -> str:
 def team_roles(claims: Mapping[str, Any], settings: OidcSettings) -> dict[str, Role | None]:
     """Compute the user's role in each team of `settings.teams` from the groups in the claims of an ID token.
 
-    If several groups give the user a role in a team, the result has the largest one. If no group gives one, the role is
-    None. If the claim with the groups is missing, the user is in no group. The result is empty if the settings name no
-    such claim. Raises LoginRefused if the claim is not a list of texts.
+    If several groups give the user a role in a team, the result has the one with the most rights. If no group gives
+    one, the role is None. If the claim with the groups is missing, the user is in no group. The result is empty if the
+    settings name no such claim. Raises LoginRefused if the claim is not a list of texts.
     """
     if settings.groups_claim is None:
         return {}
@@ -238,8 +294,8 @@ def team_roles(claims: Mapping[str, Any], settings: OidcSettings) -> dict[str, R
 def next_problem(path: str, *, below: str) -> str | None:
     """Reason why a browser may not be sent to `path` after a login; None if it may.
 
-    The path must be a path of this server below `below` ("" for the root). Pages of other servers could imitate this
-    server.
+    `path` must be a path of this server, because a page of another server could imitate this one. It must also be below
+    the path `below`; "" is the root.
     """
     accepted = f"give a path of this server, such as {below}/docs"
     if len(path) > MAX_NEXT:

@@ -40,7 +40,11 @@ ENDPOINTS = ("authorization_endpoint", "token_endpoint", "jwks_uri")
 
 
 class Provider:
-    """Client of an identity provider (OpenID Connect). All its coroutines must be called in one event loop."""
+    """Client of an identity provider (OpenID Connect), with which users log in in a browser.
+
+    `settings` describe the provider. `timeout_s` is the longest time, in seconds, for the requests to the provider that
+    one method call sends. All coroutines must be called in one event loop.
+    """
 
     def __init__(self, settings: OidcSettings, *, timeout_s: float = TIMEOUT_S) -> None:
         self._settings = settings
@@ -49,10 +53,10 @@ class Provider:
         self._read_at = -math.inf
 
     async def login_url(self, login: LoginRecord, *, state: str) -> str:
-        """The address at the provider to which a browser goes to log in.
+        """The address at the identity provider to which a browser goes to log in.
 
-        `login` has the secrets of the login, and `state` is its OAuth state. Raises ProviderUnavailable if the provider
-        does not answer.
+        `login` has the secrets of the login, such as its nonce, and `state` is its OAuth state. Raises
+        ProviderUnavailable if the provider does not answer.
         """
         async with self._answering():
             app = await self._client()
@@ -98,9 +102,9 @@ class Provider:
         return claims
 
     def _lacks(self, claims: Mapping[str, Any]) -> bool:
-        """Whether claims lack the user's name or, if the settings use groups, the user's groups.
+        """Whether the claims of an ID token lack the user's name or, if the settings use groups, the user's groups.
 
-        Some providers have these claims only in the user info, and not in the ID token.
+        Some providers send these claims only as user info, in a separate answer, and not in the ID token.
         """
         settings = self._settings
         has_name = bool(
@@ -111,7 +115,7 @@ class Provider:
         return not has_name or (settings.groups_claim is not None and settings.groups_claim not in claims)
 
     async def _client(self) -> Any:
-        """Authlib's client of the provider, with the provider's metadata.
+        """Authlib's client of the identity provider, with the provider's metadata, such as its addresses and keys.
 
         The metadata are read again after an hour. Raises ProviderUnavailable if they do not fit the settings.
         """
@@ -148,9 +152,9 @@ class Provider:
 
     @asynccontextmanager
     async def _answering(self) -> AsyncIterator[None]:
-        """Context for requests to the provider, which limits their time and converts their errors.
+        """Context for requests to the identity provider, which limits their time and converts their errors.
 
-        Errors become LoginRefused or ProviderUnavailable. Their messages say what the provider did wrong, and hold no
+        Errors become LoginRefused or ProviderUnavailable. Their messages say what the provider did wrong, without
         secrets.
         """
         import httpx2
@@ -212,6 +216,9 @@ def _new_client(settings: OidcSettings, timeout_s: float) -> Any:
 
 
 def _code_of(text: object) -> str:
-    """An OAuth 2.0 error code in a form that is safe in messages; "unknown error" if `text` is not such a code."""
+    """OAuth 2.0 error code that the identity provider has sent as `text`, if it is safe to show in messages.
+
+    Returns "unknown error" if `text` does not have the form of such a code.
+    """
     text = str(text)
     return text if text.replace("_", "").isalpha() and text.isascii() and len(text) <= 40 else "unknown error"

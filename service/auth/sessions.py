@@ -20,20 +20,20 @@ IDLE_S = 2 * 3600.0
 
 
 def new_session_secret() -> str:
-    """Make a new random value for the cookie of a session."""
+    """Make a random value for the cookie of a new browser session, by which the server recognises the session."""
     return MARK + secrets.token_urlsafe(NUM_BYTES)
 
 
 def csrf_token_of(secret: str) -> str:
-    """The CSRF token of the session whose cookie has the value `secret`.
+    """The CSRF token of the browser session whose cookie has the value `secret`.
 
-    The token is a keyed hash from which `secret` cannot be computed.
+    The token is a keyed hash of `secret`, from which `secret` cannot be computed.
     """
     return hmac.new(secret.encode("utf-8", "surrogateescape"), b"mergesearch csrf token", "sha256").hexdigest()
 
 
 def is_csrf_token(text: str, *, secret: str) -> bool:
-    """Whether `text` is the CSRF token of the session whose cookie has the value `secret`.
+    """Whether `text` is the CSRF token of the browser session whose cookie has the value `secret`.
 
     The texts are compared in constant time.
     """

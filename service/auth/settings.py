@@ -11,7 +11,7 @@ from urllib.parse import SplitResult, urlsplit
 from service.errors import Conflict
 from service.types import Role
 
-__all__ = ["DEFAULT_SCOPES", "VARIABLE", "GroupRole", "OidcSettings", "is_protected", "oidc_settings"]
+__all__ = ["DEFAULT_SCOPES", "VARIABLE", "GroupRole", "OidcSettings", "is_protected", "oidc_settings", "public_address"]
 
 # The variable with the client secret.
 VARIABLE = "MERGESEARCH_OIDC_CLIENT_SECRET"
@@ -31,7 +31,10 @@ class GroupRole:
 
     @classmethod
     def parse(cls, text: str) -> GroupRole:
-        """Read a rule from a text of the form GROUP=TEAM:ROLE. Raises ValueError if the text has another form."""
+        """Read a rule that gives the members of a group a role in a team from a text of the form GROUP=TEAM:ROLE.
+
+        Raises ValueError if the text has another form.
+        """
         group, _, place = text.rpartition("=")
         team, _, role = place.rpartition(":")
         if not re.fullmatch(r"[a-z0-9][a-z0-9._@+-]{0,63}", team) or not group or role not in list(Role):
@@ -82,10 +85,23 @@ def oidc_settings(
 ) -> OidcSettings | None:
     """Make the settings of the identity provider from the options of `mergesearch serve`.
 
-    The arguments have the meaning of the fields of `OidcSettings`. The client secret is read from `secret_file` or,
-    without it, from a variable of `environment`. The variable is removed, so that programs that this process starts do
-    not get it. Returns None if `issuer` is None, that is, without an identity provider. Raises Conflict if options are
-    wrong or do not fit together.
+    Returns None if `issuer` is None: the server then has no identity provider.
+
+    Args:
+        issuer: The provider's issuer identifier, a URL.
+        client_id: Id that this server got when it was registered at the provider.
+        secret_file: File with the client secret; None if the secret is in a variable of `environment`.
+        scopes: OAuth scopes that a login requests, separated by spaces; None for the default.
+        user_claim: Claim of the ID token that names the user; None for `preferred_username` or a verified `email`.
+        groups_claim: Claim that lists the user's groups; None if logins change no memberships of teams.
+        teams: Roles in teams that the members of groups get.
+        creates_users: Whether a user who logs in for the first time is added to the server.
+        public_url: URL under which browsers reach the server; None if it is taken from each request.
+        environment: Environment variables. The one with the client secret is removed, so that programs that this
+            process starts do not get the secret.
+
+    Raises:
+        Conflict: Options are wrong or do not fit together.
     """
     teams = tuple(teams)
     others = {
@@ -96,7 +112,6 @@ def oidc_settings(
         "--oidc-groups-claim": groups_claim,
         "--oidc-team": teams,
         "--oidc-create-users": creates_users,
-        "--public-url": public_url,
     }
     secret = environment.pop(VARIABLE, "").strip()
     if issuer is None:
@@ -105,8 +120,6 @@ def oidc_settings(
         return None
     if problem := _issuer_problem(issuer):
         raise Conflict(f"--oidc-issuer {problem}")
-    if public_url is not None and (problem := _public_problem(public_url)):
-        raise Conflict(f"--public-url {problem}")
     if not client_id:
         raise Conflict("--oidc-client-id: is missing; give the id that the provider gave to this server")
     if secret_file is not None:
@@ -133,12 +146,12 @@ def oidc_settings(
         groups_claim=groups_claim,
         teams=teams,
         creates_users=creates_users,
-        public_url=None if public_url is None else public_url.rstrip("/"),
+        public_url=public_url,
     )
 
 
 def is_protected(url: str) -> bool:
-    """Whether others on the network cannot read what is sent to `url`.
+    """Whether what is sent to `url` cannot be read by others on the network.
 
     The result is True for an HTTPS URL, and for an HTTP URL of this machine.
     """
@@ -152,7 +165,10 @@ def is_protected(url: str) -> bool:
 
 
 def _parts(url: str) -> SplitResult | None:
-    """The parts of an HTTP or HTTPS URL without user, query and fragment; None for any other text."""
+    """Split an HTTP or HTTPS URL into its parts.
+
+    Returns None if `url` is another text, or has a user, a query or a fragment.
+    """
     try:
         parts = urlsplit(url)
         is_url = parts.scheme in ("https", "http") and parts.hostname is not None and parts.username is None
@@ -169,11 +185,19 @@ def _issuer_problem(url: str) -> str | None:
     return None
 
 
-def _public_problem(url: str) -> str | None:
+def public_address(url: str | None) -> str | None:
+    """Value of the option --public-url without a slash at its end; None if the option is not given.
+
+    Raises Conflict if the value is not the URL of a server.
+    """
+    if url is None:
+        return None
     parts = _parts(url)
     if parts is not None and re.fullmatch(r"(/[A-Za-z0-9_.~-]+)*/?", parts.path):
-        return None
-    return f"{url!r:.200}: is not the URL of a server; give one such as https://search.example.org/mergesearch"
+        return url.rstrip("/")
+    raise Conflict(
+        f"--public-url {url!r:.200}: is not the URL of a server; give one such as https://search.example.org/mergesearch"
+    )
 
 
 def _secret_in(file: Path) -> str:

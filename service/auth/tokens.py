@@ -22,7 +22,7 @@ PREFIX = len(MARK) + 6
 
 @dataclass(frozen=True)
 class NewToken:
-    """A new token. `secret` is the whole token, which is shown to the user once and never stored."""
+    """A new API token. `secret` is the whole token, which is shown to the user once and never stored."""
 
     secret: str
 
@@ -39,12 +39,12 @@ class NewToken:
 
 
 def new_token() -> NewToken:
-    """Make a token with 256 random bits."""
+    """Make a new API token with 256 random bits."""
     return NewToken(MARK + secrets.token_urlsafe(NUM_BYTES))
 
 
 def given_token(text: str) -> NewToken:
-    """Read a token that an operator has made, for example one from the secrets of a deployment.
+    """Read an API token that an operator has made, for example one from the secrets of a deployment.
 
     Raises ValueError if the text is not `mst_` followed by 43 to 128 letters, digits, `-` and `_`. The message has no
     part of the text.
@@ -55,8 +55,8 @@ def given_token(text: str) -> NewToken:
 
 
 def digest_of(secret: str) -> str:
-    """Hash (sha256) of a token, which is stored in place of the token.
+    """Hash (sha256) of an API token or of a session's cookie, which is stored in its place.
 
-    A fast hash is safe, because a token has 256 random bits.
+    A fast hash is safe, because these values have 256 random bits.
     """
     return hashlib.sha256(secret.encode("utf-8", "surrogateescape")).hexdigest()

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from service.client import Client
 from service.client.credentials import TOKEN_VARIABLE, forget_token, store_token
 from service.client.transport import address
 from service.errors import Conflict, NotFound
-from service.types import Role, Scope
+from service.types import Role, Scope, TeamLimits
 
 if TYPE_CHECKING:
     from service.auth.tokens import NewToken
@@ -31,10 +31,12 @@ if TYPE_CHECKING:
     from service.types import TeamRecord, TokenRecord, UserRecord
 
 __all__ = [
+    "NO_LIMIT",
     "add_team",
     "add_user",
     "change_user",
     "create_token",
+    "limit_team",
     "list_teams",
     "list_tokens",
     "list_users",
@@ -46,6 +48,9 @@ __all__ = [
 ]
 
 DAY_S = 86_400.0
+
+# The value of a quota that is lifted.
+NO_LIMIT = "none"
 
 # Name of the token that a deployment gives to its first administrator; another one replaces it.
 DEPLOYED = "deployment"
@@ -74,11 +79,12 @@ def add_user(options: argparse.Namespace) -> int:
 
 
 def _deploy(accounts: AccountStore, user: UserRecord, token: NewToken, scope: str, actor: Actor) -> None:
-    """Store the token of a deployment as a token of the user, and revoke the deployment's earlier tokens.
+    """Store a token that an operator has made for a deployment as a token of the user `user`.
 
-    A deployment's token is one that the operator has made, for example as a Kubernetes secret. `scope` is the name of
-    the token's scope. `actor` is the originator of the change, for the audit log. A token that is stored already is not
-    changed.
+    The token comes, for example, from a Kubernetes secret. Tokens that were stored for the deployment before are
+    revoked. If `token` itself is stored already, it is not changed. `scope` is the name of the token's scope, which
+    says for which requests it can be used. `accounts` is the account store, and `actor` is who makes the change, for
+    the audit log.
     """
     found = accounts.find_token(token.digest)
     for other in accounts.tokens(user.name):
@@ -131,6 +137,17 @@ def set_role(options: argparse.Namespace) -> int:
     role = None if options.role == "none" else Role(options.role)
     with _accounts(options) as (accounts, actor):
         return _print_teams(options, [accounts.set_role(options.team, options.user, role, actor=actor)], one=True)
+
+
+def limit_team(options: argparse.Namespace) -> int:
+    given = {part.name: getattr(options, part.name) for part in fields(TeamLimits)}
+    changes = {name: None if value == NO_LIMIT else value for name, value in given.items() if value is not None}
+    if not changes:
+        raise Conflict(
+            "nothing to change: give at least one of the options that `mergesearch teams limit --help` lists"
+        )
+    with _accounts(options) as (accounts, actor):
+        return _print_teams(options, [accounts.set_limits(options.team, changes, actor=actor)], one=True)
 
 
 def list_tokens(options: argparse.Namespace) -> int:
@@ -211,7 +228,7 @@ def logout(options: argparse.Namespace) -> int:
 
 
 def _first_line(file: Path) -> str:
-    """First line of `file` without spaces around it; the file `-` is standard input."""
+    """First line of `file` without spaces around it; if `file` is `-`, the first line of standard input."""
     if str(file) == "-":
         return sys.stdin.readline().strip()
     return file.read_text().partition("\n")[0].strip()
@@ -219,9 +236,11 @@ def _first_line(file: Path) -> str:
 
 @contextmanager
 def _accounts(options: argparse.Namespace) -> Iterator[tuple[AccountStore, Actor]]:
-    """Context with the accounts in the database that the command line names, and the actor of the command.
+    """Context for a command that reads or changes accounts; it yields the account store and the actor.
 
-    The database is created if it does not exist, since the first administrator is added before the first start.
+    The store is in the database that the command-line `options` name. The actor is the text by which the audit log
+    names the originator of a change: here the user and the machine of the command. The database is created if it does
+    not exist, since the first administrator is added before the server's first start.
     """
     from service.store import Store
     from service.store.accounts import AccountStore, Actor
@@ -252,8 +271,8 @@ def _print_users(options: argparse.Namespace, users: Sequence[UserRecord], *, on
 
 
 def _print_teams(options: argparse.Namespace, teams: Sequence[TeamRecord], *, one: bool = False) -> int:
-    rows = [[team.name, _roles(team.members)] for team in teams]
-    return _print(options, [asdict(team) for team in teams], ("team", "members"), rows, one=one)
+    rows = [[team.name, _roles(team.members), _limits(team.limits)] for team in teams]
+    return _print(options, [asdict(team) for team in teams], ("team", "members", "limits"), rows, one=one)
 
 
 def _print_tokens(options: argparse.Namespace, tokens: Sequence[TokenRecord], *, one: bool = False) -> int:
@@ -276,8 +295,8 @@ def _print(
 ) -> int:
     """Print records as a table or, with the option --json, as JSON; return the exit code 0.
 
-    `documents` are the records for JSON. `columns` and `rows` are the header and the cells of the table. The JSON is a
-    list or, if `one` is True, the only record itself.
+    `options` are the parsed command line. `documents` are the records for JSON. `columns` has the header of the table,
+    and `rows` its cells. If `one` is True, there is a single record, and the JSON is this record instead of a list.
     """
     if options.json:
         print_json(documents[0] if one else documents)
@@ -293,6 +312,11 @@ def _print(
 
 def _roles(roles: Any) -> str:
     return ", ".join(f"{name} ({role})" for name, role in sorted(roles.items()))
+
+
+def _limits(limits: TeamLimits) -> str:
+    """Text of a team's weight and quotas, such as "weight 2, max_running 2"; quotas that are not set are left out."""
+    return ", ".join(f"{name} {value:g}" for name, value in asdict(limits).items() if value is not None)
 
 
 def _state(token: TokenRecord, now: float) -> str:

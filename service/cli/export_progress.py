@@ -21,10 +21,10 @@ PATIENCE_S = 2.0
 
 
 class ExportView:
-    """Progress display of an export that takes longer than 2 s, on `stream` (default: standard error).
+    """Progress display of the export of a merged model on `stream` (default: standard error).
 
-    Use it as a context manager, and pass its method `update` to the export as the progress callback. `update` is cheap
-    enough to be called for every tensor.
+    An export that takes less than 2 s shows nothing. Use the display as a context manager, and pass its method `update`
+    to the export as the progress callback. `update` is cheap enough to be called for every tensor.
     """
 
     def __init__(self, *, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -63,7 +63,10 @@ class ExportView:
 
 
 def _line(progress: Progress, elapsed_s: float) -> str:
-    """Text of an export's progress: `[42s] writing: 1.4 of 13.5 GiB (0.9 GiB already there), 250 MiB/s, 49s left`."""
+    """Format the progress of an export as one line of text.
+
+    An example is `[42s] writing: 1.4 of 13.5 GiB (0.9 GiB already there), 250 MiB/s, 49s left`.
+    """
     size, unit = (2**30, "GiB") if progress.total >= 2**30 else (2**20, "MiB")
     there = f" ({progress.kept / size:.1f} {unit} already there)" if progress.kept else ""
     rate = (progress.written - progress.kept) / elapsed_s

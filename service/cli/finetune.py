@@ -28,10 +28,11 @@ REPORT = "report.html"
 def finetune(options: argparse.Namespace, *, run_study: Callable[[Any, Path], int]) -> int:
     """Run `mergesearch finetune` with the parsed command line `options`, and return the exit code.
 
-    The experts are analysed if the specification asks for it, or if `options.analyse` is given: a list of directories
-    of earlier fine-tunings to compare with. If the specification has a study of the trained experts, `run_study` is
-    called with the study and its directory. It runs the study, exports the best merge, prints the results and returns
-    the exit code.
+    The command trains experts (fine-tuned models) as a specification file says. It analyses the experts if the
+    specification asks for it, or if `options.analyse` is not None: a list of directories of earlier fine-tunings to
+    compare with. If the specification has a study that merges the trained experts, `run_study` is called with the study
+    and its directory. `run_study` must run the study, export the best merge, print the results and return the exit
+    code.
     """
     from service.jobs.finetune.directory import EXPERT_DIR, trained_fleet
     from service.jobs.finetune.training import run_fleet
@@ -118,10 +119,10 @@ def _quiet(text: str) -> None:
 
 @contextmanager
 def _progress(places: dict[str, Path], *, as_json: bool) -> Iterator[None]:
-    """Context in which new losses and evaluations of running trainings are printed every 5 s.
+    """Context in which new losses and evaluations of the trainings that run are printed every 5 s.
 
-    `places` has the directories of the trainings by alias of the expert. The output is text on standard error, or with
-    `as_json` JSON lines on standard output.
+    `places` has the directory of each training by the alias of the expert, the model that is trained. The output is
+    text on standard error or, if `as_json` is True, JSON lines on standard output.
     """
     done = threading.Event()
     shown = {alias: len(read_history(place / METRICS)) for alias, place in places.items()}
@@ -150,7 +151,10 @@ def _text(alias: str, lines: list[dict[str, Any]]) -> str:
 
 
 def training_text(line: Mapping[str, Any]) -> str:
-    """Text that describes an expert's training step: the loss, the values of an evaluation, or both."""
+    """Text that describes an update, or an evaluation, in the training of an expert (a fine-tuned model).
+
+    It has the loss, the values of an evaluation, or both. `line` has the numbers of the update or evaluation, as JSON.
+    """
     of = f" of {line['steps']}" if line.get("steps") else ""
     loss = f"  loss {line['loss']:.4f}  {line['seconds']:.2f} s a step" if "loss" in line else ""
     scores = "".join(f"  {name} {value:.3f}" for name, value in line.get("values", {}).items())

@@ -19,7 +19,10 @@ __all__ = ["analysis_tables", "finetune_table", "finetunes_table"]
 
 
 def finetunes_table(finetunes: Sequence[FinetuneDocument]) -> Table:
-    """Table of fine-tunings, one row for each in the given order, with prefixes of ids that are unique in the table."""
+    """Terminal table of fine-tunings, one row for each in the given order.
+
+    Ids are cut to their first digits, to the smallest number of digits (at least 8) by which all ids differ.
+    """
     table = titled("Fine-tunings")
     for name in ("fine-tuning", "name", "state"):
         table.add_column(name, overflow="fold")
@@ -42,7 +45,11 @@ def finetunes_table(finetunes: Sequence[FinetuneDocument]) -> Table:
 
 
 def analysis_tables(document: AnalysisDocument) -> list[Table]:
-    """Tables of a fine-tuning's analysis: distributions fitted to task vectors, and losses of merges."""
+    """Terminal tables of the analysis of a fine-tuning's experts, the models that it has trained.
+
+    The first has the distributions fitted to the experts' task vectors (differences between an expert's weights and
+    those of its base). The second has the losses of merges of the experts, if there are any.
+    """
     fits = titled("Task vectors")
     for name in ("expert", "optimizer", "distribution"):
         fits.add_column(name, no_wrap=True)
@@ -70,7 +77,10 @@ def analysis_tables(document: AnalysisDocument) -> list[Table]:
 
 
 def finetune_table(finetune: FinetuneDocument, *, server: str) -> Table:
-    """Table of a fine-tuning's fields and experts. Links are shown with the server's address `server`."""
+    """Terminal table of one fine-tuning's fields and experts (the models that it trains).
+
+    `server` is the server's address, which is put before links.
+    """
     rows = [("expert", f"{alias}: {_expert_text(expert)}") for alias, expert in finetune["experts"].items()]
     return job_table(finetune, noun="fine-tuning", server=server, rows=rows)
 

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from rich.table import Table
 
+from search_spaces.errors import InvalidPreference
 from service.cli.finetune import training_text
 from service.cli.progress import ProgressView
 from service.cli.terminal import print_export, print_json, print_json_line, print_results
@@ -24,6 +25,9 @@ from service.jobs.search.kind import SEARCH
 from service.jobs.search.progress import ProgressSnapshot
 from service.types import JobState, TrialState
 
+if TYPE_CHECKING:
+    from service.schemas.files import ParetoDocument
+
 __all__ = ["JobView", "short_id", "view_of"]
 
 Job = Mapping[str, Any]
@@ -31,10 +35,10 @@ Job = Mapping[str, Any]
 
 
 class JobView:
-    """Terminal display of a server's jobs of one kind: results on standard output, progress on standard error.
+    """Printer of a server's jobs of one kind: results go to standard output, progress to standard error.
 
-    `client` is the client of the server. If `as_json` is True, results are JSON. Subclasses, such as `StudyView`, show
-    more of the jobs of one kind.
+    `kind` is the kind of job, and `client` the client of the server. If `as_json` is True, results are JSON.
+    Subclasses, such as `StudyView`, print more about the jobs of one kind.
     """
 
     def __init__(self, kind: JobKind, client: Client, *, as_json: bool) -> None:
@@ -43,26 +47,26 @@ class JobView:
         self._as_json = as_json
 
     def list_table(self, jobs: Sequence[Any]) -> Table:
-        """Table of the given jobs, one row each."""
+        """Terminal table of the given jobs, one row each."""
         from service.cli.tables import jobs_table
 
         return jobs_table(jobs, noun=self._kind.noun, title=self._kind.plural.capitalize())
 
     def table(self, job: Any) -> Table:
-        """Table of the fields of a job."""
+        """Terminal table of the fields of one job, such as its name, state and links."""
         from service.cli.tables import job_table
 
         return job_table(job, noun=self._kind.noun, server=self._client.url)
 
     def follow(self, job: Any) -> None:
-        """Show the events of a job until the job has ended."""
+        """Print the events of a job as they happen, and return when the job has ended."""
         print(self._begin(job), file=sys.stderr)
         for event in self._client.events(job):
             if text := event_text(event, self._kind.noun):
                 print(f"{_clock_time(event.time)} {text}", file=sys.stderr, flush=True)
 
     def show_end(self, job: Any) -> None:
-        """Show the results of a job that has ended."""
+        """Print how a job has ended, and its results if it has any."""
         if self._as_json:
             print_json_line({"kind": self._kind.name, "id": None, "time": None, "payload": job})
         else:
@@ -72,10 +76,10 @@ class JobView:
     def export(self, job: Any, name: str, out: Path, *, dtype: str | None, prefer: Mapping[str, float] | None) -> None:
         """Download a merged model or trained expert of a job to the new directory `out`.
 
-        `name` is the trial of a study or the alias of a fine-tuning's expert. `dtype` is the dtype of a study's merged
-        model; None means that of the study's engines. `prefer` has the weight of each objective, by name. If it is
-        given, the weights choose the trial of a study, and `name` is ignored. Raises Conflict if jobs of this kind have
-        no models.
+        `name` is the trial of a study (a number or "best"), or the alias of a fine-tuning's expert. `dtype` is the
+        dtype of a study's merged model; None means that of the study's inference engines. `prefer` has the weight of
+        each objective, by name. If it is not None, the weights choose the trial of a study, and `name` must be "best".
+        Raises InvalidPreference if it is another trial, and Conflict if jobs of this kind have no models.
         """
         raise Conflict(f"{job['name']}: is a {self._kind.noun}, which has no models to export")
 
@@ -85,7 +89,7 @@ class JobView:
 
 
 class StudyView(JobView):
-    """Terminal display of studies, with progress in trials and samples, and held-out results at the end."""
+    """Printer of a server's studies: progress in trials and samples, and held-out results at the end."""
 
     def list_table(self, jobs: Sequence[Any]) -> Table:
         from service.cli.tables import studies_table
@@ -112,7 +116,7 @@ class StudyView(JobView):
             print_json_line({"kind": "summary", "id": None, "time": None, "payload": summary})
         elif job["state"] == JobState.COMPLETE:
             report = self._client.url + path_of_link(job["links"]["report"])
-            print_results(self._client.pareto(job["id"]), summary, report=report)
+            print_results(cast("ParetoDocument", self._client.pareto(job["id"])), summary, report=report)
         else:
             super().show_end(job)
 
@@ -120,6 +124,8 @@ class StudyView(JobView):
         trial: int | str = int(name) if name.isascii() and name.isdecimal() else name
         chosen = None
         if prefer is not None:  # picked first, so that its number can be shown
+            if name != "best":
+                raise InvalidPreference(f'preference: weights choose the trial; give "best", not {name!r}')
             chosen = self._client.pareto(job["id"], prefer=prefer)["preferred"]
             trial = chosen["trial"]
         with _download_bar() as received:
@@ -128,7 +134,10 @@ class StudyView(JobView):
 
 
 class FinetuneView(JobView):
-    """Terminal display of fine-tunings, with the experts' losses and, at the end, how to download the experts."""
+    """Printer of a server's fine-tunings.
+
+    It prints the losses of the experts (the models that are trained) and, at the end, how to download the experts.
+    """
 
     def list_table(self, jobs: Sequence[Any]) -> Table:
         from service.cli.finetune_tables import finetunes_table
@@ -167,12 +176,15 @@ VIEWS: Mapping[str, type[JobView]] = {SEARCH.name: StudyView, FINETUNE.name: Fin
 
 
 def view_of(kind: str, client: Client, *, as_json: bool) -> JobView:
-    """Create the terminal display of jobs of the kind named `kind`, on the server of `client`."""
+    """Create the object with which commands show jobs of the kind named `kind` on the server of `client`.
+
+    If `as_json` is True, results are printed as JSON.
+    """
     return VIEWS.get(kind, JobView)(kind_of(kind), client, as_json=as_json)
 
 
 def short_id(job: Job) -> str:
-    """First 8 digits of a job's id, for people to type; long enough that a collision is unlikely."""
+    """First 8 digits of a job's id, for people to type; a collision with another job's digits is unlikely."""
     return str(job["id"][:8])
 
 
@@ -181,7 +193,7 @@ def _clock_time(time: str | None) -> str:
 
 
 def event_text(event: Event, noun: str) -> str | None:
-    """Message that describes an event of a job; `noun` is the word for the job.
+    """Line of text that describes an event of a job; `noun` is the word for the job, such as "study".
 
     Returns None for events that users do not need, or that the display of progress shows already.
     """
@@ -201,6 +213,8 @@ def event_text(event: Event, noun: str) -> str | None:
             return f"{payload['action']}{trial}: asked by {payload['user'] or 'a request'}" + _because(
                 payload["reason"] or changes
             )
+        case "preempted":
+            return f"the {noun} gives its place up, and waits" + _because(payload["reason"])
         case "actors":
             return str(payload["reason"])
         case "state" if payload["state"] != JobState.RUNNING:
@@ -247,8 +261,8 @@ def _because(reason: Any) -> str:
 def _download_bar() -> Iterator[Callable[[int, int | None], None]]:
     """Context that shows the progress bar of a download on standard error, if standard error is a terminal.
 
-    Yields the callback for received bytes. Its arguments are the bytes received so far and their total number, which is
-    None if it is unknown.
+    It yields the function that updates the bar. The function's arguments are the number of bytes received so far and
+    their total number, which is None if it is unknown.
     """
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn

@@ -20,13 +20,14 @@ from typing import Any
 
 from search_spaces.errors import InvalidStudy, SearchSpaceError
 from service.auth.settings import GroupRole
-from service.cli import accounts, verbs
+from service.cli import accounts, notifications, verbs
 from service.cli.plan import plan
 from service.disk import parse_bytes
 from service.errors import Conflict, NotFound, RequestRefused, ServiceError
 from service.jobs.registry import KINDS
 from service.retention.limits import Limit, parse_keep
 from workers.errors import EngineUnavailable, EvidenceMismatch, InvalidModel, InvalidTask, TrainingFailed
+from workers.telemetry.logs import FORMATS
 
 __all__ = ["main"]
 
@@ -39,6 +40,8 @@ SHARING = ("private", "team", "all")
 
 SCOPES = ("read", "submit", "admin")
 
+NOTICES = ("complete", "failed", "waiting", "paused", "cancelled")
+
 SCHEMAS = ("study", "finetune", "trial", "summary", "pareto", "recipe", "plan")
 
 # New objects before the garbage collector runs (Python's default: 700). Imports make hundreds of thousands of objects,
@@ -50,7 +53,10 @@ WRONG_PLACE = (FileExistsError, IsADirectoryError, NotADirectoryError, Permissio
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `mergesearch` with the given command line (by default that of the process), and return the exit code."""
+    """Run `mergesearch` with the given command-line arguments, and return the exit code.
+
+    If `arguments` is None, they are those of this process.
+    """
     gc.set_threshold(MANY_OBJECTS)
     options = _parser().parse_args(arguments)
     try:
@@ -199,7 +205,18 @@ def _parser() -> argparse.ArgumentParser:
         "(default: 100 of a token)",
     )
     command.add_argument(
+        "--max-running",
+        type=_count,
+        metavar="N",
+        help="jobs that run at the same time (default: 4); the driver of each takes some hundred MB on Ray's head",
+    )
+    command.add_argument(
         "--open-metrics", action="store_true", help="let everybody read /metrics, which names the jobs of all teams"
+    )
+    command.add_argument(
+        "--open-dashboard",
+        action="store_true",
+        help="let every user read Ray's dashboard (/ray/), which shows the jobs of all teams (default: administrators)",
     )
     command.add_argument(
         "--allow-host",
@@ -215,6 +232,7 @@ def _parser() -> argparse.ArgumentParser:
         help="answer below PATH, such as /mergesearch, too: for a proxy that passes whole paths on",
     )
     _add_oidc(command)
+    _add_notifications(command)
     command.add_argument(
         "--export-days", type=_days, default=7.0, metavar="DAYS", help="how long exports are kept (default %(default)s)"
     )
@@ -236,6 +254,15 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     add_keep(command)
+    command.add_argument(
+        "--log-format",
+        choices=FORMATS,
+        help="text, or JSON lines with the job, trial and attempt that they are about; also of drivers and replicas "
+        "(default: $MERGESEARCH_LOG_FORMAT, else text)",
+    )
+    command.add_argument(
+        "--access-log", action="store_true", help="log a line for each request, without the query of its URL"
+    )
 
     command = verb(
         "clean", verbs.clean, "Remove what exceeds limits from the ended jobs of a server that is stopped, or show it."
@@ -312,6 +339,7 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     _add_accounts(commands)
+    _add_subscriptions(commands)
 
     command = server_verb("submit", verbs.submit, "Submit a job to a server: a study or a fine-tuning.")
     command.add_argument(
@@ -359,6 +387,15 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("trial", type=int, metavar="TRIAL", help="trial number")
     command.add_argument("--reason", metavar="TEXT", help="reason, which the events of the study show")
 
+    text = "Evaluate a given merge at the full budget, as a new trial of the study."
+    command = server_verb("enqueue", verbs.enqueue, text)
+    command.add_argument("study", metavar="STUDY", help="id of the study, a prefix of its id, or its name")
+    command.add_argument("label", metavar="LABEL", help="label of the new trial")
+    merge = command.add_mutually_exclusive_group(required=True)
+    merge.add_argument("--recipe", metavar="FILE", help="a recipe.json, or a mergekit configuration")
+    merge.add_argument("--configuration", metavar="FILE", help="YAML or JSON with a value for each parameter")
+    command.add_argument("--reason", metavar="TEXT", help="reason, which the events of the study show")
+
     command = server_verb("clone", verbs.clone, "Submit a copy of a job, with changes; the copy starts anew.")
     command.add_argument("job", metavar="JOB", help="id of the job, a prefix of its id, or its name")
     command.add_argument("--name", metavar="NAME", help="name of the copy (default: that of the job)")
@@ -372,6 +409,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--team", metavar="TEAM", help="team of the copy; needed by members of several teams")
     command.add_argument("--sharing", choices=SHARING, help="who else may read the copy (default: its team)")
+
+    server_verb("queue", verbs.queue, "Show the jobs of a server that run and that wait, and what they wait for.")
+
+    text = "Move a waiting job to the front of the jobs of its priority, or before another one; for administrators."
+    command = server_verb("move", verbs.move, text)
+    command.add_argument("job", metavar="JOB", help="id of the job, a prefix of its id, or its name")
+    command.add_argument("--before", metavar="JOB", help="the other job (default: the front)")
+    command.add_argument("--reason", metavar="TEXT", help="reason, which the events of the job show")
 
     command = server_verb("login", accounts.login, "Store your token for a server, in a file that only you may read.")
     command.add_argument(
@@ -410,6 +455,31 @@ def _parser() -> argparse.ArgumentParser:
     _add_prefer(command)
     command.add_argument("--out", type=Path, required=True, metavar="DIR")
     command.add_argument("--dtype", choices=DTYPES, help="default: the dtype of the study's engine")
+
+    command = server_verb("chat", verbs.chat, "Complete prompts with trials of a study, one or several side by side.")
+    command.add_argument("study", metavar="STUDY", help="id of the study, a prefix of its id, or its name")
+    command.add_argument(
+        "trials", nargs="+", metavar="TRIAL", help='trial number, label of a baseline such as base, or "best"'
+    )
+    command.add_argument("--prompt", metavar="TEXT", help="prompt (default: standard input; a terminal is asked)")
+    command.add_argument("--text", action="store_true", help="complete the prompt as a text, without a chat template")
+    command.add_argument("--system", metavar="TEXT", help="system message (default: that of the study, if any)")
+    command.add_argument("--max-tokens", type=int, metavar="N", help="most tokens of an answer")
+    command.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (default 1)")
+    command.add_argument("--seed", type=int, metavar="N", help="seed of the sampling")
+    command.add_argument("--idle", type=float, metavar="MINUTES", help="serving ends after these without a request")
+    command.add_argument(
+        "--share-engines",
+        action="store_true",
+        help="use the engines of a search that runs, which slows it; for administrators of the server",
+    )
+    command.add_argument(
+        "--wait",
+        type=_seconds,
+        default=600.0,
+        metavar="SECONDS",
+        help="how long to wait for an engine (default %(default)g)",
+    )
 
     command = verb("merge", verbs.merge, "Merge models by a recipe or a mergekit configuration, without a search.")
     command.add_argument("file", type=Path, metavar="FILE", help="recipe.json of an export, or mergekit's YAML")
@@ -478,8 +548,20 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--watch", action="store_true", help="on a server: then watch the study until it ends")
 
-    command = server_verb("trials", verbs.trials, "List a run's trials.")
+    command = server_verb("trials", verbs.trials, "List a run's trials, or write them to a file.")
     command.add_argument("run", metavar="DIR|STUDY", help=RUN_OR_STUDY)
+    written = command.add_mutually_exclusive_group()
+    written.add_argument("--out", type=Path, metavar="FILE", help="write a row for each trial, as .csv or .parquet")
+    written.add_argument("--optuna", metavar="URL", help="add the trials to an Optuna storage, such as sqlite:///t.db")
+
+    command = server_verb(
+        "recipe", verbs.recipe, "Print the recipe of a trial, or a mergekit configuration of its merge."
+    )
+    command.add_argument("run", metavar="DIR|STUDY", help=RUN_OR_STUDY)
+    command.add_argument("trial", type=int, metavar="TRIAL", help="trial number")
+    command.add_argument(
+        "--mergekit", action="store_true", help="print mergekit's YAML, or every reason why mergekit cannot express it"
+    )
 
     command = server_verb("pareto", verbs.pareto, "Show a run's Pareto front.")
     command.add_argument("run", metavar="DIR|STUDY", help=RUN_OR_STUDY)
@@ -524,7 +606,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_accounts(commands: Any) -> None:
-    """Declare the commands `users`, `teams` and `tokens`, each with its actions."""
+    """Declare the commands `users`, `teams` and `tokens`, each with its actions, among the program's `commands`."""
 
     def group(name: str, text: str) -> Callable[..., argparse.ArgumentParser]:
         actions = commands.add_parser(name, help=text, description=text).add_subparsers(
@@ -581,6 +663,20 @@ def _add_accounts(commands: Any) -> None:
     command.add_argument("user", type=_name, metavar="USER")
     command.add_argument("role", choices=("viewer", "member", "admin", "none"), metavar="ROLE", help="%(choices)s")
 
+    command = action("limit", accounts.limit_team, "Change the weight and the quotas of a team; none lifts a quota.")
+    command.add_argument("team", type=_name, metavar="TEAM")
+    command.add_argument("--weight", type=_above_0, metavar="W", help="share of the places, relative to other teams")
+    for name, number, metavar, text in (
+        ("max-running", _count, "N", "jobs that run at the same time"),
+        ("max-replicas", _count, "N", "replicas and workers of running jobs together"),
+        ("max-served", _count, "N", "studies that are served at the same time"),
+        ("gpu-hours", _above_0, "HOURS", "GPU-hours in a calendar month (UTC)"),
+        ("artifact-bytes", _num_bytes, "SIZE", "experts and policies, such as 500GB"),
+        ("export-bytes", _num_bytes, "SIZE", "exported models, such as 500GB"),
+        ("requests-per-minute", _count, "N", "requests of the members in a minute"),
+    ):
+        command.add_argument(f"--{name}", type=partial(_limit, number), metavar=metavar, help=f"{text}, or none")
+
     action = group("tokens", "Manage the API tokens of a server, in its database.")
     command = action("list", accounts.list_tokens, "List tokens: prefix, user, scope, expiry and last use.")
     command.add_argument("--user", type=_name, metavar="NAME", help="only those of one user")
@@ -620,20 +716,24 @@ class _Version(argparse.Action):
 
 
 def _limit(number: Callable[[str], Any], text: str) -> Any:
-    """Parse a limit: a number, which the function `number` converts, or "none".
+    """Parse the value of an option that limits something: a number, or "none" for no limit.
 
-    Raises ArgumentTypeError if `text` is neither.
+    `number` converts the text of a number; the text "none" is returned as it is. Raises ArgumentTypeError if `text` is
+    neither.
     """
-    if text == verbs.NO_LIMIT:
+    if text == accounts.NO_LIMIT:
         return text
     try:
         return number(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r}: give a number or {verbs.NO_LIMIT}") from error
+        raise argparse.ArgumentTypeError(f"{text!r}: give a number or {accounts.NO_LIMIT}") from error
 
 
 def _setting(text: str) -> tuple[str, Any]:
-    """Parse a changed option, such as "search.seed=2". Raises ArgumentTypeError for an invalid text."""
+    """Parse an option of the study file with a new value, such as "search.seed=2", into its name and the value.
+
+    Raises ArgumentTypeError for an invalid text.
+    """
     path, equals, value = text.partition("=")
     if not equals or not all(path.split(".")):
         raise argparse.ArgumentTypeError(f"{text!r}: give OPTION=VALUE, such as search.seed=2")
@@ -652,7 +752,10 @@ def _num_bytes(text: str) -> int:
 
 
 def _keep(text: str) -> tuple[str, Limit]:
-    """Parse a limit on kept data, such as "responses=30d". Raises ArgumentTypeError for an invalid text."""
+    """Parse a limit on the data that a server keeps of ended jobs, such as "responses=30d", into kind and limit.
+
+    Raises ArgumentTypeError for an invalid text.
+    """
     try:
         return parse_keep(text)
     except ValueError as error:
@@ -660,7 +763,10 @@ def _keep(text: str) -> tuple[str, Limit]:
 
 
 def _preference(text: str) -> dict[str, float]:
-    """Parse weights of the objectives such as "math=0.6,code=0.4". Raises ArgumentTypeError for an invalid text."""
+    """Parse weights of a study's objectives, such as "math=0.6,code=0.4", into a dict by objective.
+
+    Raises ArgumentTypeError for an invalid text.
+    """
     from search_spaces.preferences import parse_preference
 
     try:
@@ -670,7 +776,7 @@ def _preference(text: str) -> dict[str, float]:
 
 
 def _trial(text: str) -> int | str:
-    """Parse the number of a trial, or "best". Raises ArgumentTypeError for an invalid text."""
+    """Parse which trial a command is about: a trial's number, or "best". Raises ArgumentTypeError for other text."""
     if text == "best":
         return text
     if not (text.isascii() and text.isdecimal()):
@@ -679,7 +785,10 @@ def _trial(text: str) -> int | str:
 
 
 def _count(text: str) -> int:
-    """Parse a whole number of at least 1. Raises ArgumentTypeError for an invalid text."""
+    """Parse the value of an option that is a whole number of at least 1, such as a number of nodes.
+
+    Raises ArgumentTypeError for an invalid text.
+    """
     if not (text.isascii() and text.isdecimal()) or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a count; give a whole number of at least 1")
     return int(text)
@@ -693,8 +802,20 @@ def _price(text: str) -> float:
     raise argparse.ArgumentTypeError(f"{text!r} is not a price; give 0 or more, such as 2.5")
 
 
+def _above_0(text: str) -> float:
+    """Parse a number above 0. Raises ArgumentTypeError for an invalid text."""
+    with suppress(ValueError):
+        number = float(text)
+        if 0 < number < math.inf:
+            return number
+    raise argparse.ArgumentTypeError(f"{text!r} is not accepted; give a number above 0, such as 2.5")
+
+
 def _days(text: str) -> float:
-    """Parse a number of days above 0, such as "0.5". Raises ArgumentTypeError for an invalid text."""
+    """Parse the value of an option that is a number of days above 0, such as "0.5".
+
+    Raises ArgumentTypeError for an invalid text.
+    """
     try:
         days = float(text)
     except ValueError:
@@ -705,7 +826,10 @@ def _days(text: str) -> float:
 
 
 def _seconds(text: str) -> float:
-    """Parse a number of seconds of at least 0. Raises ArgumentTypeError for an invalid text."""
+    """Parse the value of an option that is a number of seconds of at least 0, such as how long to wait.
+
+    Raises ArgumentTypeError for an invalid text.
+    """
     try:
         seconds = float(text)
     except ValueError:
@@ -716,7 +840,10 @@ def _seconds(text: str) -> float:
 
 
 def _rate(text: str) -> float:
-    """Parse a number of requests a second above 0. Raises ArgumentTypeError for an invalid text."""
+    """Parse the value of an option that is a number of requests a second above 0.
+
+    Raises ArgumentTypeError for an invalid text.
+    """
     try:
         rate = float(text)
     except ValueError:
@@ -727,7 +854,7 @@ def _rate(text: str) -> float:
 
 
 def _add_oidc(command: argparse.ArgumentParser) -> None:
-    """Declare the options of `serve` about the identity provider with which browsers log in."""
+    """Declare the options of the command `serve` about the identity provider with which users log in in browsers."""
     command.add_argument(
         "--oidc-issuer",
         metavar="URL",
@@ -767,12 +894,113 @@ def _add_oidc(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--public-url",
         metavar="URL",
-        help="URL under which browsers reach the server, with its path prefix, for logins (default: as in the request)",
+        help="URL under which users reach the server, with its path prefix, for logins and notifications (default: as "
+        "in the request; notifications have paths)",
     )
 
 
+def _add_notifications(command: argparse.ArgumentParser) -> None:
+    """Declare the options of the command `serve` for the webhooks and mails that are sent to users."""
+    command.add_argument(
+        "--webhook-allow",
+        action="append",
+        default=[],
+        metavar="HOST",
+        help="webhooks may name HOST though its address is private, and over http; repeatable (default: https and "
+        "public addresses only)",
+    )
+    command.add_argument(
+        "--smtp-url",
+        metavar="URL",
+        help="mail server for mails to users: smtp[s]://[USER@]HOST[:PORT], with the password in "
+        "$MERGESEARCH_SMTP_PASSWORD (default: no mails)",
+    )
+    command.add_argument("--mail-from", metavar="ADDRESS", help="sender of the mails")
+    command.add_argument(
+        "--smtp-password-file",
+        type=Path,
+        metavar="FILE",
+        help="file with the password at the mail server (default: $MERGESEARCH_SMTP_PASSWORD)",
+    )
+    command.add_argument(
+        "--smtp-plaintext",
+        action="store_true",
+        help="send mails, and the password, without TLS (default: only to a mail server on this machine)",
+    )
+    command.add_argument(
+        "--notify-waiting",
+        type=_minutes,
+        metavar="MINUTES",
+        help="notify users of a job that has waited so long for the same reason (default: 30)",
+    )
+
+
+def _add_subscriptions(commands: Any) -> None:
+    """Declare the commands `webhooks` and `mail`, each with its actions."""
+
+    def group(name: str, text: str) -> Callable[..., argparse.ArgumentParser]:
+        actions = commands.add_parser(name, help=text, description=text).add_subparsers(
+            title="commands", metavar="COMMAND", required=True
+        )
+
+        def action(name: str, call: Any, text: str) -> argparse.ArgumentParser:
+            command: argparse.ArgumentParser = actions.add_parser(name, help=text, description=text)
+            command.set_defaults(call=call)
+            command.add_argument("--json", action="store_true", help="machine-readable output on standard output")
+            command.add_argument(
+                "--server", metavar="URL", help="default: $MERGESEARCH_SERVER, else a server on this machine"
+            )
+            return command
+
+        return action
+
+    def add_events(command: argparse.ArgumentParser) -> None:
+        command.add_argument(
+            "--event",
+            dest="events",
+            action="append",
+            choices=NOTICES,
+            metavar="EVENT",
+            help="%(choices)s; repeatable (default: complete, failed and waiting)",
+        )
+
+    action = group("webhooks", "Manage URLs that a server requests when jobs end, fail or wait too long.")
+    action("list", notifications.list_webhooks, "List your webhooks, or all for administrators.")
+    command = action("add", notifications.add_webhook, "Add a webhook and print its secret, once.")
+    command.add_argument("url", metavar="URL", help="https URL")
+    add_events(command)
+    command.add_argument("--covers", choices=("own", "team", "all"), help="whose jobs (default: your own)")
+    command.add_argument("--team", type=_name, metavar="TEAM", help="the jobs of a team that you administer")
+    for name, call, text in (
+        ("remove", notifications.remove_webhook, "Remove a webhook; what waits is not sent."),
+        ("test", notifications.send_test, "Send a test to a webhook, and wait for its outcome."),
+        ("deliveries", notifications.list_deliveries, "List the last deliveries to a webhook."),
+    ):
+        command = action(name, call, text)
+        command.add_argument("webhook", metavar="WEBHOOK", help="id of the webhook, or a prefix of it")
+
+    action = group("mail", "Manage the e-mail address to which a server sends changes of your jobs.")
+    show = action("show", notifications.show_mail, "Show your address.")
+    command = action("set", notifications.set_mail, "Set your address.")
+    command.add_argument("address", metavar="ADDRESS")
+    add_events(command)
+    for each in (show, command, action("remove", notifications.remove_mail, "Remove your address.")):
+        each.add_argument("--user", type=_name, metavar="NAME", help="another user's (administrators)")
+
+
+def _minutes(text: str) -> float:
+    """Parse a number of minutes above 0. Raises ArgumentTypeError for an invalid text."""
+    try:
+        minutes = float(text)
+    except ValueError:
+        minutes = 0.0
+    if not 0 < minutes < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of minutes; give one above 0, such as 30")
+    return minutes
+
+
 def _group_role(text: str) -> GroupRole:
-    """Parse a rule GROUP=TEAM:ROLE, which gives the members of a group a role in a team.
+    """Parse a rule GROUP=TEAM:ROLE, which gives the members of a group of the identity provider a role in a team.
 
     Raises ArgumentTypeError for an invalid text.
     """
@@ -783,7 +1011,10 @@ def _group_role(text: str) -> GroupRole:
 
 
 def _prefix(text: str) -> str:
-    """Parse a path prefix such as "/mergesearch". Raises ArgumentTypeError for an invalid text."""
+    """Parse the path prefix below which a server is reached, such as "/mergesearch".
+
+    Raises ArgumentTypeError for an invalid text.
+    """
     from service.api.prefix import prefix_problem
 
     if problem := prefix_problem(text):
@@ -792,7 +1023,10 @@ def _prefix(text: str) -> str:
 
 
 def _exit_code(error: Exception) -> int | None:
-    """Exit code of the command for an error. Returns None for a bug in this program, which needs a traceback."""
+    """Exit code of the program for an error that a command has raised.
+
+    Returns None if the error can only be a bug in this program, which needs a traceback.
+    """
     if isinstance(error, RequestRefused):
         return 2 if error.status < 500 else 1
     if isinstance(error, SearchSpaceError | InvalidModel | InvalidTask | Conflict | NotFound):

@@ -33,7 +33,11 @@ def plan(options: argparse.Namespace) -> int:
 
 
 def plan_text(document: PlanDocument) -> str:
-    """Text of a study's plan: placement with memory, seconds of each phase, hours, and values of the chart."""
+    """Format the expected cost of a study on machines of a given kind, as `mergesearch plan` prints it.
+
+    `document` is the plan. The text has the memory that each part takes on a GPU or a host, the seconds of each phase,
+    the hours in all, and the values for the Helm chart.
+    """
     import yaml
 
     placed, profile = document["placement"], document["profile"]

@@ -32,7 +32,10 @@ PANEL_WIDTH = 96
 
 
 class ProgressStyle(StrEnum):
-    """Style in which progress is shown. AUTO is PANEL in a terminal and LINES elsewhere."""
+    """Style in which progress is shown: a redrawn panel, plain lines or JSON lines.
+
+    AUTO is PANEL in a terminal and LINES elsewhere.
+    """
 
     AUTO = "auto"
     PANEL = "panel"
@@ -41,11 +44,11 @@ class ProgressStyle(StrEnum):
 
 
 class ProgressView:
-    """Progress reporter that shows a study's progress on `stream` (default: standard error), in the given `style`.
+    """Display of a study's progress on `stream` (default: standard error), in the given `style`.
 
-    Use it as a context manager. It is thread-safe. Its method `update` is cheap enough to be called for every sample.
-    Lines appear every `interval_s` seconds, at each new stage, and at the end. `worked_s` is the number of seconds that
-    earlier attempts worked on the study. `clock` returns a time in seconds, which tests replace.
+    Use it as a context manager; it is thread-safe. Its method `update` is cheap enough to be called for every scored
+    sample. Lines appear every `interval_s` seconds, at each new stage, and at the end. `worked_s` is the number of
+    seconds that was spent on the study before, in earlier runs. `clock` returns a time in seconds; tests replace it.
     """
 
     def __init__(
@@ -92,7 +95,7 @@ class ProgressView:
                 self._show_line()
 
     def note(self, text: str) -> None:
-        """Print a message that stays visible, such as a failed trial or the location of the report."""
+        """Print a message that stays visible above the progress, such as a failed trial or the report's location."""
         if (live := self._live) is not None:
             # Without `self._lock`: the thread that redraws holds rich's lock while it acquires this one.
             live.console.print(Text(text))
@@ -103,7 +106,7 @@ class ProgressView:
             self._write(text)
 
     def close(self) -> None:
-        """Show the last progress snapshot, if not shown yet, and release the terminal; may be called twice."""
+        """Show the latest progress if it is not shown yet, and end the redrawing of the panel; may be called twice."""
         with self._lock:
             if self._live is None and self._snapshot is not self._shown:
                 self._show_line()
@@ -167,9 +170,10 @@ STATE_STYLES = {
 
 
 def _panel(snapshot: ProgressSnapshot, pace: Pace, *, width: int) -> RenderableType:
-    """Draw a progress snapshot as a panel: trials by state, rungs, the best trial, and samples.
+    """Draw a study's progress as a panel: trials by state, rungs, the best trial, and samples.
 
-    `pace` has the speed and the time left. `width` is the width of the panel in characters.
+    A rung is one of the increasing numbers of samples on which trials are compared. `snapshot` is the progress at one
+    moment. `pace` has the speed and the time left. `width` is the width of the panel in characters.
     """
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="dim", no_wrap=True)

@@ -23,7 +23,7 @@ from service.results.format import (
     sort_holdout,
     violation_text,
 )
-from service.schemas.api import JobDocument, StudyDocument
+from service.schemas.api import JobDocument, QueueDocument, StudyDocument
 from service.schemas.files import (
     BenchmarksDocument,
     EstimateDocument,
@@ -48,6 +48,7 @@ __all__ = [
     "judged_table",
     "local_time",
     "pareto_table",
+    "queue_table",
     "search_line",
     "state_text",
     "studies_table",
@@ -66,7 +67,10 @@ ID_DIGITS = 8
 
 
 def pareto_table(document: ParetoDocument) -> Table:
-    """Table of the Pareto front: the value and standard error of each objective; best mean over objectives first."""
+    """Terminal table of a study's Pareto front: each trial's value and standard error of each objective.
+
+    The trial with the best mean over the objectives comes first.
+    """
     table = titled("Pareto front")
     table.add_column("trial", justify="right")
     table.add_column("label", overflow="fold")
@@ -98,9 +102,10 @@ def pareto_table(document: ParetoDocument) -> Table:
 
 
 def holdout_table(document: SummaryDocument) -> Table:
-    """Table of held-out results, highest mean first, with 95 % intervals.
+    """Terminal table of a study's results on held-out data, highest mean first.
 
-    Each row has the trial's values and its difference from the best trial.
+    It has the trials that are best on the search data, and the baselines, such as the source models. Each row has the
+    trial's values, and its difference from the best trial, with 95 % confidence intervals.
     """
     table = titled("Held-out data")
     table.add_column("trial", justify="right")
@@ -142,7 +147,11 @@ def holdout_table(document: SummaryDocument) -> Table:
 
 
 def benchmarks_table(document: BenchmarksDocument) -> Table:
-    """Table of results on benchmarks, with averages of groups and 95 % intervals; comparisons are in its caption."""
+    """Terminal table of the results of a study's trials on its benchmarks, with 95 % confidence intervals.
+
+    It also has averages over groups of benchmarks. Comparisons with baselines, such as the source models, are in its
+    caption.
+    """
     table = titled("Benchmarks")
     table.add_column("trial", justify="right")
     table.add_column("label", overflow="fold")
@@ -166,7 +175,10 @@ def benchmarks_table(document: BenchmarksDocument) -> Table:
 
 
 def attacks_table(document: BenchmarksDocument) -> Table:
-    """Table of benchmarks with adversarially changed prompts: values before and after, and the drop rate."""
+    """Terminal table of results with adversarially changed prompts: values before and after, and the drop rate.
+
+    The drop rate is the share of the value that is lost.
+    """
     table = titled("Attacked prompts")
     table.add_column("trial", justify="right")
     table.add_column("label", overflow="fold")
@@ -191,7 +203,10 @@ def attacks_table(document: BenchmarksDocument) -> Table:
 
 
 def judged_table(document: BenchmarksDocument) -> Table:
-    """Table of benchmarks with a judge: win rates, the judge's consistency, and lengths of completions."""
+    """Terminal table of benchmarks on which a judge, a model, compares completions with reference answers.
+
+    It has the win rates, how consistent the judge is, and the lengths of the completions.
+    """
     table = titled("Judged completions")
     table.add_column("trial", justify="right")
     table.add_column("label", overflow="fold")
@@ -220,19 +235,22 @@ def judged_table(document: BenchmarksDocument) -> Table:
 
 
 def finding_line(document: FindingDocument) -> Text:
-    """Line that states a study's main result: whether a merge is better than the baselines."""
+    """Line of text that states a study's main result.
+
+    It says whether a merge is better than the best source model and than the best recipe from the literature.
+    """
     return Text(f"finding:       {document['text']}")
 
 
 def search_line(document: SearchDocument) -> Text:
-    """Text about a study's search: which searcher proposed the trials, why it was used, and what the search cost."""
+    """Text about a study's search: the searcher that proposed its trials, why it was chosen, and what it cost."""
     return Text("search:        " + f"\n{'':<15}".join(search_sentences(document)))
 
 
 def verification_line(document: VerificationDocument) -> Text:
-    """Line about a study's verification: whether plain transformers reproduced the samples scored by vLLM.
+    """Line of text that says whether Hugging Face transformers reproduced samples of a study that vLLM had scored.
 
-    If trials were not verified, the line has the reason.
+    If no trials were verified in this way, the line has the reason.
     """
     status = document["status"]
     parts = []
@@ -251,7 +269,10 @@ def verification_line(document: VerificationDocument) -> Text:
 
 
 def trials_table(documents: Iterable[TrialDocument], objectives: Sequence[str]) -> Table:
-    """Table of trials, with the value of each objective at the highest rung that the trial finished."""
+    """Terminal table of trials, with the value of each objective on the most samples that the trial was scored on.
+
+    `objectives` has the names of the objectives.
+    """
     table = titled("Trials")
     for name, justify in (("trial", "right"), ("label", "left"), ("state", "left"), ("samples", "right")):
         table.add_column(name, justify="right" if justify == "right" else "left", overflow="fold")
@@ -275,7 +296,10 @@ def trials_table(documents: Iterable[TrialDocument], objectives: Sequence[str]) 
 
 
 def studies_table(studies: Sequence[StudyDocument]) -> Table:
-    """Table of studies, one row for each in the given order, with prefixes of ids that are unique in the table."""
+    """Terminal table of studies, one row for each in the given order.
+
+    Ids are cut to their first digits, to the smallest number of digits (at least 8) by which all ids differ.
+    """
     table = titled("Studies")
     for name in ("study", "name", "state"):
         table.add_column(name, overflow="fold")
@@ -301,7 +325,10 @@ def studies_table(studies: Sequence[StudyDocument]) -> Table:
 
 
 def study_table(study: StudyDocument, *, server: str) -> Table:
-    """Table of a study's fields. Links are shown with the server's address `server`."""
+    """Terminal table of one study's fields.
+
+    `server` is the server's address, which is put before links.
+    """
     progress = study["progress"]
     rows: list[tuple[str, str | Text]] = []
     if algorithm := study.get("algorithm"):  # servers of earlier versions send none
@@ -319,10 +346,10 @@ def study_table(study: StudyDocument, *, server: str) -> Table:
 
 
 def job_table(job: JobDocument, *, noun: str, server: str, rows: Iterable[tuple[str, str | Text]] = ()) -> Table:
-    """Table of a job's fields; `noun` is the word for the job.
+    """Terminal table of one job's fields; `noun` is the word for the job, such as "study".
 
-    `rows` are further rows, of a name and a text, for the job's kind. Links are shown with the server's address
-    `server`.
+    `rows` are further rows for jobs of this kind, each a name and a text. `server` is the server's address, which is
+    put before links.
     """
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
@@ -334,6 +361,9 @@ def job_table(job: JobDocument, *, noun: str, server: str, rows: Iterable[tuple[
     table.add_row("state", state)
     if job["waiting_for"]:
         table.add_row("waits for", job["waiting_for"])
+    if place := job.get("queue"):  # servers of earlier versions have no queue
+        start = f", expected to start {local_time(place['estimated_start'])}" if place["estimated_start"] else ""
+        table.add_row("queue", f"{place['position']} of {place['length']}{start}")
     table.add_row("created", local_time(job["created_at"]))
     table.add_row("worked", f"{duration(job['wall_clock_s'])}, by {drivers}")
     for name, text in rows:
@@ -341,7 +371,7 @@ def job_table(job: JobDocument, *, noun: str, server: str, rows: Iterable[tuple[
     if ray_job := job["job"]:
         table.add_row("Ray job", ray_job["submission_id"])
         if ray_job["dashboard_url"]:
-            table.add_row("dashboard", ray_job["dashboard_url"])
+            table.add_row("dashboard", server + path_of_link(ray_job["dashboard_url"]))
     for name in ("report", "log"):
         if name in job["links"]:
             table.add_row(name, server + path_of_link(job["links"][name]))
@@ -349,9 +379,10 @@ def job_table(job: JobDocument, *, noun: str, server: str, rows: Iterable[tuple[
 
 
 def jobs_table(jobs: Sequence[JobDocument], *, noun: str, title: str) -> Table:
-    """Table of jobs, one row for each in the given order, with prefixes of ids that are unique in the table.
+    """Terminal table of jobs of one kind, one row for each in the given order.
 
-    `noun` is the word for a job of this kind.
+    `noun` is the word for such a job, such as "study", and `title` the title of the table. Ids are cut to their first
+    digits, to the smallest number of digits (at least 8) by which all ids differ.
     """
     table = titled(title)
     for name in (noun, "name", "state"):
@@ -365,6 +396,27 @@ def jobs_table(jobs: Sequence[JobDocument], *, noun: str, title: str) -> Table:
     return table
 
 
+def queue_table(document: QueueDocument) -> Table:
+    """Build a table of the queue: the running jobs, then the waiting jobs in the order in which they start."""
+    table = titled(f"Queue: {len(document['running'])} of {document['places']} places are taken")
+    table.add_column("position", justify="right")
+    for name in ("job", "name", "team", "priority", "waits for"):
+        table.add_column(name, overflow="fold", justify="right" if name == "priority" else "left")
+    table.add_column("expected start", no_wrap=True)
+    entries = [*document["running"], *document["waiting"]]
+    digits = id_digits([entry["job"]["id"] for entry in entries if entry["job"] is not None])
+    for entry in entries:
+        position = "runs" if entry["position"] is None else str(entry["position"])
+        if (job := entry["job"]) is None:
+            table.add_row(position, Text("a job that you may not read", style="dim"), "", "", "", "", "")
+            continue
+        start = local_time(entry["estimated_start"]) if entry["estimated_start"] else ""
+        team, waits = Text(job["team"] or ""), Text(entry["waiting_for"] or "")
+        table.add_row(position, job["id"][:digits], Text(job["name"]), team, str(job["priority"]), waits, start)
+    table.caption = document["not_ready"] and f"no job continues: {document['not_ready']}"
+    return table
+
+
 def titled(title: str) -> Table:
     return Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, caption_justify="left")
 
@@ -374,12 +426,12 @@ def _label(label: str, origin: str) -> Text:
 
 
 def state_text(state: str) -> Text:
-    """Text of a job's state in the colour of the state."""
+    """Text of a job's state, such as "complete", in a colour for this state."""
     return Text(state.lower(), style=JOB_STYLES.get(state, ""))
 
 
 def id_digits(ids: Sequence[str]) -> int:
-    """Smallest number of leading digits, but at least 8, in which all `ids` differ."""
+    """Smallest number of leading digits, but at least 8, by which the given ids can be told apart."""
     digits = ID_DIGITS
     while len({name[:digits] for name in ids}) < len(ids):
         digits += 1
@@ -417,9 +469,10 @@ def _error_text(error: float | None) -> str:
 
 
 def _exact_text(estimate: EstimateDocument, *, signed: bool = False) -> str:
-    """Text of a value that is exact because it depends on the recipe alone; "" for a mean over samples.
+    """Text of the value of `estimate` if the value follows from the recipe (merge) alone, such as the model's size.
 
-    With `signed`, a positive value has a plus sign.
+    Such a value has no confidence interval. Returns "" if the value is a mean over samples, which has one. If `signed`
+    is True, a positive value has a plus sign.
     """
     return "" if estimate["samples"] else f"{estimate['value']:{'+' if signed else ''},.10g}"
 

@@ -47,9 +47,10 @@ def print_json_line(document: Any) -> None:
 
 
 def print_export(directory: Path, chosen: PreferredDocument | None, *, as_json: bool) -> None:
-    """Print where a merged model was written, and which trial the user's weights of the objectives selected.
+    """Print the directory of a merged model that was written and, if the user's weights chose its trial, the trial.
 
-    `chosen` describes this trial; None if no weights were given. If `as_json` is True, both are printed as JSON.
+    The weights are those of the objectives. `chosen` describes the trial that they chose; None if no weights were
+    given. If `as_json` is True, directory and trial are printed as JSON.
     """
     if as_json:
         print_json({"directory": str(directory)} | ({} if chosen is None else {"preferred": chosen}))
@@ -60,9 +61,9 @@ def print_export(directory: Path, chosen: PreferredDocument | None, *, as_json: 
 
 
 def print_removals(removals: Sequence[Removal], *, is_dry_run: bool) -> None:
-    """Print the removed data, and for each kind of data their number and bytes.
+    """Print which data of ended jobs were removed and, for each kind of data, their number and bytes.
 
-    If `is_dry_run` is True, the data would be removed, and the text says so.
+    If `is_dry_run` is True, nothing was removed, and the text says what would be.
     """
     for removal in removals:
         print(removal)
@@ -77,7 +78,10 @@ def print_removals(removals: Sequence[Removal], *, is_dry_run: bool) -> None:
 
 
 def print_benchmarks(document: BenchmarksDocument) -> None:
-    """Print the results of a study on benchmarks, with attacked prompts and judgments if there are any."""
+    """Print the results of a study on its benchmarks as tables.
+
+    Results with adversarially changed prompts, and judgments of answers by a model, get tables of their own.
+    """
     from service.cli.tables import attacks_table, benchmarks_table, judged_table
 
     console().print(benchmarks_table(document))

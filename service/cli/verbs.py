@@ -16,13 +16,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from search_spaces.errors import InvalidPreference, InvalidRecipe, InvalidStudy, Problem
-from service.auth.settings import oidc_settings
+from service.auth.settings import oidc_settings, public_address
+from service.cli.accounts import NO_LIMIT
+from service.cli.chat import ChatOptions, read_prompt
 from service.cli.export_progress import ExportView
 from service.cli.finetune import finetune as finetune_experts
 from service.cli.tasks import fetch_task, list_tasks
 from service.cli.terminal import console, print_benchmarks, print_export, print_json, print_removals, print_results
+from service.cli.trial_files import write_trials
 from service.disk import alignments_dir, artifacts_dir, gib
 from service.errors import Conflict, DatabaseUnavailable, NotFound
+from service.notifications.settings import notification_settings
+from service.results.columns import trial_columns
 from service.retention.limits import limits_of
 from service.server import alone
 from service.server import serve as run_server
@@ -35,15 +40,16 @@ if TYPE_CHECKING:
     from service.schemas.files import PreferredDocument
 
 __all__ = [
-    "NO_LIMIT",
     "back_up",
     "cancel",
+    "chat",
     "clean",
     "clone",
     "delete",
     "demo",
     "drain",
     "edit",
+    "enqueue",
     "evaluate",
     "export",
     "fetch_task",
@@ -54,10 +60,13 @@ __all__ = [
     "log",
     "merge",
     "migrate_database",
+    "move",
     "move_database",
     "pareto",
     "pause",
     "propose",
+    "queue",
+    "recipe",
     "reevaluate",
     "restore",
     "resume",
@@ -75,9 +84,6 @@ __all__ = [
 # Options of `mergesearch edit`, of which some are limits of a study.
 LIMITS = ("max_samples", "max_gpu_hours", "max_wall_clock_s")
 EDITED = ("name", "description", "tags", "notes", "priority", "max_trials", "replicas", *LIMITS)
-
-# The value of a limit that is lifted.
-NO_LIMIT = "none"
 
 
 def run(options: argparse.Namespace) -> int:
@@ -144,6 +150,7 @@ def _check(study: Any, directory: Path, *, exports: bool, metadata_only: bool, a
 
 
 def serve(options: argparse.Namespace) -> int:
+    public_url = public_address(options.public_url)
     oidc = oidc_settings(
         issuer=options.oidc_issuer,
         client_id=options.oidc_client_id,
@@ -153,7 +160,17 @@ def serve(options: argparse.Namespace) -> int:
         groups_claim=options.oidc_groups_claim,
         teams=options.oidc_team,
         creates_users=options.oidc_create_users,
-        public_url=options.public_url,
+        public_url=public_url,
+        environment=os.environ,
+    )
+    notifications = notification_settings(
+        allowed_hosts=options.webhook_allow,
+        public_url=public_url,
+        smtp_url=options.smtp_url,
+        mail_from=options.mail_from,
+        password_file=options.smtp_password_file,
+        allows_plain=options.smtp_plaintext,
+        waiting_minutes=options.notify_waiting,
         environment=os.environ,
     )
     run_server(
@@ -177,7 +194,12 @@ def serve(options: argparse.Namespace) -> int:
         has_accounts=not options.no_accounts,
         requests_per_s=options.rate_limit,
         has_open_metrics=options.open_metrics,
+        has_open_dashboard=options.open_dashboard,
         oidc=oidc,
+        max_running=options.max_running,
+        notifications=notifications,
+        log_format=options.log_format,
+        has_access_log=options.access_log,
     )
     return 0
 
@@ -395,6 +417,23 @@ def log(options: argparse.Namespace) -> int:
         return server.log(options.job)
 
 
+def chat(options: argparse.Namespace) -> int:
+    prompt = read_prompt(options.prompt)  # before a trial is served
+    if prompt is None and options.json:
+        raise Conflict("--json: needs a prompt; give --prompt TEXT, or send a text to standard input")
+    request = {name: getattr(options, name) for name in ("max_tokens", "temperature", "seed")}
+    chat_options = ChatOptions(
+        is_text=options.text,
+        system=options.system,
+        request={name: value for name, value in request.items() if value is not None},
+        idle_minutes=options.idle,
+        shares_engines=options.share_engines,
+        wait_s=options.wait,
+    )
+    with _on_server(options) as server:
+        return server.chat(options.study, options.trials, prompt, chat_options)
+
+
 def cancel(options: argparse.Namespace) -> int:
     with _on_server(options) as server:
         return server.cancel(options.job, reason=options.reason)
@@ -423,6 +462,12 @@ def reevaluate(options: argparse.Namespace) -> int:
         return server.evaluate_trial(options.study, options.trial, reason=options.reason)
 
 
+def enqueue(options: argparse.Namespace) -> int:
+    file, is_recipe = Path(options.recipe or options.configuration), options.recipe is not None
+    with _on_server(options) as server:
+        return server.enqueue(options.study, options.label, file, is_recipe=is_recipe, reason=options.reason)
+
+
 def clone(options: argparse.Namespace) -> int:
     changes: dict[str, Any] = {} if options.name is None else {"name": options.name}
     for path, value in options.set:
@@ -438,6 +483,16 @@ def clone(options: argparse.Namespace) -> int:
 def pause(options: argparse.Namespace) -> int:
     with _on_server(options) as server:
         return server.pause(options.job, reason=options.reason)
+
+
+def queue(options: argparse.Namespace) -> int:
+    with _on_server(options) as server:
+        return server.queue()
+
+
+def move(options: argparse.Namespace) -> int:
+    with _on_server(options) as server:
+        return server.move(options.job, before=options.before, reason=options.reason)
 
 
 def resume(options: argparse.Namespace) -> int:
@@ -456,11 +511,11 @@ def delete(options: argparse.Namespace) -> int:
 
 
 def export(options: argparse.Namespace) -> int:
-    if options.prefer is not None and options.trial != "best":
-        raise InvalidPreference(f'preference: weights choose the trial; give "best", not {options.trial!r}')
     if not _is_directory(options):
         with _on_server(options) as server:
             return server.export(options.run, options.trial, options.out, dtype=options.dtype, prefer=options.prefer)
+    if options.prefer is not None and options.trial != "best":
+        raise InvalidPreference(f'preference: weights choose the trial; give "best", not {options.trial!r}')
     trial, chosen = options.trial, None
     if options.prefer is not None:
         chosen = _preferred(_read(Path(options.run)), options.prefer)
@@ -511,16 +566,40 @@ def merge(options: argparse.Namespace) -> int:
 def trials(options: argparse.Namespace) -> int:
     if not _is_directory(options):
         with _on_server(options) as server:
-            return server.trials(options.run)
+            return server.trials(options.run, out=options.out, optuna=options.optuna)
     from service.cli.tables import trials_table
     from service.results.documents import trial_documents
 
     result = _read(Path(options.run))
+    if options.out is not None or options.optuna is not None:
+        configurations = {t.number: t.configuration for t in result.whole_trials if t.configuration is not None}
+        columns = trial_columns(result.trials, configurations)
+        directions = {objective.name: objective.direction for objective in result.objectives}
+        documents = [] if options.optuna is None else trial_documents(result)
+        return write_trials(columns, result.study.name, directions, documents, out=options.out, optuna=options.optuna)
     documents = trial_documents(result)
     if options.json:
         print_json(documents)
     else:
         console().print(trials_table(documents, [objective.name for objective in result.objectives]))
+    return 0
+
+
+def recipe(options: argparse.Namespace) -> int:
+    if not _is_directory(options):
+        with _on_server(options) as server:
+            return server.recipe(options.run, options.trial, is_mergekit=options.mergekit)
+    from service.jobs.search.local_run import read_run
+
+    with read_run(Path(options.run)) as (store, study):
+        document = store.trial(study.id, options.trial).read_recipe().to_json()
+        if not options.mergekit:
+            print_json(document)
+            return 0
+        from service.studies.mergekit import mergekit_file
+
+        content = mergekit_file(study, document)
+        print_json({"mergekit": content}) if options.json else print(content, end="")
     return 0
 
 
@@ -625,10 +704,10 @@ def _on_server(options: argparse.Namespace) -> AbstractContextManager[ServerVerb
 
 
 def _is_directory(options: argparse.Namespace) -> bool:
-    """Whether the command's argument `options.run` is the directory of a `mergesearch run`, not a job of a server.
+    """Whether a command's argument `options.run` names the directory of a `mergesearch run`, and not a job of a server.
 
-    The argument is a directory if the option --server is absent, and the argument is an existing path or contains a
-    path separator.
+    It names a directory if the option --server is absent, and the argument is an existing path or contains a path
+    separator.
     """
     return options.server is None and (os.sep in options.run or Path(options.run).exists())
 
@@ -657,7 +736,7 @@ def _export_from(directory: Path, trial: str, out: Path, *, dtype: str | None = 
 
 
 def _directories(models: Sequence[str]) -> dict[str, Path]:
-    """Parse the values of the option `--model`, each ALIAS=DIR, and return the directories by alias.
+    """Parse the values of the option `--model`, each ALIAS=DIR, into a dict of source models' directories by alias.
 
     Raises InvalidRecipe if a value does not have this form, or if an alias is given twice.
     """

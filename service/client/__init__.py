@@ -8,10 +8,13 @@ Importing this package loads neither httpx nor anything heavy.
 - `job_flows`: flows of the calls about jobs of any kind; a flow is a generator of requests that sends nothing itself
 - `flows`: flows of the calls about studies
 - `finetune_flows`: flows of the calls about fine-tunings
+- `notification_flows`: flows of the calls about webhooks and e-mail addresses
+- `views`: documents as notebooks show them, and as data frames
 - `requests`: one request: retries, responses, refusals
 - `transport`: requests and responses in terms of httpx
 - `credentials`: tokens of servers on the user's machine
 - `events`: parses the stream of a job's events
+- `completions`: requests for completions, and the parser of their streams
 - `download`: unpacks a merged model from its tar stream
 
 Examples:

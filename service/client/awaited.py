@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from service.client import finetune_flows, flows, job_flows, transport
+from service.client import finetune_flows, flows, job_flows, notification_flows, transport, views
 from service.client.blocking import Client
+from service.client.completions import ChunkReader, completion_call
 from service.client.download import Received, check_free
-from service.client.events import PATIENCE_S, Event, EventReader
+from service.client.events import PATIENCE_S, Event, EventReader, JobsEventReader
 from service.client.methods import awaited, named
-from service.client.requests import Call, Flow, Reference, Response, TransportError
+from service.client.requests import Call, Flow, Reference, Response, TransportError, refusal
+from service.errors import ServerUnreachable
 
 if TYPE_CHECKING:
-    from service.schemas.api import FinetuneDocument
+    from service.schemas.api import FinetuneDocument, ServedStudyDocument
 
 __all__ = ["AsyncClient"]
 
@@ -25,7 +27,7 @@ T = TypeVar("T")
 
 @named
 class AsyncClient:
-    """Asynchronous client of one server.
+    """Asynchronous client of one mergesearch server.
 
     The client has the methods of `Client`, as coroutines. Events are read with `async for`. The client is an
     asynchronous context manager, which closes its connections at the end. Every call may raise RequestRefused (with the
@@ -35,7 +37,7 @@ class AsyncClient:
         url: Address of the server. An address without a scheme, such as `gpu-box:8080`, means http.
         token: API token. By default that of the variable MERGESEARCH_TOKEN, or the one that `mergesearch login` stored
             for this address, if there is any.
-        timeout_s: Seconds that one response may take.
+        timeout_s: Seconds that the response to one request may take.
         patience_s: Seconds for which `events` tries to reconnect to a server that has responded before.
 
     Raises:
@@ -72,6 +74,12 @@ class AsyncClient:
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
+    def __repr__(self) -> str:
+        return f"AsyncClient({self.url!r})"
+
+    def _repr_html_(self) -> str:
+        return views.overview(self.url, {})
+
     async def aclose(self) -> None:
         """Close the client's connections."""
         await self._http.aclose()
@@ -85,12 +93,21 @@ class AsyncClient:
     find = awaited(job_flows.find)
     share = awaited(job_flows.share)
     me = awaited(job_flows.me)
+    webhooks = awaited(notification_flows.webhooks)
+    add_webhook = awaited(notification_flows.add_webhook)
+    remove_webhook = awaited(notification_flows.remove_webhook)
+    send_test = awaited(notification_flows.send_test)
+    deliveries = awaited(notification_flows.deliveries)
+    mail = awaited(notification_flows.mail)
+    set_mail = awaited(notification_flows.set_mail)
     cancel = awaited(job_flows.cancel)
     resume = awaited(job_flows.resume)
     pause = awaited(job_flows.pause)
     edit = awaited(job_flows.edit)
     clone = awaited(job_flows.clone)
     stop = awaited(job_flows.stop)
+    queue = awaited(job_flows.queue)
+    move = awaited(job_flows.move)
     delete = awaited(job_flows.delete)
     summary = awaited(flows.summary)
     benchmarks = awaited(flows.benchmarks)
@@ -103,11 +120,20 @@ class AsyncClient:
     finetune = awaited(finetune_flows.finetune)
     curves = awaited(finetune_flows.curves)
     analysis = awaited(finetune_flows.analysis)
+    check_study = awaited(flows.check_study)
+    models = awaited(flows.models)
     trials = awaited(flows.trials)
     trial = awaited(flows.trial)
+    trial_columns = awaited(flows.trial_columns)
+    plot = awaited(flows.plot)
+    importance = awaited(flows.importance)
+    samples = awaited(flows.samples)
+    enqueue_trial = awaited(flows.enqueue_trial)
+    serve = awaited(flows.serve)
     evaluate_trial = awaited(flows.evaluate_trial)
     set_validity = awaited(flows.set_validity)
     recipe = awaited(flows.recipe)
+    mergekit = awaited(flows.mergekit)
     exports = awaited(flows.exports)
     delete_export = awaited(flows.delete_export)
     _finished_export = awaited(flows.finished_export)
@@ -118,7 +144,7 @@ class AsyncClient:
         A lost connection is reopened, also to a restarted server. No event is missed or repeated.
 
         Args:
-            study: Id of a study, or the server's document of a job of any kind.
+            study: Id of a study, or a document that the server returned for a job of any kind.
             after: Id of the last event that is already known; 0 starts with the first event.
 
         Yields:
@@ -127,16 +153,44 @@ class AsyncClient:
 
         Raises:
             RequestRefused: The server has no such job.
-            ServerUnreachable: The first connection failed, or no connection was made for `patience_s`.
+            ServerUnreachable: The first connection failed, or no connection was made for the client's
+                `patience_s` seconds.
             InvalidAnswer: The response is not an event stream of a mergesearch server.
 
         Examples:
             >>> async for event in client.events("5f0c..."):
             ...     print(event.kind, event.payload)
         """
+        async for event in self._streamed(EventReader(study, after=after, patience_s=self._patience_s)):
+            yield event
+
+    async def all_events(self, *, after: int | None = None) -> AsyncIterator[Event]:
+        """Yield the state changes and progress of all jobs that you may read, without end.
+
+        A lost connection is reopened, also to a restarted server. No event is missed or repeated.
+
+        Args:
+            after: Id of the last event that is already known; None starts with new events.
+
+        Yields:
+            Stored events, and events without an id: "progress" of a job, "added" for a job that you may read from now
+            on, and "removed" for one that you may no longer read or that was deleted. Each names its job.
+
+        Raises:
+            ServerUnreachable: The first connection failed, or no connection was made for the client's
+                `patience_s` seconds.
+            InvalidAnswer: The response is not an event stream of a mergesearch server.
+
+        Examples:
+            >>> async for event in client.all_events():
+            ...     print(event.job, event.kind, event.payload)
+        """
+        async for event in self._streamed(JobsEventReader(after=after, patience_s=self._patience_s)):
+            yield event
+
+    async def _streamed(self, reader: EventReader) -> AsyncIterator[Event]:
         import httpx
 
-        reader = EventReader(study, after=after, patience_s=self._patience_s)
         while not reader.has_ended:
             call = reader.call()
             try:
@@ -155,6 +209,54 @@ class AsyncClient:
                 outcome = transport.lost(self.url, error)
             if not reader.has_ended:
                 await asyncio.sleep(reader.pause_s(outcome))
+
+    async def complete(
+        self,
+        served: ServedStudyDocument,
+        model: str | int,
+        *,
+        prompt: str | None = None,
+        messages: Sequence[Mapping[str, str]] | None = None,
+        **options: Any,
+    ) -> AsyncIterator[dict[str, Any]]:
+        """Complete a text, or answer a chat, with the merge of a trial, and yield the parts as they are generated.
+
+        Programs may use OpenAI's own client instead, at the link `openai` of `served`.
+
+        Args:
+            served: The server's document of the served study, from the method `serve`.
+            model: Number of a trial, or label of a baseline, such as "base".
+            prompt: Text to complete; only without `messages`.
+            messages: Messages of a chat, each with the keys "role" and "content".
+            **options: Further fields of the request, such as `max_tokens`, `temperature`, `stop` and `seed`.
+
+        Yields:
+            Chunks in the form of OpenAI's API; `system_fingerprint` is the digest of the recipe.
+
+        Raises:
+            RequestRefused: A field is wrong, serving has ended (status 410), or there is no engine now (503).
+            ServerUnreachable: The connection was lost.
+            InvalidAnswer: The stream ended too early.
+
+        Examples:
+            >>> served = await client.serve("5f0c...", 12)
+            >>> async for chunk in client.complete(served, 12, prompt="2+3=", max_tokens=8):
+            ...     print(chunk["choices"][0]["text"], end="")
+        """
+        import httpx
+
+        call = completion_call(served, model, prompt=prompt, messages=messages, options=options)
+        reader = ChunkReader(self.url + call.path)
+        try:
+            async with self._http.stream(**transport.request(self.url, call)) as response:
+                if response.status_code != 200:
+                    raise refusal(transport.reply(response, await response.aread()))
+                async for data in response.aiter_bytes():
+                    for chunk in reader.feed(data):
+                        yield chunk
+        except httpx.RequestError as error:
+            raise ServerUnreachable(f"{self.url}{call.path}: was cut off: {transport.reason_of(error)}") from error
+        reader.check_end()
 
     async def export(
         self,
@@ -175,9 +277,9 @@ class AsyncClient:
             study: Id of the study.
             trial: Number of the trial, or "best".
             out: New directory for the model.
-            dtype: Dtype of the weights, such as "bfloat16"; None is the dtype that the study's engine scored in.
-            prefer: Weights of the objectives, which sum to 1 and pick a trial of the Pareto front. `trial` must be
-                "best" then. The method `pareto` returns the trial that given weights pick.
+            dtype: Dtype of the weights, such as "bfloat16"; None means the dtype in which the study scored its merges.
+            prefer: Weights of the objectives, which sum to 1. The trial of the Pareto front that is best by these
+                weights is exported; `trial` must be "best" then. The method `pareto` returns the same trial.
             received: Called with the bytes received so far and the total number of bytes (None while unknown).
 
         Returns:
@@ -199,14 +301,14 @@ class AsyncClient:
     async def download(
         self, finetune: str | FinetuneDocument, expert: str, out: Path | str, *, received: Received | None = None
     ) -> Path:
-        """Download a trained expert of a fine-tuning.
+        """Download a trained expert of a fine-tuning, that is, a model that it has trained.
 
         The directory `out` appears complete or not at all. Files are written, and `received` is called, in a separate
         thread.
 
         Args:
-            finetune: Id of the fine-tuning, or the server's document of the fine-tuning.
-            expert: Alias of the expert.
+            finetune: Id of the fine-tuning, or a document that the server returned for it.
+            expert: Name (alias) of the expert in the specification of the fine-tuning.
             out: New directory for the expert.
             received: Called with the bytes received so far and the total number of bytes (None while unknown).
 

@@ -16,13 +16,13 @@ TOKEN_VARIABLE = "MERGESEARCH_TOKEN"
 
 
 def tokens_file() -> Path:
-    """The file with the stored tokens, in $XDG_CONFIG_HOME or ~/.config."""
+    """The file with the API tokens that `mergesearch login` has stored, in $XDG_CONFIG_HOME or ~/.config."""
     root = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
     return Path(root) / "mergesearch" / "tokens.json"
 
 
 def token_for(url: str) -> str | None:
-    """The user's token for the server at `url`, or None if there is none.
+    """The user's API token for the server at `url`, or None if there is none.
 
     The environment variable MERGESEARCH_TOKEN has precedence over the token that `mergesearch login` stored. Raises
     Conflict if the file of stored tokens cannot be read, or if other users of this machine may read it.
@@ -31,13 +31,13 @@ def token_for(url: str) -> str | None:
 
 
 def store_token(url: str, token: str) -> Path:
-    """Store the token for the server at `url`, in a file that only this user may read; return the file."""
+    """Store the API token for the server at `url`, in a file that only this user may read; return the file."""
     _write({**_stored(), url: token})
     return tokens_file()
 
 
 def forget_token(url: str) -> bool:
-    """Remove the stored token for the server at `url`. Returns whether there was one."""
+    """Remove the stored API token for the server at `url`. Returns whether there was one."""
     known = _stored()
     if url not in known:
         return False
@@ -46,7 +46,7 @@ def forget_token(url: str) -> bool:
 
 
 def _stored() -> dict[str, str]:
-    """The stored tokens, by the address of the server."""
+    """The API tokens in the file of stored tokens, by the address of the server; empty if there is no file."""
     file = tokens_file()
     try:
         with file.open() as opened:

@@ -66,9 +66,10 @@ def unpack(chunks: Iterable[bytes], out: Path, *, num_bytes: int | None = None) 
 
 
 def _unpack_into(directory: Path, chunks: Iterable[bytes], num_bytes: int | None) -> Path:
-    """Unpack a tar archive into the temporary `directory`, and return the archive's folder in it.
+    """Unpack a tar archive into the temporary `directory`, and return the single folder of the archive in it.
 
-    `num_bytes` is the expected total size of the files; None if it is unknown. The errors are those of `unpack`.
+    `chunks` are the bytes of the archive. `num_bytes` is the expected total size of the files; None if it is unknown.
+    Raises InvalidAnswer if the archive is not as expected, and Conflict if the files cannot be written.
     """
     names: list[str] = []
     written = 0
@@ -108,7 +109,7 @@ def _unpack_into(directory: Path, chunks: Iterable[bytes], num_bytes: int | None
 
 
 def _parts(member: tarfile.TarInfo) -> tuple[str, ...]:
-    """Split the path of a member of a tar archive into its parts, after checking that the path is safe.
+    """Split the path of a member of a tar archive into its parts, after checking that the member is safe to unpack.
 
     Raises:
         InvalidAnswer: The path leads out of the archive's folder, or the member is neither a folder nor an ordinary
@@ -130,10 +131,10 @@ def counted(
     """Yield the `chunks` of a download, and report its progress.
 
     After each chunk, `received` is called with the number of bytes received so far and the total number `num_bytes`
-    (None if unknown).
+    (None if unknown). If `received` is None, nothing is reported.
 
     Raises:
-        InterruptedError: The download was cancelled by setting `stop`.
+        InterruptedError: Another thread has cancelled the download by setting `stop`.
     """
     count = 0
     for chunk in chunks:
@@ -146,7 +147,7 @@ def counted(
 
 
 class _Chunks(io.RawIOBase):
-    """Readable file object whose content is an iterable of chunks of bytes, for `tarfile`."""
+    """File object for reading the concatenation of the byte strings `chunks`, from which `tarfile` can read."""
 
     def __init__(self, chunks: Iterable[bytes]) -> None:
         self._chunks = iter(chunks)

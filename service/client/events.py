@@ -1,4 +1,4 @@
-"""Parser of a job's server-sent events (WHATWG HTML, section 9.2), which does no network access itself.
+"""Parsers of server-sent events of one job or of all jobs (WHATWG HTML, section 9.2), without access to a network.
 
 After a lost connection, the caller asks for the events after the last one received.
 """
@@ -8,14 +8,18 @@ from __future__ import annotations
 import json
 import random
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from service.client.requests import Call, Reference, Response, TransportError, path_of, refusal
 from service.errors import InvalidAnswer, RequestRefused, ServerUnreachable
 
-__all__ = ["PATIENCE_S", "SILENCE_S", "Event", "EventReader"]
+__all__ = ["PATIENCE_S", "SILENCE_S", "Event", "EventReader", "JobsEventReader"]
+
+# Ids of events that a reader of all jobs remembers, so that it yields each event once.
+MAX_KNOWN = 10_000
 
 # The server sends something at least every 15 s; a connection that is silent for this long is lost.
 SILENCE_S = 45.0
@@ -38,32 +42,36 @@ class Event:
         id: Position among the stored events, ascending; None for "progress" and "end".
         time: Time in RFC 3339; None for "progress" and "end".
         payload: Details as JSON, which depend on the kind.
+        job: Id of the job, in the stream of all jobs; None in that of one job.
     """
 
     kind: str
     id: int | None
     time: str | None
     payload: Mapping[str, Any]
+    job: str | None = None
 
 
 class EventReader:
-    """Parser of a job's event stream, which leaves sending requests and receiving bytes to its caller.
+    """Parser of the event stream of a job, which does no network access itself.
 
     The caller sends the request that the method `call` returns, and passes the received bytes to the method `feed`,
     which yields events. When a connection has ended, the method `pause_s` returns how long to wait before the next
     request, or raises the final error.
 
+    - `job`: the job whose events are read: the id of a study, or a document that the server returned for a job;
+      None: those of all jobs
     - `after`: the id of the last event received so far
     - `patience_s`: the number of seconds without a connection after which reading fails
     - `clock`: the function that returns the time in seconds
     """
 
     def __init__(
-        self, job: Reference, *, after: int, patience_s: float, clock: Callable[[], float] = time.monotonic
+        self, job: Reference | None, *, after: int, patience_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.has_ended = False
         self.after = after
-        self._path = path_of(job, "events")
+        self._path = "/v1/events" if job is None else path_of(job, "events")
         self._patience_s = patience_s
         self._clock = clock
         self._rest = b""
@@ -72,7 +80,7 @@ class EventReader:
         self._failures = 0
 
     def call(self) -> Call:
-        """Build the request for the events after the last one received."""
+        """Build the request for those events of the job that come after the last one received."""
         self._rest, self._fields = b"", {}
         headers = {"Accept": "text/event-stream", "Cache-Control": "no-store", "Last-Event-ID": str(self.after)}
         return Call("GET", self._path, headers=headers)
@@ -83,14 +91,16 @@ class EventReader:
         # Split at line feeds only: str.splitlines also splits at characters that JSON text may contain.
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
-            event = self._line(line.removesuffix(b"\r").decode("utf-8", errors="replace"))
-            if event is not None and (event.id is None or event.id > self.after):
-                self.after = self.after if event.id is None else event.id
-                self.has_ended = event.kind == "end"
-                yield event
+            fields = self._line(line.removesuffix(b"\r").decode("utf-8", errors="replace"))
+            if fields is None:
+                continue
+            try:
+                yield from self._events(fields)
+            except (ValueError, KeyError, TypeError) as error:
+                raise InvalidAnswer(f"not an event of a mergesearch server: {dict(fields)!r:.200}") from error
 
     def pause_s(self, outcome: Response | TransportError) -> float:
-        """Seconds to wait before the stream is requested again.
+        """Seconds to wait before the event stream is requested again.
 
         Args:
             outcome: The response or the error with which the last connection ended.
@@ -98,7 +108,7 @@ class EventReader:
         Raises:
             RequestRefused: The server refused the request, and would refuse a retry too.
             InvalidAnswer: The response is not from a mergesearch server.
-            ServerUnreachable: The first connection failed, or no connection was made for `patience_s`.
+            ServerUnreachable: The first connection failed, or no connection was made for `patience_s` seconds.
         """
         wait_s: float = min(FIRST_PAUSE_S * 2**self._failures, MAX_PAUSE_S) * random.uniform(0.5, 1.0)
         self._failures = min(self._failures + 1, 10)
@@ -116,10 +126,21 @@ class EventReader:
             raise error
         return wait_s
 
-    def _line(self, line: str) -> Event | None:
+    def _events(self, fields: Mapping[str, str]) -> Iterator[Event]:
+        """Yield the event with these fields, if it is new. Raises an error if it is no event of a server."""
+        data, kind = json.loads(fields["data"]), fields["event"]
+        if "id" not in fields:
+            self.has_ended = kind == "end"
+            yield Event(kind, None, None, data)
+        elif (number := int(fields["id"])) > self.after:
+            self.after = number
+            yield Event(kind, number, data["time"], data["payload"])
+
+    def _line(self, line: str) -> Mapping[str, str] | None:
+        """Add a line to the fields of the next event; return the fields if the line ends the event."""
         if not line:
             fields, self._fields = self._fields, {}
-            return _event(fields) if "data" in fields else None
+            return fields if "data" in fields else None
         name, _, value = line.partition(":")
         if name:  # without a name it is a comment
             value = value.removeprefix(" ")
@@ -127,12 +148,32 @@ class EventReader:
         return None
 
 
-def _event(fields: Mapping[str, str]) -> Event:
-    try:
-        data = json.loads(fields["data"])
-        kind = fields["event"]
+class JobsEventReader(EventReader):
+    """Parser of the event stream of all jobs, which does not end.
+
+    A server may send events of the last seconds again after a reconnection; each is yielded once. `after` is the id
+    after which events are read; None means new ones. The other arguments are those of an `EventReader`.
+    """
+
+    def __init__(self, *, after: int | None, patience_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(None, after=after or 0, patience_s=patience_s, clock=clock)
+        self._knows_start = after is not None
+        self._known: deque[int] = deque(maxlen=MAX_KNOWN)
+
+    def call(self) -> Call:
+        """Build the request for those events that come after the last ones received."""
+        call = super().call()
+        left_out = () if self._knows_start else ("Last-Event-ID",)
+        return replace(call, headers={name: value for name, value in call.headers.items() if name not in left_out})
+
+    def _events(self, fields: Mapping[str, str]) -> Iterator[Event]:
+        data, kind = json.loads(fields["data"]), fields["event"]
+        if "id" in fields:
+            self.after, self._knows_start = int(fields["id"]), True
+        if kind == "start":
+            return
         if "id" not in fields:
-            return Event(kind, None, None, data)
-        return Event(kind, int(fields["id"]), data["time"], data["payload"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise InvalidAnswer(f"not an event of a mergesearch server: {dict(fields)!r:.200}") from error
+            yield Event(kind, None, None, data.get("progress", {}), data["job"])
+        elif (number := data["id"]) not in self._known:
+            self._known.append(number)
+            yield Event(kind, number, data["time"], data["payload"], data["job"])

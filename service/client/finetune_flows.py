@@ -9,6 +9,7 @@ from urllib.parse import quote
 
 from service.client.job_flows import jobs, submit_job
 from service.client.requests import Call, Flow, document_of, path_of, path_of_link
+from service.client.views import Job
 from service.errors import Conflict, NotFound
 from service.jobs.finetune.kind import FINETUNE
 
@@ -27,19 +28,19 @@ def submit_finetune(
 ) -> Flow[FinetuneDocument]:
     """Submit the fine-tuning of an expert, or of a fleet of experts (several experts that one specification defines).
 
-    The server reads models and data, so their paths must exist on the server's machine.
+    An expert is a fine-tuned model. The server reads models and data, so their paths must exist on its machine.
 
     Args:
         specification: Path of a specification file, or the content of one. Relative paths in a file start at the
             file's directory.
         idempotency_key: 1 to 255 visible ASCII characters. The same key with the same specification returns the
             fine-tuning that the first call created. Without a key, each call creates a new one.
-        team: Team that the fine-tuning belongs to; None is the only team for which you may submit.
+        team: Team that the fine-tuning belongs to; None means the only team for which you may submit jobs.
         sharing: Who may read the fine-tuning besides you and administrators: "private", "team" or "all"; None is
             "team".
 
     Returns:
-        The server's document of the fine-tuning.
+        The server's JSON document that describes the fine-tuning.
 
     Raises:
         InvalidStudy: The file is invalid.
@@ -57,27 +58,38 @@ def submit_finetune(
     return cast("FinetuneDocument", submitted)
 
 
-def finetunes(*, state: str | None = None, name: str | None = None) -> Flow[list[FinetuneDocument]]:
+def finetunes(
+    *,
+    state: str | None = None,
+    name: str | None = None,
+    text: str | None = None,
+    sort: str | None = None,
+    limit: int | None = None,
+) -> Flow[list[FinetuneDocument]]:
     """List the fine-tunings, oldest first.
 
     Args:
         state: State of the fine-tunings to list, such as "RUNNING"; None lists fine-tunings in any state.
         name: Name of the fine-tunings to list; None lists fine-tunings with any name.
+        text: Text that the name, the description or the owner has, or the id begins with.
+        sort: "created", "name", "state", "owner" or "priority"; "-" before it puts the largest first.
+        limit: Maximum number of fine-tunings, at most 1000; None lists all.
 
     Returns:
-        The server's documents of the fine-tunings.
+        The server's JSON documents that describe the fine-tunings.
 
     Examples:
         >>> client.finetunes(state="RUNNING")
     """
-    return cast("list[FinetuneDocument]", (yield from jobs(FINETUNE.name, state=state, name=name)))
+    found = jobs(FINETUNE.name, state=state, name=name, text=text, sort=sort, limit=limit)
+    return cast("list[FinetuneDocument]", (yield from found))
 
 
 def finetune(finetune: str | FinetuneDocument) -> Flow[FinetuneDocument]:
-    """Return the current state of a fine-tuning.
+    """Return the current state of a fine-tuning, with the progress of each expert (model that it trains).
 
     Args:
-        finetune: Id of the fine-tuning, or an earlier document of the fine-tuning.
+        finetune: Id of the fine-tuning, or a document that the server returned for it earlier.
 
     Raises:
         RequestRefused: The server has no such fine-tuning (status 404).
@@ -85,14 +97,14 @@ def finetune(finetune: str | FinetuneDocument) -> Flow[FinetuneDocument]:
     Examples:
         >>> client.finetune("5f0c...")["experts"]["math"]["progress"]
     """
-    return cast("FinetuneDocument", (yield from document_of(Call("GET", _finetune_path(finetune)))))
+    return cast("FinetuneDocument", Job((yield from document_of(Call("GET", _finetune_path(finetune))))))
 
 
 def curves(finetune: str | FinetuneDocument) -> Flow[CurvesDocument]:
-    """Return the losses and evaluations of a fine-tuning so far.
+    """Return the losses and evaluations of a fine-tuning so far, for each expert (model that it trains).
 
     Args:
-        finetune: Id of the fine-tuning, or the server's document of the fine-tuning.
+        finetune: Id of the fine-tuning, or a document that the server returned for it.
 
     Examples:
         >>> [point["loss"] for point in client.curves("5f0c...")["experts"][0]["loss"]]
@@ -105,12 +117,15 @@ def analysis(
 ) -> Flow[AnalysisDocument]:
     """Return the analysis of a fine-tuning's experts, which exists if the specification has the key `analysis`.
 
+    An expert is a model that the fine-tuning has trained.
+
     Args:
-        finetune: Id of the fine-tuning, or the server's document of the fine-tuning.
+        finetune: Id of the fine-tuning, or a document that the server returned for it.
         against: Other fine-tunings of the same experts, whose analyses are returned too, for comparison.
 
     Returns:
-        The distributions of the task vectors, and the losses of merges of the experts.
+        The distributions of the task vectors (differences between an expert's weights and those of its base), and the
+        losses of merges of the experts.
 
     Raises:
         RequestRefused: The analysis is not computed yet (status 409).
@@ -123,7 +138,9 @@ def analysis(
 
 
 def expert_download(finetune: FinetuneDocument, expert: str) -> Call:
-    """Build the request that downloads the files of an expert.
+    """Build the request that downloads the files of an expert, a model that a fine-tuning has trained.
+
+    `finetune` is the server's document of the fine-tuning, and `expert` the expert's alias in it.
 
     Raises:
         NotFound: The fine-tuning has no such expert.

@@ -7,10 +7,10 @@ a typed document. Therefore the blocking client and the asyncio client run the s
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import parse_qs, urlsplit
 
 from service.client.job_flows import jobs, submit_job
 from service.client.requests import (
@@ -22,36 +22,51 @@ from service.client.requests import (
     respond,
     text_of,
 )
+from service.client.views import Front, Job, Summary, Trial, TrialList, TrialSamples
 from service.errors import ExportFailed
 from service.jobs.search.kind import SEARCH
 
 if TYPE_CHECKING:
     from service.schemas.api import (
+        CheckDocument,
         ExportDocument,
         ExportsDocument,
+        ServedTrialDocument,
+        ShownTrialDocument,
+        SourceModelsDocument,
         StudyDocument,
+        TrialColumnsDocument,
         TrialsDocument,
     )
-    from service.schemas.files import BenchmarksDocument, ParetoDocument, SummaryDocument, TrialDocument
+    from service.schemas.files import BenchmarksDocument, SummaryDocument, TrialDocument
     from service.schemas.recipe import RecipeDocument
 
 __all__ = [
     "add_benchmarks",
     "benchmarks",
+    "check_study",
     "delete_export",
     "download",
+    "enqueue_trial",
     "evaluate_trial",
     "exports",
     "finished_export",
+    "importance",
+    "mergekit",
+    "models",
     "pareto",
+    "plot",
     "recipe",
     "report",
+    "samples",
+    "serve",
     "set_validity",
     "studies",
     "study",
     "submit",
     "summary",
     "trial",
+    "trial_columns",
     "trials",
 ]
 
@@ -73,17 +88,18 @@ def submit(
 ) -> Flow[StudyDocument]:
     """Submit a study.
 
-    The server reads models and data, so their paths must exist on the server's machine.
+    A study searches for the best merges of models. The server reads models and data, so their paths must exist on the
+    server's machine.
 
     Args:
         study: Path of a study file, or the content of one. Relative paths in a file start at the file's directory.
         idempotency_key: 1 to 255 visible ASCII characters. The same key with the same study returns the study that the
             first call created. Without a key, each call creates a new study.
-        team: Team that the study belongs to; None is the only team for which you may submit.
+        team: Team that the study belongs to; None means the only team for which you may submit jobs.
         sharing: Who may read the study besides you and administrators: "private", "team" or "all"; None is "team".
 
     Returns:
-        The server's document of the study.
+        The server's JSON document that describes the study.
 
     Raises:
         InvalidStudy: The file is invalid.
@@ -97,30 +113,64 @@ def submit(
     return cast("StudyDocument", (yield from submitted))
 
 
-def studies(*, state: str | None = None, name: str | None = None) -> Flow[list[StudyDocument]]:
+def check_study(study: Path | str | Mapping[str, Any], *, level: str = "full") -> Flow[CheckDocument]:
+    """Check a study on the server without submitting it.
+
+    Args:
+        study: Path of a study file, or the content of one. Relative paths in a file start at the file's directory.
+        level: "syntax" checks the file alone; "full" also models, tasks and memory, and plans the study.
+
+    Returns:
+        Every problem with its field. If there is no problem and `level` is "full", also the plan: samples, hours,
+        memory and disk space.
+
+    Raises:
+        InvalidStudy: `study` is the path of an invalid file.
+
+    Examples:
+        >>> client.check_study({"name": "math-text", "models": {...}, ...}, level="syntax")["problems"]
+    """
+    content = study if isinstance(study, Mapping) else SEARCH.load(Path(study))
+    headers = {"Content-Type": "application/json"}
+    call = Call("POST", "/v1/studies:check", {"level": level}, headers, json.dumps(dict(content)).encode())
+    return cast("CheckDocument", (yield from document_of(call)))
+
+
+def studies(
+    *,
+    state: str | None = None,
+    name: str | None = None,
+    text: str | None = None,
+    sort: str | None = None,
+    limit: int | None = None,
+) -> Flow[list[StudyDocument]]:
     """List the studies, oldest first.
 
     Args:
         state: State of the studies to list, such as "RUNNING"; None lists studies in any state.
         name: Name of the studies to list; None lists studies with any name.
+        text: Text that the name, the description or the owner has, or the id begins with.
+        sort: "created", "name", "state", "owner" or "priority"; "-" before it puts the largest first.
+        limit: Maximum number of studies, at most 1000; None lists all.
 
     Returns:
-        The server's documents of the studies.
+        The server's JSON documents that describe the studies.
 
     Examples:
         >>> client.studies(state="RUNNING")
     """
-    return cast("list[StudyDocument]", (yield from jobs(SEARCH.name, state=state, name=name)))
+    found = jobs(SEARCH.name, state=state, name=name, text=text, sort=sort, limit=limit)
+    return cast("list[StudyDocument]", (yield from found))
 
 
 def study(study: str) -> Flow[StudyDocument]:
-    """Return the current state of a study.
+    """Return the current state of a study, with its progress and links to its results.
 
     Args:
         study: Id of the study.
 
     Returns:
-        The server's document of the study.
+        The server's JSON document that describes the study.
 
     Raises:
         RequestRefused: The server has no such study (status 404).
@@ -128,11 +178,13 @@ def study(study: str) -> Flow[StudyDocument]:
     Examples:
         >>> client.study("5f0c...")["state"]
     """
-    return cast("StudyDocument", (yield from document_of(Call("GET", path_of(study)))))
+    return cast("StudyDocument", Job((yield from document_of(Call("GET", path_of(study))))))
 
 
 def summary(study: str) -> Flow[SummaryDocument]:
     """Return the summary of a study, the content of `summary.json`.
+
+    It has the best trial, the results on held-out data and what the search cost.
 
     Args:
         study: Id of the study.
@@ -140,11 +192,13 @@ def summary(study: str) -> Flow[SummaryDocument]:
     Examples:
         >>> client.summary("5f0c...")["best"]
     """
-    return cast("SummaryDocument", (yield from document_of(Call("GET", path_of(study, "summary")))))
+    return cast("SummaryDocument", Summary((yield from document_of(Call("GET", path_of(study, "summary"))))))
 
 
 def benchmarks(study: str) -> Flow[BenchmarksDocument]:
     """Return the results of a study on its benchmarks.
+
+    The benchmarks are tasks that the search does not use; chosen trials are scored on them at the end.
 
     Args:
         study: Id of the study.
@@ -158,14 +212,15 @@ def benchmarks(study: str) -> Flow[BenchmarksDocument]:
 def add_benchmarks(study: str, benchmarks: Path | str | Mapping[str, Any]) -> Flow[StudyDocument]:
     """Add benchmarks to a study that is COMPLETE; the study continues, and scores what is not scored yet.
 
-    The server reads the data, so their paths must exist on the server's machine.
+    Benchmarks are tasks that the search does not use. The server reads their data, so their paths must exist on the
+    server's machine.
 
     Args:
         study: Id of the study.
         benchmarks: Path of a file with the key `benchmarks`, as in a study file, or the content of one.
 
     Returns:
-        The server's document of the study.
+        The server's JSON document that describes the study.
 
     Raises:
         InvalidStudy: The file is invalid.
@@ -181,18 +236,19 @@ def add_benchmarks(study: str, benchmarks: Path | str | Mapping[str, Any]) -> Fl
         benchmarks = load_benchmarks(Path(benchmarks)).model_dump(mode="json", exclude_unset=True)
     content = json.dumps(dict(benchmarks)).encode()
     call = Call("POST", path_of(study, "benchmarks"), headers={"Content-Type": "application/json"}, content=content)
-    return cast("StudyDocument", (yield from document_of(call)))
+    return cast("StudyDocument", Job((yield from document_of(call))))
 
 
-def pareto(study: str, *, prefer: Mapping[str, float] | None = None) -> Flow[ParetoDocument]:
+def pareto(study: str, *, prefer: Mapping[str, float] | None = None) -> Flow[Front]:
     """Return the Pareto front of a study, the content of `pareto.json`.
 
     Args:
         study: Id of the study.
-        prefer: Weights of the objectives, which sum to 1.
+        prefer: Weights of the objectives, which sum to 1; None picks no trial.
 
     Returns:
-        The Pareto front. With `prefer`, the key "preferred" has the trial that the weights pick.
+        The Pareto front. With `prefer`, the key "preferred" has the trial of the front that is best by the weights. The
+        front's method `to_dataframe` makes a data frame of pandas of it.
 
     Raises:
         RequestRefused: The weights do not sum to 1, or name objectives that the study does not have.
@@ -202,14 +258,14 @@ def pareto(study: str, *, prefer: Mapping[str, float] | None = None) -> Flow[Par
         >>> client.pareto("5f0c...", prefer={"math": 0.6, "code": 0.4})["preferred"]["trial"]
     """
     query = {} if prefer is None else {"prefer": ",".join(f"{name}={weight!r}" for name, weight in prefer.items())}
-    return cast("ParetoDocument", (yield from document_of(Call("GET", path_of(study, "pareto"), query))))
+    return Front((yield from document_of(Call("GET", path_of(study, "pareto"), query))))
 
 
 def report(study: Reference) -> Flow[str]:
-    """Return the report of a job as one self-contained HTML page.
+    """Return the report on the results of a job as one self-contained HTML page.
 
     Args:
-        study: Id of a study, or the server's document of a job of any kind.
+        study: Id of a study, or a document that the server returned for a job of any kind.
 
     Examples:
         >>> Path("report.html").write_text(client.report("5f0c..."))
@@ -217,34 +273,140 @@ def report(study: Reference) -> Flow[str]:
     return (yield from text_of(Call("GET", path_of(study, "report"))))
 
 
+def plot(study: str, name: str, *, trial: int | None = None) -> Flow[dict[str, Any]]:
+    """Return the data series of a plot of a study, as numbers.
+
+    Args:
+        study: Id of the study.
+        name: Name of the plot, such as "history" or "rungs".
+        trial: Number of a trial, for the plots of a single trial: "recipe", "coefficients" and "path". None is the
+            best trial.
+
+    Raises:
+        RequestRefused: There is no such plot or trial (status 404).
+
+    Examples:
+        >>> client.plot("5f0c...", "recipe", trial=17)["layers"]
+    """
+    place = () if trial is None else ("trials", trial)
+    return (yield from document_of(Call("GET", path_of(study, *place, "plots", name))))
+
+
+def importance(study: str, *, objective: str | None = None) -> Flow[dict[str, Any]]:
+    """Return the importance of each parameter for an objective, by PED-ANOVA over the trials at full budget.
+
+    Args:
+        study: Id of the study.
+        objective: Name of the objective; None is the first one.
+
+    Returns:
+        "parameters" with their importances, the most important first, and the sums by "layers", "parts" and "experts".
+        Below 50 trials, "parameters" is None, and "reason" says why.
+
+    Raises:
+        RequestRefused: The study has no such objective (status 422).
+
+    Examples:
+        >>> client.importance("5f0c...", objective="math")["experts"]
+    """
+    query = {} if objective is None else {"objective": objective}
+    return (yield from document_of(Call("GET", path_of(study, "plots", "importance"), query)))
+
+
+def models(
+    *, under: str | None = None, text: str | None = None, limit: int | None = None
+) -> Flow[SourceModelsDocument]:
+    """List the models that jobs on the server may use: checkpoints and LoRA adapters with safetensors files.
+
+    Args:
+        under: Absolute directory on the server to search; None means all directories that jobs may read.
+        text: Text that the name, directory or architecture has.
+        limit: Maximum number of models; None is 200.
+
+    Returns:
+        The models by path, the directories that were searched, and whether the search was complete.
+
+    Raises:
+        RequestRefused: Jobs may not read `under`, or it is no directory (status 422).
+
+    Examples:
+        >>> [model["name"] for model in client.models(text="llama")["models"]]
+    """
+    given = {"under": under, "q": text, "limit": limit}
+    query = {name: str(value) for name, value in given.items() if value is not None}
+    return cast("SourceModelsDocument", (yield from document_of(Call("GET", "/v1/models", query))))
+
+
 # -- trials ------------------------------------------------------------------------------------------------------------
 
 
-def trials(study: str, *, state: str | None = None) -> Flow[list[TrialDocument]]:
-    """List the trials of a study, in the order of their numbers.
+def trials(
+    study: str,
+    *,
+    state: str | None = None,
+    origin: str | None = None,
+    sort: str | None = None,
+    where: Sequence[str] = (),
+    text: str | None = None,
+    limit: int | None = None,
+) -> Flow[TrialList]:
+    """List the trials of a study that satisfy every condition, in the order of their numbers or sorted by a field.
 
     Args:
         study: Id of the study.
         state: State of the trials to list, such as "COMPLETE"; None lists trials in any state.
+        origin: Where the recipes of the listed trials are from: "source" (a source model alone), "published", "search",
+            "refined" (learned further after the search) or "user"; None lists trials of any origin.
+        sort: Field to sort by, such as "value.math", "samples" or "parameter.scale"; "-" before it puts the largest
+            first, as in "-mean". If it is a value of objectives, trials that were scored on all samples are first.
+        where: Conditions on fields, such as "math>=0.6" or "rung<2".
+        text: Text that the label or the number has.
+        limit: Maximum number of trials; None lists all.
 
     Returns:
-        All trials in this state. The server's list has several pages, which are all read.
+        The trials, also if the server sends them in several parts. The list's method `to_dataframe` makes a data frame
+        of pandas of them.
+
+    Raises:
+        RequestRefused: A condition or the field to sort by is not accepted (status 422).
 
     Examples:
         >>> [trial["values"] for trial in client.trials("5f0c...", state="COMPLETE")]
+        >>> client.trials("5f0c...", sort="-mean", where=["math>=0.6"], limit=10)
     """
-    query = {"limit": str(PAGE), **({} if state is None else {"state": state})}
+    given = {"state": state, "origin": origin, "sort": sort, "where": list(where) or None, "q": text}
+    query: dict[str, str | Sequence[str]] = {name: value for name, value in given.items() if value is not None}
+    query["limit"] = str(PAGE if limit is None else min(limit, PAGE))
     found: list[TrialDocument] = []
-    while True:
+    while limit is None or len(found) < limit:
         page = cast("TrialsDocument", (yield from document_of(Call("GET", path_of(study, "trials"), query))))
-        found += page["trials"]
+        found += [cast("TrialDocument", Trial(each)) for each in page["trials"]]
         if page["next"] is None:
-            return found
-        query = dict(parse_qsl(urlsplit(page["next"]).query))
+            break
+        query = dict(parse_qs(urlsplit(page["next"]).query))
+    return TrialList(found[:limit])
 
 
-def trial(study: str, number: int) -> Flow[TrialDocument]:
-    """Return one trial of a study.
+def trial_columns(study: str, *, fields: Sequence[str] | None = None) -> Flow[dict[str, list[Any]]]:
+    """Return the trials of a study as columns: a list by the column's name, with one value or None for each trial.
+
+    Values are those of the highest rung (number of samples) that a trial has finished.
+
+    Args:
+        study: Id of the study.
+        fields: Names of columns, such as "number" or "value.*"; None is every column.
+
+    Examples:
+        >>> pandas.DataFrame(client.trial_columns("5f0c...", fields=["number", "state", "value.*", "parameter.*"]))
+    """
+    query = {} if fields is None else {"fields": ",".join(fields)}
+    call = Call("GET", path_of(study, "trials", "columns"), query)
+    document = cast("TrialColumnsDocument", (yield from document_of(call)))
+    return document["columns"]
+
+
+def trial(study: str, number: int) -> Flow[ShownTrialDocument]:
+    """Return one trial of a study: its configuration, its state, its values of the objectives, and their origin.
 
     Args:
         study: Id of the study.
@@ -256,13 +418,55 @@ def trial(study: str, number: int) -> Flow[TrialDocument]:
     Examples:
         >>> client.trial("5f0c...", 17)["rungs"]
     """
-    return cast("TrialDocument", (yield from document_of(Call("GET", path_of(study, "trials", number)))))
+    return cast("ShownTrialDocument", Trial((yield from document_of(Call("GET", path_of(study, "trials", number))))))
+
+
+def samples(
+    study: str,
+    number: int,
+    *,
+    objective: str | None = None,
+    split: str | None = None,
+    against: int | None = None,
+    only: str | None = None,
+    after: int | None = None,
+    limit: int | None = None,
+) -> Flow[TrialSamples]:
+    """Return samples of a trial, or of two trials side by side: prompt, reference, responses and values.
+
+    Args:
+        study: Id of the study.
+        number: Number of the trial.
+        objective: Name of an objective or benchmark of the split; None is the first one.
+        split: "search", "holdout" or "bench" (benchmarks); None is "search".
+        against: Number of another trial to compare with.
+        only: Samples to return: "differs" (the values differ), "a_only" (only the first trial is right), "b_only" or
+            "both_wrong"; None returns all samples.
+        after: Only samples at a larger position in the order of scoring.
+        limit: Maximum number of samples; None is 50. There are fewer if their texts are long.
+
+    Returns:
+        The samples, with a link to the "next" ones. With `against`, "counts" has the numbers of samples that both
+        trials, only one of them or none has right, and "difference" has the paired difference with its 95 % interval.
+        Both are over all samples that the two trials have in common.
+
+    Raises:
+        RequestRefused: The study has no such trial (status 404) or objective (status 422).
+
+    Examples:
+        >>> client.samples("5f0c...", 17, objective="math", against=2, only="differs")["difference"]
+    """
+    given = {"objective": objective, "split": split, "against": against, "only": only, "after": after, "limit": limit}
+    query = {name: str(value) for name, value in given.items() if value is not None}
+    call = Call("GET", path_of(study, "trials", number, "samples"), query)
+    return TrialSamples((yield from document_of(call)))
 
 
 def set_validity(study: str, number: int, *, is_valid: bool, reason: str | None = None) -> Flow[TrialDocument]:
-    """Mark a trial as invalid, so that nothing selects it, or as valid again.
+    """Mark a trial as invalid, so that all results leave it out, or as valid again.
 
-    The trial keeps its samples. A COMPLETE study continues, so that a finalist that takes its place is scored.
+    The trial keeps its scored samples. A COMPLETE study continues, so that the trial that replaces it among the best is
+    scored on held-out data.
 
     Args:
         study: Id of the study.
@@ -271,7 +475,7 @@ def set_validity(study: str, number: int, *, is_valid: bool, reason: str | None 
         reason: Why the trial is invalid; needed if it is.
 
     Returns:
-        The server's document of the trial.
+        The server's JSON document that describes the trial.
 
     Raises:
         RequestRefused: The study has no such trial (status 404), or the reason is missing (422).
@@ -281,21 +485,56 @@ def set_validity(study: str, number: int, *, is_valid: bool, reason: str | None 
     """
     content = json.dumps({"is_valid": is_valid, "reason": reason}).encode()
     call = Call("PUT", path_of(study, "trials", number, "validity"), {}, {"Content-Type": "application/json"}, content)
-    return cast("TrialDocument", (yield from document_of(call)))
+    return cast("TrialDocument", Trial((yield from document_of(call))))
+
+
+def serve(
+    study: str, number: int, *, idle_minutes: float | None = None, shares_engines: bool = False
+) -> Flow[ServedTrialDocument]:
+    """Serve the merge of a trial, so that prompts can be completed with it.
+
+    All trials of the study are served together. Serving begins when the server has an engine, and ends when no request
+    has come for `idle_minutes`, or when it is cancelled (`client.cancel(served)`).
+
+    Args:
+        study: Id of the study.
+        number: Number of the trial.
+        idle_minutes: Minutes without a request after which serving ends; None is the server's default.
+        shares_engines: Whether engines that a search uses complete the prompts too, which slows the search. Only
+            administrators of the server may set it to True.
+
+    Returns:
+        The server's document of the served study. Its link `openai` is the base path for clients of OpenAI's API, and
+        its key `model` the name by which their requests choose the trial.
+
+    Raises:
+        RequestRefused: The study has no such trial (status 404), its team serves too many studies (409), or the sender
+            may not export models of the study (403).
+
+    Examples:
+        >>> served = client.serve("5f0c...", 12)
+        >>> openai.OpenAI(base_url=client.url + served["links"]["openai"], api_key=token)
+    """
+    options = {} if idle_minutes is None else {"idle_minutes": idle_minutes}
+    content = json.dumps({**options, "shares_engines": shares_engines}).encode()
+    path = f"{path_of(study, 'trials', number)}:serve"
+    call = Call("POST", path, {}, {"Content-Type": "application/json"}, content)
+    return cast("ServedTrialDocument", Job((yield from document_of(call))))
 
 
 def evaluate_trial(study: str, number: int, *, reason: str | None = None) -> Flow[StudyDocument]:
     """Request that the recipe of a pruned or failed trial is evaluated at the full budget, as a new trial.
 
-    Samples that are stored are not scored again. A COMPLETE study continues.
+    A recipe says which source models are merged, and how. The full budget is all samples of the study; those that are
+    stored are not scored again. A COMPLETE study continues.
 
     Args:
         study: Id of the study.
         number: Number of the trial.
-        reason: The reason, which the events of the study show.
+        reason: Why; shown in the events of the study. None states no reason.
 
     Returns:
-        The server's document of the study after the request.
+        The server's JSON document that describes the study after the request.
 
     Raises:
         RequestRefused: The study has no such trial (status 404); the trial is neither PRUNED nor FAIL, the study is
@@ -306,11 +545,49 @@ def evaluate_trial(study: str, number: int, *, reason: str | None = None) -> Flo
     """
     query = {} if reason is None else {"reason": reason}
     path = f"{path_of(study, 'trials', number)}:evaluate"
-    return cast("StudyDocument", (yield from document_of(Call("POST", path, query))))
+    return cast("StudyDocument", Job((yield from document_of(Call("POST", path, query)))))
+
+
+def enqueue_trial(
+    study: str,
+    label: str,
+    *,
+    recipe: Mapping[str, Any] | None = None,
+    configuration: Mapping[str, Any] | None = None,
+    reason: str | None = None,
+) -> Flow[StudyDocument]:
+    """Request that a given merge is evaluated at the full budget, as a new trial of the study.
+
+    The full budget is all samples of the study's search. A COMPLETE study continues. The same request sent twice
+    enqueues one trial.
+
+    Args:
+        study: Id of the study.
+        label: Label of the new trial.
+        recipe: Content of a `recipe.json`, or of a mergekit configuration over the study's models.
+        configuration: A value for each parameter of the study's search space, in place of `recipe`.
+        reason: The reason, which the events of the study show.
+
+    Returns:
+        The server's document of the study after the request.
+
+    Raises:
+        RequestRefused: The study cannot evaluate the merge (status 422); another merge has the label, the study is
+            CANCELLED, or its searcher allows no further trials until the study is COMPLETE (409).
+
+    Examples:
+        >>> client.enqueue_trial("5f0c...", "by hand", configuration={"math.weight": 0.7, "code.weight": 0.3})
+    """
+    body = {"label": label, "recipe": recipe, "configuration": configuration, "reason": reason}
+    content = json.dumps({name: value for name, value in body.items() if value is not None}).encode()
+    call = Call("POST", path_of(study, "trials"), {}, {"Content-Type": "application/json"}, content)
+    return cast("StudyDocument", Job((yield from document_of(call))))
 
 
 def recipe(study: str, number: int) -> Flow[RecipeDocument]:
     """Return the recipe of a trial's merge, as in the file `recipe.json` of an exported model.
+
+    The recipe says which source models are merged, and how.
 
     Args:
         study: Id of the study.
@@ -325,6 +602,26 @@ def recipe(study: str, number: int) -> Flow[RecipeDocument]:
     return cast("RecipeDocument", (yield from document_of(Call("GET", path_of(study, "trials", number, "recipe")))))
 
 
+def mergekit(study: str, number: int) -> Flow[str]:
+    """Return a mergekit configuration that computes the same merge as a trial, up to float32 rounding.
+
+    Args:
+        study: Id of the study.
+        number: Number of the trial.
+
+    Returns:
+        The configuration, as YAML.
+
+    Raises:
+        RequestRefused: The study has no such trial (status 404), or mergekit would compute other tensors (409); the
+            document of the error lists the reasons.
+
+    Examples:
+        >>> Path("mergekit.yml").write_text(client.mergekit("5f0c...", 17))
+    """
+    return (yield from text_of(Call("GET", path_of(study, "trials", number, "mergekit"))))
+
+
 # -- exports -----------------------------------------------------------------------------------------------------------
 
 
@@ -336,11 +633,12 @@ def finished_export(
     Args:
         study: Id of the study.
         trial: Number of the trial, or "best".
-        dtype: Dtype of the weights; None is the dtype that the study's engine scored in.
-        prefer: Weights of the objectives, which pick a trial of the Pareto front; `trial` must be "best" then.
+        dtype: Dtype of the weights; None means the dtype in which the study scored its merges.
+        prefer: Weights of the objectives. The trial of the Pareto front that is best by these weights is exported, and
+            `trial` must be "best". None exports the trial that `trial` names.
 
     Returns:
-        The server's document of the complete export.
+        The server's JSON document that describes the complete export.
 
     Raises:
         ExportFailed: The server could not write the model.
@@ -362,6 +660,8 @@ def finished_export(
 def exports(study: str) -> Flow[list[ExportDocument]]:
     """List the exports of a study that the server keeps, oldest first.
 
+    An export is the merged model of a trial, written for download.
+
     Args:
         study: Id of the study.
 
@@ -373,7 +673,7 @@ def exports(study: str) -> Flow[list[ExportDocument]]:
 
 
 def delete_export(study: str, export: str) -> Flow[None]:
-    """Delete an export and its files from the server.
+    """Delete an export (a merged model for download) and its files from the server.
 
     Args:
         study: Id of the study.
@@ -389,5 +689,8 @@ def delete_export(study: str, export: str) -> Flow[None]:
 
 
 def download(study: str, export: ExportDocument) -> Call:
-    """Build the request that downloads the files of an exported model."""
+    """Build the request that downloads the files of an exported model from the server.
+
+    `study` is the id of the study, and `export` the server's document of the export.
+    """
     return Call("GET", path_of(study, "exports", export["id"], "download"), headers={"Accept": "application/x-tar"})

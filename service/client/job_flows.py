@@ -7,14 +7,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from service.client import views
 from service.client.requests import Call, Flow, Reference, document_of, path_of, respond, submitted, text_of
-from service.errors import Conflict, NotFound, RequestRefused
+from service.client.views import Job, JobList
+from service.errors import Conflict, NotFound, RequestRefused, ServiceError
 from service.jobs.base import JobKind
+from service.jobs.finetune.kind import FINETUNE
 from service.jobs.registry import KINDS, kind_of
 from service.jobs.search.kind import SEARCH
 
 if TYPE_CHECKING:
-    from service.schemas.api import JobDocument, MeDocument
+    from service.schemas.api import JobDocument, MeDocument, QueueDocument
 
 __all__ = [
     "cancel",
@@ -26,12 +29,18 @@ __all__ = [
     "jobs",
     "log",
     "me",
+    "move",
+    "overview",
     "pause",
+    "queue",
     "resume",
     "share",
     "stop",
     "submit_job",
 ]
+
+# Jobs of each kind in the display of a client.
+NUM_NEWEST = 10
 
 
 def submit_job(
@@ -42,7 +51,7 @@ def submit_job(
     team: str | None = None,
     sharing: str | None = None,
 ) -> Flow[JobDocument]:
-    """Submit a job of any kind.
+    """Submit a job of any kind: a study or a fine-tuning.
 
     Args:
         kind: Name of the kind: "search" for a study, "finetune" for a fine-tuning.
@@ -50,11 +59,11 @@ def submit_job(
             file's directory.
         idempotency_key: 1 to 255 visible ASCII characters. The same key with the same document returns the job that the
             first call created. Without a key, each call creates a new job.
-        team: Team that the job belongs to; None is the only team for which you may submit.
+        team: Team that the job belongs to; None means the only team for which you may submit jobs.
         sharing: Who may read the job besides you and administrators: "private", "team" or "all"; None is "team".
 
     Returns:
-        The server's document of the job.
+        The server's JSON document that describes the job.
 
     Raises:
         LookupError: There is no such kind.
@@ -68,19 +77,31 @@ def submit_job(
     content = document if isinstance(document, Mapping) else declared.load(Path(document))
     query = {key: value for key, value in (("team", team), ("sharing", sharing)) if value is not None}
     created = yield from submitted(declared.path, content, idempotency_key, query)
-    return cast("JobDocument", {"kind": kind, **created})
+    return cast("JobDocument", Job({"kind": kind, **created}))
 
 
-def jobs(kind: str, *, state: str | None = None, name: str | None = None) -> Flow[list[JobDocument]]:
-    """List the jobs of a kind, oldest first.
+def jobs(
+    kind: str,
+    *,
+    state: str | None = None,
+    name: str | None = None,
+    text: str | None = None,
+    sort: str | None = None,
+    limit: int | None = None,
+) -> Flow[list[JobDocument]]:
+    """List the jobs of a kind, by default all of them, oldest first.
 
     Args:
         kind: Name of the kind: "search" for studies, "finetune" for fine-tunings.
         state: State of the jobs to list, such as "RUNNING"; None lists jobs in any state.
         name: Name of the jobs to list; None lists jobs with any name.
+        text: Lists only jobs that have this text in their name, description or owner's name, or whose id begins with
+            it; case is ignored. None lists jobs with any text.
+        sort: "created", "name", "state", "owner" or "priority"; "-" before it puts the largest first.
+        limit: Maximum number of jobs, at most 1000; None lists all.
 
     Returns:
-        The server's documents of the jobs.
+        The server's JSON documents that describe the jobs.
 
     Raises:
         LookupError: There is no such kind.
@@ -89,20 +110,21 @@ def jobs(kind: str, *, state: str | None = None, name: str | None = None) -> Flo
         >>> client.jobs("search", state="RUNNING")
     """
     declared = kind_of(kind)
-    query = {key: value for key, value in (("state", state), ("name", name)) if value is not None}
+    given = {"state": state, "name": name, "q": text, "sort": sort, "limit": None if limit is None else str(limit)}
+    query = {key: value for key, value in given.items() if value is not None}
     document = yield from document_of(Call("GET", declared.path, query))
     # Servers of earlier versions do not say the kind.
-    return [cast("JobDocument", {"kind": kind, **found}) for found in document[declared.collection]]
+    return JobList(cast("JobDocument", Job({"kind": kind, **found})) for found in document[declared.collection])
 
 
 def job(job: Reference) -> Flow[JobDocument]:
-    """Return the current state of a job.
+    """Return the current state of a job, with its progress and links to its results.
 
     Args:
-        job: Id of a study, or the server's document of a job of any kind.
+        job: Id of a study, or a document that the server returned for a job of any kind.
 
     Returns:
-        The server's document of the job.
+        The server's JSON document that describes the job.
 
     Raises:
         RequestRefused: The server has no such job (status 404).
@@ -111,19 +133,19 @@ def job(job: Reference) -> Flow[JobDocument]:
         >>> client.job(client.find("family"))["state"]
     """
     kind = {} if isinstance(job, str) else {"kind": job["kind"]}
-    return cast("JobDocument", {**kind, **(yield from document_of(Call("GET", path_of(job))))})
+    return cast("JobDocument", Job({**kind, **(yield from document_of(Call("GET", path_of(job))))}))
 
 
 def share(job: Reference, sharing: str, *, team: str | None = None) -> Flow[JobDocument]:
     """Change who may read a job.
 
     Args:
-        job: Id of a study, or the server's document of a job of any kind.
+        job: Id of a study, or a document that the server returned for a job of any kind.
         sharing: Who may read the job besides its owner and administrators: "private", "team" or "all".
         team: Team to which the job is moved; None does not change the job's team.
 
     Returns:
-        The server's document of the job.
+        The server's JSON document that describes the job.
 
     Raises:
         RequestRefused: The server has no such job, or you may not change it (status 403).
@@ -134,7 +156,7 @@ def share(job: Reference, sharing: str, *, team: str | None = None) -> Flow[JobD
     content = json.dumps({"sharing": sharing, **({} if team is None else {"team": team})}).encode()
     kind = {} if isinstance(job, str) else {"kind": job["kind"]}
     call = Call("PUT", path_of(job, "sharing"), {}, {"Content-Type": "application/json"}, content)
-    return cast("JobDocument", {**kind, **(yield from document_of(call))})
+    return cast("JobDocument", Job({**kind, **(yield from document_of(call))}))
 
 
 def me() -> Flow[MeDocument]:
@@ -152,10 +174,26 @@ def me() -> Flow[MeDocument]:
     return cast("MeDocument", (yield from document_of(Call("GET", "/v1/me"))))
 
 
-def _known(kind: JobKind) -> Flow[list[JobDocument]]:
-    """List the jobs of a kind. The result is empty if the server, of an earlier version, does not know the kind."""
+def overview(url: str) -> Flow[str]:
+    """Return the display of a client in a notebook: HTML with the newest studies and fine-tunings at `url`.
+
+    It takes two requests. If the server refuses one or does not answer, the display has the reason.
+    """
+    found: dict[str, JobList] = {}
     try:
-        return (yield from jobs(kind.name))
+        for kind in (SEARCH, FINETUNE):
+            found[f"{kind.plural}, newest first"] = JobList(
+                (yield from _known(kind, sort="-created", limit=NUM_NEWEST))
+            )
+    except ServiceError as error:
+        return views.overview(url, {}, error=str(error))
+    return views.overview(url, found)
+
+
+def _known(kind: JobKind, *, sort: str | None = None, limit: int | None = None) -> Flow[list[JobDocument]]:
+    """List the jobs of a kind; the result is empty if the server's version is too old to know this kind of job."""
+    try:
+        return (yield from jobs(kind.name, sort=sort, limit=limit))
     except RequestRefused as error:
         if error.status != 404:
             raise
@@ -169,7 +207,7 @@ def find(reference: str) -> Flow[JobDocument]:
         reference: An id, the beginning of an id, or a name.
 
     Returns:
-        The server's document of the job. Its key "kind" has the kind of job.
+        The server's JSON document that describes the job. Its key "kind" has the kind of job.
 
     Raises:
         NotFound: No job matches.
@@ -196,15 +234,16 @@ def find(reference: str) -> Flow[JobDocument]:
 def pause(job: Reference, *, reason: str | None = None) -> Flow[JobDocument]:
     """Pause a job until it is resumed.
 
-    The driver of the job ends as soon as the samples that are being scored are stored; the job is PAUSED then. A
-    fine-tuning continues from its last checkpoint. A job that pauses already is not changed.
+    The driver, the process that works on the job, ends as soon as the samples that are being scored are stored; the job
+    is PAUSED then. A fine-tuning that is resumed continues from its last checkpoint. A job that pauses already is not
+    changed.
 
     Args:
-        job: Id of a study, or the server's document of a job of any kind.
-        reason: The reason, which the events of the job show.
+        job: Id of a study, or a document that the server returned for a job of any kind.
+        reason: Why; shown in the events of the job. None states no reason.
 
     Returns:
-        The server's document of the job after the request.
+        The server's JSON document that describes the job after the request.
 
     Raises:
         RequestRefused: The job has ended.
@@ -221,11 +260,11 @@ def stop(job: Reference, *, reason: str | None = None) -> Flow[JobDocument]:
     Evaluations that run finish, and the other trials are pruned. A search that was stopped already is not changed.
 
     Args:
-        job: Id of a study, or the server's document of a job of any kind.
-        reason: The reason, which the events of the job show.
+        job: Id of a study, or a document that the server returned for a job of any kind.
+        reason: Why; shown in the events of the job. None states no reason.
 
     Returns:
-        The server's document of the job after the request.
+        The server's JSON document that describes the job after the request.
 
     Raises:
         RequestRefused: The study has ended, or the job has no search.
@@ -239,14 +278,14 @@ def stop(job: Reference, *, reason: str | None = None) -> Flow[JobDocument]:
 def cancel(job: Reference, *, reason: str | None = None) -> Flow[JobDocument]:
     """Cancel a job permanently and keep its results.
 
-    The driver of the job ends now. A job that is already cancelled is not changed.
+    The driver, the process that works on the job, ends now. A job that is already cancelled is not changed.
 
     Args:
-        job: Id of a study, or the server's document of a job of any kind.
-        reason: The reason, which the events of the job show.
+        job: Id of a study, or a document that the server returned for a job of any kind.
+        reason: Why; shown in the events of the job. None states no reason.
 
     Returns:
-        The server's document of the job after the request.
+        The server's JSON document that describes the job after the request.
 
     Raises:
         RequestRefused: The job is COMPLETE or has FAILED.
@@ -261,16 +300,16 @@ def cancel(job: Reference, *, reason: str | None = None) -> Flow[JobDocument]:
 def resume(job: Reference, *, reason: str | None = None) -> Flow[JobDocument]:
     """Resume a job that has FAILED or is PAUSED, or let a job that waits try again now.
 
-    A study continues from its stored results, and a fine-tuning continues from its last checkpoint. Stored
-    samples are not scored again unless they are void, that is, unless their engine failed a check after it
-    scored them. A COMPLETE study that has void samples can be resumed.
+    A study continues from its stored results, and a fine-tuning continues from its last checkpoint. Stored samples are
+    scored again only if they are void: the engine that scored them failed a check afterwards. A COMPLETE study that has
+    void samples can be resumed too.
 
     Args:
-        job: Id of a study, or the server's document of a job of any kind.
-        reason: The reason, which the events of the job show.
+        job: Id of a study, or a document that the server returned for a job of any kind.
+        reason: Why; shown in the events of the job. None states no reason.
 
     Returns:
-        The server's document of the job after the request.
+        The server's JSON document that describes the job after the request.
 
     Raises:
         RequestRefused: The job is CANCELLED, or it is COMPLETE and has no void samples.
@@ -281,28 +320,73 @@ def resume(job: Reference, *, reason: str | None = None) -> Flow[JobDocument]:
     return (yield from _steer(job, "resume", reason))
 
 
+def queue() -> Flow[QueueDocument]:
+    """Return the jobs of the server that run, and those that wait to be started, in the order in which they start.
+
+    Jobs that you may not read are entries without a job.
+
+    Returns:
+        The server's document of the queue.
+
+    Examples:
+        >>> [entry["position"] for entry in client.queue()["waiting"] if entry["job"]]
+    """
+    return cast("QueueDocument", (yield from document_of(Call("GET", "/v1/queue"))))
+
+
+def move(job: Reference, *, before: Reference | None = None, reason: str | None = None) -> Flow[QueueDocument]:
+    """Move a waiting job to the front of the jobs of its priority, or before another one.
+
+    The move holds until the job starts. Only administrators of the server may do this.
+
+    Args:
+        job: Id of a study, or the server's document of a job of any kind.
+        before: The waiting job before which `job` is moved, of the same priority; None moves `job` to the front.
+        reason: The reason, which the events of the job show.
+
+    Returns:
+        The server's document of the queue.
+
+    Raises:
+        RequestRefused: One of the jobs does not wait, or the priorities differ (status 409), or you are no
+            administrator (403).
+
+    Examples:
+        >>> client.move("5f0c...", reason="a deadline")
+    """
+    content = json.dumps({"job": _id(job), "before": None if before is None else _id(before), "reason": reason})
+    call = Call("POST", "/v1/queue:move", {}, {"Content-Type": "application/json"}, content.encode())
+    return cast("QueueDocument", (yield from document_of(call)))
+
+
+def _id(job: Reference) -> str:
+    return job if isinstance(job, str) else job["id"]
+
+
 def _steer(job: Reference, verb: str, reason: str | None) -> Flow[JobDocument]:
     query = {} if reason is None else {"reason": reason}
-    return cast("JobDocument", (yield from document_of(Call("POST", f"{path_of(job)}:{verb}", query=query))))
+    return cast("JobDocument", Job((yield from document_of(Call("POST", f"{path_of(job)}:{verb}", query=query)))))
 
 
 def edit(job: Reference, changes: Mapping[str, Any], *, version: int | None = None) -> Flow[JobDocument]:
     """Edit a job: its labels, and of a study some options of its study file.
 
-    Options of the study file take effect as soon as the samples that are being scored are stored.
+    Labels are name, description, tags, notes and priority. Options of the study file take effect as soon as the samples
+    that are being scored are stored.
 
     Args:
-        job: Id of a study, or the server's document of a job of any kind.
+        job: Id of a study, or a document that the server returned for a job of any kind.
         changes: New values by name: "name", "description", "tags", "notes" and "priority"; for a study also
-            "max_trials", "replicas" and "limits". Options that are left out keep their values.
-        version: The "version" of the job as you read it; None reads the job first.
+            "max_trials", "replicas" (the number of engines) and "limits". Options that are left out keep their values.
+        version: The "version" of the job as you read it, so that edits by others are not lost; None takes the present
+            one.
 
     Returns:
-        The server's document of the job after the edit.
+        The server's JSON document that describes the job after the edit.
 
     Raises:
-        RequestRefused: The job was edited since (status 412), an option is below what the study has used already
-            (422), or the study has ended (409).
+        RequestRefused: The job was edited since `version` (status 412), an option is below what the study has used
+            already (422), or the study has ended (409).
 
     Examples:
         >>> client.edit("5f0c...", {"max_trials": 120, "tags": ["math"], "limits": {"max_samples": None}})
@@ -312,7 +396,7 @@ def edit(job: Reference, changes: Mapping[str, Any], *, version: int | None = No
     headers = {"Content-Type": "application/json", "If-Match": f'"{version}"'}
     call = Call("PATCH", path_of(job), {}, headers, json.dumps(dict(changes)).encode())
     kind = {} if isinstance(job, str) else {"kind": job["kind"]}
-    return cast("JobDocument", {**kind, **(yield from document_of(call))})
+    return cast("JobDocument", Job({**kind, **(yield from document_of(call))}))
 
 
 def clone(
@@ -324,17 +408,17 @@ def clone(
 ) -> Flow[JobDocument]:
     """Submit a copy of a job, with changes.
 
-    The copy starts anew: it has the document of the job as it is now, not its results.
+    The copy starts anew: it has the job's study file or specification as it is now, but not its results.
 
     Args:
-        job: Id of a study, or the server's document of a job of any kind.
-        changes: Changes of the document as a JSON merge patch (RFC 7396): values replace those of the same key, objects
+        job: Id of a study, or a document that the server returned for a job of any kind.
+        changes: Changes of the file as a JSON merge patch (RFC 7396): values replace those of the same key, objects
             are merged, and None removes a key, so that its default holds.
-        team: Team of the copy; None is the only team for which you may submit.
-        sharing: Who may read the copy besides you and administrators; None is its team.
+        team: Team of the copy; None means the only team for which you may submit jobs.
+        sharing: Who may read the copy besides you and administrators: "private", "team" or "all"; None is "team".
 
     Returns:
-        The server's document of the copy.
+        The server's JSON document that describes the copy.
 
     Raises:
         RequestRefused: The server refused the copy; the error has every problem.
@@ -361,10 +445,10 @@ def _patched(document: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[st
 
 
 def delete(job: Reference) -> Flow[None]:
-    """Delete a job that has ended, with its results and exports.
+    """Delete a job that has ended, with its results and exports (merged models for download).
 
     Args:
-        job: Id of a study, or the server's document of a job of any kind.
+        job: Id of a study, or a document that the server returned for a job of any kind.
 
     Raises:
         RequestRefused: The job has not ended, or one of its models is being written or downloaded.
@@ -378,8 +462,10 @@ def delete(job: Reference) -> Flow[None]:
 def log(job: Reference) -> Flow[str]:
     """Return the log of a job: the output of all drivers that worked on the job.
 
+    A driver is a process that works on a job; another one continues after a failure.
+
     Args:
-        job: Id of a study, or the server's document of a job of any kind.
+        job: Id of a study, or a document that the server returned for a job of any kind.
 
     Raises:
         RequestRefused: Ray, which keeps the logs, is unreachable (status 503).

@@ -16,19 +16,28 @@ C = TypeVar("C")
 
 
 class BlockingRunner(Protocol):
-    """Interface of a client that sends the requests of a generator `flow`, and blocks until it returns."""
+    """Interface of a client that sends HTTP requests and blocks until it has the responses.
+
+    Its only method sends the requests that the generator `flow` yields, and returns the generator's result.
+    """
 
     def _run(self, flow: Flow[T], /) -> T: ...
 
 
 class AwaitedRunner(Protocol):
-    """Interface of a client that sends the requests of a generator `flow` with asyncio."""
+    """Interface of a client that sends HTTP requests with asyncio.
+
+    Its only method sends the requests that the generator `flow` yields, and returns the generator's result.
+    """
 
     async def _run(self, flow: Flow[T], /) -> T: ...
 
 
 def blocking(flow: Callable[P, Flow[T]]) -> Callable[Concatenate[BlockingRunner, P], T]:
-    """Make a method of a blocking client that runs `flow`, a generator of requests, and returns its result."""
+    """Make a method of a blocking client from `flow`, a function that returns a generator of HTTP requests.
+
+    The method sends the requests that the generator yields, and returns the generator's result.
+    """
 
     def method(client: BlockingRunner, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return client._run(flow(*args, **kwargs))
@@ -37,7 +46,10 @@ def blocking(flow: Callable[P, Flow[T]]) -> Callable[Concatenate[BlockingRunner,
 
 
 def awaited(flow: Callable[P, Flow[T]]) -> Callable[Concatenate[AwaitedRunner, P], Coroutine[Any, Any, T]]:
-    """Make a coroutine method of a client that runs `flow`, a generator of requests, and returns its result."""
+    """Make a coroutine method of an asyncio client from `flow`, a function that returns a generator of HTTP requests.
+
+    The method sends the requests that the generator yields, and returns the generator's result.
+    """
 
     async def method(client: AwaitedRunner, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return await client._run(flow(*args, **kwargs))
@@ -46,11 +58,11 @@ def awaited(flow: Callable[P, Flow[T]]) -> Callable[Concatenate[AwaitedRunner, P
 
 
 def named(client: type[C]) -> type[C]:
-    """Class decorator for clients that gives generated methods the names that methods written in the class have.
+    """Class decorator that makes the generated methods of a client look as if they were written in its class.
 
-    `blocking` and `awaited` generate methods from flows, which are generators of HTTP requests. The decorator changes
-    the module and the qualified name of each generated method, which otherwise name this module, to those of the class
-    `client`. The API pages show these names. The result is `client` itself.
+    The functions `blocking` and `awaited` of this module generate methods. Of each generated method, the decorator
+    changes the module and the qualified name to those of the class `client`, because the API pages show these names.
+    The result is `client` itself.
     """
     for name, method in vars(client).items():
         if inspect.isfunction(method) and method.__module__ == __name__:
@@ -59,9 +71,10 @@ def named(client: type[C]) -> type[C]:
 
 
 def _described(method: T, flow: Callable[..., Any]) -> T:
-    """Give `method` the name, signature and docstring of the function `flow`, and return `method`.
+    """Give a generated client method the name, signature and docstring of the function from which it was made.
 
-    `help` and the API pages show them.
+    `method` is the generated method, and is returned. `flow` is the function. `help` and the API pages then show the
+    method as they would show the function.
     """
     signature = inspect.signature(flow)
     parameters = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY), *signature.parameters.values()]

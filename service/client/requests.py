@@ -42,7 +42,11 @@ RETRY_PAUSES_S = (0.25, 0.5, 1.0, 2.0, 4.0)
 
 @dataclass(frozen=True)
 class Call:
-    """HTTP request to a server. `path` starts with a slash and is percent-encoded."""
+    """HTTP request to a server, which the client has not sent yet.
+
+    `method` is the HTTP method. `path` starts with a slash and is percent-encoded. `query` has the parameters of the
+    URL's query. `content` is the body; None sends none.
+    """
 
     method: str
     path: str
@@ -53,7 +57,10 @@ class Call:
 
 @dataclass(frozen=True)
 class Response:
-    """HTTP response of a server. Header names are in lower case."""
+    """HTTP response of a server to a request of the client.
+
+    `content` is the body. `headers` has the headers by name; the names are in lower case.
+    """
 
     url: str
     status: int
@@ -63,9 +70,9 @@ class Response:
 
 @dataclass(frozen=True)
 class TransportError:
-    """Description of a request that failed without a complete response, with the reason.
+    """Failure of a request to the address `url`: no complete response came, for the given `reason`.
 
-    A connection was made and then lost if `was_cut` is True; no connection could be made if it is False.
+    If `was_cut` is True, a connection was made and then lost; otherwise no connection could be made.
     """
 
     url: str
@@ -81,7 +88,9 @@ Flow: TypeAlias = Generator[Call | float, Response | TransportError | None, T]
 
 
 def path_of(job: Reference, *rest: str | int) -> str:
-    """URL path of a job, or with `rest`, of a resource below the job, such as "trials".
+    """URL path of a job on the server, or of a resource of the job, such as its trials.
+
+    `rest` has the further segments of the path, such as "trials" and a number.
 
     Raises:
         NotFound: `job` is an empty id.
@@ -93,12 +102,12 @@ def path_of(job: Reference, *rest: str | int) -> str:
 
 
 def path_of_link(link: str) -> str:
-    """Convert a link from one of the server's documents to a path that can be appended to the client's server address.
+    """Convert a link in one of the server's documents to a path that can be appended to the server's address.
 
-    If a proxy serves the server below a path prefix, both the link and the server address have this prefix. It is
+    If a proxy serves the server below a path prefix, both the link and the address have this prefix. The prefix is
     therefore removed from the link.
     """
-    found = re.search(r"/v1/[a-z]+/[0-9a-f]{32}(/|$)", link)
+    found = re.search(r"/v1/[a-z]+/[0-9a-f]{32}(/|$)|/ray/#/", link)
     return link if found is None else link[found.start() :]
 
 
@@ -122,15 +131,17 @@ def _no_server(response: Response, why: str) -> InvalidAnswer:
     return InvalidAnswer(f"{response.url}: no mergesearch server answers there: {why}, {start}")
 
 
-def document_of(call: Call) -> Flow[dict[str, Any]]:
-    """Send a request whose response is a JSON object, and return the object.
+def document_of(call: Call, *, repeats: bool = True) -> Flow[dict[str, Any]]:
+    """Generator that sends a request whose response is a JSON object, and returns the object.
+
+    If `repeats` is True, the request is sent again after a lost connection.
 
     Raises:
         InvalidAnswer: The response is no JSON object, or not from a mergesearch server.
         RequestRefused: The server refused the request.
         ServerUnreachable: No server answered.
     """
-    response = yield from respond(call)
+    response = yield from respond(call, repeats=repeats)
     document = _parsed(response)
     if not isinstance(document, dict):
         raise _no_server(response, "no JSON object")
@@ -138,22 +149,23 @@ def document_of(call: Call) -> Flow[dict[str, Any]]:
 
 
 def text_of(call: Call) -> Flow[str]:
-    """Send a request whose response is text, and return the text."""
+    """Generator that sends a request whose response is text, and returns the text."""
     return (yield from respond(call)).content.decode("utf-8", errors="replace")
 
 
-def respond(call: Call) -> Flow[Response]:
-    """Send a request and return its response, whose status is 2xx.
+def respond(call: Call, *, repeats: bool = True) -> Flow[Response]:
+    """Generator that sends a request, repeatedly if necessary, and returns its response, whose status is 2xx.
 
-    The request is retried if the connection was lost or a proxy could not reach the server. A server that is
-    unreachable at the first attempt is reported immediately.
+    The request is sent again if the connection was lost or a proxy could not reach the server. A server that is
+    unreachable at the first attempt is reported immediately. A request that would do its work twice is not sent again:
+    its `repeats` is False.
 
     Raises:
         RequestRefused: The server refused the request.
         ServerUnreachable: No server answered.
         InvalidAnswer: The response is not from a mergesearch server.
     """
-    pauses_s = iter(RETRY_PAUSES_S)
+    pauses_s = iter(RETRY_PAUSES_S if repeats else ())
     is_first = True
     while True:
         outcome = yield call
@@ -178,11 +190,11 @@ def respond(call: Call) -> Flow[Response]:
 def submitted(
     path: str, document: Mapping[str, Any], idempotency_key: str | None, query: Mapping[str, str]
 ) -> Flow[dict[str, Any]]:
-    """Submit a job to the collection at `path`, and return the server's document of the job.
+    """Generator that submits a job to the collection at `path`, and returns the server's document of the job.
 
-    `document` is the content of the file that describes the job, and `query` has the parameters of the URL's query.
-    With the same `idempotency_key`, a repeated request creates no second job. By default the key is random; it makes it
-    safe to repeat the request after a lost connection.
+    `path` is that of a kind of job, such as "/v1/studies". `document` is the content of the file that describes the
+    job, and `query` has the parameters of the URL's query. With the same `idempotency_key`, a repeated request creates
+    no second job. If the key is None, a random one makes it safe to repeat the request after a lost connection.
 
     Raises:
         InvalidStudy: `document` cannot be written as JSON.

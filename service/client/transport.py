@@ -40,10 +40,9 @@ def address(url: str) -> str:
 
 
 def authorization(url: str, token: str | None) -> dict[str, str]:
-    """HTTP headers that send a token to the server at `url`.
+    """HTTP headers that send the user's API token to the server at `url`; empty if there is no token.
 
-    The token is `token` or, if this is None, the user's token for this server. The result is empty if there is no
-    token.
+    The token is `token` or, if this is None, the one that the user has stored or set for this server.
 
     Raises:
         Conflict: The token cannot be sent, or the file of stored tokens cannot be used.
@@ -57,7 +56,7 @@ def authorization(url: str, token: str | None) -> dict[str, str]:
 
 
 def request(url: str, call: Call) -> dict[str, Any]:
-    """Keyword arguments for httpx's `request` to send `call` to the server at `url`."""
+    """Keyword arguments for the function `httpx.request`, which then sends `call` to the server at `url`."""
     return {
         "method": call.method,
         "url": url + call.path,
@@ -68,24 +67,30 @@ def request(url: str, call: Call) -> dict[str, Any]:
 
 
 def timeout(timeout_s: float) -> httpx.Timeout:
-    """Timeouts (`httpx.Timeout`) of a request whose response may take `timeout_s` seconds."""
+    """Timeouts, in the form that httpx needs, of a request whose response may take `timeout_s` seconds."""
     import httpx
 
     return httpx.Timeout(timeout_s, connect=CONNECT_S)
 
 
 def listening() -> httpx.Timeout:
-    """Timeouts (`httpx.Timeout`) of an event stream, whose connection counts as lost after 45 s without data."""
+    """Timeouts, in the form that httpx needs, of a request for an event stream.
+
+    Its connection counts as lost after 45 s without data.
+    """
     return timeout(SILENCE_S)
 
 
 def reply(response: httpx.Response, content: bytes) -> Response:
-    """Convert a response of httpx, whose body is `content`, to a Response."""
+    """Convert a response of httpx, whose body is `content`, to this package's class Response."""
     return Response(str(response.url), response.status_code, response.headers, content)
 
 
 def lost(url: str, error: httpx.RequestError) -> TransportError:
-    """Convert httpx's error for a request to `url` without a complete response to a TransportError."""
+    """Convert an error of httpx for a request that got no complete response to a TransportError.
+
+    `url` is the address to which the request was sent.
+    """
     import httpx
 
     was_there = isinstance(error, httpx.ReadError | httpx.WriteError | httpx.CloseError | httpx.RemoteProtocolError)

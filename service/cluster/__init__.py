@@ -3,7 +3,9 @@
 - `session`: Ray for the duration of one command
 - `local_ray`: a Ray cluster on this machine that outlives the server
 - `host`: starts, restarts and stops the cluster of `local_ray` for the server
+- `dashboard`: the address of Ray's dashboard, and the token that the server sends to it
 - `job_client`: Ray's client of jobs, with a limit on how long a request may take
 - `node_calls`: calls of functions on a node of the cluster
+- `queue`: chooses which jobs run, and says what the others wait for
 - `reconciler`: keeps a driver running for every unfinished job
 """

@@ -18,11 +18,12 @@ logger = logging.getLogger(__name__)
 
 
 class Host:
-    """Supervisor of the Ray cluster that the server runs on its own machine.
+    """Starts and supervises the Ray cluster that the server runs on its own machine.
 
-    The cluster is a process of `service.cluster.local_ray`. It is started again if it dies. It continues when the
-    server ends, and the next server uses it. `dashboard_host` and `dashboard_port` are the address and the port of
-    Ray's dashboard; the port None means 8265, or the next free port.
+    The cluster runs in a process of its own, which is started again if it dies. It continues when the server ends, and
+    the next server uses it. `data_dir` is the server's directory, in which the cluster's address is stored.
+    `dashboard_host` and `dashboard_port` are the address and the port of Ray's dashboard; the port None means 8265, or
+    the next free port.
     """
 
     def __init__(self, data_dir: Path, dashboard_host: str, dashboard_port: int | None) -> None:
@@ -47,7 +48,7 @@ class Host:
     def not_ready(self, *, may_start: bool = True) -> str | None:
         """Start Ray if it is not running, and return the reason why Ray is not ready yet; None if Ray is ready.
 
-        If `may_start` is False, another server runs Ray, and this method does not start it.
+        If `may_start` is False, this method does not start Ray, because another server on the machine does so.
         """
         record = read_host(self._data_dir)
         started = self._process.pid if self._process is not None else None

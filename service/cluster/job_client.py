@@ -14,7 +14,7 @@ ANSWER_S = 60.0
 
 
 def job_client(url: str) -> Any:
-    """Create a client of Ray's Jobs API for the dashboard at `url`.
+    """Create a client of Ray's Jobs API for the Ray cluster whose dashboard is at `url`.
 
     This function and the client's methods raise ConnectionError if the dashboard does not answer a request within
     ANSWER_S seconds.

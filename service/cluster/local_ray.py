@@ -28,6 +28,7 @@ import psutil
 
 from service.cluster.session import start_ray
 from service.disk import LOCK_FILE
+from workers.telemetry import logs
 
 __all__ = ["HOST_FILE", "HostRecord", "read_host", "stop_processes"]
 
@@ -49,11 +50,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class HostRecord:
-    """Record of a running Ray cluster of this machine, as stored in the server's data directory.
+    """Record of a Ray cluster that runs on this machine for a server, as stored in the server's data directory.
 
     `process` is the id of the cluster's main process, and `started_at` its start time in seconds since the epoch.
-    `address` is the address to which drivers connect. `dashboard_url` is the address for browsers and for the
-    submission of jobs. `session_dir` is Ray's directory for the files of this cluster.
+    `address` is the address to which Ray drivers connect. `dashboard_url` is the address for browsers and for the
+    submission of Ray Jobs. `session_dir` is Ray's directory for the files of this cluster.
     """
 
     process: int
@@ -73,9 +74,9 @@ class HostRecord:
 
 
 def read_host(data_dir: Path) -> HostRecord | None:
-    """Read the record of the Ray cluster last started for `data_dir`, whether or not the cluster still runs.
+    """Read the address and process of the Ray cluster last started for the server with the data directory `data_dir`.
 
-    Returns None if there is no readable record.
+    The cluster may have ended since. Returns None if the data directory has no readable file about it.
     """
     try:
         return HostRecord(**json.loads((data_dir / HOST_FILE).read_text()))
@@ -84,14 +85,14 @@ def read_host(data_dir: Path) -> HostRecord | None:
 
 
 def stop_processes(record: HostRecord) -> None:
-    """Kill every process of the Ray cluster that `record` describes.
+    """Kill every process of the Ray cluster of this machine that `record` describes.
 
     These processes are killed:
 
     - the cluster's main process
     - Ray's programs whose command names the cluster's session directory
     - Ray's workers with open files in the session directory
-    - all processes that any of these started, such as jobs
+    - all processes that any of these started, such as Ray Jobs
 
     Other processes that read files of the session, such as a user's `tail -f`, are not killed.
     """
@@ -127,7 +128,7 @@ def _is_of_session(process: psutil.Process, session_dir: str) -> bool:
 
 @functools.cache
 def _ray_dir() -> Path:
-    """Directory in which Ray is installed."""
+    """Directory in which the Python package Ray is installed, by which Ray's programs are recognised."""
     specification = importlib.util.find_spec("ray")
     assert specification is not None
     assert specification.origin is not None
@@ -158,7 +159,7 @@ def main() -> int:
     parser.add_argument("--dashboard-host", default="127.0.0.1")
     parser.add_argument("--dashboard-port", type=int)
     options = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    logs.log_to_stderr()
     _let_agents_choose_ports()
     context = start_ray(dashboard_host=options.dashboard_host, dashboard_port=options.dashboard_port)
     stopping = threading.Event()
@@ -200,9 +201,9 @@ def _is_dead(process: psutil.Process) -> bool:
 
 
 def _watch(vital: list[psutil.Process], stopping: threading.Event, data_dir: Path) -> str:
-    """Wait until the server of `data_dir` no longer needs the Ray cluster or the cluster fails, and return the reason.
+    """Wait until the Ray cluster of this process fails or is no longer needed, and return the reason.
 
-    The cluster stops if one of the processes `vital` dies, if `stopping` is set, or if no server has used `data_dir`, a
+    That is so if one of the processes `vital` dies, if `stopping` is set, or if no server has used `data_dir`, a
     server's data directory, for 600 s.
     """
     served_at = time.monotonic()
@@ -217,7 +218,10 @@ def _watch(vital: list[psutil.Process], stopping: threading.Event, data_dir: Pat
 
 
 def _is_served(data_dir: Path) -> bool:
-    """Whether a server uses `data_dir`, that is, whether the process that last locked the directory still runs."""
+    """Whether a server uses the data directory `data_dir`.
+
+    That is so if the process that last locked the directory still runs.
+    """
     try:
         return bool(psutil.pid_exists(int((data_dir / LOCK_FILE).read_text())))
     except (OSError, ValueError):

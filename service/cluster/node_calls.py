@@ -34,6 +34,7 @@ from service.engine_machines import EngineMachines
 from service.store.blobs import BlobStore, open_blobs
 from service.worker_process import NO_LIMITS, CallLimits, WorkerProcess
 from workers.object_store import is_object_url
+from workers.telemetry import logs
 
 __all__ = ["Node", "NodeCalls", "main", "nodes_of"]
 
@@ -55,9 +56,9 @@ TOLD = re.compile(r"^result of the call: ([0-9a-f]{64})$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Node:
-    """A node of a Ray cluster: its id, its machine's address, and the GPUs, CPUs and bytes of memory that Ray may use.
+    """A node of a Ray cluster: its id, its machine's address, and the GPUs, CPUs and memory in bytes that Ray may use.
 
-    `is_head` says whether the node is the cluster's head, on which drivers run.
+    `is_head` says whether the node is the head of the cluster, on which Ray Jobs start by default.
     """
 
     id: str
@@ -100,10 +101,11 @@ def nodes_of(dashboard_url: str | None) -> tuple[Node, ...]:
 
 
 class NodeCalls:
-    """Remote function calls on chosen nodes of a Ray cluster, each as a Ray Job.
+    """Calls of Python functions on chosen nodes of a Ray cluster, each as a Ray Job.
 
     `connected` returns Ray's client of jobs and the dashboard's URL; the client is None while Ray does not answer.
-    `data_dir` and `files` are the server's data directory and its location of artifacts; they are passed to the nodes.
+    `data_dir` is the server's data directory. `files` is the directory or object store, which server and nodes share,
+    through which calls and results are exchanged; None is a directory in `data_dir`.
     """
 
     def __init__(
@@ -114,15 +116,15 @@ class NodeCalls:
         self._files = files
 
     def place(self) -> tuple[Node | None, tuple[EngineMachines, ...]]:
-        """Select the node on which jobs are checked, and list the machines that can run engines.
+        """Select the node on which submitted jobs are checked, and list the machines that can run inference engines.
 
-        The node is the head of the cluster, because drivers repeat the checks there with the same models and database,
-        which other nodes may be unable to reach. The node is None if jobs are checked in this process. This is so if
-        the head is on this machine. It is also so if the cluster does not answer and artifacts are in a directory,
-        which this machine shares with the head. If the cluster does not answer and artifacts are in an object store,
-        ConnectionError is raised.
+        The node is the head of the cluster: the process that later works on a job runs there and repeats the checks
+        with the same models and database, which other nodes may be unable to reach. The node is None if the head is on
+        this machine; jobs are then checked by this machine's own processes. If the cluster does not answer, the node is
+        None too, unless this machine and the head share their files only through an object store: then ConnectionError
+        is raised.
 
-        The machines are those of all living nodes that can run engines. The list is empty if this machine is the only
+        The list has the GPUs and memory of each machine whose node is alive. It is empty if this machine is the only
         one, or if the cluster does not answer.
         """
         try:
@@ -154,11 +156,15 @@ class NodeCalls:
         """Run `function` with the given arguments on the node `node`, and return its result or raise its error.
 
         `function` must be defined at the top level of a module, and all arguments must be picklable. They must hold no
-        secrets, because they are stored. A call that nobody waits for any more ends by itself.
+        secrets, because they are stored. `timeout_s` and `limits` limit the seconds, the processor time and the memory
+        of the call. If this coroutine is cancelled, the function is not stopped: it runs until it returns or reaches a
+        limit.
 
         Raises:
             ConnectionError: The cluster does not answer, or did not run the call.
-            ProcessDied, TimeoutError, LimitExceeded: For the reasons given at `WorkerProcess.call`.
+            ProcessDied: The process that ran the function ended before it returned.
+            TimeoutError: The function did not return within `timeout_s` seconds.
+            LimitExceeded: The function needed more processor time or memory than `limits` allow.
         """
         call = pickle.dumps((timeout_s, limits, pickle.dumps((function, args, kwargs))))
         limit_s = timeout_s + START_GRACE_S + ANSWER_S  # `_run` ends earlier, unless a request of its does not
@@ -178,8 +184,9 @@ class NodeCalls:
     def _run(self, digest: str, node: Node, timeout_s: float) -> str:
         """Run a stored function call on `node` as a Ray Job, and return the sha256 under which its result is stored.
 
-        `digest` is the sha256 under which the call is stored. Raises ConnectionError if Ray does not answer, or if the
-        job ends without a result or not within `timeout_s` seconds and START_GRACE_S more.
+        `digest` is the sha256 under which the call is stored. Raises ConnectionError if Ray does not answer, if the Ray
+        Job ends without a result, or if it has not ended START_GRACE_S seconds after the call's limit of `timeout_s`
+        seconds.
         """
         client, _ = self._connected()
         if client is None:
@@ -221,7 +228,10 @@ def _own_addresses() -> set[str]:
 
 
 def _read(blobs: BlobStore, digest: str) -> bytes:
-    """Content of the stored file with the given sha256. Raises ConnectionError if it is missing or was changed."""
+    """Content of the file with the given sha256 (`digest`) in the content-addressed store `blobs`.
+
+    Raises ConnectionError if the file is missing or was changed.
+    """
     try:
         content = blobs.read(digest)
     except FileNotFoundError as error:
@@ -232,13 +242,16 @@ def _read(blobs: BlobStore, digest: str) -> bytes:
 
 
 def main() -> int:
-    """Run, on this node, the function call that the command line names, and print the sha256 of the stored result."""
+    """Run, on this node, the function call that the command line names, and print the sha256 of the stored result.
+
+    The caller stored the call in a content-addressed store, which server and nodes share. Returns the exit code 0.
+    """
     parser = argparse.ArgumentParser(prog="python -m service.cluster.node_calls")
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--files")
     parser.add_argument("--call", required=True)
     options = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logs.log_to_stderr()
     blobs = open_blobs(options.files or artifacts_dir(options.data))
     timeout_s, limits, call = pickle.loads(_read(blobs, options.call))
     process = WorkerProcess("call")

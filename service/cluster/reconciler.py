@@ -14,29 +14,56 @@ import shlex
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from sqlalchemy.exc import SQLAlchemyError
 
+from service.cluster.dashboard import RayDashboard
 from service.cluster.host import Host
 from service.cluster.job_client import job_client
 from service.cluster.node_calls import NodeCalls, nodes_of
+from service.cluster.queue import Choice, Entry, Reason, TeamState, Yielding, choose, estimated_starts
 from service.cluster.session import prepare_environment
 from service.disk import DRAINED, sign_lock
 from service.errors import NotFound
-from service.schemas.api import RayJobDocument
 from service.store import Store
+from service.store.accounts import AccountStore, Actor
 from service.store.servers import Leadership
-from service.types import HEARTBEAT_S, RESUMED_BY_REQUEST, JobRecord, JobState
+from service.types import (
+    HEARTBEAT_S,
+    RESUMED_BY_REQUEST,
+    Account,
+    Demand,
+    JobRecord,
+    JobState,
+    TeamLimits,
+    TeamUsage,
+)
+from workers.telemetry import logs, tracing
+from workers.telemetry.environment import passed_on
 
-__all__ = ["MAX_CONSECUTIVE_FAILURES", "Action", "Decision", "RayCluster", "decide", "submission_id"]
+__all__ = [
+    "MAX_CONSECUTIVE_FAILURES",
+    "MAX_RUNNING",
+    "STARTING",
+    "Action",
+    "Decision",
+    "QueueState",
+    "RayCluster",
+    "decide",
+    "submission_id",
+]
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 1.0
+
+# What a job waits for after its driver was submitted.
+STARTING = "its driver to start"
 
 # Module that a job's driver runs.
 JOB_MODULE = "service.jobs.driver"
@@ -62,20 +89,25 @@ MAX_REFUSAL = 400
 # Seconds between counts of the cluster's machines.
 NODES_S = 15.0
 
-# Jobs with a driver at the same time; others wait. A driver takes some hundred MB of memory; engines are shared.
+# Places by default: jobs with a driver at the same time. A driver takes some hundred MB of memory; engines are shared.
 MAX_RUNNING = 4
+
+# Who asks jobs to give up their places, in the audit log.
+QUEUE = Actor(None, "queue")
 
 
 class Action(StrEnum):
-    """Next action of the reconciler, which keeps a driver running, for an unfinished job.
+    """Next action of the reconciler, the server's thread that keeps drivers running, for an unfinished job.
+
+    A driver is a process, in a Ray Job, that works on the job.
 
     - WAIT: do nothing
     - SUBMIT: submit a driver
     - STOP: stop the current driver, so that another can be submitted
     - GIVE_UP: end the job as FAILED
-    - INTERRUPT: ask the driver to end after the samples that are being scored, because the job is to pause or was
-      edited
-    - SETTLE: store that the job is PAUSED, because it is to pause and its driver has ended
+    - INTERRUPT: ask the driver to end after the samples that are being scored, because the job is to pause, to make
+      room, or was edited
+    - SETTLE: store that the job is PAUSED or STOPPED, because it was to pause or to make room and its driver has ended
     """
 
     WAIT = "wait"
@@ -88,10 +120,11 @@ class Action(StrEnum):
 
 @dataclass(frozen=True)
 class Decision:
-    """Next action of the reconciler for an unfinished job, with its reason `because`.
+    """Next action of the server for an unfinished job (`action`), with its reason (`because`).
 
-    If `again` is True, the last driver is submitted again under the same number, because the cluster never received it.
-    `until` is the time at which the next driver is submitted, in seconds since the epoch; None means at once.
+    If `again` is True, the last driver (a process that works on the job) is submitted again under the same number,
+    because the Ray cluster never received it. `until` is the time at which the next driver is submitted, in seconds
+    since the epoch; None means at once.
     """
 
     action: Action
@@ -100,10 +133,28 @@ class Decision:
     until: float | None = None
 
 
-def submission_id(job: JobRecord, number: int) -> str:
-    """Id of the Ray Job in which the driver with the given number works on `job`.
+@dataclass(frozen=True)
+class QueueState:
+    """State of the queue after the server has last decided which jobs run.
 
-    The id is always the same for a driver, so that Ray refuses to start the driver twice.
+    - `places`: number of jobs that may run at the same time
+    - `running`: ids of the jobs that hold a place, ordered by the time at which their last driver was submitted
+    - `choice`: the jobs that wait, in order, and what each waits for
+    - `estimates`: expected starts of waiting jobs in seconds since the epoch, by job id; jobs without an estimate are
+      left out
+    """
+
+    places: int = MAX_RUNNING
+    running: tuple[str, ...] = ()
+    choice: Choice = field(default_factory=Choice)
+    estimates: Mapping[str, float] = field(default_factory=dict)
+
+
+def submission_id(job: JobRecord, number: int) -> str:
+    """Id of the Ray Job in which the driver (the process that works on `job`) with the given number runs.
+
+    `number` counts the job's drivers from 1. The id is always the same for a driver, so that Ray refuses to start it
+    twice.
     """
     return f"{job.first_name or job.name}-{job.id[:8]}-{number}"
 
@@ -119,13 +170,15 @@ def decide(
     consecutive_waits: int = 0,
     refusal: str | None = None,
 ) -> Decision:
-    """Decide what the reconciler does next for an unfinished job.
+    """Decide what the server does next about an unfinished job.
 
-    While the job's Ray Job is pending or running, the reconciler waits, or stops the Ray Job if the driver makes no
-    progress. After a driver has ended, the reconciler submits another one, after a pause that grows with the number of
-    drivers in a row that stored no result. After too many such drivers the reconciler ends the job as FAILED, unless
-    the last driver ended only because something was missing. A driver that the cluster did not receive is submitted
-    again. A job that was asked to pause gets no driver.
+    A driver is the process that works on the job; it runs as a Ray Job. While the Ray Job is pending or running, the
+    server waits, or stops the Ray Job if the driver makes no progress. After a driver has ended, the server submits
+    another one, after a pause that grows with the number of drivers in a row that stored no result. After too many such
+    drivers the server ends the job as FAILED, unless the last driver ended only because something was missing. A driver
+    that the cluster did not receive is submitted again. A job that was asked to pause gets no driver. A job whose
+    driver was asked to end for another job, or for a quota, is stored as STOPPED when the driver has ended; it is then
+    a job that waits.
 
     Args:
         job: The stored job.
@@ -133,19 +186,21 @@ def decide(
         consecutive_failures: Number of the last drivers in a row that ended without a result.
         now: The current time in seconds since the epoch, by the clock of the stored times.
         watched_since: Time since which the database has answered, by the same clock.
-        message: The cluster's explanation of the state; None if it gives none.
+        message: The cluster's explanation of `ray_job`; None if it gives none.
         consecutive_waits: Number of the last drivers in a row that ended because something was missing for now.
         refusal: Reason why the cluster did not accept the last driver; None if the driver was accepted.
     """
     has_ray_job = ray_job in ("PENDING", "RUNNING")
     if job.is_paused and not has_ray_job:
         return Decision(Action.WAIT if job.state is JobState.PAUSED else Action.SETTLE)
+    if job.yields and not has_ray_job:
+        return Decision(Action.SETTLE)
     if job.submissions == 0:
         return Decision(Action.SUBMIT)
     has_begun = job.attempt > job.submitted_after
     if has_ray_job:
         reason = _reason_to_stop(job, now=now, watched_since=watched_since)
-        if reason is None and has_begun and (job.is_paused or job.is_outdated):
+        if reason is None and has_begun and (job.is_paused or job.yields or job.is_outdated):
             return Decision(Action.INTERRUPT)
         return Decision(Action.STOP, reason) if reason else Decision(Action.WAIT)
     is_refused = ray_job is None and not has_begun and refusal is not None
@@ -179,7 +234,7 @@ def _end_of_driver(ray_job: str | None, reason: str) -> str:
 
 
 def _reason_to_stop(job: JobRecord, *, now: float, watched_since: float) -> str | None:
-    """Reason to replace the running driver of `job`; None if the driver may continue.
+    """Reason to replace the running driver, the process that works on `job`; None if the driver may continue.
 
     A driver is replaced if it does not start, sends no heartbeats, or makes no progress for too long. `now` is the
     current time, and `watched_since` the time since which the database has answered, both in seconds since the epoch.
@@ -198,15 +253,21 @@ def _reason_to_stop(job: JobRecord, *, now: float, watched_since: float) -> str 
 
 
 class RayCluster:
-    """Thread of the server that keeps a driver running, on a Ray cluster, for every unfinished job.
+    """Thread of the server that keeps a driver running for every unfinished job.
 
-    If several servers use the database, one of them is the leader. Only the leader starts and stops drivers, and runs
-    Ray. The other servers compute the same decisions from the stored state, so that all servers give the same answers.
-    If the leader ends, another server becomes the leader.
+    A driver is a process, in a Ray Job, that works on a job. If several servers use the database, one of them is the
+    leader. Only the leader starts and stops drivers, and runs Ray. The other servers compute the same decisions from
+    the stored state, so that all servers give the same answers. If the leader ends, another server becomes the leader.
 
-    The cluster is the one that RAY_ADDRESS names, or one that the server runs on this machine, with Ray's dashboard at
-    `dashboard_host` and `dashboard_port`. `files` is the location of artifacts; None is a directory in `data_dir`. The
-    method `start` returns at once. The method `not_ready` says why no job can continue yet.
+    The Ray cluster is the one that the environment variable RAY_ADDRESS names. Without this variable, the server runs a
+    cluster on this machine, with Ray's dashboard at `dashboard_host` and `dashboard_port`. The method `start` returns
+    at once. The method `not_ready` says why no job can continue yet.
+
+    `files` is the location of artifacts; None is a directory in `data_dir`. At most `places` jobs have a driver at the
+    same time; jobs whose kind is in `placeless` are not counted. `demand_of` returns the replicas and GPUs that a
+    running job occupies. `time_left_of` returns the seconds that a job still takes, counted from its last heartbeat, or
+    None if that is not known. `page_of` returns the URL of a job's page on the server, which Ray's dashboard shows
+    among the metadata of the job's Ray Jobs; None if the server's URL is not known.
     """
 
     def __init__(
@@ -217,24 +278,33 @@ class RayCluster:
         files: str | None = None,
         dashboard_host: str,
         dashboard_port: int | None,
+        places: int = MAX_RUNNING,
+        demand_of: Callable[[JobRecord], Demand] = lambda _: Demand(),
+        time_left_of: Callable[[JobRecord], float | None] = lambda _: None,
+        placeless: Collection[str] = (),
+        page_of: Callable[[JobRecord], str | None] = lambda _: None,
     ) -> None:
         self._store = store
+        self._accounts = AccountStore(store)
+        self._places, self._demand_of, self._time_left_of = places, demand_of, time_left_of
         self._leadership = Leadership(store)
         self._clock_s = 0.0  # what to add to this machine's clock for that of the stored times
         self._data_dir = data_dir
         self._files = files
+        self._placeless = frozenset(placeless)
+        self._page_of = page_of
         self._host: Host | None = None
         if "RAY_ADDRESS" not in os.environ:
             # Ray asks for a token by default, but decides so where it is started; server and Ray must agree.
             os.environ.setdefault("RAY_AUTH_MODE", "token")
             self._host = Host(data_dir, dashboard_host, dashboard_port)
         self._client: Any = None
-        self._dashboard_url: str | None = None
+        self._dashboard: RayDashboard | None = None
         self._not_ready: str | None = "Ray is being started"
         self._is_drained = False  # when it was last looked up
         self._quiet: set[str] = set()  # cancelled jobs whose Ray Job has ended
-        self._queued: set[str] = set()  # jobs that wait for another to end
-        self._placed: set[str] = set()  # jobs with one of the places of running jobs
+        self._queue = QueueState(places)
+        self._placed: frozenset[str] = frozenset()  # jobs with one of the places of running jobs
         self._asked_to_stop: set[str] = set()  # Ray Jobs of drivers that were asked to end by a drain
         self._interrupted: set[str] = set()  # Ray Jobs of drivers that were asked to end because their job pauses
         self._at_rest: set[str] = set()  # Ray Jobs of paused jobs that have ended
@@ -250,10 +320,13 @@ class RayCluster:
 
     @property
     def calls(self) -> NodeCalls | None:
-        """Remote function calls on the cluster's nodes; None if the server itself runs Ray, on its own machine."""
+        """The object by which the server calls functions on nodes of the Ray cluster, such as checks of submitted jobs.
+
+        It is None if the server runs Ray itself, on its own machine.
+        """
         if self._host is not None:
             return None
-        return NodeCalls(lambda: (self._client, self._dashboard_url), self._data_dir, self._files)
+        return NodeCalls(lambda: (self._client, self._dashboard_url()), self._data_dir, self._files)
 
     # -- for the server --------------------------------------------------------------------------------------------
 
@@ -261,7 +334,11 @@ class RayCluster:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop the thread, and stop Ray if the server runs it. Jobs continue when a server is started again."""
+        """End the server's thread that starts and stops drivers, the processes that work on jobs.
+
+        Ray is stopped too, if this server runs it and no other server uses it. Jobs continue when a server is started
+        again.
+        """
         self._stopping.set()
         self._waking.set()
         self._thread.join(timeout=30)
@@ -278,30 +355,44 @@ class RayCluster:
     def not_ready(self) -> str | None:
         return self._store.problem() or (DRAINED if self._is_drained else self._not_ready)
 
-    def waiting_for(self, job: JobRecord) -> str | None:
-        """Reason why `job` waits; None if a driver works on the job, or if the job has ended."""
+    def queue(self) -> QueueState:
+        """The running jobs and the queue of waiting jobs, as of the server's last decision which jobs run."""
+        return self._queue
+
+    def waiting_for(self, job: JobRecord, *, reader: Account | None = None) -> str | None:
+        """Reason why `job` waits; None if a driver (process) works on the job, or if the job has ended.
+
+        `reader` is the user who gets the text; None is a reader who may know everything. The numbers of a team's quota
+        are only told to members of the team and to administrators.
+        """
         if job.state.is_finished:
             return None
         if job.is_paused:
             return "a request to resume it" if job.state is JobState.PAUSED else "its driver to end; then it is PAUSED"
+        if job.yields:
+            return "its driver to end; then it waits for a place"
         if (reason := self.not_ready()) is not None:
             return reason if reason in (self._store.problem(), DRAINED) else f"Ray: {reason}"
         pause = self._delayed.get(job.id)
         if pause is not None and pause.until is not None:
             return f"its next driver, in {max(pause.until - time.time() - self._clock_s, 0.0):.0f} s: {pause.because}"
-        if job.id in self._queued:
-            return f"one of the {MAX_RUNNING} jobs before it to end"
-        return job.waiting_for if job.attempt > job.submitted_after else "its driver to start"
+        if (found := self._queue.choice.waiting.get(job.id)) is not None:
+            if found.shortage is not None:
+                is_insider = reader is None or reader.is_admin or job.team in reader.roles
+                return found.shortage.text(job.team) if is_insider else "a quota of its team"
+            if found.reason is Reason.ROOM:
+                return "a running job to give up its place"
+            return f"one of the {self._places} jobs before it to end"
+        return job.waiting_for if job.attempt > job.submitted_after else STARTING
 
-    def ray_job(self, job: JobRecord) -> RayJobDocument | None:
-        if job.submissions == 0:
-            return None
-        name = submission_id(job, job.submissions)
-        url = self._dashboard_url
-        return {"submission_id": name, "dashboard_url": url and f"{url}/#/jobs/{name}"}
+    def ray_job(self, job: JobRecord) -> str | None:
+        return submission_id(job, job.submissions) if job.submissions else None
+
+    def dashboard(self) -> RayDashboard | None:
+        return self._dashboard
 
     def log(self, job: JobRecord) -> str:
-        """Output of all drivers that worked on `job`. Raises ConnectionError while Ray does not answer."""
+        """Output of all drivers (processes) that worked on `job`. Raises ConnectionError while Ray does not answer."""
         client = self._client
         if client is None:
             raise ConnectionError(self._not_ready or "Ray is not running")
@@ -354,38 +445,36 @@ class RayCluster:
     def _connect(self, is_leader: bool) -> str | None:
         """Connect to the Ray cluster, and return the reason why it cannot be used; None if it can be used.
 
-        If the server is the leader (`is_leader`) and runs the cluster itself, the cluster is started first if
-        necessary.
+        `is_leader` says whether this server is the leader: the only one of the servers with the same database that
+        starts Ray. If the leader runs a Ray cluster of its own, and this cluster does not run, it is started first.
         """
         if self._host is not None and (reason := self._host.not_ready(may_start=is_leader)) is not None:
             self._disconnect(reason)
             return reason
         url = self._host.dashboard_url if self._host is not None else None
-        if self._client is not None and url in (None, self._dashboard_url):
+        if self._client is not None and url in (None, self._dashboard_url()):
             return self._too_many_machines()
         prepare_environment()
         from ray.dashboard.utils import get_address_for_submission_client
 
         try:
             url = url or get_address_for_submission_client(None)
-            self._client = job_client(url)
+            self._client, self._dashboard = job_client(url), RayDashboard.at(url)
         except Exception as error:  # Ray raises RuntimeError, ConnectionError or ValueError, depending on the cause
             return f"Ray's dashboard does not answer: {error}"
-        self._dashboard_url = url
         logger.info("Ray's dashboard: %s", url)
         return self._too_many_machines()
 
     def _too_many_machines(self) -> str | None:
-        """Reason why no driver may start, if Ray has several machines and the database is a file on one of them.
+        """Reason why no job may start: Ray has several machines, but the database is an SQLite file on one of them.
 
-        Such a database is an SQLite file. Returns None if drivers may start. The machines are counted again every
-        NODES_S seconds.
+        Returns None if this is not so. The machines are counted again every NODES_S seconds.
         """
         if self._host is not None or not self._store.is_on_one_machine:
             return None
         now = time.monotonic()
         if self._nodes_at is None or now - self._nodes_at > NODES_S:
-            self._nodes, self._nodes_at = _machines(self._dashboard_url), now
+            self._nodes, self._nodes_at = _machines(self._dashboard_url()), now
         if len(self._nodes) < 2:
             return None
         return (
@@ -399,7 +488,10 @@ class RayCluster:
         self._disconnect(f"Ray's dashboard does not answer: {error}")
 
     def _disconnect(self, reason: str) -> None:
-        self._client, self._dashboard_url, self._not_ready = None, None, reason
+        self._client, self._dashboard, self._not_ready = None, None, reason
+
+    def _dashboard_url(self) -> str | None:
+        return None if self._dashboard is None else self._dashboard.url
 
     def _look_at_jobs(self, is_leader: bool) -> None:
         jobs = self._store.unfinished_jobs()
@@ -407,28 +499,61 @@ class RayCluster:
         self._clock_s = now - time.time()
         if self._watched_since is None:
             self._watched_since = now
-        num_running = 0
-        queued: set[str] = set()
-        # Jobs that have a place keep it; the others follow by priority, the oldest first.
-        placed = {job.id for job in jobs if job.id in self._placed or job.has_driver(now=now)}
-        for job in sorted(jobs, key=lambda job: (job.id not in placed, -job.priority)):
-            has_driver = self._look_at(job, now=now, may_start=num_running < MAX_RUNNING, acts=is_leader)
-            num_running += has_driver
-            placed = placed | {job.id} if has_driver else placed - {job.id}
-            queued |= set() if has_driver or job.is_paused else {job.id}
-        self._queued, self._placed = queued, placed
-        names = {job.id for job in jobs}
-        self._delayed = {name: pause for name, pause in self._delayed.items() if name in names}
-        current = {submission_id(job, job.submissions) for job in jobs if job.is_paused or job.is_outdated}
+        seen = {job.id: found for job in jobs if (found := self._decision(job, now=now)) is not None}
+        self._delayed = {job: found for job, (found, _) in seen.items() if found.until is not None}
+        entries = [
+            entry for job in jobs if job.id in seen if (entry := self._entry(job, *seen[job.id], now=now)) is not None
+        ]
+        choice = choose(entries, self._teams() if entries else {}, places=self._places, now=now)
+        started = {*choice.starts}
+        by_id = {job.id: job for job in jobs}
+        if is_leader:
+            for job, yielding in choice.yielding.items():
+                with logs.fields(job=job):
+                    self._make_room(by_id[job], yielding, by_id)
+            for job, (decision, _) in seen.items():
+                with logs.fields(job=job):
+                    self._act(by_id[job], decision)
+            started = set()
+            for job in choice.starts:
+                with logs.fields(job=job):
+                    started |= {job} if self._start(by_id[job], seen[job][0]) else set()
+        running = started.union(entry.id for entry in entries if entry.has_place and not entry.needs_driver)
+        self._placed = frozenset(entry.id for entry in entries if entry.takes_place and entry.id in running)
+        self._queue = self._state(choice, jobs)
+        leaving = {
+            submission_id(job, job.submissions) for job in jobs if job.is_paused or job.yields or job.is_outdated
+        }
         self._at_rest &= {submission_id(job, job.submissions) for job in jobs if job.state is JobState.PAUSED}
-        self._interrupted &= current  # a job that is resumed meanwhile may be paused again
+        self._interrupted &= leaving  # a job that is resumed meanwhile may be paused again
         if is_leader:
             self._stop_cancelled()
 
-    def _stop_drivers(self) -> None:
-        """Ask the driver of every unfinished job to end after the samples that are being scored.
+    def _state(self, choice: Choice, jobs: Sequence[JobRecord]) -> QueueState:
+        running = sorted((job for job in jobs if job.id in self._placed), key=lambda job: job.submitted_at)
+        ends = {job.id: self._end_of(job) for job in running}
+        return QueueState(self._places, tuple(ends), choice, estimated_starts(choice, ends))
 
-        Each driver is asked only once.
+    def _end_of(self, job: JobRecord) -> float | None:
+        """Time at which a running job is expected to end; None if its progress allows no estimate.
+
+        The time is in seconds since the epoch.
+        """
+        time_left_s = self._time_left_of(job)
+        return None if time_left_s is None or job.heartbeat_at is None else job.heartbeat_at + time_left_s
+
+    def _teams(self) -> dict[str | None, TeamState]:
+        limits, usage = self._accounts.limits(), self._store.team_usage()
+        return {
+            team: TeamState(limits.get(team or "", TeamLimits()), usage.get(team, TeamUsage()))
+            for team in {*limits, *usage}
+        }
+
+    def _stop_drivers(self) -> None:
+        """Ask the drivers, which are the processes that work on unfinished jobs, to end.
+
+        This is done when an operator has drained the servers for maintenance. A driver first stores the samples that
+        are being scored. Each driver is asked only once.
         """
         for job in self._store.unfinished_jobs():
             name = submission_id(job, job.submissions)
@@ -439,14 +564,15 @@ class RayCluster:
                 self._client.stop_job(name)
                 self._asked_to_stop.add(name)
 
-    def _look_at(self, job: JobRecord, *, now: float, may_start: bool, acts: bool) -> bool:
-        """Choose and take the next action for an unfinished job: wait, start a driver, stop a driver, or fail the job.
+    def _decision(self, job: JobRecord, *, now: float) -> tuple[Decision, bool] | None:
+        """Decide what the server does next about an unfinished job, and find out if the job's last Ray Job is active.
 
-        The action is taken only if `acts` is True, as it is for the leader. A driver is submitted only if `may_start`
-        is True. `now` is in seconds since the epoch. Returns whether the job has a driver, or will have one soon.
+        Returns the decision, and whether the Ray Job is pending or running; or None for a PAUSED job whose Ray Job has
+        ended. `now` is in seconds since the epoch.
         """
-        if job.state is JobState.PAUSED and submission_id(job, job.submissions) in self._at_rest:
-            return False
+        name = submission_id(job, job.submissions)
+        if job.state is JobState.PAUSED and name in self._at_rest:
+            return None
         ray_job, message = self._ray_job(job)
         decision = decide(
             job,
@@ -458,20 +584,62 @@ class RayCluster:
             watched_since=self._watched_since or now,
             message=message,
         )
-        if decision.until is not None:
-            self._delayed[job.id] = decision
-            return False
-        self._delayed.pop(job.id, None)
-        is_idle = job.is_paused and ray_job not in ("PENDING", "RUNNING")
-        if is_idle and job.state is JobState.PAUSED:
-            self._at_rest.add(submission_id(job, job.submissions))
-        if not acts:
-            return (
-                not is_idle
-                and decision.action is not Action.GIVE_UP
-                and (decision.action is not Action.SUBMIT or may_start)
-            )
-        if job.attempt > job.submitted_after and decision.action is Action.WAIT:
+        has_ray_job = ray_job in ("PENDING", "RUNNING")
+        if job.state is JobState.PAUSED and job.is_paused and not has_ray_job:
+            self._at_rest.add(name)
+        return decision, has_ray_job
+
+    def _entry(self, job: JobRecord, decision: Decision, has_ray_job: bool, *, now: float) -> Entry | None:
+        """Describe a job for the queue; None if the job neither runs nor may run now.
+
+        `decision` is what the server does next about the job. `has_ray_job` says whether the Ray Job of the job's last
+        driver (the process that works on it) is pending or running. `now` is in seconds since the epoch.
+        """
+        needs_driver = decision.action is Action.SUBMIT
+        is_idle = not has_ray_job and (job.is_paused or job.yields)
+        if is_idle or decision.until is not None or decision.action is Action.GIVE_UP:
+            return None
+        has_place = not needs_driver or job.id in self._placed or job.has_driver(now=now)
+        return Entry(
+            job.id,
+            job.team,
+            job.priority,
+            job.created_at,
+            demand=self._demand_of(job),
+            has_place=has_place,
+            needs_driver=needs_driver,
+            placed_at=job.submitted_at if has_place else None,
+            may_yield=has_ray_job and job.attempt > job.submitted_after,
+            is_leaving=not needs_driver and (job.is_paused or job.yields),
+            takes_place=job.kind not in self._placeless,
+            moved_before=job.moved_before,
+            moved_at=job.moved_at,
+        )
+
+    def _make_room(self, job: JobRecord, yielding: Yielding, jobs: Mapping[str, JobRecord]) -> None:
+        """Store that a running job must end for now, so that its driver is asked to end in the next round.
+
+        A driver is the process that works on a job. A place is the right to run, which served studies do not need.
+        `yielding` has the reason: another job that must run first, or a quota that is used up. `jobs` has all jobs by
+        id. Every reader of the job sees the stored reason. Therefore it does not name the other job; only the audit log
+        does.
+        """
+        if yielding.to is None:
+            because = "quota gpu_hours: its team has used up its GPU-hours of this month"
+            after = {"quota": "gpu_hours"}
+        else:
+            because = f"a job of priority {jobs[yielding.to].priority} needs its place"
+            after = {"for": f"job {yielding.to}"}
+        if self._accounts.preempt(job, because, actor=QUEUE, after=after):
+            logger.info("job %s: gives its place up: %s", job.id, because)
+
+    def _act(self, job: JobRecord, decision: Decision) -> None:
+        """Carry out `decision` about an unfinished job, unless it is the decision to start a driver.
+
+        A driver is a process that works on a job. The decision may be to stop the driver, to ask it to end, or to fail
+        the job.
+        """
+        if job.attempt > job.submitted_after and decision.action is Action.WAIT and decision.until is None:
             self._losses.pop(job.id, None)
         if decision.action is Action.STOP:
             self._lose_driver(job, decision.because)
@@ -479,33 +647,35 @@ class RayCluster:
         elif decision.action is Action.INTERRUPT:
             self._interrupt(job)
         elif decision.action is Action.SETTLE:
-            self._store.settle_pause(job.id)
+            self._store.settle(job.id)
         elif decision.action is Action.GIVE_UP:
             logger.error("job %s: given up: %s", job.id, decision.because)
             self._store.open_attempt(job.id, because="giving up").set_state(JobState.FAILED, decision.because)
-            return False
-        elif decision.action is Action.SUBMIT:
-            if not may_start:
-                return False
-            self._lose_driver(job, decision.because)
-            # A Ray Job that never reached the cluster is submitted again under the same id.
-            because = "; then ".join(self._losses.get(job.id, {}).values()) or None
-            return self._submit(job, job.submissions + (not decision.again), because)
-        return not is_idle
+
+    def _start(self, job: JobRecord, decision: Decision) -> bool:
+        """Submit a driver, a process that works on a job, to the Ray cluster; return whether the cluster accepted it.
+
+        `decision` has the reason why the last driver is replaced, and says whether the last submission is repeated.
+        """
+        self._lose_driver(job, decision.because)
+        # A Ray Job that never reached the cluster is submitted again under the same id.
+        because = "; then ".join(self._losses.get(job.id, {}).values()) or None
+        return self._submit(job, job.submissions + (not decision.again), because)
 
     def _interrupt(self, job: JobRecord) -> None:
-        """Ask the driver of a job to end after the samples that are being scored.
+        """Ask the driver of a job, the process that works on it, to end because the job is to pause or was edited.
 
-        Each driver is asked only once.
+        The driver first stores the samples that are being scored. Each driver is asked only once.
         """
         name = submission_id(job, job.submissions)
         if name not in self._interrupted:
-            logger.info("job %s: stopping %s: the job %s", job.id, name, "pauses" if job.is_paused else "was edited")
+            because = "pauses" if job.is_paused else "makes room" if job.yields else "was edited"
+            logger.info("job %s: stopping %s: the job %s", job.id, name, because)
             self._client.stop_job(name)
             self._interrupted.add(name)
 
     def _lose_driver(self, job: JobRecord, because: str | None) -> None:
-        """Remember why the last driver of a job is replaced, because the next driver receives this reason.
+        """Remember why the last driver of a job (the process that works on it) is replaced, to tell the next driver.
 
         Later reasons for the same driver are ignored. If `because` is None, nothing is remembered.
         """
@@ -513,9 +683,10 @@ class RayCluster:
             self._losses.setdefault(job.id, {}).setdefault(job.submissions, because)
 
     def _submit(self, job: JobRecord, number: int, because: str | None) -> bool:
-        """Submit the driver with the given number for `job`, and return whether the Ray cluster accepted it.
+        """Submit a driver (a process that works on `job`) as a Ray Job; return whether the Ray cluster accepted it.
 
-        `because` says why the previous driver was replaced; None if there is no reason to state.
+        `number` counts the job's drivers from 1. `because` says why the previous driver was replaced; None if there is
+        no reason to state.
         """
         self._store.record_submission(job.id, number)
         name = submission_id(job, number)
@@ -527,12 +698,23 @@ class RayCluster:
             command += ["--files", self._files]
         if self._host is not None and (address := self._host.address) is not None:
             command += ["--ray-address", address]
+        attributes: tracing.Attributes = {
+            "mergesearch.job": job.id,
+            "mergesearch.name": job.name,
+            "mergesearch.submission": number,
+        }
+        # The dashboard lists jobs by "job_name".
+        metadata = {"job_name": job.name, "study_id": job.id}
+        if (page := self._page_of(job)) is not None:
+            metadata["page"] = page
         try:
-            self._client.submit_job(
-                entrypoint=shlex.join([*command, *(["--because", because] if because else [])]),
-                submission_id=name,
-                metadata={"job_name": job.name, "study_id": job.id},  # the dashboard lists them by "job_name"
-            )
+            with tracing.span("submit driver", attributes, parent=job.traceparent):
+                self._client.submit_job(
+                    entrypoint=shlex.join([*command, *(["--because", because] if because else [])]),
+                    submission_id=name,
+                    metadata=metadata,
+                    **({"runtime_env": {"env_vars": variables}} if (variables := passed_on()) else {}),
+                )
         except RuntimeError as error:
             if _accepts_no_jobs(error):
                 raise ConnectionError(f"Ray accepts no jobs yet: {error}") from error
@@ -555,7 +737,7 @@ class RayCluster:
                 self._quiet.add(name)
 
     def _ray_job(self, job: JobRecord) -> tuple[str | None, str | None]:
-        """State of the Ray Job that ran the last driver of a job, and Ray's message about it on one line.
+        """State of the Ray Job that ran the last driver (process) of a job, and Ray's message about it on one line.
 
         The message is None if there is none. Both are None if the cluster does not know the Ray Job.
         """
@@ -580,7 +762,7 @@ def _machines(dashboard_url: str | None) -> frozenset[str]:
 
 
 def _accepts_no_jobs(error: Exception) -> bool:
-    """Whether `error` from a submission says that the Ray cluster does not accept Ray Jobs yet.
+    """Whether the error of a submission says that the Ray cluster does not accept Ray Jobs yet.
 
     A new cluster answers other requests some time before its agents, which receive Ray Jobs, can be reached.
     """
@@ -588,7 +770,7 @@ def _accepts_no_jobs(error: Exception) -> bool:
 
 
 def _is_unknown(error: Exception) -> bool:
-    """Whether `error` says that the Ray cluster does not know a Ray Job.
+    """Whether an error of Ray's client says that the Ray cluster does not know the Ray Job that it was asked about.
 
     The text of the error is searched, because Ray's client raises the same class for every refusal.
     """

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 __all__ = ["RaySession", "check_reachable", "prepare_environment", "ray_session", "start_ray"]
 
@@ -37,20 +38,24 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RaySession:
-    """Connection of this process to Ray.
+    """Connection of this process to a Ray cluster.
 
-    `is_own` says whether the current process started Ray. `dashboard_url` is None if Ray has no dashboard.
+    `is_own` says whether the current process started Ray. `dashboard_url` is None if Ray has no dashboard that
+    the user of this process may open. `dashboard_host` is the address of this machine at which Ray's dashboard listens,
+    and which servers of the cluster can therefore reach; None if there is no dashboard.
     """
 
     is_own: bool
     dashboard_url: str | None
+    dashboard_host: str | None = None
 
 
 @contextmanager
 def ray_session() -> Iterator[RaySession]:
-    """Context with a connection to the Ray cluster that RAY_ADDRESS names, or else to a Ray that is started here.
+    """Context with a connection to the Ray cluster that the environment variable RAY_ADDRESS names.
 
-    Raises ConnectionError if Ray cannot be reached or started.
+    If the variable is not set, Ray is started on this machine and stopped at the end of the context. Raises
+    ConnectionError if Ray cannot be reached or started.
     """
     prepare_environment()
     import ray
@@ -62,13 +67,17 @@ def ray_session() -> Iterator[RaySession]:
     context = _joined(address) if address else start_ray()
     url = context.dashboard_url
     try:
-        yield RaySession(is_own=not address, dashboard_url=f"http://{url}" if url else None)
+        host = urlsplit(f"http://{url}").hostname if url else None
+        yield RaySession(is_own=not address, dashboard_url=f"http://{url}" if url else None, dashboard_host=host)
     finally:
         ray.shutdown()
 
 
 def prepare_environment() -> None:
-    """Set the environment variables that Ray reads at its import or start, unless they are set already."""
+    """Set this program's values of the environment variables that Ray reads at its import or start.
+
+    Variables that are set already are not changed.
+    """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_TRAIN_ENABLE_STATE_TRACKING", "1")  # else the dashboard lists no runs
     os.environ.setdefault("RAY_raylet_start_wait_time_s", str(START_WAIT_S))
@@ -80,10 +89,10 @@ def prepare_environment() -> None:
 
 
 def check_reachable(*, timeout_s: float = ANSWER_WAIT_S) -> None:
-    """Check that a Ray cluster may be running at the host and port that RAY_ADDRESS names.
+    """Check that a Ray cluster answers at the host and port that the environment variable RAY_ADDRESS names.
 
-    Raises ConnectionError if no program that could be Ray answers within `timeout_s` seconds. `ray.init` would try for
-    minutes.
+    Raises ConnectionError if no program that could be Ray answers within `timeout_s` seconds. Without this check,
+    `ray.init` would try for minutes.
     """
     address = os.environ.get("RAY_ADDRESS", "")
     host, colon, port = address.removeprefix("ray://").rpartition(":")

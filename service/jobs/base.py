@@ -1,9 +1,9 @@
-"""Interface of a kind of job (study or fine-tuning), and the objects that a driver of the job receives.
+"""Interface of a kind of job (study, fine-tuning or served study), and the objects that a driver of the job receives.
 
-The server stores jobs, runs them on the cluster and shows them. A job is a study, which searches, or a fine-tuning,
-which trains. Everything that differs between kinds of job is in the `JobKind` that the package of the kind declares.
-The module `registry` lists all kinds. Every command imports the declarations, so they import heavy modules inside
-functions.
+The server stores jobs, runs them on the cluster and shows them. A job is a study, which searches, a fine-tuning, which
+trains, or a served study, which answers prompts. Everything that differs between kinds of job is in the `JobKind` that
+the package of the kind declares. The module `registry` lists all kinds. Every command imports the declarations, so they
+import heavy modules inside functions.
 """
 
 from __future__ import annotations
@@ -14,10 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from service.types import Demand
+
 if TYPE_CHECKING:
     from search_spaces.study.engine import EngineOptions
     from service.cluster.session import RaySession
     from service.engine_machines import EngineMachines
+    from service.jobs.completers import Completers
     from service.jobs.edit import JobEdit
     from service.jobs.heartbeat import Heartbeat
     from service.store import JobWriter, Store
@@ -66,23 +69,27 @@ class RequestContext:
 
 @dataclass(frozen=True)
 class Accepted:
-    """A job that passed every check and can be created.
+    """A submitted job that passed every check and can be created.
 
     `document` is the submitted document in canonical form. `facts` are the findings of the checks as JSON.
-    `artifact_bytes` estimates the total size of the artifacts that the job will store.
+    `artifact_bytes` estimates the total size of the artifacts that the job will store. `export_parameters` is the
+    number of weights of an exported model.
     """
 
     name: str
     document: Mapping[str, Any]
     facts: Mapping[str, Any]
     artifact_bytes: int = 0
+    export_parameters: int = 0
 
     def stored_facts(self) -> dict[str, Any]:
         """Findings of the checks in the form that is stored with the job, as JSON.
 
-        The document has the entries of `facts` and, if it is above 0, `artifact_bytes`.
+        The document has the entries of `facts` and, if they are above 0, the expected size of the job's artifacts
+        (`artifact_bytes`) and the number of parameters of an exported model (`export_parameters`).
         """
-        return {**self.facts, **({"artifact_bytes": self.artifact_bytes} if self.artifact_bytes else {})}
+        sizes = {"artifact_bytes": self.artifact_bytes, "export_parameters": self.export_parameters}
+        return {**self.facts, **{name: size for name, size in sizes.items() if size}}
 
 
 Accept: TypeAlias = Callable[[Mapping[str, Any], RequestContext], Accepted]
@@ -110,12 +117,15 @@ class Resources:
     - `fit`: trains an expert on Ray Train. Its arguments are the specification, the directory for the result, the files
       that may be read, and the number of experts that train at the same time. None for the files is no limit.
     - `cluster`: the resources of the cluster to which Ray is connected, numbers by "CPU" and "GPU".
+    - `completers`: opens the replicas that complete prompts. Its arguments are the models, the engine's options, the id
+      of the job, and the seconds after which idle replicas are stopped.
     """
 
     ray: Callable[[], AbstractContextManager[RaySession]]
     scorer: Callable[[Family, EngineOptions, int], AbstractContextManager[Scorer]]
     fit: Callable[[FinetuneSpec, Path, FileAccess | None, int], None]
     cluster: Callable[[], Mapping[str, float]]
+    completers: Callable[[Family, EngineOptions, str, float], AbstractContextManager[Completers]]
 
 
 @dataclass(frozen=True)
@@ -141,11 +151,14 @@ class Attempt:
 
     @property
     def job(self) -> JobRecord:
-        """Read the job of this attempt from the store."""
+        """Read the job on which this driver (a process) works from the store, with its present state."""
         return self.store.job(self.writer.job_id)
 
     def progressed(self, text: str) -> None:
-        """Show the message `text`, and report that the driver has made progress."""
+        """Show the message `text` to the user, and store that the job makes progress.
+
+        A driver, the process that works on a job, is replaced if it reports no progress for too long.
+        """
         self.heartbeat.progressed()
         self.note(text)
 
@@ -174,10 +187,16 @@ class JobKind:
     - `documents`: returns the TypedDicts of two documents: the server's document of a job, and the progress of its
       driver.
     - `edit`: returns the model of the body that edits a job, a `JobEdit`.
-    - `edited`: returns the document of a stored job with the options that such a body gives, beside its labels. Raises
-      Conflict if they cannot change now, and InvalidStudy with every problem.
+    - `edited`: returns the document of a stored job with the options that an editing request gives; labels such as the
+      name are changed elsewhere. Raises Conflict if they cannot change now, and InvalidStudy with every problem.
     - `links`: last parts of the routes below a job that the job's document links to.
+    - `demand`: returns what a stored job occupies while it runs.
+    - `time_left_s`: returns the seconds that a running job still takes, as of its last heartbeat; None if its progress
+      does not tell.
     - `has_search`: whether a job has a search that can be stopped early, after which the job's other stages follow.
+    - `takes_place`: whether a job takes one of the places of jobs that run at the same time.
+    - `study_of`: returns, for the document of a job, the id of the study whose team and sharing the job always has. It
+      is None if jobs of this kind have a team and sharing of their own.
     - `resumable`: jobs that can be resumed, as the end of the sentence "only a study ...".
     - `clean_up`: deletes files in the server's data directory that no job needs any more; called after a job was
       deleted.
@@ -200,11 +219,21 @@ class JobKind:
     models: Callable[[Accepted], Sequence[str]] = lambda _: ()
     edit: Callable[[], type[JobEdit]] = _labels
     edited: Callable[[JobRecord, Any, Store], Mapping[str, Any]] = lambda job, *_: job.document
+    demand: Callable[[JobRecord], Demand] = lambda _: Demand()
+    time_left_s: Callable[[JobRecord], float | None] = lambda _: None
     links: Sequence[str] = ()
     example: Mapping[str, Any] | None = None
     has_search: bool = False
+    takes_place: bool = True
+    study_of: Callable[[Mapping[str, Any]], str] | None = None
     resumable: str = "that has FAILED, is PAUSED or waits"
     clean_up: Callable[[Store, Path], None] = _nothing
+
+    def page_of(self, job: JobRecord) -> str:
+        """Path of a job's page in the web application; a job that serves a study has the page of the study."""
+        if self.study_of is not None:
+            return f"/studies/{self.study_of(job.document)}"
+        return f"/{self.collection}/{job.id}"
 
     @property
     def plural(self) -> str:

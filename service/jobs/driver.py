@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 from search_spaces.errors import InvalidStudy
@@ -23,8 +24,9 @@ from service.store import JobWriter, Store
 from service.store.artifacts import ArtifactStore
 from service.store.database_url import known_url
 from service.studies.preflight.files import FilesRefused
-from service.types import JobState
+from service.types import JobRecord, JobState
 from workers.errors import EngineUnavailable
+from workers.telemetry import logs, tracing
 
 __all__ = ["drive", "main"]
 
@@ -35,9 +37,10 @@ MAX_SKEW_S = 5.0
 
 
 def main(resources: Resources | None = None) -> int:
-    """Run the driver of the job that the command line names, and return the exit code.
+    """Run the driver, the process that works on a job, for the job that the command line names.
 
     `resources` are the functions with which the driver uses the cluster; by default those of `service.jobs.resources`.
+    Returns the exit code.
     """
     parser = argparse.ArgumentParser(prog="python -m service.jobs.driver", description=__doc__)
     parser.add_argument("--data", type=Path, required=True)
@@ -47,22 +50,23 @@ def main(resources: Resources | None = None) -> int:
     parser.add_argument("--ray-address", help="the cluster to join (default: Ray's choice)")
     parser.add_argument("--because", help="why the previous driver was replaced")
     options = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logs.log_to_stderr()
+    tracing.start_tracing("driver")
     if options.ray_address:
         os.environ["RAY_ADDRESS"] = options.ray_address
-    store = Store(known_url(options.data), waits=True)
     try:
-        _check_clock(store)
-        return drive(
-            store,
-            options.job,
-            work_dir=job_dir(options.data, options.job),
-            files=options.files,
-            because=options.because,
-            resources=resources,
-        )
+        with logs.fields(job=options.job), closing(Store(known_url(options.data), waits=True)) as store:
+            _check_clock(store)
+            return drive(
+                store,
+                options.job,
+                work_dir=job_dir(options.data, options.job),
+                files=options.files,
+                because=options.because,
+                resources=resources,
+            )
     finally:
-        store.close()
+        tracing.stop_tracing()
 
 
 def drive(
@@ -74,22 +78,62 @@ def drive(
     because: str | None = None,
     resources: Resources | None = None,
 ) -> int:
-    """Become the driver of a stored job, work on the job, and return the process's exit code.
+    """Become the driver of the stored job `job_id`, work on the job, and return the process's exit code.
 
-    The job passed its checks when it was created. If something is missing now, such as a model, the hub, an engine or
-    Ray, this driver ends, and a later driver tries again. The job fails only for problems that every later driver would
-    have too. `work_dir` is the job's directory for files. `files` is the location of artifacts; None is a directory in
-    the server's data directory. `because` says why the previous driver was replaced; None if there is no reason to
-    state. `resources` are the functions with which the driver uses the cluster; None means those of
-    `service.jobs.resources`.
+    A driver is a process that works on a job. The exit code is 0 if the job has ended or belongs to another driver, and
+    1 if a later driver must continue the job. The job passed its checks when it was created. If something is missing
+    now, such as a model, the hub, an engine or Ray, this driver ends, and a later driver tries again. The job fails
+    only for problems that every later driver would have too.
+
+    `work_dir` is the job's directory for files. `files` is the location of artifacts; None is a directory in the
+    server's data directory. `because` says why the previous driver was replaced; None if there is no reason to state.
+    `resources` are the functions with which the driver uses the cluster; None means those of `service.jobs.resources`.
     """
     try:
         writer = store.open_attempt(job_id, because=because, as_driver=True)
     except (StaleAttempt, NotFound) as error:
         logger.info("%s", error)
         return 0
-    job = store.job(job_id)
-    heartbeat = Heartbeat(writer, job.wall_clock_s)
+    with logs.fields(job=job_id, attempt=writer.attempt):
+        return _work_on(store, writer, work_dir=work_dir, files=files, resources=resources)
+
+
+def _work_on(
+    store: Store, writer: JobWriter, *, work_dir: Path, files: str | Path | None, resources: Resources | None
+) -> int:
+    """Work on a job in this process, and return the process's exit code.
+
+    An attempt is the work of one driver process on the job; `writer` stores the results of this attempt. `work_dir` is
+    the directory for files of the work, `files` the directory or object store for models that the job trains, and
+    `resources` has the functions that connect to Ray and start replicas; None uses the server's. The trace spans of the
+    work belong to the trace of the request that created the job.
+    """
+    job = store.job(writer.job_id)
+    about: tracing.Attributes = {"mergesearch.job": job.id, "mergesearch.name": job.name, "mergesearch.kind": job.kind}
+    # A driver may work for days, and be killed: its span ends at once, and is the parent of what follows.
+    with tracing.span("driver", {**about, "mergesearch.attempt": writer.attempt}, parent=job.traceparent) as span:
+        place = span.traceparent
+    with tracing.under(place):
+        return _end_of_work(store, writer, job, work_dir=work_dir, files=files, resources=resources)
+
+
+def _end_of_work(
+    store: Store,
+    writer: JobWriter,
+    job: JobRecord,
+    *,
+    work_dir: Path,
+    files: str | Path | None,
+    resources: Resources | None,
+) -> int:
+    """Work on a job until the work or this driver ends, store how it ended, and return the process's exit code.
+
+    A driver is a process that works on a job; this one stores its results with `writer`. `job` is the stored job. The
+    exit code is 1 if another driver must continue the job, else 0. `work_dir` is the directory for files of the work,
+    and `files` the directory or object store for models that the job trains; None is a directory of the server.
+    `resources` has the functions that connect to Ray and start replicas; None uses the server's.
+    """
+    heartbeat = Heartbeat(writer, job.wall_clock_s, num_gpus=kind_of(job.kind).demand(job).num_gpus)
     artifacts = ArtifactStore(store, files or artifacts_dir(data_dir_of(work_dir)))
     try:
         with heartbeat:
@@ -121,7 +165,7 @@ def drive(
 
 
 def _check_clock(store: Store) -> None:
-    """Log a warning if the clock of this machine differs from the clock of the database.
+    """Log a warning if the clock of this machine differs from the clock of the database `store`.
 
     The times of events and heartbeats are from the database's clock, and the times of log messages from this machine's.
     """
@@ -138,7 +182,10 @@ def _shared() -> Resources:
 
 
 def _note(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    if logs.is_json():
+        logger.info("%s", text)
+    else:
+        print(text, file=sys.stderr, flush=True)
 
 
 def _wait(writer: JobWriter, heartbeat: Heartbeat, reason: str) -> None:

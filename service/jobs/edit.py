@@ -16,7 +16,7 @@ LABELS = ("name", "description", "tags", "notes", "priority")
 
 
 class JobEdit(BaseModel):
-    """Body of a request that edits a job. Options that are not in the body keep their values."""
+    """Body of a request that edits a job; options that are not in the body keep their values."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -38,7 +38,7 @@ class JobEdit(BaseModel):
 def differences(
     before: Mapping[str, Any], after: Mapping[str, Any], *, prefix: str = ""
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the options that differ between two documents, each as (dotted path, old value, new value).
+    """Yield the options that differ between the documents `before` and `after`, each as (dotted path, old, new value).
 
     A value is None if the document does not have the option. `prefix` is put before each path.
     """

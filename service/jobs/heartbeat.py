@@ -6,6 +6,7 @@ number of seconds since the driver last made progress, and the limit above which
 
 from __future__ import annotations
 
+import contextvars
 import logging
 import threading
 import time
@@ -39,11 +40,14 @@ class Heartbeat:
     A heartbeat has the driver's `progress` (as JSON), the seconds that all attempts have worked on the job, the seconds
     without progress, and what the driver waits for. The driver makes progress when it stores something with `writer`,
     or when it calls the method `progressed`. `worked_s` is the number of seconds that earlier attempts worked on the
-    job. `stop_reason` is the reason why the job's search was asked to end early, as of the last heartbeat; None if it
-    was not.
+    job. `num_gpus` is the number of GPUs that count for the usage of the job's team; 0 counts no usage. `stop_reason`
+    is the reason why the job's search was asked to end early, as of the last heartbeat; None if it was not.
     """
 
-    def __init__(self, writer: JobWriter, worked_s: float, *, interval_s: float = HEARTBEAT_S) -> None:
+    def __init__(
+        self, writer: JobWriter, worked_s: float, *, num_gpus: int = 0, interval_s: float = HEARTBEAT_S
+    ) -> None:
+        self.num_gpus = num_gpus
         self.progress: Mapping[str, Any] | None = None
         self.stop_reason: str | None = None
         self.min_patience_s = PREPARING_PATIENCE_S
@@ -54,7 +58,8 @@ class Heartbeat:
         self._waiting_for: str | None = None
         self._stale: StaleAttempt | None = None
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._send_regularly, name="heartbeat", daemon=True)
+        context = contextvars.copy_context()  # with the fields of log lines
+        self._thread = threading.Thread(target=context.run, args=(self._send_regularly,), name="heartbeat", daemon=True)
 
     @property
     def wall_clock_s(self) -> float:
@@ -62,24 +67,23 @@ class Heartbeat:
 
     @property
     def idle_s(self) -> float:
-        """Seconds since the driver last made progress."""
+        """Seconds since the driver, the process that works on the job, last made progress."""
         return time.monotonic() - max(self._progressed_at, self._writer.stored_at)
 
     @property
     def patience_s(self) -> float:
-        """Seconds without progress before the driver is replaced.
+        """Seconds without progress after which the driver, the process that works on the job, is replaced.
 
-        The result is `min_patience_s`, or ten times the longest time that a replica took for a chunk, whichever is
-        larger.
+        It is `min_patience_s`, or ten times the longest time that one request to an engine took, whichever is larger.
         """
         return max(self.min_patience_s, PATIENCE_CHUNKS * self._writer.longest_chunk_s)
 
     def progressed(self) -> None:
-        """Record that the driver made progress without storing a result, for example with a download."""
+        """Record that the driver (this process) made progress without storing a result, for example with a download."""
         self._progressed_at = time.monotonic()
 
     def wait_for(self, what: str | None) -> None:
-        """Report what the driver waits for, such as "an engine to start".
+        """Report what the driver, the process that works on the job, waits for, such as "an engine to start".
 
         If `what` is None, report that the driver does not wait.
         """
@@ -91,15 +95,16 @@ class Heartbeat:
         self._send(self.wall_clock_s)
 
     def discount(self) -> None:
-        """Store a heartbeat that counts working time only up to the last scored samples that the driver stored.
+        """Store a heartbeat whose working time ends at the time when the driver last stored scored samples.
 
-        A driver calls this method if it has only waited since then. If the driver has stored no scored samples, the
-        stored working time is that of the earlier attempts.
+        A driver is a process that works on the job. It calls this method if it has only waited since then, so that the
+        wait does not count for the limits of the job's working time. If the driver has stored no scored samples, the
+        stored working time is that of the job's earlier drivers.
         """
         self._send(self._worked_s + max(self._writer.scored_at - self._started_at, 0.0))
 
     def check(self) -> None:
-        """Raise StaleAttempt if the store refused a heartbeat because another driver works on the job now."""
+        """Raise StaleAttempt if the database has refused a heartbeat, because another driver works on the job now."""
         if self._stale is not None:
             raise StaleAttempt(*self._stale.args)
 
@@ -115,6 +120,7 @@ class Heartbeat:
     def _send(self, wall_clock_s: float) -> None:
         self.stop_reason = self._writer.heartbeat(
             wall_clock_s=wall_clock_s,
+            num_gpus=self.num_gpus,
             progress=self.progress,
             idle_s=self.idle_s,
             patience_s=self.patience_s,

@@ -10,11 +10,12 @@ from collections.abc import Mapping
 from service.jobs.base import JobKind
 from service.jobs.finetune.kind import FINETUNE
 from service.jobs.search.kind import SEARCH
+from service.jobs.serving.kind import SERVING
 
 __all__ = ["KINDS", "kind_of"]
 
 # By name, in the order in which documents, commands and clients look through them.
-KINDS: Mapping[str, JobKind] = {kind.name: kind for kind in (SEARCH, FINETUNE)}
+KINDS: Mapping[str, JobKind] = {kind.name: kind for kind in (SEARCH, FINETUNE, SERVING)}
 
 
 def kind_of(name: str) -> JobKind:

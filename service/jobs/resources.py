@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from service.cluster.session import RaySession, ray_session
 from service.jobs.base import Resources
 from service.jobs.finetune.ray_train import cluster, fit
+from service.jobs.serving.replicas import completers
 from workers.serving.deployment import deploy_scorer, serving
 
 if TYPE_CHECKING:
@@ -32,12 +34,22 @@ def _own_scorer(family: Family, options: EngineOptions, replicas: int) -> Iterat
         yield scorer
 
 
-def _ray() -> AbstractContextManager[RaySession]:
+@contextmanager
+def _shared_ray() -> Iterator[RaySession]:
+    """Context with a connection to the Ray cluster of the server, without the address of Ray's dashboard.
+
+    The address is left out because users open the dashboard through the server.
+    """
+    with ray_session() as session:
+        yield replace(session, dashboard_url=None)
+
+
+def _own_ray() -> AbstractContextManager[RaySession]:
     return ray_session()
 
 
 # For a server: replicas are kept for the next job with the same models.
-SHARED = Resources(ray=_ray, scorer=_shared_scorer, fit=fit, cluster=cluster)
+SHARED = Resources(ray=_shared_ray, scorer=_shared_scorer, fit=fit, cluster=cluster, completers=completers)
 
 # For one command: its replicas stop when it ends.
-OWN = Resources(ray=_ray, scorer=_own_scorer, fit=fit, cluster=cluster)
+OWN = Resources(ray=_own_ray, scorer=_own_scorer, fit=fit, cluster=cluster, completers=completers)

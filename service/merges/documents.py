@@ -42,12 +42,15 @@ class Problems:
         return bool(self.of_file or self._of_others)
 
     def add(self, *lines: str) -> None:
-        """Add problems in the file that describes the merge, one line each."""
+        """Record problems of the file that describes the merge; each of `lines` states one problem."""
         self.of_file += lines
 
     @contextmanager
     def collected(self) -> Iterator[None]:
-        """Context that catches errors about the file, the models or the result's directory, and collects them."""
+        """Context manager that records errors about the file, the models or the result's directory as problems.
+
+        The errors are not raised, so that all problems can be reported together (`raise_all`).
+        """
         try:
             yield
         except InvalidRecipe as error:

@@ -56,8 +56,8 @@ PATIENCE_S = 3.0
 class PlannedModel:
     """Model that takes part in a planned merge.
 
-    `role` is "base" or "expert". `licence` is None if the model card states no licence. `fingerprint` is a hash of the
-    model's files.
+    `alias` is the model's name in the merge, and `role` is "base" or "expert". `licence` is the licence that the model
+    card states, or None if it states none. `fingerprint` is a hash of the model's files.
     """
 
     alias: str
@@ -148,11 +148,14 @@ def check_merge(
     document: Any = None,
     note: Callable[[str], None] = logger.info,
 ) -> MergePlan:
-    """Make the checks of `merge_file` without writing or downloading anything, and return the merge's plan.
+    """Check a merge without writing or downloading anything, and return its plan: models, layers and sizes.
 
-    `directories` has directories of models by name, and `out` is the directory to check for the merged model. `strict`
-    treats warnings about keys of the file without effect as errors. `document` is the parsed content of `file`; None
-    reads the file. Raises the errors of `merge_file`.
+    `file` describes the merge. `directories` has directories of models by name, and `out` is the directory in which the
+    merged model would be written. `dtype` is the dtype of the merged model; None uses the dtype that the file states.
+    `strict` treats warnings, which are about keys of the file without effect, as errors. `document` is the parsed
+    content of `file`; None reads the file. `note` is called with messages about slow reads. Raises InvalidRecipe for
+    problems of the file, InvalidModel for problems of the models or of `out`, and Conflict if `out` contains anything
+    but this merged model, or if its disk has too little space.
     """
     import torch
 
@@ -211,12 +214,13 @@ def merge_file(
         strict: Treat warnings about keys of the file that have no effect as errors.
         document: The document that describes the merge; None reads it from `file`.
         note: Called with messages about downloads and slow reads, and with warnings.
-        **details: Further arguments of `workers.export.checkpoint.export`.
+        **details: Passed on to the function that writes the checkpoint, such as `max_shard_bytes` or `progress`
+            (`workers.export.checkpoint.export`).
 
     Raises:
         InvalidRecipe: The file has problems.
         InvalidModel: The models or `out` cannot be used.
-        Conflict: `out` holds something else.
+        Conflict: `out` contains anything but this merged model, or its disk has too little space.
     """
     prepared = _prepare(file, out, document, directories, dtype, strict, note=note)
     for warning in prepared.warnings:
@@ -247,7 +251,8 @@ def _prepare(
     """Read the file that describes a merge, and open and check its models.
 
     `document` is the parsed content of `file`; None reads the file. `directories` has directories of models by name.
-    `strict` treats warnings as errors. `fetching` are further arguments of `_bank`, which opens the weights. All
+    `dtype` replaces the dtype that the file states; None keeps it. `strict` treats warnings as errors. `fetching` says
+    how weights are opened: whether they may be downloaded (`downloads`), and a function for messages (`note`). All
     problems of the file, the models and `out` are raised as one error.
     """
     warnings: list[str] = []
@@ -271,7 +276,7 @@ def _prepare(
 
 
 def _check(recipe: Recipe, bank: Bank) -> None:
-    """Check that the models in `bank` can be merged by `recipe`.
+    """Check that the opened models in `bank` can be merged by `recipe`.
 
     Raises:
         InvalidRecipe: The recipe does not fit the models, for example their number of layers.
@@ -293,8 +298,8 @@ def _of_recipe(
     """Open and check the models of a merge that a recipe describes.
 
     `document` is the recipe. `directories` has the directories of the models by alias. Problems that are found are
-    added to `problems`. The result is None if the problems prevent opening the models. `fetching` are further arguments
-    of `_bank`, which opens the weights.
+    added to `problems`. The result is None if the problems prevent opening the models. `fetching` says how weights are
+    opened: whether they may be downloaded (`downloads`), and a function for messages (`note`).
     """
     recipe = Recipe.from_json(document)
     template = document.get("chat_template")
@@ -340,8 +345,9 @@ def _of_configuration(
     """Open and check the models of a merge that a mergekit configuration describes.
 
     `document` is the configuration, and `file` the file that it is from. `directories` has directories of models by
-    name. If problems are found, they are added to `problems`, and the result is None. The models are checked even if
-    other parts of the configuration are wrong. `fetching` are further arguments of `_bank`, which opens the weights.
+    name. `fetching` says how weights are opened: whether they may be downloaded (`downloads`), and a function for
+    messages (`note`). The models are checked even if other parts of the configuration are wrong. All problems that are
+    found are added to `problems`. If there are any, the result is None.
     """
     warn = problems.warnings.append
     configuration = read_configuration(document, warn=warn, problems=problems.of_file)
@@ -401,13 +407,13 @@ def _opened(
     problems: Problems,
     unmerged: Mapping[str, str] | None = None,
 ) -> ResolvedFamily | None:
-    """Locate the models of a merge and check their headers; problems are collected even if a model is missing.
+    """Locate the models of a merge, check their headers, and add all problems that are found to `problems`.
 
     `base` is the base model's alias. `places` has the directory, hub id or URL of each model and adapter, by alias.
     `tokenizer` and `vocabulary` say which vocabulary the merged model has. `adapted` has the model that an adapter
-    changes, by the adapter's alias, if this model is not the base. `unmerged` has models that the configuration names
-    but does not merge. Problems that are found are added to `problems`. The result is None if there are problems, or if
-    the base is missing.
+    changes, by the adapter's alias, if this model is not the base. `unmerged` has, by alias, the names in error
+    messages of models that the configuration states but does not merge. The result is None if `problems` has any
+    problem, from before or from this call. If the base is missing, nothing is checked, and the result is None too.
     """
     if base not in places:
         return None
@@ -427,7 +433,9 @@ def _resolved(
     vocabulary: Mapping[str, Any],
     unmerged: Mapping[str, str] | None = None,
 ) -> ResolvedFamily:
-    """Locate the models of a merge and check their headers. Raises InvalidModel with every problem.
+    """Locate the models of a merge and check the headers of their safetensors files.
+
+    Raises InvalidModel with every problem.
 
     Args:
         base: Alias of the base model, which may be the only model.
@@ -435,7 +443,7 @@ def _resolved(
         tokenizer: Vocabulary of the merged model: "base", "union" or an alias.
         adapted: Directory or hub id of the model that an adapter changes, by the adapter's alias, if not the base.
         vocabulary: Further options of the merged vocabulary.
-        unmerged: Models that the configuration names and does not merge: their names in messages, by alias. None if
+        unmerged: What messages call the models that the configuration names but does not merge, by alias. None if
             there are none.
     """
     others = {alias: directory for alias, directory in directories.items() if alias != base}
@@ -454,10 +462,10 @@ def _resolved(
 
 
 def _bank(sources: ResolvedFamily, *, downloads: bool = True, note: Callable[[str], None] = logger.info) -> Bank:
-    """Open the weights of models whose headers were checked, and return them as a `Bank` of source tensors.
+    """Open the weights of models whose headers were checked, and return them as a `Bank`, the tensors that merges use.
 
-    A bank gives merges the tensors of all sources. With `downloads`, models that are not on this machine are downloaded
-    first. `note` is called with messages about downloads and slow reads. Raises InvalidModel if weights cannot be used.
+    `sources` are the checked models. If `downloads` is True, models that are not on this machine are downloaded first.
+    `note` is called with messages about downloads and slow reads. Raises InvalidModel if weights cannot be used.
     """
     from workers.merging.bank import Bank
 
@@ -468,7 +476,7 @@ def _bank(sources: ResolvedFamily, *, downloads: bool = True, note: Callable[[st
 
 @contextmanager
 def _patiently(note: Callable[[str], None], text: str) -> Iterator[None]:
-    """Context that calls `note` with `text` if the code inside runs for more than 3 s."""
+    """Context manager that calls `note` with `text` if the code inside runs for more than 3 s."""
     timer = Timer(PATIENCE_S, note, (text,))
     timer.daemon = True
     timer.start()

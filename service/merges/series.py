@@ -40,7 +40,7 @@ class _Document:
 
 
 def intermediate_dir(out: Path) -> Path:
-    """Directory, next to `out`, for the named merges of a file whose final merge is written to `out`."""
+    """Directory of the named merges of a file whose final merge is written to `out`; it is next to `out`."""
     return out.with_name(f"{out.name}-intermediate")
 
 
@@ -55,9 +55,12 @@ def check_merges(
 ) -> dict[str, MergePlan | tuple[str, ...]]:
     """Check all merges of a file without writing anything, and return their plans by name, in the order of merging.
 
-    The name of the final merge is "". A merge whose sources are other merges of the file cannot be checked before these
-    are written. In this case the result has the names of the missing sources in place of a plan. `directories` has
-    directories of models by name. The other arguments and the errors are those of `merge_file`. Problems of several
+    The name of the final merge is "". If a source of a merge is another merge of the file that is not written yet, the
+    merge cannot be checked. In this case the result has the names of the missing sources in place of a plan.
+    `directories` has directories of models by name, and `out` is the directory of the final merge. `strict` treats
+    warnings as errors, and `note` is called with messages. `options` are passed on to `check_merge`. Raises
+    InvalidRecipe for problems of the file, InvalidModel for problems of the models or of `out`, and Conflict if the
+    directory of a merge contains anything but this merge, or if its disk has too little space. Problems of several
     merges are raised as one error.
     """
     place = intermediate_dir(out)
@@ -91,10 +94,13 @@ def merge_all(
     note: Callable[[str], None] = logger.info,
     **details: Any,
 ) -> Path:
-    """Write all merges of a file, each after its sources, and return `out`, the directory of the final merge.
+    """Write all merges that a file describes, sources before the merges that use them; return `out`.
 
-    Named merges that exist already are not changed. `directories` has directories of models by name. `dtype` is the
-    dtype of the final merge alone. The other arguments and the errors are those of `merge_file`.
+    `out` is the directory of the final merge. Named merges are written next to it; those that exist already are not
+    changed. `directories` has directories of models by name. `dtype` is the dtype of the final merge alone. `strict`
+    treats warnings as errors, and `note` is called with messages. `details` are passed on to `merge_file`, which writes
+    each merge. Raises InvalidRecipe for problems of the file, InvalidModel for problems of the models or of `out`, and
+    Conflict if the directory of a merge contains anything but this merge, or if its disk has too little space.
     """
     place = intermediate_dir(out)
     details |= {"strict": strict, "note": note}
@@ -109,7 +115,7 @@ def merge_all(
 
 
 def _series(file: Path, note: Callable[[str], None], *, strict: bool) -> list[_Document]:
-    """Read the documents of a merge file, ordered so that each merge follows the merges that are its sources.
+    """Read the documents of a merge file, sorted so that a merge comes after all merges that are its sources.
 
     `note` is called with each warning. If `strict` is True, warnings are problems instead. Raises InvalidRecipe with
     every problem.
@@ -151,11 +157,11 @@ def _series(file: Path, note: Callable[[str], None], *, strict: bool) -> list[_D
 
 
 def _final(file: Path, names: Sequence[str | None], used: Mapping[int, tuple[str, ...]]) -> int:
-    """Index of the final merge among the documents of `file`.
+    """Index of the final merge, the one that is written as the result, among the documents of `file`.
 
-    The final merge is the only document without a name. If all documents have names, it is the only one that no other
-    document uses. `names` are the documents' names. `used` has the names of the merges that each document uses, by
-    index. Raises InvalidRecipe if there is not exactly one such document.
+    It is the only document without a name. If all documents have names, it is the only one that no other document uses.
+    `names` are the documents' names. `used` has the names of the merges that each document uses, by index. Raises
+    InvalidRecipe if there is not exactly one such document.
     """
     unnamed = [number for number, name in enumerate(names) if name is None]
     needed = {name for uses in used.values() for name in uses}
@@ -185,10 +191,10 @@ def _in_order(file: Path, documents: Sequence[_Document]) -> list[_Document]:
 
 
 def _named_in(document: _Document, directories: Mapping[str, Path]) -> dict[str, Path]:
-    """Select the entries of `directories`, by name, that the merge of `document` uses as models.
+    """Select the models that one merge of a file uses from `directories`, which has model directories by name.
 
-    If the file has only one document, `document.content` is not read yet. In this case all `directories` are returned,
-    and unknown names are reported later.
+    `document` is the part of the file that describes the merge. If it is the only one in the file, its content is not
+    read yet. All `directories` are then returned; names that the merge does not use are reported later.
     """
     if document.content is None:
         return dict(directories)

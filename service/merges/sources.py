@@ -58,10 +58,10 @@ def place_of(name: str, directories: Mapping[str, Path], file: Path, warn: Calla
 
 
 def aliases_of(models: tuple[str, ...]) -> dict[str, str]:
-    """Choose an alias for each model of a mergekit configuration.
+    """Choose an alias, a short name, for each model of a mergekit configuration.
 
-    The alias is the last part of the model's path or hub id, or for MODEL+LORA of the adapter's path or hub id. A
-    number is appended if the alias is taken.
+    The alias is the last part of the model's path or hub id. For MODEL+LORA, a model with an adapter, it is the last
+    part of the adapter's path or hub id. A number is appended if the alias is taken.
     """
     aliases: dict[str, str] = {}
     for model in models:
@@ -76,9 +76,10 @@ def aliases_of(models: tuple[str, ...]) -> dict[str, str]:
 
 
 def tokenizer_of(configuration: MergekitConfig, aliases: Mapping[str, str]) -> str:
-    """Vocabulary of the merged model according to a mergekit configuration: "base", "union", or a model's alias.
+    """Vocabulary that a mergekit configuration states for the merged model: "base", "union", or a model's alias.
 
-    `aliases` has the alias of each model by its name in the configuration.
+    If the configuration states none, it is "base". `aliases` has the alias of each model by its name in the
+    configuration.
     """
     source = configuration.tokenizer_source
     if source is None or source in ("base", "union", configuration.base):
@@ -108,9 +109,10 @@ def vocabulary_kept(
 ) -> str:
     """Choose the vocabulary of the merged model: "base" (the base's tokens), "union" (all tokens), or a model's alias.
 
-    The vocabulary is the one that `configuration` states. If it states none and adapters have embedding rows for new
-    tokens, the vocabulary is the union. `aliases` has the alias of each model by its name in the configuration. `warn`
-    is called about rows that are left out, and about tokens without a row.
+    If `configuration` states a vocabulary, it is chosen. If it states none, the base's vocabulary is chosen, unless an
+    adapter among the opened models (`sources`) has embedding rows for new tokens: then the union is chosen. `aliases`
+    has the alias of each model by its name in the configuration. `warn` is called with messages about embedding rows
+    that are left out, and about tokens without a row.
     """
     wanted = chosen = tokenizer_of(configuration, aliases)
     for model, alias in aliases.items():
@@ -137,10 +139,11 @@ def vocabulary_kept(
 def check_own_tokens(
     configuration: MergekitConfig, aliases: Mapping[str, str], sources: ResolvedFamily, warn: Callable[[str], None]
 ) -> None:
-    """Check the tokens that a mergekit configuration lists without a source model.
+    """Check the tokens that a mergekit configuration lists without the model from which their embedding is taken.
 
-    Such an entry is never applied. If every model has an embedding row for the token, the entry has no effect, and
-    `warn` is called with a message. If any model has no row for it, InvalidRecipe is raised.
+    Every model in `sources` must have an embedding row for such a token. InvalidRecipe is raised if one has none. If
+    all have one, the entry has no effect, and `warn` is called with a message that says so. `aliases` has the alias of
+    each model by its name in the configuration.
     """
     problems = []
     for token in configuration.own_tokens:
@@ -161,7 +164,7 @@ def _some(tokens: Sequence[str]) -> str:
 
 
 def stored_dtype(sources: ResolvedFamily) -> str:
-    """Dtype of the models' stored tensors, adapters excluded; float32 if there are several dtypes."""
+    """Dtype of the stored tensors of the models `sources`, adapters excluded; float32 if they have several dtypes."""
     names = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
     whole = [checkpoint for checkpoint in sources.checkpoints.values() if checkpoint.base is None]
     dtypes = {checkpoint.tensors[name].dtype for checkpoint in whole for name in checkpoint.layout.places}

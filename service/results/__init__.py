@@ -4,6 +4,11 @@
 - `chunk_times`: times of scored chunks: how long engines worked, swapped and waited
 - `record`: the record of a run, from which all results are computed
 - `documents`: trials, held-out rows and the Pareto front as documents
+- `columns`: trials as columns, CSV and Parquet files, and studies of Optuna
+- `importance`: the importances of parameters, and their sums by part of the model
+- `side_by_side`: samples of two trials, and their paired difference
+- `timeline`: when each replica merged, swapped, scored or was idle
+- `trial_table`: trials that satisfy conditions, sorted by a field
 - `summary`: the summary of a run
 - `files`: writes the result files
 - `selection`: the best trial, the Pareto front and the finalists

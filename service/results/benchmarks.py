@@ -39,9 +39,9 @@ __all__ = [
 class BenchmarkColumn:
     """A benchmark as a column of the results table.
 
-    `facts` describes the benchmark's task and samples. `group` is the name of the group whose values are averaged; None
-    for no group. `data` identifies the benchmark's documents: benchmarks with equal `data` are scored on the same
-    documents in the same order.
+    `facts` describes the benchmark's task and samples. `group` is the name of the group of benchmarks that the
+    benchmark belongs to, over which averages are computed; None for no group. `data` identifies the benchmark's
+    documents: benchmarks with equal `data` are scored on the same documents in the same order.
     """
 
     facts: BenchmarkFacts
@@ -51,11 +51,13 @@ class BenchmarkColumn:
 
 @dataclass(frozen=True)
 class AttackedValue:
-    """Value of one trial on an attacked benchmark, with the prompt template that lowers this trial's value most.
+    """Value of one trial on a benchmark with the prompt template that lowers this trial's value most.
+
+    An attack has searched for this template, among templates of the same meaning.
 
     Attributes:
         value: Estimate with this template.
-        drop: Performance drop rate; None if the trial has no positive value with the original template.
+        drop: Share of the trial's value with the original template that is lost; None if that value is not positive.
         found: The template, and the number of templates that were scored to find it.
     """
 
@@ -69,7 +71,7 @@ class JudgedValue:
     """Preferences of a judge (a language model) for one trial's completions on a benchmark, and their mean length.
 
     Attributes:
-        judged: The judgments.
+        judged: The judge's preference for each completion, and how consistent the judge was.
         length: Mean number of characters of the completions.
     """
 
@@ -84,17 +86,18 @@ class BenchmarkRow:
     Attributes:
         trial: Number of the trial.
         label: Name of the trial.
-        origin: Origin of the trial.
+        origin: Where the trial's recipe comes from: a baseline, the search or the user.
         values: Estimates by benchmark.
         averages: Unweighted means of the benchmarks of a group, by group. A group is left out if the trial lacks one of
             its benchmarks.
-        subtasks: Estimates by benchmark and subtask, of benchmarks that are groups of tasks. Groups within them come
-            after the subtasks.
-        differences: Value of this trial minus that of the reference trial, paired by sample, by benchmark. Benchmarks
-            on which only one of the two was scored are left out.
+        subtasks: For each benchmark that is a group of tasks, the estimate of each of its tasks, then of each group
+            within it, by name.
+        differences: Value of this trial minus that of the reference trial (the best trial on search data), paired by
+            sample, by benchmark. Benchmarks on which only one of the two was scored are left out.
         average_differences: Average of this trial minus that of the reference trial, by group.
-        attacks: Results with attacked prompts, by benchmark, for benchmarks whose attack on this trial has ended.
-        judged: Judgments of completions, by benchmark, for benchmarks with a judge.
+        attacks: Results with attacked prompts (the template that lowers the trial's value most), by benchmark, for
+            benchmarks whose attack on this trial has ended.
+        judged: Judgments of completions by a language model, by benchmark, for benchmarks with a judge.
     """
 
     trial: int
@@ -135,7 +138,7 @@ class BenchmarkTest:
 
     @property
     def better(self) -> tuple[int, ...]:
-        """Trial numbers of the merges that are better than the rival."""
+        """Trial numbers of the merges that are better than the baseline of this comparison (the rival)."""
         return tuple(number for number, difference in self.differences.items() if difference.ci95[0] > 0)
 
 
@@ -146,7 +149,7 @@ class BenchmarkTable:
     - `columns`, `rows`: the benchmarks, and the values of each trial on them
     - `reference`: the number of the trial that differences are relative to, the best trial on search data; None if that
       trial was scored on no benchmark
-    - `tests`: comparisons of all merges with the best baselines
+    - `tests`: comparisons of all merges with the best source model and the best published recipe
     - `failures`: trials that could not be scored, as (trial number, benchmark, reason)
     """
 
@@ -181,9 +184,10 @@ def benchmark_table(
             not scored yet.
         reference: Number of the trial that differences are relative to; None for no differences.
         failures: Trials that could not be scored, as (trial number, benchmark, reason).
-        attacks: Results of the attacks on recipes; samples with the attacked templates are in `samples` too.
-        judgments: Judgments of completions. `samples` has the lengths of completions in the place of values that a
-            judge gives.
+        attacks: Results of prompt attacks, each for a recipe and a benchmark: the prompt template that lowers the value
+            most. Samples with these templates are in `samples` too, under names of their own.
+        judgments: Judgments of completions by language models (judges). For a benchmark with a judge, `samples` has the
+            lengths of completions, because the values come from the judge.
     """
     facts = {column.facts.name: column.facts for column in columns}
     judged = _judged(facts.values(), samples, judgments)
@@ -226,9 +230,11 @@ def benchmark_table(
 def _judged(
     facts: Iterable[BenchmarkFacts], samples: Mapping[str, Samples], judgments: Iterable[JudgmentRecord]
 ) -> dict[str, dict[str, JudgedValue]]:
-    """Collect the judges' preferences as recipe digest -> benchmark -> value.
+    """Collect how judges rated the completions of each recipe, as recipe digest -> benchmark -> rating.
 
-    Recipes of which a judgment is missing are left out. `facts` describes the benchmarks. `samples` has the lengths of
+    A judge is a language model that compares a completion with a reference answer; `judgments` are its stored answers.
+    A rating has the judge's preference for each completion, in [0, 1], and the mean length of the completions. Recipes
+    of which a judgment is missing are left out. `facts` describes the benchmarks. `samples` has the lengths of
     completions by recipe digest and benchmark.
     """
     by_benchmark: dict[str, list[JudgmentRecord]] = {}
@@ -247,9 +253,11 @@ def _judged(
 def _with_judged(of_recipe: Samples, facts: Mapping[str, BenchmarkFacts], judged: Mapping[str, JudgedValue]) -> Samples:
     """Replace a recipe's sample values on judged benchmarks by the judge's preferences.
 
-    `of_recipe` has the recipe's sample values by benchmark; on a judged benchmark these are the lengths of completions.
-    `judged` has the preferences by benchmark. A judged benchmark is left out as long as judgments are missing, or if
-    they have too few verdicts.
+    A judge is a language model that compares completions with reference answers; its preference for a completion is a
+    number in [0, 1]. `of_recipe` has the stored sample values of the recipe by benchmark; on a judged benchmark, the
+    stored value is the length of the completion. `judged` has the judge's preferences and `facts` the description of
+    the benchmarks, by benchmark. A judged benchmark is left out as long as judgments are missing, or if they have too
+    few verdicts.
     """
     values = {n: array for n, array in of_recipe.items() if n not in facts or facts[n].judge is None}
     return values | {name: each.judged.values for name, each in judged.items() if each.judged.problem is None}
@@ -271,11 +279,12 @@ def _attacks(
     facts: Mapping[str, BenchmarkFacts],
     bounds: Mapping[str, Bounds],
 ) -> dict[str, AttackedValue]:
-    """Results of one merge with adversarial prompt templates, by benchmark.
+    """Compute the results of one merge on attacked benchmarks, by benchmark.
 
-    `found` has the result of the attack on each benchmark. `samples` has the merge's values on all benchmarks with all
-    templates, and `own` has the values with the original templates. `facts` describes the benchmarks, and `bounds` has
-    the lowest and the highest value of a sample. A benchmark is left out until all its samples are scored.
+    An attack searches for the prompt template with which the merge has its lowest value. `found` has the result of each
+    attack, by benchmark. `samples` has the merge's sample values on all benchmarks with all templates, and `own` has
+    those with the original templates. `facts` describes the benchmarks, and `bounds` has the lowest and the highest
+    value of a sample. A benchmark is left out until all samples with the attacked template are scored.
     """
     values = {}
     for name, each in found.items():
@@ -407,9 +416,10 @@ def _tests(
 
 
 def _is_merge(origin: Origin) -> bool:
-    """Whether trials of this origin are tested against the best baselines.
+    """Whether trials of this origin (source of their recipe) are merges of the search or of the user.
 
-    The result is True for merges that the search found or the user gave.
+    Such trials are tested against the best baselines. The result is False for baselines, which are the source models
+    and published recipes.
     """
     return origin.is_searched or origin is Origin.USER
 
@@ -435,7 +445,7 @@ def _difference(
 
     `first` and `second` have the sample values of two trials, by benchmark. `objectives` has metric and direction of
     each benchmark. `data` has the id of each benchmark's documents; benchmarks with equal ids have the same documents.
-    `bounds` are the limits of a sample's value, and `level` is the coverage of the interval.
+    `bounds` are the lowest and highest value of a sample, and `level` is the coverage of the interval, such as 0.95.
     """
     estimates, minus = {}, {}
     for name in names:

@@ -23,7 +23,7 @@ PAUSE_S = 30.0
 
 
 class ChunkTimes:
-    """Times and sizes of all chunks of samples that engines scored, added in the order of their storage."""
+    """Times and sizes of all chunks (the samples of one request to an engine) that a study has stored, in order."""
 
     def __init__(self) -> None:
         self._replicas: set[str] = set()
@@ -38,7 +38,11 @@ class ChunkTimes:
         self._holdout_s: dict[str, float] = defaultdict(float)
 
     def add(self, chunks: Iterable[EvidenceRecord]) -> None:
-        """Add stored chunks, in the order of their ids."""
+        """Count the times and sizes of further chunks (the samples of one request to an engine) in the totals.
+
+        `chunks` has one database row for each chunk, in the order of the rows' ids. All must be new, because a chunk
+        that is added twice counts twice.
+        """
         for row in chunks:
             self._replicas.add(row.replica)
             self._kinds.add(row.engine)
@@ -56,8 +60,8 @@ class ChunkTimes:
     def engine_figures(self, *, num_replicas: int, canaries: Canaries) -> EngineFigures:
         """Return counts and times of the study's engines.
 
-        `num_replicas` engines work at the same time. `canaries` are the results of each engine's last canary, a
-        comparison with transformers.
+        `num_replicas` is the number of engines that work at the same time. `canaries` has, for each engine, the result
+        of its last canary, a comparison of its log-probabilities on fixed prompts with those of transformers.
         """
         span = self._span_s()
         return EngineFigures(
@@ -71,9 +75,9 @@ class ChunkTimes:
         )
 
     def stored_bytes(self) -> StoredBytes:
-        """Bytes that the chunks take in the database.
+        """Bytes that the study's scored samples take in the database.
 
-        Chunks that earlier versions of the program stored do not count.
+        Samples that earlier versions of the program stored do not count, because their size was not recorded.
         """
         return StoredBytes(*self._bytes)
 
@@ -94,7 +98,8 @@ class ChunkTimes:
     def _span_s(self) -> float | None:
         """Seconds of the search from its first scored sample to its last; None if nothing was scored.
 
-        A pause of more than PAUSE_S seconds between two chunks, for example between two attempts, does not count.
+        A pause of more than PAUSE_S seconds between two stored results, for example while no driver worked on the
+        study, does not count.
         """
         if not self._finished_at:
             return None

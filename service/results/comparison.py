@@ -29,17 +29,17 @@ def compare(
         label: Name of the trial in the table.
         trial: Number of the trial.
         samples: Values by objective [num_samples], in the metric's unit.
-        reference: Values of the best finalist on the same samples in the same order; None for no comparison.
-        mean_over: Objectives whose unweighted mean the row has; objectives without samples are left out.
+        reference: Values of the reference trial on the same samples in the same order; None for no comparison.
+        mean_over: Objectives of which the unweighted mean is computed; objectives without samples are left out.
         documents: Identifier of the documents on which each objective was scored. If two identifiers are equal, samples
-            at the same position are of the same document. An objective without an identifier shares its documents
-            with no other objective.
+            at the same position are of the same document. An objective without an identifier shares its documents with
+            no other objective.
         bounds: Lowest and highest value that a sample of an objective can have, if they are known.
 
     Returns:
         The estimate of each objective (`estimate`) and their mean (`mean_of`), which is None if there are no objectives
-        to average. With `reference`, the row also has the paired differences "this row minus reference" by objective,
-        and the difference of the means under "mean".
+        to average. With `reference`, the result also has the paired differences "this trial minus reference" by
+        objective, and the difference of the means under "mean".
 
     Raises:
         ValueError: `estimate` or `paired_difference` refuses the values.

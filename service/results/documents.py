@@ -45,6 +45,7 @@ __all__ = [
     "estimate_documents",
     "has_directions",
     "holdout_documents",
+    "objective_document",
     "overlap_documents",
     "pareto",
     "samples_document",
@@ -65,8 +66,10 @@ def trial_document(
     Args:
         trial: The trial.
         objectives: Objectives of the study.
-        sources: Trials of the study, or at least its source models, which constraints may be relative to.
-        has_shares: Whether to add the experts' shares of the task vectors, as for the space m3.
+        sources: Trials of the study, or at least those of its source models, because bounds of constraints may be
+            relative to these.
+        has_shares: Whether to add each expert's share of the merge, a number from 0 to 1; for the search space m3, in
+            which an expert has one share for the whole model.
     """
     document: TrialDocument = {
         "number": trial.number,
@@ -112,14 +115,15 @@ def trial_documents(run: RunRecord) -> list[TrialDocument]:
 def has_directions(study: JobRecord) -> bool:
     """Whether the study's search space gives each expert a single share for the whole model, as the space m3 does.
 
-    The shares of all experts together are called the direction of a merge.
+    A share is an expert's part of the sum of task vectors that is added to the base. The shares of all experts are
+    called the direction of a merge.
     """
     kind = study.document.get("search_space", {}).get("kind", "")
     return kind in SPACES and SPACES[kind](kind=kind).has_directions
 
 
 def samples_document(run: RunRecord) -> SamplesDocument:
-    """Describe as JSON how many samples the trials took, and how many a full score of every recipe would take.
+    """Describe as JSON how many samples a run's trials took, and how many it takes to score every recipe in full.
 
     Equal recipes count once.
     """
@@ -144,7 +148,7 @@ def samples_document(run: RunRecord) -> SamplesDocument:
 
 
 def removed_document(removed: RemovedResponses) -> RemovedResponsesDocument:
-    """Describe as JSON a removal of a study's responses: its time, and how many samples and bytes it removed."""
+    """Describe as JSON the removal of a study's model responses: its time, and the numbers of samples and bytes."""
     return {"time": removed.removed_at, "samples": removed.num_samples, "bytes": removed.num_bytes}
 
 
@@ -159,12 +163,12 @@ def estimate_document(estimate: Estimate) -> EstimateDocument:
 
 
 def estimate_documents(estimates: Mapping[str, Estimate]) -> dict[str, EstimateDocument]:
-    """Describe several estimates as JSON, by name."""
+    """Describe several estimates as JSON, by name: value, 95 % interval, standard error and number of samples."""
     return {name: estimate_document(estimate) for name, estimate in estimates.items()}
 
 
 def holdout_documents(run: RunRecord) -> list[HoldoutDocument]:
-    """Describe the results of trials on holdout data as JSON."""
+    """Describe the results of a run's trials on holdout data as JSON, one document for each scored trial."""
     values = {row.trial: {name: e.value for name, e in row.values.items()} for row in run.holdout}
     trials = {trial.number: trial for trial in run.trials if trial.number in values}
     return [_holdout_document(row, run, trials.get(row.trial), values) for row in run.holdout]
@@ -191,7 +195,7 @@ def _holdout_document(
 
 
 def benchmarks_document(table: BenchmarkTable) -> BenchmarksDocument:
-    """Describe the results of trials on benchmarks as JSON."""
+    """Describe the results of trials on benchmarks, which `table` has, as JSON."""
     return {
         "benchmarks": [_column_document(column) for column in table.columns],
         "groups": {group: list(names) for group, names in table.groups.items()},
@@ -269,7 +273,10 @@ def _test_document(test: BenchmarkTest) -> BenchmarkTestDocument:
 
 
 def overlap_documents(overlaps: Sequence[Overlap]) -> list[OverlapDocument]:
-    """Describe as JSON which share of the items of holdout data and benchmarks is also in the search data."""
+    """Describe as JSON which share of the items of holdout data and benchmarks is also in the search data.
+
+    `overlaps` has one measured overlap for each holdout entry and each benchmark.
+    """
     return [
         {
             "section": overlap.section,
@@ -289,7 +296,7 @@ def overlap_documents(overlaps: Sequence[Overlap]) -> list[OverlapDocument]:
 def pareto(run: RunRecord) -> ParetoDocument:
     """Build the content of pareto.json: the Pareto front of a run, with its hypervolume."""
     return {
-        "objectives": [_objective_document(objective) for objective in run.objectives],
+        "objectives": [objective_document(objective) for objective in run.objectives],
         "reference_point": [REFERENCE_COST] * len(run.objectives),
         "hypervolume": hypervolume([costs_of(trial, run.objectives) for trial in run.front]),
         "holdout_hypervolume": _volume_document(run.holdout_volume),
@@ -308,7 +315,8 @@ def pareto(run: RunRecord) -> ParetoDocument:
     }
 
 
-def _objective_document(objective: Objective) -> ObjectiveDocument:
+def objective_document(objective: Objective) -> ObjectiveDocument:
+    """Build the JSON document that describes an objective; it has no range or constraints if the objective has none."""
     document: ObjectiveDocument = {
         "name": objective.name,
         "direction": objective.direction,

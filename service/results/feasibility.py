@@ -37,15 +37,15 @@ def sources_of(trials: Iterable[TrialResult]) -> tuple[TrialResult, ...]:
 
 
 def reference_of(constraint: Constraint, objective: Objective, trials: Sequence[TrialResult]) -> TrialResult | None:
-    """Find the trial of the source model that a constraint's bound refers to.
+    """Find the trial of the source model to whose value a constraint's bound is relative.
 
-    The best expert, on which a bound may depend, is the expert with the best value of the objective; among experts with
-    equal values it is the first.
+    The bound may be relative to the best expert. This is the expert with the best value of the objective; among experts
+    with equal values it is the first.
 
     Args:
         constraint: A constraint of `objective`.
         objective: The constrained objective.
-        trials: Trials at full budget.
+        trials: Trials that were scored on all samples of the search.
 
     Returns:
         The trial, or None if the bound is a number or the model is not among `trials`.
@@ -61,15 +61,15 @@ def reference_of(constraint: Constraint, objective: Objective, trials: Sequence[
 def excesses(
     values: Values, objectives: Sequence[Objective], reference: Callable[[Constraint, Objective], Values | None]
 ) -> dict[Constraint, float]:
-    """Compute by how much `values` violate each constraint, in the metric's unit.
+    """Compute by how much `values` exceed the bound of each constraint, in the metric's unit.
 
     A constraint holds if its excess is at most 0.
 
     Args:
         values: Values by objective.
         objectives: Objectives with their constraints.
-        reference: Returns the values that a bound is relative to, on the same samples. A constraint for which it
-            returns None is left out.
+        reference: Returns the values, on the same samples, of the source model to which a constraint's bound is
+            relative. If it returns None, the constraint is left out.
     """
     found = {}
     for objective in objectives:
@@ -87,13 +87,16 @@ def violations(
     *,
     values_of: Callable[[TrialResult], Values] = lambda trial: trial.values,
 ) -> dict[str, float]:
-    """List the violated constraints as constraint text -> excess in the metric's unit.
+    """List the violated constraints: the excess over the bound, in the metric's unit, by the constraint's text.
+
+    A bound may be relative to the value of a source model.
 
     Args:
         values: Values by objective.
         objectives: Objectives with their constraints.
         trials: Trials of the study, or at least its source models.
-        values_of: Returns the values of a source model on the same samples; by default those at full budget.
+        values_of: Returns the values of a source model that bounds are relative to. They must be on the same samples as
+            `values`; by default they are those on all samples of the search.
     """
     if not has_constraints(objectives):
         return {}
@@ -110,7 +113,7 @@ def constraint_documents(objectives: Sequence[Objective], trials: Sequence[Trial
 
     Args:
         objectives: Objectives with their constraints.
-        trials: Trials at full budget.
+        trials: Trials that were scored on all samples of the search.
     """
     documents: list[ConstraintDocument] = []
     for objective in objectives:

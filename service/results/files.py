@@ -18,14 +18,15 @@ __all__ = ["trials_jsonl", "write_results"]
 
 
 def trials_jsonl(run: RunRecord) -> str:
-    """Build the content of trials.jsonl: one JSON object per line, each a trial, in the order of their numbers."""
+    """Build the content of trials.jsonl from the data of a run: a JSON object per line and trial, by trial number."""
     return "".join(_json(document, indent=None) + "\n" for document in trial_documents(run))
 
 
 def write_results(directory: Path, run: RunRecord, *, report: str | None = None) -> tuple[Path, ...]:
     """Write trials.jsonl, summary.json, pareto.json and, if given, report.html into `directory`.
 
-    Each file is written under a temporary name and then renamed, so it is never seen incomplete.
+    `run` has the study's data, and `report` is the text of report.html. Each file is written under a temporary name and
+    then renamed, so it is never seen incomplete.
 
     Returns:
         Paths of the files.

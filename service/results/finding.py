@@ -51,12 +51,18 @@ class RivalTest:
 
     @property
     def better(self) -> tuple[int, ...]:
-        """Trial numbers of the finalists that are better than the best baseline; best on search data first."""
+        """Trial numbers of the finalists (best trials) that are better than the best baseline of the comparison.
+
+        The best on search data comes first.
+        """
         return tuple(number for number, difference in self.differences.items() if difference.ci95[0] > 0)
 
 
 def criterion(objectives: Sequence[Objective]) -> str:
-    """Name of the value by which finalists and baselines are compared: an objective, or a mean of objectives."""
+    """Name, for users, of the value by which the best trials and the baselines are compared.
+
+    It is the name of an objective, or text such as "mean of ..." for a mean of objectives.
+    """
     names = accuracy_objectives(objectives)
     if len(objectives) == 1 or len(names) == 1:
         return names[0] if names else objectives[0].name
@@ -74,7 +80,8 @@ def rival_tests(
 ) -> tuple[RivalTest, ...]:
     """Compare the finalists that the search proposed with the best source model and the best published recipe.
 
-    Each comparison estimates the mean of the paired differences over the accuracy objectives. Without accuracy
+    Finalists are the trials of the Pareto front that are scored on holdout data. Each comparison estimates the mean of
+    the paired differences over the accuracy objectives (values in [0, 1], larger is better). Without accuracy
     objectives it estimates the mean over all objectives, each divided by the width of its range. Objectives without
     holdout data are left out.
 
@@ -116,10 +123,11 @@ def finding_text(
     """State in one sentence whether a merge is better than the best baselines on held-out data.
 
     Args:
-        tests: Comparisons of the finalists with the best baselines; the comparison with source models comes first.
-        objectives: Objectives that all rows have holdout data for.
-        best: The best trial on search data.
-        was_scored: Whether the held-out stage has results.
+        tests: Comparisons of the search's best trials (the finalists) with the best baselines; the comparison with
+            source models comes first.
+        objectives: Objectives for which all compared trials have holdout data.
+        best: The best trial on search data; None before there is one.
+        was_scored: Whether any trial was scored on holdout data. If not, the sentence says that nothing was tested.
     """
     if best is None or not was_scored:
         return "Whether a merge is better than the baselines was not tested on held-out data."
@@ -159,8 +167,8 @@ def _ordered(one: float, other: float) -> Bounds:
 def _factor(objective: Objective, *, is_share: bool) -> float:
     """Compute the factor by which an objective's values are multiplied so that larger products are better.
 
-    The factor is 1 for an objective that is maximised, -1 for one that is minimised. If `is_share` is True, the factor
-    is also divided by the width of the objective's range, so that objectives with different ranges can be averaged.
+    The factor is 1 if the objective is maximised, and -1 if it is minimised. If `is_share` is True, the factor is also
+    divided by the width of the objective's range. Products of objectives with different ranges can then be averaged.
     """
     low, high = objective.bounds
     return (1 if objective.direction == "maximize" else -1) / (high - low if is_share else 1)

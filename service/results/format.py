@@ -32,7 +32,10 @@ ATTACK_NAMES = {"stress": "StressTest", "deepwordbug": "DeepWordBug", "bert": "B
 
 
 def comparison_text(test: BenchmarkTestDocument) -> str:
-    """State in one sentence which merges are better than the best baseline of one kind on a benchmark or an average."""
+    """State in one sentence which merges are better than the best baseline on a benchmark or an average of benchmarks.
+
+    `test` is the comparison; its baseline is the best source model or the best published recipe.
+    """
     what = f"the average of {test['name']}" if test["is_average"] else test["name"]
     kind = "single model" if test["against"] == "source" else "published recipe"
     rival = f"the best {kind}, {test['label']}"
@@ -57,8 +60,8 @@ def duration(seconds: float) -> str:
 def preferred_text(document: PreferredDocument) -> str:
     """Format one line about the trial that is best under a user's weights of the objectives.
 
-    The line has these preference weights, the trial's number and label, and its value on each objective. It also says
-    whether the values are from held-out data or search data.
+    `document` has the weights and the trial. The line has the weights, the trial's number and label, and its value on
+    each objective. It also says whether the values are from held-out data or search data.
     """
     number = document["trial"]
     name = document["label"] if document["label"] == f"trial {number}" else f"trial {number}, {document['label']}"
@@ -77,8 +80,9 @@ def sample_count(samples: Mapping[str, int]) -> str:
 def search_sentences(search: SearchDocument) -> list[str]:
     """Return sentences that say which searcher a study used, how the search started, and how many samples it took.
 
-    The first sentence names the searcher and the reason why it was chosen. Sentences about the start of the search and
-    the searcher's notes (its stored decisions) follow. The last sentence has the number of samples.
+    The first sentence names the searcher and the reason why it was chosen. If the search started from another study's
+    results or policies, a sentence says so. Then come the decisions that the searcher has stored. The last sentence has
+    the number of samples.
     """
     chosen = search["algorithm"] or "a searcher that is not stored"
     cost = f"{search['trial_samples']:,} samples scored for its trials"

@@ -31,11 +31,11 @@ Samples = Mapping[str, NDArray[np.float64]]
 
 @dataclass(frozen=True)
 class Scored:
-    """Values of the samples of all recipes on one split: the search data or the holdout data.
+    """Values of the samples of all recipes on one kind of data: the search data or the holdout data.
 
-    `samples` are the values of samples by recipe digest. `documents` has, for each objective, an identifier of the
-    documents on which it was scored. If two objectives have equal identifiers, their samples at the same position are
-    of the same document.
+    `samples` are the values of samples by recipe digest and objective. `documents` has, for each objective, an
+    identifier of the documents on which it was scored. If two objectives have equal identifiers, their samples at the
+    same position are of the same document.
     """
 
     samples: Mapping[str, Samples] = field(default_factory=dict)
@@ -55,7 +55,11 @@ class Scored:
 
 @dataclass(frozen=True)
 class FrontVolume:
-    """Hypervolume of the finalists `trials` on holdout data, and of the same trials on search data."""
+    """Hypervolume of the finalists on holdout data, and for comparison on search data.
+
+    Finalists are the trials of the Pareto front that are scored on holdout data; `trials` has their numbers. `holdout`
+    is the estimate on holdout data, and `search` the value of the same trials on search data.
+    """
 
     holdout: Estimate
     search: float
@@ -66,9 +70,9 @@ class FrontVolume:
 class HeldOut:
     """Results of scoring finalists and baselines on the holdout data.
 
-    The best trial's value on search data minus its value on holdout data is the sum of `selection_bias` and
-    `split_difference`. Both have a number for each objective and, as "mean", for the mean of the accuracy objectives.
-    Both are empty without baselines.
+    Finalists are the best trials of the Pareto front. The best trial's value on search data minus its value on holdout
+    data is the sum of `selection_bias` and `split_difference`. Both have a number for each objective and, as "mean",
+    for the mean of the accuracy objectives (values in [0, 1], larger is better). Both are empty without baselines.
 
     Attributes:
         rows: Every finalist and baseline that was scored, with differences "this row minus `reference`".
@@ -99,14 +103,14 @@ def held_out_results(
     failures: Mapping[int, str] | None = None,
     seed: int = 0,
 ) -> HeldOut:
-    """Compute the results of finalists and baselines on the holdout data.
+    """Compute the results of finalists (the best trials of the Pareto front) and baselines on the holdout data.
 
     The results have no rows until the best trial has been scored on holdout data or has failed there.
 
     Args:
         trials: Trials of the study.
-        objectives: Objectives of the study. Costs that follow from the recipe have no samples; rows have their exact
-            value.
+        objectives: Objectives of the study. Those that count the recipe's layers or parameters have no samples; the
+            results have their exact value.
         search: Scores on search data; only those of the best trial and the baselines are needed.
         holdout: Scores on holdout data.
         failures: Reasons of trials that failed on holdout data, by trial number.
@@ -151,18 +155,19 @@ def held_out_results(
 def _exact_values(trials: Iterable[TrialResult], objectives: Sequence[Objective]) -> dict[int, dict[str, float]]:
     """Values of the objectives that count layers or parameters, as trial number -> objective -> value.
 
-    These numbers of the merged model follow from the recipe and are exact.
+    These values follow from the recipe alone, and are exact.
     """
     costs = [objective.name for objective in objectives if objective.cost_of_recipe is not None]
     return {trial.number: {name: trial.values[name] for name in costs if name in trial.values} for trial in trials}
 
 
 def _with_exact(row: Comparison, exact: Mapping[int, Mapping[str, float]], reference: int | None) -> Comparison:
-    """Add objectives that are properties of the recipe, such as the number of layers, to held-out results.
+    """Add the values of objectives that need no samples, such as the number of layers, to a trial's held-out results.
 
-    `row` has the results of one trial. `exact` has the values of these objectives, by trial number and objective. The
-    added differences are the row's values minus those of the trial with number `reference`; there are none if
-    `reference` is None.
+    Such objectives are properties of the recipe and have exact values. `row` has the results of the trial and their
+    differences from a reference trial, whose number is `reference`. `exact` has the values of the objectives without
+    samples, by trial number and objective. The trial's difference from the reference trial is added for each of these
+    objectives too, unless `reference` is None or `row` has no differences.
     """
     own = exact[row.trial]
     others = {} if reference is None or not row.differences else exact[reference]
@@ -181,10 +186,10 @@ def _exactly(value: float) -> Estimate:
 def _complete(
     trials: Iterable[TrialResult], samples: Mapping[str, Samples], names: Sequence[str]
 ) -> dict[int, Samples]:
-    """Collect sample values of the trials that are scored in full, as trial number -> objective -> values.
+    """Collect the sample values of the trials that are scored on all samples, as trial number -> objective -> values.
 
-    `samples` has the values by recipe digest and objective, `names` are the objectives. A trial with fewer samples than
-    another trial in some objective is not scored yet, or has failed; it is left out.
+    `samples` has the values by recipe digest and objective, `names` are the objectives. A trial is left out if it has
+    fewer samples of an objective than another trial: it is not scored yet, or has failed.
     """
     found = {}
     for trial in trials:
@@ -204,11 +209,13 @@ def _are_equal(samples: Samples, others: Samples) -> bool:
 def sample_bounds(objectives: Sequence[Objective], samples: Collection[Samples]) -> dict[str, tuple[float, float]]:
     """Find the lowest and highest possible sample value of each objective, for confidence intervals.
 
-    `samples` has the sample values of each trial, by objective. If all values of an objective are in its range, the
-    bounds are this range. Otherwise the objective is left out, because the true bounds are not known. An exception is
-    an objective of which a trial has a single value, because the interval of a single value needs bounds. These bounds
-    are estimated: the smallest interval that contains the range and all values is extended at both ends by its own
-    length.
+    `samples` has the sample values of each trial, by objective. There are three cases:
+
+    - All values of the objective are in its range: the bounds are this range.
+    - A value is outside the range, and every trial has several values: the true bounds are not known, and the objective
+      is left out.
+    - A value is outside the range, and a trial has a single value, whose interval needs bounds: they are estimated as
+      the smallest interval that contains the range and all values, extended at both ends by its own length.
     """
     found = {}
     for objective in objectives:
@@ -231,16 +238,17 @@ def _selection_bias(
     search: Scored,
     holdout: Scored,
 ) -> tuple[dict[str, Estimate], dict[str, Estimate]]:
-    """Estimate the best trial's selection bias, and how much the baselines differ between the two splits.
+    """Estimate the best trial's selection bias, and how much easier the search data are than the holdout data.
 
     The selection bias is the best trial's lead on search data minus its lead on holdout data. A lead is the difference
-    from the mean of the baselines. The difference between the splits is the mean of the baselines on search data minus
-    their mean on holdout data.
+    from the mean of the baselines. The second result is the mean of the baselines on search data minus their mean on
+    holdout data.
 
-    `compared` are the trials of the held-out table; its baselines are used, except one with the best trial's recipe.
-    `rows` has the trials' values on holdout data. `search` and `holdout` have the values on both splits. Leads are
-    computed sample by sample, so that samples which are easy for all merges do not change them. Both results are empty
-    if the best trial or the baselines lack samples.
+    `compared` are the trials that are compared on holdout data. The baselines among them are used, except a baseline
+    with the same recipe as the best trial. `rows` has the trials' values on holdout data. `search` and `holdout` have
+    the values on both kinds of data. Leads are computed sample by sample, so that samples that are easy for all merges
+    do not change them. Both results have an estimate for each of the `objectives`. They are empty if the best trial or
+    the baselines lack samples.
     """
     if best is None or best.number not in rows:
         return {}, {}
@@ -284,8 +292,8 @@ def _with_mean(
 def _between(by_split: Mapping[Split, Mapping[str, Estimate]]) -> dict[str, Estimate]:
     """Estimate, for each objective, the value on search data minus the value on holdout data.
 
-    `by_split` has the estimates of both splits by objective. The two estimates of an objective are independent, because
-    they are of different samples.
+    `by_split` has the estimates on both kinds of data, by objective. The two estimates of an objective are independent,
+    because they are of different samples.
     """
     search, holdout = by_split[Split.SEARCH], by_split[Split.HOLDOUT]
     return {name: independent_difference(search[name], holdout[name]) for name in search}

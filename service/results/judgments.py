@@ -51,10 +51,11 @@ class Judged:
 
 
 def judged_recipes(judgments: Iterable[JudgmentRecord], *, num_samples: int) -> Mapping[str, Judged]:
-    """Compute each recipe's preferences from the judgments of one benchmark, by recipe digest.
+    """Compute a judge's preferences for each recipe's completions on one benchmark, by recipe digest.
 
-    `num_samples` is the number of the benchmark's samples, each of which has two judgments. Recipes of which a judgment
-    is missing are left out.
+    The judge is a language model that compares each completion twice with a reference answer; `judgments` are its
+    stored answers. `num_samples` is the number of the benchmark's samples. Recipes of which a judgment is missing are
+    left out.
     """
     by_recipe: dict[str, list[JudgmentRecord]] = defaultdict(list)
     for judgment in judgments:

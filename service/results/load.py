@@ -66,7 +66,7 @@ BATCH = 2000
 
 
 def run_record(store: Store, study_id: str) -> RunRecord:
-    """Read everything that the store has about a study, as one record.
+    """Read everything that the store has about the study `study_id`, as one record.
 
     Every trial has its recipe and configuration.
     """
@@ -78,7 +78,7 @@ class RunReader:
 
     A trial is read again if a new event names it, and as long as it is not finished. Recipes and configurations are
     most of a trial's data, and a study may have tens of thousands of trials. Therefore they are read only for the best
-    trial and the trials of the held-out table, or with `is_whole` for every trial.
+    trial and the trials with results on holdout data, or with `is_whole` for every trial.
     """
 
     def __init__(self, store: Store, study_id: str, *, is_whole: bool = False) -> None:
@@ -95,9 +95,18 @@ class RunReader:
         self._stage: _HeldOut | None = None
 
     def read(self) -> RunRecord:
-        """Read the current record of the study. Raises NotFound if there is no such study."""
+        """Read all data that are stored of the study (its run record). Raises NotFound if there is no such study."""
         with self._store.snapshot() as snapshot:
             return self._read(snapshot)
+
+    def read_trials(self) -> tuple[TrialResult, ...]:
+        """Read the current results of the study's trials, and nothing else of its stored data.
+
+        The reader keeps the results, so that a later call of `read` reads only those that have changed since.
+        """
+        with self._store.snapshot() as snapshot:
+            self._read_trials(snapshot)
+        return tuple(self._trials.values())
 
     def _read(self, store: Store) -> RunRecord:
         study_id = self._study_id
@@ -151,7 +160,7 @@ class RunReader:
         )
 
     def _read_trials(self, store: Store) -> None:
-        """Read new events, and the trials that may have changed since the last call.
+        """Read new events from `store`, and the trials that may have changed since the last call.
 
         A trial may have changed if a new event names it, or if it is not finished. All trials are read at the first
         call, and if an event says that any of them may have changed.
@@ -187,12 +196,13 @@ class RunReader:
     def _with_recipes(
         self, store: Store, trials: tuple[TrialResult, ...], stage: _HeldOut, *, has_directions: bool
     ) -> tuple[TrialResult, ...]:
-        """Add the recipe and the configuration to those of the `trials` whose recipes are shown in the results.
+        """Add recipe and configuration, read from `store`, to those of `trials` whose recipes are shown in results.
 
-        These are the best trial and the trials of the held-out table, as `stage` has them. If `has_directions` is True
-        (the search space gives each expert one share for the whole model), all trials at full budget are added too,
-        because a chart shows their shares. Each of these additional trials is read only once. All other trials are
-        returned unchanged.
+        Shown are the recipes of the best trial and of the trials with results on holdout data, as `stage` has them. If
+        `has_directions` is True (the search space gives each expert one share for the whole model), a chart shows the
+        shares of all trials that were scored on all samples, so these trials get their recipes too; each is read only
+        once. All other trials are returned unchanged. If this reader has read the recipes of all trials already
+        (`is_whole`), nothing is added.
         """
         if self._is_whole:
             return trials
@@ -228,7 +238,11 @@ class RunReader:
 def held_out_estimates(
     store: Store, study_id: str, trial: int, *, trials: Sequence[TrialResult], objectives: Sequence[Objective]
 ) -> dict[str, Estimate] | None:
-    """Read the held-out estimates of the trial with the number `trial`; None if it has none."""
+    """Read the estimates of trial number `trial` on holdout data, by objective; None if it has none.
+
+    `study_id` is the id of the study in `store`. `trials` and `objectives` are all trials and all objectives of this
+    study.
+    """
     failures = store.events(study_id, kinds=(EventKind.HOLDOUT_FAILED,))
     file = Study.model_validate(store.job(study_id).document)
     stage = _held_out(store, study_id, file, trials, objectives, failures=failures)
@@ -237,10 +251,13 @@ def held_out_estimates(
 
 @dataclass(frozen=True)
 class _Inputs:
-    """All data from which a study's held-out results are computed.
+    """All data from which a study's held-out results are computed; equal data give equal results.
 
-    `compared` are the trials of the held-out table, `finalists` the finalists among them, and `best` is the best trial.
-    `failures` has reasons by trial number. `search` and `holdout` are scores on both splits.
+    - `compared`: the trials that are compared on holdout data: finalists, baselines and recipes of the study file
+    - `finalists`: the best trials of the Pareto front
+    - `best`: the best trial on search data; None before there is one
+    - `failures`: why trials could not be scored on holdout data, by trial number
+    - `search`, `holdout`: the values of samples on both kinds of data
     """
 
     compared: tuple[TrialResult, ...]
@@ -253,14 +270,17 @@ class _Inputs:
 
 @dataclass(frozen=True)
 class _HeldOut:
-    """Held-out results of a study, and the data from which they were computed."""
+    """Results of a study on holdout data (`results`), and the data from which they were computed (`inputs`).
+
+    The results are computed again only if the inputs have changed.
+    """
 
     inputs: _Inputs
     results: HeldOut
 
     @property
     def described(self) -> frozenset[int]:
-        """Numbers of the trials that the results describe: the best trial, and trials with held-out results."""
+        """Numbers of the trials that the results describe: the best trial, and trials with results on holdout data."""
         best = self.inputs.best
         return frozenset({row.trial for row in self.results.rows} | (set() if best is None else {best.number}))
 
@@ -277,8 +297,9 @@ def _held_out(
 ) -> _HeldOut:
     """Read a study's samples on holdout data, and compute the held-out results.
 
-    `failures` are the events of trials that failed on holdout data. `last` has earlier results; it is
-    returned if the data for the results have not changed.
+    `study_id` is the id of the study in `store`, and `file` its study file. `trials` and `objectives` are all trials
+    and all objectives of this study. `failures` are the events of trials that failed on holdout data. `last` is the
+    result of an earlier call; it is returned if the data from which it was computed have not changed.
     """
     final, best = finalists(trials, objectives), best_trial(trials, objectives)
     compared = compared_with(final, trials)
@@ -317,9 +338,10 @@ def _benchmark_table(
     *,
     failures: Iterable[EventRecord],
 ) -> BenchmarkTable:
-    """Read a study's samples on benchmarks, and compute the results; empty before a benchmark is scored.
+    """Read a study's samples on benchmarks, and compute the table of results; empty before a benchmark is scored.
 
-    `failures` are the events of trials that could not be scored on a benchmark.
+    `study_id` is the id of the study in `store`, and `file` its study file. `trials` and `objectives` are all trials
+    and all objectives of this study. `failures` are the events of trials that could not be scored on a benchmark.
     """
     specs, data = {spec.name: spec for spec in file.benchmarks}, _data_of(file.benchmarks)
     facts = [facts for facts in read_benchmarks(store.document(study_id, BENCHMARKS)) if facts.name in specs]
@@ -341,15 +363,18 @@ def _benchmark_table(
 
 
 def _results(trial: TrialResult) -> dict[str, Any]:
-    """Return the fields of a trial as a dict by field name, without the recipe and the configuration."""
+    """Fields of a trial's result, without the recipe, as a dict by field name.
+
+    They are used to update a trial that was read earlier with its recipe, without reading the recipe again.
+    """
     return {field.name: getattr(trial, field.name) for field in fields(TrialResult) if field.name != "recipe"}
 
 
 def _data_of(specs: Iterable[ScoredTask]) -> dict[str, str]:
-    """Identify the documents on which each objective or benchmark of a study file is scored.
+    """Identifiers of the documents on which objectives or benchmarks are scored, by their names in the study file.
 
-    The result has an identifier for the name of each of `specs`. The identifier contains the task and its split. If two
-    identifiers are equal, both are scored on the same documents.
+    `specs` are the objectives or benchmarks in the study file. An identifier contains the task and its split (the part
+    of the task's data). If two identifiers are equal, both are scored on the same documents.
     """
     return {
         spec.name: json.dumps([spec.task.file if isinstance(spec.task, InlineTask) else spec.task, spec.split])
@@ -360,7 +385,8 @@ def _data_of(specs: Iterable[ScoredTask]) -> dict[str, str]:
 def _arrays(values: Mapping[str, Samples]) -> dict[str, Samples]:
     """Values of the stored samples in the order of their positions, by recipe digest and objective.
 
-    In `values`, a sample that is not stored is NaN.
+    `values` has arrays with an entry for every position. The entry of a sample that is not stored is NaN; such entries
+    are left out of the result.
     """
     return {
         digest: {name: array[~np.isnan(array)] for name, array in of_recipe.items()}
@@ -371,11 +397,11 @@ def _arrays(values: Mapping[str, Samples]) -> dict[str, Samples]:
 def _warnings(
     stored: Iterable[EventRecord], trials: Sequence[TrialResult], objectives: Sequence[Objective], stage: _HeldOut
 ) -> tuple[OutOfRange, ...]:
-    """Collect warnings about samples outside their objective's range, sorted by trial, objective and split.
+    """Collect warnings about samples outside their objective's range, sorted by trial, objective and kind of data.
 
     `stored` are the events in which drivers have stored warnings. Because earlier versions stored none, warnings are
-    also made from the samples that `stage`, the held-out stage, has loaded. The result has at most one warning for each
-    trial, objective and split.
+    also made from the samples on search and holdout data that `stage` has loaded. The result has at most one warning
+    for each trial, objective and kind of data.
     """
     found = [OutOfRange.from_json(event.payload) for event in stored]
     for split, scored in ((Split.SEARCH, stage.inputs.search), (Split.HOLDOUT, stage.inputs.holdout)):
@@ -389,7 +415,7 @@ def _warnings(
 
 
 def _steering(payload: Mapping[str, Any]) -> Steering:
-    """Read the request that an event of the kind `steered` stores in its payload."""
+    """Read a user's request (to pause, stop or edit the study) from the payload of the event that stores it."""
     return Steering(
         payload["action"], payload["user"], payload["reason"], payload.get("changes"), trial=payload.get("trial")
     )

@@ -10,7 +10,8 @@ __all__ = ["phases"]
 def phases(run: RunRecord) -> dict[str, float]:
     """Seconds of each phase of a search, by the phase's name; phases that took no time are left out.
 
-    - `alignments`: learning the alignments of layer paths, before the first trial
+    - `alignments`: learning the alignments (maps between layers) of layer paths (sequences of layers), before the first
+      trial
     - `updates`: learning of policies from trials
     - `gradients`: computing losses and their gradients
     - `merging`: computing merges and writing them into engines, added up over engines

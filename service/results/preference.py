@@ -26,10 +26,10 @@ __all__ = ["Choices", "choices"]
 
 @dataclass(frozen=True)
 class Choices:
-    """The trials of a study's Pareto front from which a user's weights select one.
+    """Trials of a study's Pareto front from which a user's weights of the objectives select one.
 
-    `labels` and `values` have an entry for each trial, by trial number; values are those on `split`, search or holdout
-    data.
+    `labels` has the label of each trial, and `values` its values of the objectives, by trial number. `split` says
+    whether the values are those on search data or on holdout data.
     """
 
     objectives: tuple[Objective, ...]
@@ -41,8 +41,9 @@ class Choices:
         """Select the trial that is best by the user's `weights` of the objectives; of equal trials the first.
 
         Raises:
-            InvalidPreference: The weights are invalid (see `preference_vector`).
-            NotFound: No trial has reached the full budget.
+            InvalidPreference: A weight is negative, not finite or of an unknown objective, or the weights do not sum to
+                one.
+            NotFound: No trial has been scored on all samples of the search.
         """
         vector = preference_vector(weights, objectives=[objective.name for objective in self.objectives])
         if not self.values:
@@ -63,10 +64,10 @@ class Choices:
 
 
 def choices(run: RunRecord) -> Choices:
-    """Collect the trials of the Pareto front from which a user's weights select one.
+    """Collect the trials of a run's Pareto front from which a user's weights of the objectives select one.
 
     The trials' values are their values on holdout data, or on search data if no trial of the front was scored on
-    holdout data. If only some trials of the front were scored on holdout data, only these may be picked.
+    holdout data. If only some trials of the front were scored on holdout data, only these may be selected.
     """
     names = {objective.name for objective in run.objectives}
     rows = {row.trial: {name: e.value for name, e in row.values.items()} for row in run.holdout}

@@ -20,9 +20,9 @@ TOLERANCE = 1e-9
 
 @dataclass(frozen=True)
 class OutOfRange:
-    """Warning about samples of one trial that are outside the range of an objective on one split.
+    """Warning about samples of one trial whose value is outside the range of an objective.
 
-    `message` describes the first such sample.
+    `split` says on which data they are: search, holdout or benchmark data. `message` describes the first such sample.
     """
 
     trial: int
@@ -31,25 +31,25 @@ class OutOfRange:
     message: str
 
     def to_json(self) -> dict[str, Any]:
-        """Convert the warning to the payload of the event that stores it."""
+        """Convert the warning about samples outside a range to the JSON object that is stored in an event."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, payload: Mapping[str, Any]) -> Self:
-        """Read the warning from the payload of the event that stores it."""
+        """Read the warning about samples outside a range from `payload`, the JSON object in the event about it."""
         return cls(payload["trial"], payload["objective"], payload["split"], payload["message"])
 
 
 def out_of_range(
     trial: int, objectives: Sequence[Objective], split: Split, values: Mapping[str, Mapping[int, float]]
 ) -> tuple[OutOfRange, ...]:
-    """Find the objectives in which samples of a trial are outside the range.
+    """Find the objectives for which a sample of a trial has a value outside the objective's range.
 
     Args:
         trial: Number of the trial.
         objectives: Objectives with their ranges.
-        split: Split that was scored.
-        values: Values by objective and sample position.
+        split: Data that were scored: search, holdout or benchmark data.
+        values: Values by objective and sample position (index in the order in which samples are scored).
 
     Returns:
         One warning for each such objective, about its first sample outside the range.

@@ -29,7 +29,8 @@ class EngineFigures:
 
     Attributes:
         starts: Number of engine starts, including those of engines that were killed.
-        kinds: Description of each kind of engine: program, dtype, and the size and place of the source weights.
+        kinds: Description of each kind of engine: program, dtype, and the size of the source weights and where they are
+            kept.
         swap_s: Seconds of each recipe swap, which computes a merge and writes it into the engine.
         score_s: Seconds in which engines scored samples of the search, added up over engines.
         busy_fraction: Share of the search's wall-clock in which an engine was scoring or swapping; None if it was not
@@ -50,7 +51,11 @@ class EngineFigures:
 
 @dataclass(frozen=True)
 class StoredBytes:
-    """Bytes that the database takes for a study's samples: for values and flags, and for responses and tokens."""
+    """Bytes that a study's samples take in the database.
+
+    `values` is the size of the metric values with their flags, and `texts` that of the model responses with their
+    tokens.
+    """
 
     values: int = 0
     texts: int = 0
@@ -64,9 +69,9 @@ class SearchFigures:
         algorithm: Name of the searcher; None in studies of early versions.
         reason: Reason why the searcher was chosen; None in studies of early versions.
         notes: Notes that the searcher stored during the study.
-        start: Policies of another study that the searcher started with (`service.studies.policies.start`).
-        warm_start: Results of an earlier study that the searcher began with (`service.studies.warm_start`).
-        steps: Number of steps that the searcher computed for its proposals.
+        start: Trained policies of another study with which the searcher's own policies were initialised.
+        warm_start: Results of an earlier study that the searcher knew from its first proposal on.
+        steps: Number of steps (gradients and policy updates) that were computed for the searcher's proposals.
         charges: Samples that steps have used of the study's limit, by the number of the trial for whose proposal the
             steps were computed.
     """
@@ -81,7 +86,11 @@ class SearchFigures:
 
     @property
     def step_samples(self) -> int:
-        """Number of samples of the study's limit that the searcher's gradients and policy updates have used."""
+        """Number of samples that the searcher's computations count as towards the study's limit of samples.
+
+        Such a computation (of losses or a gradient) scores no samples. It has a stored number of samples that it counts
+        as.
+        """
         return sum(self.charges.values())
 
 
@@ -90,25 +99,25 @@ class RunRecord:
     """All data from which a study's result files and report are computed.
 
     The fields from `holdout` to `split_difference` are those of `service.results.holdout.HeldOut`, and are empty before
-    the held-out stage.
+    trials are scored on holdout data.
 
     Attributes:
-        full_budget: Samples per objective at the last rung.
-        holdout: Rows of the held-out stage, with differences "this row minus `holdout_reference`".
-        benchmarks: Results of the benchmark stage.
+        full_budget: Number of samples of each objective on which a trial is scored if it is not pruned.
+        holdout: A row for each trial scored on holdout data, with differences "this row minus `holdout_reference`".
+        benchmarks: Results on the benchmarks, which are scored after the search.
         contamination: Overlaps of holdout data and benchmarks with the search data.
         warnings: Samples with values outside the range of their objective.
         verifications: Reports on the trials whose samples were compared with plain transformers.
         verification_reason: Reason why no trial was verified.
-        gradients: Steps that computed losses and their gradients for the searcher.
-        updates: Steps in which policies learned.
-        alignment_s: Seconds that were needed to learn the alignments (maps between layers) of layer paths; 0 if there
-            are none.
+        gradients: Computations of losses and their gradients for the searcher.
+        updates: Updates of the policies with which the searcher `hm3` builds layer paths; empty for other searchers.
+        alignment_s: Seconds that were needed to learn the alignments (maps between layers) of merges whose layers come
+            from several models in any order; 0 if there are none.
         steering: Requests to pause, resume, stop or cancel the study, each with its time in seconds since the epoch.
         max_samples: Limit of samples of the search; None if there is none.
         samples_per_second: Samples that the search scored per second; None if nothing was scored.
         removed_responses: When responses and tokens of the samples were removed; None if they are stored.
-        tokens_per_second: Tokens that each recipe's merge generated per second in the held-out stage, by recipe digest.
+        tokens_per_second: Tokens that each recipe's merge generated per second on holdout data, by recipe digest.
     """
 
     study: JobRecord
@@ -145,24 +154,24 @@ class RunRecord:
     def whole_trials(self) -> tuple[TrialRecord, ...]:
         """All trials with recipe and configuration.
 
-        The record must have been read with the recipes of all trials.
+        This run record (all stored data of a study) must have been read with the recipes of all trials.
         """
         return tuple(map(_whole, self.trials))
 
     @cached_property
     def best(self) -> TrialRecord | None:
-        """The best trial on search data, or None before a trial has reached the full budget."""
+        """The best trial on search data, or None before a trial has been scored on all samples of the search."""
         found = best_trial(self.trials, self.objectives)
         return None if found is None else _whole(found)
 
     @cached_property
     def has_refined(self) -> bool:
-        """Whether some trials of the study are refined layer paths of its Pareto front."""
+        """Whether trials of the Pareto front were refined: their coefficients were learned further after the search."""
         return any(trial.origin is Origin.REFINED for trial in self.trials)
 
     @cached_property
     def compared(self) -> tuple[TrialRecord, ...]:
-        """The trials with held-out results, in the order of their numbers."""
+        """The trials that have results on holdout data, in the order of their numbers."""
         numbers = {row.trial for row in self.holdout}
         return tuple(_whole(trial) for trial in self.trials if trial.number in numbers)
 
@@ -173,12 +182,18 @@ class RunRecord:
 
     @cached_property
     def candidates(self) -> tuple[tuple[TrialResult, Candidate], ...]:
-        """The trials at full budget with their costs, from which the Pareto front is selected, in order of number."""
+        """The trials from which the Pareto front is selected, each with its costs, in the order of their numbers.
+
+        They are the trials that were scored on all samples of the search.
+        """
         return candidates(self.trials, self.objectives)
 
     @cached_property
     def rung_sizes(self) -> Mapping[int, Mapping[str, int]]:
-        """Number of samples as rung -> objective -> number, for every rung that some trial has finished."""
+        """Number of samples as rung -> objective -> number, for every rung that some trial has finished.
+
+        A rung is a number of samples at which trials are compared; it is given by its index from 0.
+        """
         return {rung.rung: rung.num_samples for trial in self.trials for rung in trial.rungs}
 
     @cached_property

@@ -51,7 +51,11 @@ def performance_drop(clean: ArrayLike, attacked: ArrayLike, *, seed: int = 0) ->
 
 @lru_cache(maxsize=512)  # a study's results are read again and again, and its samples do not change
 def _drop(clean: bytes, attacked: bytes, seed: int) -> Estimate | None:
-    """`performance_drop` for values given as the bytes of float64 arrays, so that results can be cached."""
+    """Estimate the share of a model's value that is lost with attacked prompts, as `performance_drop` does.
+
+    The result is cached. `clean` and `attacked` are the sample values with original and attacked prompts, as bytes of
+    float64 arrays. `seed` is the seed of the bootstrap.
+    """
     values = np.stack([np.frombuffer(clean), np.frombuffer(attacked)])
     count = values.shape[1]
     means = values.mean(axis=1)

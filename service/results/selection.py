@@ -55,8 +55,8 @@ def accuracy_objectives(objectives: Sequence[Objective]) -> tuple[str, ...]:
 class Criteria:
     """Texts that describe how a study selects trials.
 
-    `best` describes which trial is the best, `promotion` which trials are promoted to the next rung, and `difference`
-    why the two can differ.
+    `best` describes which trial is the best, `promotion` which trials are promoted to the next rung (a larger number of
+    samples), and `difference` why the two can differ.
     """
 
     best: str
@@ -65,7 +65,7 @@ class Criteria:
 
 
 def criteria(objectives: Sequence[Objective]) -> Criteria:
-    """Describe how a study with these objectives selects its best trial and the trials that are promoted."""
+    """Describe in texts how a study with these objectives selects its best trial and the trials that are promoted."""
     names = accuracy_objectives(objectives)
     if len(objectives) == 1:
         best = promotion = f"{'highest' if objectives[0].direction == 'maximize' else 'lowest'} {objectives[0].name}"
@@ -90,26 +90,35 @@ def criteria(objectives: Sequence[Objective]) -> Criteria:
 
 
 def full_budget_trials(trials: Iterable[Trial]) -> tuple[Trial, ...]:
-    """Select the valid trials that have values at full budget, baselines included."""
+    """Select the trials that were scored on all samples of the search, baselines included.
+
+    Trials that a user has marked as invalid are left out.
+    """
     is_full = TrialState.COMPLETE
     return tuple(trial for trial in trials if trial.state is is_full and trial.values and trial.invalid is None)
 
 
 def best_trial(trials: Iterable[Trial], objectives: Sequence[Objective]) -> Trial | None:
-    """Select the best trial on search data.
+    """Select the best of the trials that were scored on all samples of the search data.
 
-    It is the trial with the highest mean of the accuracy objectives. Without accuracy objectives, it is the trial with
-    the lowest mean cost of the objectives that are scored. Of equal trials it is the first. If no trial satisfies all
-    constraints, it is the trial that violates them least.
+    It is the trial with the highest mean of the accuracy objectives (values in [0, 1], larger is better). If the study
+    has none, it is the trial with the lowest mean cost; an objective's cost is its value scaled to [0, 1], where 0 is
+    the best value, and objectives that need no samples, such as the number of parameters, do not count. Of equal trials
+    the first is chosen. If no trial satisfies all constraints, the one that violates them least is chosen.
 
     Returns:
-        The best trial; None before a trial has reached the full budget.
+        The best trial; None before a trial has been scored on all samples of the search.
     """
     return next(iter(ranked_trials(trials, objectives)), None)
 
 
 def ranked_trials(trials: Iterable[Trial], objectives: Sequence[Objective]) -> tuple[Trial, ...]:
-    """Sort the trials at full budget, the best first, in the order that `best_trial` describes."""
+    """Sort the trials that were scored on all samples of the search by `objectives`, the best first.
+
+    Trials that satisfy all constraints come first, and the others follow in the order of their total violation. Trials
+    with equal violation are sorted by the mean of the accuracy objectives (values in [0, 1], larger is better) or,
+    without these, by the mean cost.
+    """
     trials = full_budget_trials(trials)
     violation = _violations(trials, objectives)
     merit = _merit(objectives)
@@ -117,27 +126,33 @@ def ranked_trials(trials: Iterable[Trial], objectives: Sequence[Objective]) -> t
 
 
 def finalists(trials: Iterable[Trial], objectives: Sequence[Objective]) -> tuple[Trial, ...]:
-    """Select the trials to score on holdout data: those of the Pareto front, best first, at most MAX_FINALISTS."""
+    """Select the trials to score on holdout data: those of the Pareto front, best first, at most MAX_FINALISTS.
+
+    The front is that of `trials` in their `objectives`.
+    """
     return best_of_front(trials, objectives, most=MAX_FINALISTS)
 
 
 def best_of_front(
     trials: Iterable[Trial], objectives: Sequence[Objective], *, most: int, origin: Origin | None = None
 ) -> tuple[Trial, ...]:
-    """Select at most `most` trials of the Pareto front, the best first, in the order that `best_trial` describes.
+    """Select at most `most` trials of the Pareto front, those with the smallest mean cost first.
 
-    If `origin` is given, the front is that of the trials of this origin. The bounds of constraints may still refer to
-    trials of other origins.
+    Only `trials` that were scored on all samples of the search can be on the front. If `origin` is given, it is the
+    front of the trials with this origin alone: their merge is, for example, a source model, a published recipe or a
+    proposal of the search. Trials of other origins then only serve to check constraints whose bound is relative to the
+    value of a source model.
     """
     front = front_of(candidates(trials, objectives, origin=origin))
     return tuple(sorted(front, key=_merit(objectives))[:most])
 
 
 def pareto_front(trials: Iterable[Trial], objectives: Sequence[Objective]) -> tuple[Trial, ...]:
-    """Select the trials at full budget that no other trial dominates, in the order of their numbers.
+    """Select the trials at full budget that no other trial dominates in `objectives`, in the order of their numbers.
 
-    Of trials with the same recipe only the first counts. Only trials that satisfy all constraints can be on the front.
-    If no trial satisfies them all, only the trials that violate them least can be on the front.
+    The full budget is all samples of the search. Of trials with the same recipe only the first counts. Only trials that
+    satisfy all constraints can be on the front. If no trial satisfies them all, only the trials that violate them least
+    can be on the front.
     """
     return front_of(candidates(trials, objectives))
 
@@ -151,10 +166,11 @@ def front_of(candidates: Sequence[tuple[Trial, Candidate]]) -> tuple[Trial, ...]
 def candidates(
     trials: Iterable[Trial], objectives: Sequence[Objective], *, origin: Origin | None = None
 ) -> tuple[tuple[Trial, Candidate], ...]:
-    """Pair each trial at full budget with its costs and constraint violation, from which the Pareto front is selected.
+    """Collect the trials from which the Pareto front is selected, each with its costs and constraint violation.
 
-    Of trials with the same recipe only the first is in the result. If `origin` is given, trials of other origins are
-    left out, but the bounds of constraints may still refer to them.
+    They are the trials that were scored on all samples of the search; of trials with the same recipe only the first.
+    The costs are those of `objectives`. If `origin` is given, only trials whose recipe comes from there, such as from
+    the search, are collected; trials of source models then still serve as references for the bounds of constraints.
     """
     trials = full_budget_trials(trials)
     violation = _violations(trials, objectives)
@@ -167,9 +183,10 @@ def candidates(
 
 
 def _violations(trials: Sequence[TrialResult], objectives: Sequence[Objective]) -> dict[int, float]:
-    """Total constraint violation of each trial, by trial number: 0 if all constraints hold.
+    """Total violation of the constraints of `objectives` by each trial, by trial number: 0 if all constraints hold.
 
-    Every trial must be at full budget. The trials of the source models to which bounds are relative must be among them.
+    Every trial must have been scored on all samples of the search. The bound of a constraint may be relative to a
+    source model; the trial of this model must be among `trials`.
     """
     if not has_constraints(objectives):
         return dict.fromkeys((trial.number for trial in trials), 0.0)
@@ -185,9 +202,9 @@ def _violations(trials: Sequence[TrialResult], objectives: Sequence[Objective]) 
 def _merit(objectives: Sequence[Objective]) -> Callable[[TrialResult], tuple[float, int]]:
     """Make the sort key that ranks trials with equal constraint violations; smaller is better.
 
-    The key is (mean cost, trial number). The mean is over the accuracy objectives. Without accuracy objectives it is
-    over the objectives that are scored on samples, and without these over all objectives. The mean is rounded, so that
-    means that differ only by rounding errors are equal.
+    The key is (mean cost, trial number). The mean is over the accuracy objectives (values in [0, 1], larger is better).
+    Without accuracy objectives it is over the objectives that are scored on samples, and without these over all
+    objectives. The mean is rounded, so that means that differ only by rounding errors are equal.
     """
     names = accuracy_objectives(objectives)
     ranked = [objective for objective in objectives if objective.name in names]
@@ -201,7 +218,7 @@ def _merit(objectives: Sequence[Objective]) -> Callable[[TrialResult], tuple[flo
 
 
 def costs_of(trial: TrialResult, objectives: Sequence[Objective]) -> Costs:
-    """Normalised costs of a trial at full budget, one for each objective.
+    """Normalised costs of a trial that was scored on all samples, one for each objective.
 
     A cost is 0 at the better end of the objective's range and 1 at the worse end.
     """
@@ -220,8 +237,8 @@ def costs_of_values(values: Mapping[str, float], objectives: Sequence[Objective]
 def held_out(trials: Iterable[Trial], objectives: Sequence[Objective]) -> tuple[Trial, ...]:
     """Select the trials that are scored on the holdout data, in the order of their numbers.
 
-    They are the finalists (the best trials of the Pareto front), every baseline, and every merge that the study file
-    lists.
+    They are the finalists (the best trials of the Pareto front in `objectives`), every baseline, and the trial of every
+    merge that the user gave.
     """
     complete = full_budget_trials(trials)
     return compared_with(finalists(complete, objectives), complete)
@@ -232,9 +249,16 @@ def chosen_trials(
 ) -> tuple[Trial, ...]:
     """Select the trials that a benchmark is scored on, in the order of their numbers.
 
-    A choice is the number of a trial or one of these words: "finalists", "best", "sources", "published", or "recipes"
-    for the merges in the study file. A trial that is chosen by number need not have reached the full budget. Trials
-    that failed are left out.
+    A choice is the number of a trial, or one of these words:
+
+    - "finalists": the best trials of the Pareto front in `objectives`
+    - "best": the best trial
+    - "sources": the trials of the source models
+    - "published": the trials of published recipes
+    - "recipes": the trials of merges that the user gave
+
+    A trial that is chosen by number need not have been scored on all samples of the search. Trials that failed are left
+    out.
     """
     trials = tuple(trial for trial in trials if trial.state is not TrialState.FAIL)
     origins = {"sources": Origin.SOURCE, "published": Origin.PUBLISHED, "recipes": Origin.USER}
@@ -254,9 +278,10 @@ def chosen_trials(
 
 
 def compared_with(finalists: Iterable[Trial], trials: Iterable[Trial]) -> tuple[Trial, ...]:
-    """Select the finalists and the given trials that they are compared with, in order of number.
+    """Select the trials that are compared on holdout data: the finalists, the baselines, and merges that the user gave.
 
-    The given trials are the baselines and the merges in the study file. Only trials at full budget are selected.
+    `finalists` are the best trials of the Pareto front. Baselines and merges of the user are selected from `trials`, if
+    they were scored on all samples of the search. The result is in the order of the trials' numbers.
     """
     baselines = (t for t in full_budget_trials(trials) if t.origin.is_given)
     by_number = {trial.number: trial for trial in (*finalists, *baselines)}

@@ -51,17 +51,17 @@ NUM_RESAMPLES = 1000
 def estimate(values: ArrayLike, *, bounds: Bounds | None = None) -> Estimate:
     """Estimate the mean of a metric, with its standard error and 95 % interval.
 
-    The interval is Wilson's if every value lies on a bound (as with exact match), else Student's t, cut to the bounds.
-    The standard error is the sample standard deviation over sqrt(n). It is 0 if all values are equal; in this case only
-    the interval is meaningful. A single sample has no spread; its standard error is half of the distance between the
-    bounds.
+    The interval is Wilson's if every value lies on a bound (as with exact match), else Student's t, which is cut to the
+    bounds. The standard error is the sample standard deviation over sqrt(n). It is 0 if all values are equal; in this
+    case only the interval is meaningful. A single sample has no spread; its standard error is half of the distance
+    between the bounds.
 
     Args:
         values: One value per sample [num_samples], in the metric's unit.
         bounds: The range that the metric cannot leave. Without it, (0, 1) is assumed if every value is 0 or 1.
 
     Returns:
-        The mean, in the metric's unit.
+        The mean, its standard error and its 95 % interval, in the metric's unit.
 
     Raises:
         ValueError: There are no samples, a value is not finite or outside `bounds`, or there is one sample of a metric
@@ -138,16 +138,16 @@ def paired_difference(
 def mean_of(estimates: Sequence[Estimate], *, correlation: ArrayLike | None = None) -> Estimate:
     """Estimate the unweighted mean of several estimates.
 
-    All estimates have the same weight, however many samples they have. The limits are Zou and Donner's (the MOVER
-    method), which keep the asymmetry of the terms' intervals.
+    All estimates have the same weight, however many samples they have. The limits of the interval are Zou and Donner's
+    (the MOVER method): if the intervals of the estimates are asymmetric, that of the mean is too.
 
     Args:
-        estimates: The terms, in one unit.
+        estimates: The estimates, in one unit.
         correlation: Correlation of the estimates' errors [num_estimates, num_estimates], as `correlations` computes it;
             None if they are independent.
 
     Returns:
-        The mean; its `samples` is the sum over the terms.
+        The mean; its `samples` is the sum over the estimates.
 
     Raises:
         ValueError: There are no estimates.
@@ -309,8 +309,9 @@ def _wilson(proportion: float, n: int) -> tuple[float, float]:
 def _bonett_price(num_better: int, num_worse: int, n: int, level: float) -> tuple[float, float]:
     """Compute Bonett and Price's interval of the difference of two paired proportions, with coverage `level`.
 
-    It is Wald's interval after one more discordant pair of each kind is added. Of `n` pairs, `num_better` and
-    `num_worse` are discordant: in these, the first member alone or the second alone has the better value.
+    `n` is the number of pairs. In `num_better` of them the first member has the better value, in `num_worse` the
+    second; in all others the values are equal. The interval is Wald's after one more pair of each of the first two
+    kinds is added.
     """
     better, worse = (num_better + 1) / (n + 2), (num_worse + 1) / (n + 2)
     centre = better - worse

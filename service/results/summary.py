@@ -41,11 +41,11 @@ from service.store.documents import PolicyStart, WarmStart
 from service.types import Estimate, Origin, TrialResult, TrialState
 from workers.types import VerificationReport
 
-__all__ = ["summary"]
+__all__ = ["summary", "verification_document"]
 
 
 def summary(run: RunRecord) -> SummaryDocument:
-    """Build the content of summary.json."""
+    """Build the content of summary.json: a run's best trial, its results on holdout data, its cost and its checks."""
     best = run.best
     bias = _search_minus_holdout(run, best)
     rules = criteria(run.objectives)
@@ -98,7 +98,7 @@ def summary(run: RunRecord) -> SummaryDocument:
         "split_difference": estimate_documents(run.split_difference),
         "benchmarks": benchmarks_document(run.benchmarks),
         "contamination": overlap_documents(run.contamination),
-        "verification": _verification_document(run.verifications, run.verification_reason),
+        "verification": verification_document(run.verifications, run.verification_reason),
         "invalid": [
             {"trial": trial.number, "reason": trial.invalid} for trial in run.trials if trial.invalid is not None
         ],
@@ -203,11 +203,11 @@ def _finding_document(run: RunRecord, best: TrialResult | None) -> FindingDocume
 
 
 def _search_minus_holdout(run: RunRecord, best: TrialResult | None) -> dict[str, Estimate]:
-    """Estimate, by objective, the best trial's value on search data minus its value on holdout data.
+    """Estimate, by objective, the value of the trial `best` on search data minus its value on holdout data.
 
-    The two values are independent estimates, because they are of different samples. Objectives that are costs of the
-    recipe are left out, because their values are the same on both splits. The result is empty if the best trial has no
-    row in the held-out table.
+    The two values are independent estimates, because they are of different samples of the `run`. Objectives that count
+    the recipe's layers or parameters are left out, because their values are the same on both kinds of data. The result
+    is empty if `best` is None, or if the trial has no result on holdout data.
     """
     row = next((row for row in run.holdout if best is not None and row.trial == best.number), None)
     if row is None or best is None:
@@ -225,12 +225,13 @@ def _search_minus_holdout(run: RunRecord, best: TrialResult | None) -> dict[str,
     return bias
 
 
-def _verification_document(reports: Sequence[VerificationReport], reason: str | None) -> VerificationDocument:
-    """Describe as JSON how many of the verified samples plain transformers reproduced.
+def verification_document(reports: Sequence[VerificationReport], reason: str | None) -> VerificationDocument:
+    """Describe as JSON how far plain transformers gave the same results as the study's engines for the same samples.
 
-    `reports` has a report for each trial chosen for verification; a report without samples counts as not verified.
-    `reason` says why no trial was verified. If samples of verified trials were left out, the document's `reason` says
-    why, for the first of these trials.
+    Verification scores samples of chosen trials again with transformers, and compares completions, metric values and
+    log-probabilities with the stored ones. `reports` has the comparison of each chosen trial. A trial counts as not
+    verified if no sample of it was compared. `reason` says why no trial was verified. If samples of verified trials
+    were left out, the key "reason" of the document says why, for the first of these trials.
     """
     compared = [report for report in reports if report.num_samples]
     beyond = sum(report.num_beyond for report in compared)

@@ -38,12 +38,12 @@ NAMES = re.compile(r"(?<![0-9a-f])[0-9a-f]{32}(?![0-9a-f])")
 
 @dataclass(frozen=True)
 class Removal:
-    """Data of one kind to be removed, with the job that they belong to.
+    """Data of one kind that are to be removed, or were removed, and the job that they belong to.
 
     - `kind`: the kind of data, such as "responses"
-    - `job`, `name`: the id and the name of the job; empty for files of artifacts that no job uses
+    - `job`, `name`: the id and the name of the job; empty for files of trained models that no job uses any more
     - `count`: the number of samples if responses are removed, the number of files if files are removed, 1 for a job,
-      and None for files of artifacts that no job uses
+      and None for files of trained models that no job uses any more
     - `num_bytes`: the size of the data
     - `because`: the reason, as text for messages
     """
@@ -63,9 +63,10 @@ class Removal:
 
 @dataclass(frozen=True)
 class _Kept:
-    """Stored data of one kind of one job, such as model responses: their number, and their size in bytes.
+    """Stored data of one kind, such as model responses, that belong to one job.
 
-    `age_s` is the number of seconds since the job ended. Nothing is removed if `is_protected`, for example because
+    `count` is the number of samples, files or jobs that the data consist of, and `num_bytes` their size. `age_s` is the
+    number of seconds since the job ended. If `is_protected` is True, the data may not be removed, for example because
     another job uses the job's results.
     """
 
@@ -77,11 +78,12 @@ class _Kept:
 
 
 class Cleaner:
-    """Finds and removes data of a server's jobs that exceed limits.
+    """Remover of those data of a server's ended jobs that exceed limits of age and size.
 
     `limits` has the limit of each kind of data, such as "responses". `data_dir` is the server's directory with the
-    files of jobs. `delete_job` is a function that deletes a job that has ended from the store, with its exports; it
-    raises Conflict or NotFound if the job cannot be deleted at the moment.
+    files of jobs, and `artifacts` has the models and policies that jobs have trained. `delete_job` is a function that
+    deletes a job that has ended, with its exports (merged models for download); it raises Conflict or NotFound if the
+    job cannot be deleted at the moment.
     """
 
     def __init__(
@@ -100,7 +102,10 @@ class Cleaner:
         self._delete_job = delete_job
 
     def plan(self) -> tuple[Removal, ...]:
-        """List the data that `carry_out` would remove now, by kind, the oldest first."""
+        """List the data that exceed the limits now, by kind of data, and within a kind those of the oldest job first.
+
+        Nothing is removed; the method `carry_out` does that.
+        """
         jobs, now = self._store.jobs(), self._store.now()
         protected = self._referred_to(jobs) | {job.id for job in jobs if not job.state.is_finished}
         ages = {job.id: now - self._store.state_since(job.id) for job in jobs}
@@ -162,24 +167,24 @@ class Cleaner:
                 file.unlink(missing_ok=True)
 
     def _files(self, job: JobRecord) -> Iterator[Path]:
-        """Files that a job's drivers wrote, except alignments.
+        """Files that a job's drivers (the processes that worked on it) wrote, except alignments.
 
-        Alignments are maps between the layers of merges; exports of the job's trials still need them.
+        Alignments are maps between layers of different models; exports of the job's trials still need them.
         """
         root = job_dir(self._data_dir, job.id)
         kept = alignments_dir(root)
         return (file for file in root.rglob("*") if file.is_file() and not file.is_relative_to(kept))
 
     def _has_void(self, job_id: str) -> bool:
-        """Whether a job has void samples (scored by an engine that later failed a check), which must be scored again.
+        """Whether a job has void samples, which must be scored again because their engine later failed a check.
 
-        Such a job may resume and then needs its responses. If no engine has ever failed a check, the samples are not
-        searched.
+        Such a job may be resumed and then needs its responses. If no engine has ever failed a check, the samples are
+        not searched.
         """
         return self._store.num_engine_faults() > 0 and self._store.has_void(job_id)
 
     def _job_bytes(self, job: JobRecord, texts: Mapping[str, tuple[int, int]]) -> int:
-        """Bytes of a job's responses, files and artifacts.
+        """Bytes of a job's model responses, files, and artifacts (models and policies that it has trained).
 
         `texts` has the number and the bytes of the responses of each job, by the job's id. The job's other database
         rows are too small to count.
@@ -189,10 +194,11 @@ class Cleaner:
         return stored + texts.get(job.id, (0, 0))[1] + _sizes(f for f in root.rglob("*") if f.is_file())[1]
 
     def _referred_to(self, jobs: Sequence[JobRecord]) -> set[str]:
-        """Ids of jobs that must be kept because another job uses their results.
+        """Ids of those of `jobs` that must be kept because another job uses their results.
 
-        A job uses another one if its document or the findings of its checks name the other job's id, or the digest of
-        one of the other job's artifacts. A fine-tuning is also used if a study was created from its experts.
+        A job uses another one if its stored document, or what its checks found out, names the other job's id or the
+        digest of an artifact (trained model) of the other job. A fine-tuning is also used if a study was created to
+        merge the models that it has trained.
         """
         owners = {job.id: job.id for job in jobs}
         for job in jobs:
@@ -206,9 +212,10 @@ class Cleaner:
 
 
 def _exceeding(kind: str, kept: Sequence[_Kept], limit: Limit) -> Iterator[Removal]:
-    """Yield the removals that bring the stored data of one kind within `limit`, oldest jobs first.
+    """Yield what must be removed so that the stored data of one kind do not exceed `limit`, oldest jobs first.
 
-    `kept` has the stored data of each job. Protected data count towards the total size and are not removed.
+    `kind` is the kind of data, such as "responses". `kept` has these data of each job. Protected data, which another
+    job needs, are not removed, but count towards the total size.
     """
     total = sum(each.num_bytes for each in kept)
     for each in sorted(kept, key=lambda each: -each.age_s):
@@ -224,7 +231,7 @@ def _exceeding(kind: str, kept: Sequence[_Kept], limit: Limit) -> Iterator[Remov
 
 
 def _sizes(files: Iterator[Path]) -> tuple[int, int]:
-    """Number and total bytes of `files`; files that are deleted in the meantime do not count."""
+    """Number of `files` and their total size in bytes; files that are deleted in the meantime do not count."""
     count = num_bytes = 0
     for file in files:
         try:
@@ -236,10 +243,10 @@ def _sizes(files: Iterator[Path]) -> tuple[int, int]:
 
 
 def clean_up(store: Store, artifacts: ArtifactStore, data_dir: Path, job_id: str) -> None:
-    """Delete the files of the job `job_id`, which has been deleted from the store.
+    """Delete the files of the job `job_id`, whose rows in the database have been deleted already.
 
-    All stored files that no remaining job uses are deleted too. `data_dir` is the server's directory with the files of
-    jobs.
+    Files of artifacts (models and policies that jobs have trained) that no remaining job uses are deleted too.
+    `data_dir` is the server's directory with the files of jobs.
     """
     shutil.rmtree(job_dir(data_dir, job_id), ignore_errors=True)
     artifacts.collect()

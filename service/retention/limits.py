@@ -36,7 +36,10 @@ class Limit:
 
 
 def parse_keep(text: str) -> tuple[str, Limit]:
-    """Parse a limit such as "responses=30d", "files=5GB" or "jobs=180d,50GB". Raises ValueError for an invalid text."""
+    """Parse a limit on kept data, such as "responses=30d" or "jobs=180d,50GB", into the kind of data and the limit.
+
+    Raises ValueError for an invalid text.
+    """
     kind, sign, given = text.partition("=")
     if kind not in KINDS or not sign:
         raise ValueError(f"{text!r} is not a limit; write KIND=LIMIT with one of {', '.join(KINDS)}, as responses=30d")
@@ -60,7 +63,10 @@ def _refusal(text: str, part: str) -> str:
 
 
 def limits_of(given: Iterable[tuple[str, Limit]]) -> dict[str, Limit]:
-    """Collect limits in a dict by kind of data, such as "responses". Raises Conflict if a kind is given twice."""
+    """Collect limits on kept data in a dict by kind of data, such as "responses".
+
+    Raises Conflict if a kind is given twice.
+    """
     found: dict[str, Limit] = {}
     for kind, limit in given:
         if kind in found:

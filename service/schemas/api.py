@@ -13,14 +13,28 @@ from pydantic import Field
 # pydantic reads typing's own TypedDict only from Python 3.12 on.
 from typing_extensions import TypedDict
 
-from service.schemas.files import Number, PreferredDocument, State, TrialDocument, Values
+from service.schemas.files import (
+    EstimateDocument,
+    Number,
+    ObjectiveDocument,
+    PreferredDocument,
+    State,
+    TrialDocument,
+    Values,
+    VerificationDocument,
+)
 
 __all__ = [
     "AnalysisDocument",
     "AuditDocument",
     "AuditEntryDocument",
+    "ChatCompletionDocument",
+    "CheckDocument",
+    "CheckedPlanDocument",
     "CurvesDocument",
     "DeletedDocument",
+    "DeliveriesDocument",
+    "DeliveryDocument",
     "EndDocument",
     "EventDocument",
     "EventsDocument",
@@ -34,29 +48,61 @@ __all__ = [
     "FitDocument",
     "FleetAnalysisDocument",
     "JobDocument",
+    "JobEventDocument",
+    "JobEventsDocument",
+    "JobProgressDocument",
+    "JobReferenceDocument",
     "LandscapeDocument",
     "LogoutDocument",
+    "MailDocument",
     "MeDocument",
     "MergeLossDocument",
+    "ModelDocument",
+    "ModelListDocument",
     "NewTokenDocument",
+    "NewWebhookDocument",
+    "NoticeName",
+    "NotificationDocument",
     "PlotsDocument",
     "ProblemDocument",
     "ProgressDocument",
+    "ProvenanceDocument",
+    "QueueDocument",
+    "QueueEntryDocument",
+    "QueuePlaceDocument",
+    "QueuedJobDocument",
     "RayJobDocument",
     "RoleName",
+    "SampleCountsDocument",
+    "SampleDocument",
     "ScopeName",
+    "ScoredSampleDocument",
+    "ServedProgressDocument",
+    "ServedStudyDocument",
+    "ServedTrialDocument",
     "SessionDocument",
     "SharingName",
+    "ShownTrialDocument",
+    "SourceModelDocument",
+    "SourceModelsDocument",
+    "StreamStartDocument",
     "StudyDocument",
     "TaskVectorDocument",
     "TeamDocument",
+    "TeamLimitsDocument",
+    "TeamUsageDocument",
     "TeamsDocument",
+    "TextCompletionDocument",
     "TokenDocument",
     "TokensDocument",
     "TrainingProgressDocument",
+    "TrialColumnsDocument",
+    "TrialSamplesDocument",
     "TrialsDocument",
     "UserDocument",
     "UsersDocument",
+    "WebhookDocument",
+    "WebhooksDocument",
     "list_document",
 ]
 
@@ -90,29 +136,50 @@ class ProgressDocument(TypedDict):
     steps_planned: NotRequired[
         Annotated[int, Field(ge=0, description="Expected number of `steps`; 0 for a searcher without them.")]
     ]
+    time_left_s: NotRequired[
+        Annotated[float | None, Field(description="Estimated seconds until the study ends; null: not known yet.")]
+    ]
 
 
 SharingName = Literal["private", "team", "all"]
 RoleName = Literal["viewer", "member", "admin"]
 ScopeName = Literal["read", "submit", "admin"]
+RightName = Literal["use", "change"]
 
 
 class RayJobDocument(TypedDict):
-    """Ray Job in which the driver of a job runs."""
+    """Ray Job (of Ray's job submission) in which the driver of a job runs."""
 
     submission_id: str
-    dashboard_url: Annotated[str | None, Field(description="Page of the Ray Job in the dashboard, if Ray is up.")]
+    dashboard_url: Annotated[
+        str | None,
+        Field(
+            description="Path of the Ray Job's page in Ray's dashboard on this server; null for a sender who may not "
+            "read the dashboard, and while Ray is down."
+        ),
+    ]
+
+
+class QueuePlaceDocument(TypedDict):
+    """Place of a waiting job in the queue of all jobs of the server."""
+
+    position: Annotated[int, Field(ge=1, description="1: the job that is to start first.")]
+    length: Annotated[int, Field(ge=1, description="Number of jobs that wait.")]
+    estimated_start: Annotated[
+        Time | None, Field(description="From the progress of running jobs; null where that does not tell.")
+    ]
 
 
 class JobDocument(TypedDict):
     """Job on the server, with the fields that all kinds of jobs have."""
 
     id: str
-    kind: Annotated[str, Field(description='"search": a study; "finetune": a fine-tuning.')]
+    kind: Annotated[str, Field(description='"search": a study; "finetune": a fine-tuning; "serving": a served study.')]
     name: str
     state: State
     reason: str | None
     waiting_for: Annotated[str | None, Field(description="What must happen before the job continues.")]
+    queue: Annotated[QueuePlaceDocument | None, Field(description="Null: the job does not wait for a place.")]
     created_at: Time
     wall_clock_s: Annotated[float, Field(description="Seconds that drivers have worked on the job.")]
     attempt: Annotated[int, Field(description="Number of drivers that have worked on the job so far.")]
@@ -125,14 +192,22 @@ class JobDocument(TypedDict):
     notes: Annotated[str | None, Field(description="What was learned from it.")]
     priority: Annotated[int, Field(description="Waiting jobs with a larger one start first.")]
     version: Annotated[int, Field(ge=0, description="Number of edits; the `ETag` of the job has it.")]
+    rights: Annotated[
+        list[RightName],
+        Field(description='What the sender may do: "use" (export and serve its models), "change" (everything else).'),
+    ]
+    last_event_id: NotRequired[
+        Annotated[int, Field(ge=0, description="Id of its last event, for `after` of its events; absent in lists.")]
+    ]
     links: Annotated[dict[str, str], Field(description="URL paths of the job (self) and of its results, by name.")]
 
 
 class StudyDocument(JobDocument):
-    """Study on the server."""
+    """Study on the server: the job's fields, the chosen searcher, the trials by state, and the progress."""
 
     algorithm: Annotated[str | None, Field(description="Name of the searcher; the chosen one if the file says auto.")]
     algorithm_reason: Annotated[str | None, Field(description="Reason why the searcher was chosen.")]
+    objectives: list[ObjectiveDocument]
     trials: Annotated[dict[str, int], Field(description="Trials by state.")]
     progress: ProgressDocument | None
 
@@ -159,7 +234,7 @@ class TrainingProgressDocument(TypedDict):
 
 
 class ExpertDocument(TypedDict):
-    """Expert of a fine-tuning."""
+    """Expert of a fine-tuning: how it is trained, how far the training is, and a link to the trained model."""
 
     method: Annotated[str, Field(description="Name of the optimizer, `method.kind` in the expert's specification.")]
     progress: ExpertProgressDocument | None
@@ -174,6 +249,100 @@ class FinetuneDocument(JobDocument):
         dict[str, ExpertDocument],
         Field(description="Experts by alias; the alias of a single expert is the fine-tuning's name."),
     ]
+
+
+class ServedProgressDocument(TypedDict):
+    """Latest progress of a served study, as its driver reported it."""
+
+    engine: Annotated[
+        Literal["scorer", "own"] | None,
+        Field(description='Engine that completes prompts: "scorer" is one of searches; null while there is none.'),
+    ]
+    requests: Annotated[int, Field(description="Number of requests for completions so far.")]
+    ends_in_s: Annotated[float, Field(description="Seconds after which serving ends without a further request.")]
+
+
+class ServedStudyDocument(JobDocument):
+    """Served study: its merges complete prompts at the link `openai`."""
+
+    study: Annotated[str, Field(description="The `id` of the study.")]
+    progress: ServedProgressDocument | None
+
+
+class ServedTrialDocument(ServedStudyDocument):
+    """Served study, and the name (`model`) by which requests to it choose the trial that was to be served."""
+
+    model: str
+
+
+class ModelDocument(TypedDict):
+    """Trial of a served study as a model."""
+
+    id: Annotated[str, Field(description="Name of the model in requests: the number of the trial.")]
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    label: Annotated[str, Field(description="Label of the trial; that of a baseline is accepted as a name, too.")]
+
+
+class ModelListDocument(TypedDict):
+    """List of the trials that a served study offers as models, in the form of OpenAI's API."""
+
+    object: Literal["list"]
+    data: list[ModelDocument]
+
+
+class UsageDocument(TypedDict):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+FinishReason = Annotated[Literal["stop", "length"], Field(description="Why the completion ended.")]
+Fingerprint = Annotated[str, Field(description="Digest of the recipe that the engine held.")]
+
+
+class TextChoiceDocument(TypedDict):
+    index: int
+    text: str
+    logprobs: None
+    finish_reason: FinishReason
+
+
+class TextCompletionDocument(TypedDict):
+    """Completion of a text, in the form of OpenAI's API."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    system_fingerprint: Fingerprint
+    choices: list[TextChoiceDocument]
+    usage: UsageDocument
+
+
+class ChatMessageDocument(TypedDict):
+    role: Literal["assistant"]
+    content: str
+
+
+class ChatChoiceDocument(TypedDict):
+    index: int
+    message: ChatMessageDocument
+    logprobs: None
+    finish_reason: FinishReason
+
+
+class ChatCompletionDocument(TypedDict):
+    """Answer to the messages of a chat, in the form of OpenAI's API."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    system_fingerprint: Fingerprint
+    choices: list[ChatChoiceDocument]
+    usage: UsageDocument
 
 
 class LossPoint(TypedDict):
@@ -239,7 +408,7 @@ class LandscapeDocument(TypedDict):
 
 
 class TriedDocument(TypedDict):
-    """A coefficient that was tried for a merge method, with the mean loss of the merge."""
+    """A merge coefficient that was tried for a merge method, with the mean loss that the merge had with it."""
 
     coefficient: float | None
     mean: Loss
@@ -291,7 +460,10 @@ class FleetAnalysisDocument(TypedDict):
 
 
 class MixedDocument(TypedDict):
-    """Losses of merges of two experts that come from two trainings of the same experts, averaged over pairs."""
+    """Losses of merges of two experts that come from different trainings, averaged over the pairs of experts.
+
+    Both trainings train the same experts, for example with two optimizers.
+    """
 
     fleets: Annotated[list[str], Field(description="Names of the two trainings.")]
     merges: list[MergeLossDocument]
@@ -313,9 +485,97 @@ class AnalysisDocument(TypedDict):
     ]
 
 
+class ProvenanceDocument(TypedDict):
+    """Origin of a trial's stored samples: the engines that scored them, the weights that these held, the verification.
+
+    The samples are those of the trial's recipe, also if another trial with the same recipe had them scored.
+    """
+
+    fingerprints: Annotated[list[str], Field(description="Fingerprints of the source weights that the engines held.")]
+    engines: Annotated[list[str], Field(description="Program, dtype, and the size and place of the source weights.")]
+    replicas: Annotated[dict[str, int], Field(description="Number of scored samples by replica.")]
+    finished_at: Annotated[Time | None, Field(description="When the last samples were stored; null without samples.")]
+    verification: Annotated[
+        VerificationDocument | None,
+        Field(description="Samples that plain transformers scored again; null: the trial was not chosen for this."),
+    ]
+
+
+class ShownTrialDocument(TrialDocument):
+    """Trial with the origin of its samples."""
+
+    provenance: ProvenanceDocument
+
+
 class TrialsDocument(TypedDict):
+    """One page of the list of a study's trials."""
+
     trials: list[TrialDocument]
+    total: Annotated[int, Field(description="Number of trials that satisfy the conditions, on all pages.")]
     next: Annotated[str | None, Field(description="Link to the next page; null on the last one.")]
+
+
+class ScoredSampleDocument(TypedDict):
+    """Response of a trial's merge to one sample, and the value of the metric for it."""
+
+    value: Annotated[float, Field(description="The metric on this sample.")]
+    is_right: Annotated[bool, Field(description="Whether the value is the best of the metric's range.")]
+    response: Annotated[
+        str | None, Field(description="Answer of the merge, or log-probabilities of options as JSON; null if removed.")
+    ]
+    is_truncated: Annotated[bool, Field(description="Whether the prompt was cut to the engine's `max_model_len`.")]
+
+
+class SampleDocument(TypedDict):
+    """A sample with the results of one trial, or of two trials side by side."""
+
+    position: Annotated[int, Field(description="Index of the sample in the order of scoring, from 0.")]
+    document: Annotated[str, Field(description="Index of the sample in the task's data.")]
+    prompt: Annotated[str | None, Field(description="Prompt with few-shot examples, before any chat template.")]
+    reference: Annotated[str | None, Field(description="Right answer; null if the task states none as text.")]
+    a: ScoredSampleDocument
+    b: Annotated[ScoredSampleDocument | None, Field(description="Of the trial `against`.")]
+
+
+class SampleCountsDocument(TypedDict):
+    """Numbers of samples that both of two trials have scored, by which of the trials are right.
+
+    A trial is right on a sample if it has the best value of the metric's range. `samples` counts all samples, `a_only`
+    those on which only the first trial is right, and `b_only` those on which only the second is.
+    """
+
+    samples: int
+    both_right: int
+    a_only: int
+    b_only: int
+    both_wrong: int
+
+
+class TrialSamplesDocument(TypedDict):
+    """Part of the samples of one trial, or of two trials side by side."""
+
+    trial: int
+    against: int | None
+    objective: str
+    split: str
+    counts: SampleCountsDocument | None
+    difference: Annotated[
+        EstimateDocument | None,
+        Field(description="Mean of the trial's value minus that of `against`, paired by sample, with its interval."),
+    ]
+    total: Annotated[int, Field(description="Number of samples that `only` keeps, on all pages.")]
+    samples: list[SampleDocument]
+    missing: Annotated[list[str], Field(description="Reasons why texts are null; empty if none is missing.")]
+    next: Annotated[str | None, Field(description="Link to the next page; null on the last one.")]
+
+
+class TrialColumnsDocument(TypedDict):
+    """Trials of a study as columns."""
+
+    columns: Annotated[
+        dict[str, list[Any]], Field(description="Column by name; all have a value, or null, for each trial.")
+    ]
+    event: Annotated[int, Field(description="Id of the study's last event, for `since` of the next request.")]
 
 
 class EventDocument(TypedDict):
@@ -329,6 +589,39 @@ class EventDocument(TypedDict):
 
 class EventsDocument(TypedDict):
     events: list[EventDocument]
+    total: Annotated[int, Field(ge=0, description="Number of events after `after`, of the kinds that are asked for.")]
+
+
+class JobEventDocument(EventDocument):
+    """Event with the job that it is about."""
+
+    job: Annotated[str, Field(description="Id of the job.")]
+    job_kind: Annotated[str, Field(description='Kind of the job, such as "search".')]
+    name: Annotated[str, Field(description="Name of the job.")]
+
+
+class JobEventsDocument(TypedDict):
+    events: list[JobEventDocument]
+
+
+class StreamStartDocument(TypedDict):
+    """First document of the stream of all jobs."""
+
+    after: Annotated[int, Field(description="Only events with larger ids follow.")]
+
+
+class JobProgressDocument(TypedDict):
+    """Latest progress of a job, in the stream of all jobs."""
+
+    job: str
+    job_kind: str
+    progress: Annotated[dict[str, Any], Field(description="As the field `progress` of the job's document.")]
+
+
+class JobReferenceDocument(TypedDict):
+    """Job that the reader of a stream may read from now on (`added`), or no longer (`removed`), or that was deleted."""
+
+    job: str
 
 
 class EndDocument(TypedDict):
@@ -355,6 +648,33 @@ class ExportDocument(TypedDict):
     ]
 
 
+class HoursDocument(TypedDict):
+    least: float
+    most: float
+
+
+class CheckedPlanDocument(TypedDict):
+    """Expected costs of a study."""
+
+    trials: Annotated[dict[str, int], Field(description="Numbers of baselines (`extras`) and of proposed trials.")]
+    rungs: Annotated[list[dict[str, int]], Field(description="Samples of each objective at each rung.")]
+    samples: Annotated[dict[str, Any], Field(description="Expected samples of each stage.")]
+    hours: Annotated[HoursDocument, Field(description="Rough running time.")]
+    memory_bytes: Annotated[dict[str, int], Field(description="Bytes needed for each use, and available if known.")]
+    disk_bytes: Annotated[dict[str, int], Field(description="Bytes of an export and of downloads, and available.")]
+    absent_models: Annotated[list[str], Field(description="Models whose weights must be downloaded first.")]
+    judgments: Annotated[int, Field(description="Requests to judges of benchmarks.")]
+    text: Annotated[str, Field(description="The plan as `mergesearch run --check` prints it.")]
+
+
+class CheckDocument(TypedDict):
+    """Result of the check of a study file."""
+
+    is_valid: bool
+    problems: list[FieldProblem]
+    plan: Annotated[CheckedPlanDocument | None, Field(description="With `level=full`, if there is no problem.")]
+
+
 class DeletedDocument(TypedDict):
     """Response to a request that deleted a job or an export."""
 
@@ -375,9 +695,37 @@ class PlotsDocument(TypedDict):
     plots: list[PlotLink]
 
 
+class SourceModelDocument(TypedDict):
+    """Model on the machine where jobs read models: a checkpoint, or a LoRA adapter."""
+
+    path: Annotated[str, Field(description="Its directory.")]
+    name: Annotated[str, Field(description="What a study file says: ID@COMMIT in the hub's cache, else the directory.")]
+    architecture: Annotated[
+        str | None, Field(description="Class of the model, or its type; null for an adapter or if it is not stated.")
+    ]
+    bytes: Annotated[int, Field(description="Bytes of its safetensors files.")]
+    is_adapter: Annotated[bool, Field(description="Whether it is a LoRA adapter.")]
+    base: Annotated[str | None, Field(description="Base model that an adapter states; null for others.")]
+
+
+class SourceModelsDocument(TypedDict):
+    models: Annotated[list[SourceModelDocument], Field(description="Sorted by path.")]
+    is_complete: Annotated[bool, Field(description="Whether all models are listed; false if the search ended early.")]
+    directories: Annotated[list[str], Field(description="Directories that were searched.")]
+
+
 class FieldProblem(TypedDict):
     field: Annotated[str, Field(description="Dotted path in the request; empty for the request as a whole.")]
     message: str
+
+
+class OpenAiErrorDocument(TypedDict):
+    """Error in the form of OpenAI's API."""
+
+    message: str
+    type: str
+    param: Annotated[str | None, Field(description="Field of the request that is wrong.")]
+    code: Annotated[str | None, Field(description="Kind of error, for programs.")]
 
 
 class ProblemDocument(TypedDict):
@@ -388,10 +736,11 @@ class ProblemDocument(TypedDict):
     status: int
     detail: str
     problems: NotRequired[list[FieldProblem]]
+    error: NotRequired[Annotated[OpenAiErrorDocument, Field(description="Only on routes like those of OpenAI's API.")]]
 
 
 class UserDocument(TypedDict):
-    """User of the server."""
+    """User of the server, with the user's rights and teams."""
 
     name: str
     is_admin: Annotated[bool, Field(description="Whether the user administers the server.")]
@@ -404,12 +753,80 @@ class UsersDocument(TypedDict):
     users: list[UserDocument]
 
 
+Quota = Annotated[int | None, Field(description="Null: no limit.")]
+
+
+class TeamLimitsDocument(TypedDict):
+    """Share of a team in the places of running jobs, and its quotas; a quota that is null is no limit."""
+
+    weight: Annotated[float, Field(gt=0, description="Share, relative to the weights of other teams.")]
+    max_running: Annotated[Quota, Field(description="Jobs that run at the same time.")]
+    max_replicas: Annotated[Quota, Field(description="Replicas and workers of running jobs together.")]
+    max_served: Annotated[Quota, Field(description="Studies that are served at the same time; 4 by default.")]
+    gpu_hours: Annotated[float | None, Field(description="GPU-hours in a calendar month (UTC).")]
+    artifact_bytes: Annotated[Quota, Field(description="Bytes of experts and policies.")]
+    export_bytes: Annotated[Quota, Field(description="Bytes of exported models.")]
+    requests_per_minute: Annotated[Quota, Field(description="Requests of the members in a minute, and at once.")]
+
+
 class TeamDocument(TypedDict):
-    """Team of users who share jobs."""
+    """Team of users who share jobs, with the role of each member."""
 
     name: str
     created_at: Time
     members: Annotated[dict[str, RoleName], Field(description="Role of each member.")]
+    limits: TeamLimitsDocument
+
+
+class TeamUsageDocument(TypedDict):
+    """Usage of a team's jobs, beside the team's limits."""
+
+    team: str
+    limits: TeamLimitsDocument
+    running: Annotated[int, Field(ge=0, description="Jobs that run.")]
+    waiting: Annotated[int, Field(ge=0, description="Jobs that wait for a place.")]
+    replicas: Annotated[int, Field(ge=0, description="Replicas and workers of the running jobs.")]
+    served: Annotated[int, Field(ge=0, description="Studies that are served; paused ones count.")]
+    gpu_hours: Annotated[float, Field(ge=0, description="GPU-hours of this calendar month (UTC).")]
+    recent_gpu_hours: Annotated[
+        float, Field(ge=0, description="GPU-hours that count for the fair share: half as much after seven days.")
+    ]
+    artifact_bytes: Annotated[int, Field(ge=0, description="Stored, or expected of unfinished fine-tunings.")]
+    export_bytes: Annotated[int, Field(ge=0, description="Written, or expected of exports that wait.")]
+
+
+class QueuedJobDocument(TypedDict):
+    """Job in the queue."""
+
+    id: str
+    kind: str
+    name: str
+    state: State
+    owner: str | None
+    team: str | None
+    priority: int
+    created_at: Time
+    link: Annotated[str, Field(description="URL path of the job.")]
+
+
+class QueueEntryDocument(TypedDict):
+    """Entry of the queue. A job that the sender may not read is an entry without a job."""
+
+    position: Annotated[int | None, Field(description="From 1, in the order in which jobs start; null: it runs.")]
+    job: Annotated[QueuedJobDocument | None, Field(description="Null: a job that you may not read.")]
+    waiting_for: str | None
+    estimated_start: Annotated[
+        Time | None, Field(description="From the progress of running jobs; null where that does not tell.")
+    ]
+
+
+class QueueDocument(TypedDict):
+    """Jobs of the server that run, and that wait for a place."""
+
+    places: Annotated[int, Field(ge=1, description="Number of jobs that may run at the same time.")]
+    not_ready: Annotated[str | None, Field(description="Why no job can continue at the moment; null: jobs can.")]
+    running: list[QueueEntryDocument]
+    waiting: list[QueueEntryDocument]
 
 
 class TeamsDocument(TypedDict):
@@ -441,16 +858,19 @@ class TokensDocument(TypedDict):
 
 
 class MeDocument(TypedDict):
-    """Sender of the request."""
+    """User who sent the request, and the API token with which it was sent."""
 
     user: Annotated[UserDocument | None, Field(description="Null: the server has no accounts.")]
     token: Annotated[TokenDocument | None, Field(description="Null: the sender has a session, or no account.")]
 
 
 class SessionDocument(TypedDict):
-    """User who sends the request, and the session of the browser."""
+    """User who sent the request, what the user may do with it, and the browser's session."""
 
-    user: Annotated[UserDocument | None, Field(description="Null: the server has no accounts.")]
+    has_accounts: Annotated[bool, Field(description="Whether requests need a token or a session.")]
+    has_identity_provider: Annotated[bool, Field(description="Whether browsers can log in at /v1/login.")]
+    may_read_dashboard: Annotated[bool, Field(description="Whether the sender may open Ray's dashboard.")]
+    user: Annotated[UserDocument | None, Field(description="Null: the server has no accounts, or nobody is logged in.")]
     scope: Annotated[ScopeName | None, Field(description="What the session or the token may be used for.")]
     expires_at: Annotated[Time | None, Field(description="End of the session; null: the sender has no session.")]
     csrf_token: Annotated[
@@ -460,13 +880,13 @@ class SessionDocument(TypedDict):
 
 
 class LogoutDocument(TypedDict):
-    """Answer to a logout."""
+    """Response to a logout: whether it ended a session."""
 
     was_logged_in: Annotated[bool, Field(description="Whether the request ended a session.")]
 
 
 class AuditEntryDocument(TypedDict):
-    """Entry of the audit log."""
+    """Entry of the audit log: who changed what, when and from where."""
 
     id: int
     time: Time
@@ -480,15 +900,106 @@ class AuditEntryDocument(TypedDict):
 
 
 class AuditDocument(TypedDict):
-    """Part of the audit log, oldest entries first."""
+    """Part of the audit log."""
 
     entries: list[AuditEntryDocument]
 
 
-def list_document(collection: str, document: type) -> type:
-    """Make the TypedDict of the response that lists all jobs of one kind.
+NoticeName = Literal["complete", "failed", "waiting", "paused", "cancelled"]
 
-    The response has one key, `collection`, such as "studies", with a list of `document`, the TypedDict of a job.
+
+class WebhookDocument(TypedDict):
+    """Webhook: a URL that the server requests when jobs change. Its secret is not shown again."""
+
+    id: str
+    url: str
+    events: Annotated[list[NoticeName], Field(description="Changes of jobs that are sent.")]
+    owner: Annotated[str | None, Field(description="User whose rights say what is sent; null: no accounts.")]
+    covers: Annotated[Literal["own", "team", "all"], Field(description="Jobs of the owner, of a team, or all.")]
+    team: Annotated[str | None, Field(description="Team whose jobs are covered; null unless `covers` is team.")]
+    created_at: Time
+    failing_since: Annotated[Time | None, Field(description="First failure since the last success.")]
+    disabled_at: Annotated[Time | None, Field(description="Null: the webhook is used. A test that arrives enables it.")]
+    disabled_reason: str | None
+
+
+class NewWebhookDocument(WebhookDocument):
+    """New webhook with its secret, by which receivers check signatures. No later response has the secret."""
+
+    secret: Annotated[str, Field(description="Secret of the Standard Webhooks specification: whsec_ and base64.")]
+
+
+class WebhooksDocument(TypedDict):
+    webhooks: list[WebhookDocument]
+
+
+class DeliveryDocument(TypedDict):
+    """Message to a webhook, for which tries follow until one succeeds or the last one has failed."""
+
+    id: Annotated[str, Field(description="Header `webhook-id` of each try.")]
+    event: Annotated[str, Field(description='Such as "job.complete", or "test".')]
+    job: Annotated[str | None, Field(description="Id of the job; null for a test.")]
+    state: Literal["WAITING", "DELIVERED", "FAILED"]
+    attempts: Annotated[int, Field(description="Number of tries so far.")]
+    created_at: Time
+    next_at: Annotated[Time | None, Field(description="Time of the next try.")]
+    finished_at: Time | None
+    status: Annotated[int | None, Field(description="HTTP status of the last response.")]
+    error: Annotated[str | None, Field(description="Why the last try failed.")]
+
+
+class DeliveriesDocument(TypedDict):
+    """Last deliveries to a webhook, newest first."""
+
+    deliveries: list[DeliveryDocument]
+
+
+class MailDocument(TypedDict):
+    """E-mail address of a user, to which changes of the user's jobs are sent."""
+
+    user: str
+    address: Annotated[str | None, Field(description="Null: no mails are sent.")]
+    events: Annotated[list[NoticeName], Field(description="Changes of jobs that are sent.")]
+    disabled_at: Annotated[
+        Time | None, Field(description="Null: mails are sent. Setting the address enables it again.")
+    ]
+    disabled_reason: str | None
+
+
+class NotifiedJob(TypedDict):
+    """Job in a notification."""
+
+    id: str
+    kind: str
+    name: str
+    state: State
+    reason: str | None
+    waiting_for: Annotated[str | None, Field(description="What a waiting job waits for; else null.")]
+    url: Annotated[str, Field(description="URL of the job; its path only if the server has no --public-url.")]
+    owner: str | None
+    team: str | None
+    wall_clock_s: float
+    progress: Annotated[dict[str, Any] | None, Field(description="Latest progress, as in the document of the job.")]
+
+
+class NotificationDocument(TypedDict):
+    """Body of a request to a webhook."""
+
+    type: str
+    timestamp: Time
+    data: NotifiedJob
+
+
+def list_document(collection: str, document: type) -> type:
+    """Make the TypedDict of the response that lists jobs of one kind.
+
+    The response has a list of jobs under the key `collection`, such as "studies", the number of all jobs that satisfy
+    the conditions under "total", and the link to the next page under "next". `document` is the TypedDict of a job.
     """
-    listed: type = TypedDict(f"{collection.capitalize()}Document", {collection: list[document]})  # type: ignore
+    fields = {
+        collection: list[document],  # type: ignore[valid-type]
+        "total": Annotated[int, Field(description="Number of jobs that satisfy the conditions, on all pages.")],
+        "next": Annotated[str | None, Field(description="Link to the next page; null on the last one.")],
+    }
+    listed: type = TypedDict(f"{collection.capitalize()}Document", fields)  # type: ignore[misc]
     return listed

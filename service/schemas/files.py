@@ -291,7 +291,10 @@ class BenchmarkColumnDocument(TypedDict):
 
 
 class AttackDocument(TypedDict):
-    """Result of one trial on an attacked benchmark, with the prompt template that lowers this trial's value most."""
+    """Result of one trial on a benchmark with a prompt attack, which searches for the prompt template that harms most.
+
+    The template is the one with which this trial has its lowest value.
+    """
 
     value: Annotated[EstimateDocument, Field(description="Value with this template.")]
     drop: Annotated[
@@ -307,7 +310,7 @@ class AttackDocument(TypedDict):
 
 
 class JudgedDocument(TypedDict):
-    """A judge's verdicts on one trial's completions.
+    """Verdicts of a judge, a language model, on one trial's completions.
 
     The judge compares each completion with a reference answer twice: once as the first of the two, once as the second.
     """
@@ -348,7 +351,10 @@ class BenchmarkRowDocument(TypedDict):
 
 
 class BenchmarkTestDocument(TypedDict):
-    """Comparison of all merges with one baseline, on one benchmark or on the average of a group of benchmarks."""
+    """Comparison of all merges with the best baseline of one kind: the best source model, or the best published recipe.
+
+    The comparison is on one benchmark or on the average of a group of benchmarks.
+    """
 
     name: Annotated[str, Field(description="Name of the benchmark or group.")]
     is_average: bool
@@ -400,7 +406,10 @@ class OverlapDocument(TypedDict):
 
 
 class FindingDocument(TypedDict):
-    """Main result of a study: whether a proposed merge is better than the baselines, with tests."""
+    """Main result of a study: whether a merge that the search proposed is better than the baselines on holdout data.
+
+    It has the statistical tests on which the statement is based.
+    """
 
     text: Annotated[str, Field(description="Result in one sentence, also if no merge is better.")]
     criterion: Annotated[str, Field(description="Name of the compared value.")]
@@ -437,22 +446,29 @@ class FailureDocument(TypedDict):
 
 
 class SteeringDocument(TypedDict):
-    """Request of a user that changes how a study continues."""
+    """Request of a user that changes how a study continues, such as a pause or an edit."""
 
     time: Annotated[float, Field(description="Seconds since the epoch.")]
     action: Annotated[
-        str, Field(description="pause, resume, stop, cancel, edit, invalidate, validate, or evaluate (a trial).")
+        str,
+        Field(
+            description="pause, resume, stop, cancel, edit, move, enqueue, evaluate (a trial), invalidate or validate."
+        ),
     ]
     trial: Annotated[int | None, Field(ge=0, description="Trial that the request is about, if it is about one.")]
     user: Annotated[str | None, Field(description="Who asked; null if the server had no accounts.")]
     reason: Annotated[str | None, Field(description="Why, in the user's words.")]
     changes: Annotated[
-        dict[str, list[Any]], Field(description="Old and new value of each edited option; empty for other actions.")
+        dict[str, list[Any]],
+        Field(description="Old and new value of each edited option; for enqueue, the label; else empty."),
     ]
 
 
 class SelectionDocument(TypedDict):
-    """Texts that describe how a study selects its best trial and the trials for the next rung."""
+    """Texts that describe how a study selects its best trial, and which trials are promoted to the next rung.
+
+    A rung is a number of samples at which trials are compared.
+    """
 
     best: Annotated[str, Field(description="Criterion that names the best trial.")]
     promotion: Annotated[str, Field(description="Criterion that promotes trials to the next rung.")]
@@ -558,9 +574,10 @@ class VolumeDocument(EstimateDocument):
 
 
 class ConstraintDocument(TypedDict):
-    """Constraint of a study as written in the study file, with its bound.
+    """Constraint (bound on an objective's value) of a study as written in the study file, with its bound.
 
-    `trials` is the number of trials at full budget, and `kept_by` the number of those that satisfy the constraint.
+    `trials` is the number of trials that were scored on all samples, and `kept_by` the number of those that satisfy the
+    constraint.
     """
 
     constraint: str
@@ -575,7 +592,7 @@ class ConstraintDocument(TypedDict):
 
 
 class PreferredDocument(TypedDict):
-    """Trial on the Pareto front that is best under given weights of the objectives."""
+    """Trial on the Pareto front that is best under a user's weights of the objectives."""
 
     weights: dict[str, float]
     trial: Number
@@ -585,7 +602,10 @@ class PreferredDocument(TypedDict):
 
 
 class ParetoDocument(TypedDict):
-    """Pareto front of a study (pareto.json): trials at full budget that no other trial dominates."""
+    """Pareto front of a study, the content of pareto.json: the trials that no other trial dominates.
+
+    Only trials that were scored on all samples of the search count.
+    """
 
     objectives: list[ObjectiveDocument]
     reference_point: Annotated[

@@ -42,7 +42,12 @@ class LayerDocument(TypedDict):
 
 
 class TokenDocument(TypedDict):
-    """Source of the merged model's embedding of a token: a model, and the token in that model."""
+    """Source of a token's row in the merged model's embedding.
+
+    The source is a row of the model with the alias `model`: the row of another `token`, of the token with the id `id`
+    or, without both, of the same token. Without `model`, the row is zero. If `force` is true, all source models get
+    this row; otherwise only those without the token get it.
+    """
 
     model: NotRequired[str]
     token: NotRequired[str]

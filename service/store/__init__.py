@@ -3,15 +3,18 @@
 - `sql`: the store of all jobs in one database: creates and reads jobs, and makes writers of their results
 - `attempt_writer`: writes the results of one driver; refuses once another driver has taken over the job
 - `samples`: stored samples, packed in chunks, and samples of engines that failed a check
+- `prompts`: prompts and references of samples, which all trials share
 - `records`: rows as dataclasses
 - `steps`: computations of searchers other than scoring, such as gradients, and their JSON
 - `documents`: JSON documents of a study, such as benchmark facts and the report of a verification
 - `artifacts`: directories of files that drivers create, each with a row in SQL
 - `accounts`: users, teams, tokens and the audit log
+- `usage`: GPU-hours that the jobs of each team have used
+- `notifications`: webhooks, e-mail addresses, and the notices of jobs that are delivered to them
 - `blobs`: files stored by content, in a directory or an object store
 - `database_url`: URLs of databases, and where servers and drivers look for the URL
 - `availability`: whether the database answers, and calls that wait until it does
-- `connection`: how transactions begin and end, and the clock for stored times
+- `connection`: how transactions begin and end, the clock for stored times, and conditions on many numbers
 - `column_types`: column types whose values are stored and sorted in the same way on both databases
 - `schema`: the tables
 - `servers`: which server of a database is the leader, and how servers learn of new events
@@ -21,6 +24,7 @@
 """
 
 from service.store.attempt_writer import JobWriter
+from service.store.prompts import SampleText
 from service.store.records import (
     BracketRecord,
     EngineFaultRecord,
@@ -40,6 +44,7 @@ __all__ = [
     "EvidenceRecord",
     "JobWriter",
     "JudgmentRecord",
+    "SampleText",
     "Store",
     "VoidSample",
 ]

@@ -6,36 +6,41 @@ administrator is refused.
 
 from __future__ import annotations
 
+import hashlib
 import re
 import uuid
 from collections import defaultdict
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import sqlalchemy as sa
 
 from service.errors import Conflict, NotFound
 from service.store import schema
+from service.store.attempt_writer import insert_event, lock_job
 from service.store.availability import repeated
-from service.store.connection import clock, reading, transaction
+from service.store.connection import clock, clock_time, reading, transaction
 from service.store.records import job_record
-from service.store.sql import Store
+from service.store.sql import FINISHED, Store
 from service.types import (
     Account,
     AuditRecord,
+    EventKind,
     JobRecord,
     LoginRecord,
     Role,
     Scope,
     SessionRecord,
     Sharing,
+    Steering,
+    TeamLimits,
     TeamRecord,
     TokenRecord,
     UserRecord,
 )
 
-__all__ = ["MAX_NAME", "NAME_PATTERN", "AccountStore", "Actor", "name_problem"]
+__all__ = ["MAX_NAME", "NAME_PATTERN", "AccountStore", "Actor", "name_problem", "record_change"]
 
 # Names of users, teams and tokens; e-mail addresses in lower case are names of users.
 MAX_NAME = 64
@@ -49,8 +54,9 @@ ACCOUNTS_LOCK = 0x6D656163
 class Actor:
     """The originator of a change, for the audit log.
 
-    `user` is the name of the user, or None if there is none. `origin` says where the request came from. `token` is the
-    prefix of the token that the request used.
+    `user` is the name of the user, or None if no user is known, as for a command on the server's machine. `origin` says
+    where the change came from, such as a network address. `token` is the beginning of the token with which the change
+    was requested, or None.
     """
 
     user: str | None
@@ -59,7 +65,7 @@ class Actor:
 
 
 def name_problem(name: str) -> str | None:
-    """Reason why `name` cannot be the name of a user, a team or a token; None if it can."""
+    """Reason why `name` is not allowed as the name of a user, a team or a token; None if it is allowed."""
     if re.fullmatch(NAME_PATTERN[1:-1], name):
         return None
     return (
@@ -72,8 +78,8 @@ def name_problem(name: str) -> str | None:
 class AccountStore:
     """Store of users, teams, tokens, sessions and the audit log in the database of `store`. Thread-safe.
 
-    Methods that change something receive the Actor for the audit log. Callers must check names with `name_problem`
-    first.
+    Methods that change something receive `actor`, who makes the change, and write it to the audit log. Callers must
+    check names with `name_problem` first.
     """
 
     def __init__(self, store: Store) -> None:
@@ -83,7 +89,7 @@ class AccountStore:
     # -- users -----------------------------------------------------------------------------------------------------
 
     def has_users(self) -> bool:
-        """Whether the database has a user. If it has, requests need a token."""
+        """Whether the database has a user; as soon as it has one, requests to the server need a token."""
         with self._reads.connect() as connection:
             return _has_rows(connection, schema.users)
 
@@ -98,9 +104,10 @@ class AccountStore:
             return _user(connection, name)
 
     def add_user(self, name: str, *, is_admin: bool, actor: Actor) -> UserRecord:
-        """Store a new user and return it. A new administrator becomes the owner of all jobs that have no owner.
+        """Store a new user and return it. The first user becomes the owner of all jobs, which have no owner yet.
 
-        Raises Conflict if the name is taken, or if the first user is not an administrator.
+        `is_admin` says whether the user administers the server. `actor` is who adds the user, for the audit log. Raises
+        Conflict if the name is taken, or if the first user is not an administrator.
         """
         _check_name(name)
         with transaction(self._engine) as connection:
@@ -113,24 +120,23 @@ class AccountStore:
             row = {"name": name, "is_admin": is_admin, "is_disabled": False, "created_at": clock(connection)}
             connection.execute(sa.insert(schema.users).values(**row))
             user = _user(connection, name)
-            _record(connection, actor, "user.add", f"user {name}", None, _user_document(user))
-            if is_admin:
+            record_change(connection, actor, "user.add", f"user {name}", None, _user_document(user))
+            if is_first:
                 adopted = connection.execute(
                     sa.update(schema.studies).where(schema.studies.c.owner.is_(None)).values(owner=name)
                 ).rowcount
                 if adopted:
-                    _record(connection, actor, "jobs.adopt", f"user {name}", None, {"jobs": adopted})
+                    record_change(connection, actor, "jobs.adopt", f"user {name}", None, {"jobs": adopted})
         return user
 
     def change_user(
         self, name: str, *, actor: Actor, is_admin: bool | None = None, is_disabled: bool | None = None
     ) -> UserRecord:
-        """Change whether a user is an administrator or disabled, and return the user.
+        """Change whether a user is an administrator of the server, or is disabled, and return the user.
 
-        `is_admin` and `is_disabled` are the new values; None leaves a value unchanged. The sessions of a user who is
-        disabled end.
-
-        Raises NotFound if there is no such user, and Conflict if no administrator would be left.
+        `is_admin` and `is_disabled` are the new values; None leaves a value unchanged. A user who becomes disabled is
+        logged out of all sessions. `actor` is who makes the change, for the audit log. Raises NotFound if there is no
+        such user, and Conflict if no administrator would be left.
         """
         table = schema.users
         with transaction(self._engine) as connection:
@@ -150,14 +156,17 @@ class AccountStore:
                 connection.execute(sa.delete(schema.sessions).where(schema.sessions.c.user == name))
             after = _user(connection, name)
             if after != before:
-                _record(connection, actor, "user.change", f"user {name}", _user_document(before), _user_document(after))
+                record_change(
+                    connection, actor, "user.change", f"user {name}", _user_document(before), _user_document(after)
+                )
         return after
 
     def bind_identity(self, name: str, identity: str, *, actor: Actor) -> None:
-        """Let only one identity of a provider log in as a user: the first one that does.
+        """Bind a user to an identity at the identity provider; from then on, only this identity can log in as the user.
 
-        `identity` has the provider's issuer and the subject, by which the provider names somebody forever. Raises
-        NotFound if there is no such user, and Conflict if the user has another identity.
+        `name` is the user's name. `identity` consists of the provider's issuer and subject, and never changes for a
+        person. `actor` is who logs in, for the audit log. Raises NotFound if there is no such user, and Conflict if the
+        user is bound to another identity.
         """
         table = schema.users
         with transaction(self._engine) as connection:
@@ -171,12 +180,13 @@ class AccountStore:
                     "administrator can allow a new one (`mergesearch users unbind`)"
                 )
             connection.execute(sa.update(table).where(table.c.name == name).values(identity=identity))
-            _record(connection, actor, "user.bind", f"user {name}", None, {"identity": identity})
+            record_change(connection, actor, "user.bind", f"user {name}", None, {"identity": identity})
 
     def unbind_identity(self, name: str, *, actor: Actor) -> UserRecord:
-        """Let the next identity that logs in as a user be the user's, and return the user; end the user's sessions.
+        """Unbind a user from an identity at the identity provider, end the user's sessions, and return the user.
 
-        Raises NotFound if there is no such user.
+        The next identity that logs in under the user's name is bound to the user. `actor` is who makes the change, for
+        the audit log. Raises NotFound if there is no such user.
         """
         table = schema.users
         with transaction(self._engine) as connection:
@@ -185,7 +195,7 @@ class AccountStore:
             connection.execute(sa.update(table).where(table.c.name == name).values(identity=None))
             connection.execute(sa.delete(schema.sessions).where(schema.sessions.c.user == name))
             if before.identity is not None:
-                _record(connection, actor, "user.unbind", f"user {name}", {"identity": before.identity}, None)
+                record_change(connection, actor, "user.unbind", f"user {name}", {"identity": before.identity}, None)
             return _user(connection, name)
 
     # -- teams -----------------------------------------------------------------------------------------------------
@@ -201,7 +211,10 @@ class AccountStore:
             return _team(connection, name)
 
     def add_team(self, name: str, *, actor: Actor) -> TeamRecord:
-        """Store a new team without members and return it. Raises Conflict if the name is taken."""
+        """Store a new team without members and return it. Raises Conflict if the name is taken.
+
+        `actor` is who adds the team, for the audit log.
+        """
         _check_name(name)
         with transaction(self._engine) as connection:
             _lock(connection)
@@ -209,11 +222,14 @@ class AccountStore:
                 raise Conflict(f"team {name!r}: exists already")
             connection.execute(sa.insert(schema.teams).values(name=name, created_at=clock(connection)))
             team = _team(connection, name)
-            _record(connection, actor, "team.add", f"team {name}", None, {"members": {}})
+            record_change(connection, actor, "team.add", f"team {name}", None, {"members": {}})
         return team
 
     def remove_team(self, name: str, *, actor: Actor) -> None:
-        """Remove a team. Raises NotFound if there is no such team, and Conflict if it has jobs."""
+        """Remove a team. Raises NotFound if there is no such team, and Conflict if it has jobs.
+
+        `actor` is who removes the team, for the audit log.
+        """
         with transaction(self._engine) as connection:
             _lock(connection)
             before = _team(connection, name)
@@ -221,12 +237,12 @@ class AccountStore:
                 raise Conflict(f"team {name!r}: has jobs; delete them, or move them to another team, first")
             connection.execute(sa.delete(schema.memberships).where(schema.memberships.c.team == name))
             connection.execute(sa.delete(schema.teams).where(schema.teams.c.name == name))
-            _record(connection, actor, "team.remove", f"team {name}", _team_document(before), None)
+            record_change(connection, actor, "team.remove", f"team {name}", _team_document(before), None)
 
     def set_role(self, team: str, user: str, role: Role | None, *, actor: Actor) -> TeamRecord:
-        """Give a user a role in a team, or with None end the membership, and return the team.
+        """Give a user a role in a team, and return the team. If `role` is None, the user is removed from the team.
 
-        Raises NotFound if there is no such team or user.
+        `actor` is who makes the change, for the audit log. Raises NotFound if there is no such team or user.
         """
         table = schema.memberships
         with transaction(self._engine) as connection:
@@ -239,20 +255,43 @@ class AccountStore:
             after = _team(connection, team)
             if after != before:
                 documents = (_team_document(before), _team_document(after))
-                _record(connection, actor, "team.change", f"team {team}", *documents)
+                record_change(connection, actor, "team.change", f"team {team}", *documents)
+        return after
+
+    def limits(self) -> dict[str, TeamLimits]:
+        """Read the weight and the quotas of each team, by the name of the team."""
+        with self._reads.connect() as connection:
+            return {row["name"]: _limits(row) for row in connection.execute(sa.select(schema.teams)).mappings()}
+
+    def set_limits(self, team: str, changes: Mapping[str, Any], *, actor: Actor) -> TeamRecord:
+        """Change the weight and quotas of a team, and return the team.
+
+        `changes` has the new values by their names in `TeamLimits`; None lifts a quota. `actor` is who makes the
+        change, for the audit log. Raises NotFound if there is no such team.
+        """
+        with transaction(self._engine) as connection:
+            _lock(connection)
+            before = _team(connection, team)
+            if changes:
+                of_team = schema.teams.c.name == team
+                connection.execute(sa.update(schema.teams).where(of_team).values(**changes))
+            after = _team(connection, team)
+            if after != before:
+                was, is_now = ({"limits": asdict(record.limits)} for record in (before, after))
+                record_change(connection, actor, "team.limit", f"team {team}", was, is_now)
         return after
 
     # -- tokens ----------------------------------------------------------------------------------------------------
 
     def tokens(self, user: str | None = None) -> tuple[TokenRecord, ...]:
-        """Read the tokens of one user, or of all users if `user` is None, oldest first."""
+        """Read the API tokens of one user, or of all users if `user` is None, oldest first."""
         table = schema.tokens
         where = sa.true() if user is None else table.c.user == user
         with self._reads.connect() as connection:
             return _tokens(connection, where)
 
     def token(self, token_id: str) -> TokenRecord:
-        """Read a token. Raises NotFound if there is none with this id."""
+        """Read the API token with the id `token_id`. Raises NotFound if there is none."""
         with self._reads.connect() as connection:
             return _token(connection, token_id)
 
@@ -267,10 +306,12 @@ class AccountStore:
         lifetime_s: float | None,
         actor: Actor,
     ) -> TokenRecord:
-        """Store a new token of a user, and return its record.
+        """Store a new API token of a user, and return its record. Only a hash of the token is stored.
 
-        `digest` is the sha256 of the token, and `prefix` its beginning. The token expires after `lifetime_s` seconds,
-        or never if this is None. Raises NotFound if there is no such user, and Conflict if the token is stored already.
+        `name` is a name for the token that the user has chosen. `digest` is the sha256 of the token, and `prefix` its
+        first characters, which are shown to users. `scope` says for which requests the token can be used. It expires
+        after `lifetime_s` seconds, or never if this is None. `actor` is who adds it, for the audit log. Raises NotFound
+        if there is no such user, and Conflict if the token is stored already.
         """
         _check_name(name)
         row = {"id": uuid.uuid4().hex, "user": user, "name": name, "digest": digest, "prefix": prefix, "scope": scope}
@@ -283,13 +324,13 @@ class AccountStore:
             expires_at = None if lifetime_s is None else now + lifetime_s
             connection.execute(sa.insert(schema.tokens).values(**row, created_at=now, expires_at=expires_at))
             token = _token(connection, row["id"])
-            _record(connection, actor, "token.add", f"token {token.id}", None, _token_document(token))
+            record_change(connection, actor, "token.add", f"token {token.id}", None, _token_document(token))
         return token
 
     def revoke_token(self, token_id: str, *, actor: Actor) -> TokenRecord:
-        """Revoke a token, and return its record; a token that was revoked before is not changed.
+        """Revoke an API token, and return its record; a token that was revoked before is not changed.
 
-        Raises NotFound if there is no token with this id.
+        `actor` is who revokes it, for the audit log. Raises NotFound if there is no token with this id.
         """
         table = schema.tokens
         with transaction(self._engine) as connection:
@@ -300,11 +341,11 @@ class AccountStore:
             connection.execute(sa.update(table).where(table.c.id == token_id).values(revoked_at=clock(connection)))
             after = _token(connection, token_id)
             documents = (_token_document(before), _token_document(after))
-            _record(connection, actor, "token.revoke", f"token {token_id}", *documents)
+            record_change(connection, actor, "token.revoke", f"token {token_id}", *documents)
         return after
 
     def find_token(self, digest: str) -> tuple[TokenRecord, Account, float] | None:
-        """Find a valid token by its sha256, `digest`.
+        """Find a valid API token by its sha256, `digest`.
 
         Returns three values: the token's record, the rights of the token's user, and the current time by the database's
         clock (seconds since the epoch). Returns None if there is no such token, if the token is revoked or expired, or
@@ -319,12 +360,14 @@ class AccountStore:
                     users.c.is_admin.label("user_is_admin"),
                     members.c.team.label("member_of"),
                     members.c.role.label("member_as"),
+                    schema.teams.c.requests_per_minute,
                     sa.literal(clock(connection), sa.Float).label("now")
                     if connection.dialect.name == "sqlite"
                     else clock(connection).label("now"),
                 )
                 .join(users, users.c.name == tokens.c.user)
                 .outerjoin(members, members.c.user == tokens.c.user)
+                .outerjoin(schema.teams, schema.teams.c.name == members.c.team)
                 .where((tokens.c.digest == digest) & ~users.c.is_disabled)
             )
             rows = connection.execute(query).mappings().all()
@@ -332,12 +375,23 @@ class AccountStore:
             return None
         first, now = rows[0], float(rows[0]["now"])
         token = _token_record({column.name: first[column] for column in columns})
-        roles = {row["member_of"]: Role(row["member_as"]) for row in rows if row["member_of"] is not None}
-        account = Account(token.user, first["user_is_admin"], roles)
+        account = _account(token.user, rows)
         return (token, account, now) if token.is_valid(now=now) else None
 
+    def known_token(self, digest: str) -> TokenRecord | None:
+        """Find an API token by its sha256, `digest`, whether or not it is valid; None if there is no such token."""
+        table = schema.tokens
+        columns = [column for column in table.c if column.name != "digest"]
+        with self._reads.connect() as connection:
+            row = connection.execute(sa.select(*columns).where(table.c.digest == digest)).mappings().one_or_none()
+        return None if row is None else _token_record(row)
+
     def record_uses(self, used_at: Mapping[str, float]) -> None:
-        """Store the times at which tokens were last used, by token id; a time before the stored one changes nothing."""
+        """Store when API tokens were last used.
+
+        `used_at` has seconds since the epoch, by token id. If a later time is stored for a token already, the stored
+        time stays.
+        """
         table = schema.tokens
         with transaction(self._engine) as connection:
             for token_id, time in sorted(used_at.items()):
@@ -351,8 +405,9 @@ class AccountStore:
     def add_login(self, login: LoginRecord, *, state: str, browser: str, lifetime_s: float) -> None:
         """Store a login that a browser has begun; the login expires after `lifetime_s` seconds.
 
-        `state` is the sha256 of the `state` parameter of the login, and `browser` the sha256 of the value in the
-        browser's cookie. The method `take_login` finds the login by both. Logins that have expired are deleted.
+        `state` is the sha256 of the login's `state` parameter (OpenID Connect), and `browser` the sha256 of a random
+        value in the browser's cookie. The method `take_login` finds the login by both. Logins that have expired are
+        deleted.
         """
         table = schema.logins
         with transaction(self._engine) as connection:
@@ -362,11 +417,11 @@ class AccountStore:
             connection.execute(sa.insert(table).values(**row, expires_at=now + lifetime_s))
 
     def take_login(self, *, state: str, browser: str) -> LoginRecord | None:
-        """Remove a login that a browser has begun, and return it.
+        """Remove a login that a browser has begun from the database, and return it.
 
-        `state` is the sha256 of the login's state, and `browser` that of the value in the browser's cookie. Returns
-        None if there is no such login, or if it has expired. If several calls ask for the same login at once, only one
-        of them gets it.
+        `state` is the sha256 of the login's `state` parameter (OpenID Connect), and `browser` the sha256 of the value
+        in the browser's cookie. Returns None if there is no such login, or if it has expired. If several calls ask for
+        the same login at once, only one of them gets it.
         """
         table = schema.logins
         is_this = (table.c.state == state) & (table.c.browser == browser)
@@ -378,37 +433,53 @@ class AccountStore:
             ).one_or_none()
         return None if found is None else LoginRecord(**found._mapping)
 
-    def add_session(self, user: str, *, digest: str, lifetime_s: float, idle_s: float, actor: Actor) -> SessionRecord:
-        """Store a new session of a user for `lifetime_s` seconds, and return its record.
+    def add_session(
+        self,
+        user: str,
+        *,
+        digest: str,
+        lifetime_s: float,
+        idle_s: float,
+        actor: Actor,
+        token: TokenRecord | None = None,
+    ) -> SessionRecord:
+        """Store a new browser session of a user, and return its record. The session ends after `lifetime_s` seconds.
 
-        `digest` is the sha256 of the value in the cookie. Sessions that have expired, or were unused for `idle_s`
-        seconds, are removed. Raises NotFound if there is no such user, and Conflict if the user is disabled.
+        `digest` is the sha256 of the value in the session's cookie. If the browser logged in with an API `token`, the
+        session has the token's scope, and ends when the token is revoked or expires. Sessions of all users that have
+        expired, or were unused for `idle_s` seconds, are removed. `actor` is who logs in, for the audit log. Raises
+        NotFound if there is no such user, and Conflict if the user is disabled.
         """
         table = schema.sessions
-        row = {"id": uuid.uuid4().hex, "user": user, "digest": digest}
+        row: dict[str, Any] = {"id": uuid.uuid4().hex, "user": user, "digest": digest, "token": None}
+        if token is not None:
+            row |= {"digest": _token_session_digest(digest), "token": token.id}
         with transaction(self._engine) as connection:
             _lock(connection)
             if _user(connection, user).is_disabled:
                 raise Conflict(f"user {user!r}: is disabled")
-            now = clock(connection)
+            now = clock_time(connection)
             is_over = (table.c.expires_at <= now) | (table.c.last_used_at + idle_s <= now)
             connection.execute(sa.delete(table).where(is_over))
-            times = {"created_at": now, "expires_at": now + lifetime_s, "last_used_at": now}
+            ends = [now + lifetime_s] + ([] if token is None or token.expires_at is None else [token.expires_at])
+            times = {"created_at": now, "expires_at": min(ends), "last_used_at": now}
             connection.execute(sa.insert(table).values(**row, **times))
             columns = [column for column in table.c if column.name != "digest"]
             stored = connection.execute(sa.select(*columns).where(table.c.id == row["id"])).mappings().one()
-            session = SessionRecord(**stored)
+            session = SessionRecord(**stored, scope=None if token is None else token.scope)
             actor = replace(actor, token=session.label)
-            _record(connection, actor, "session.login", f"user {user}", None, {"expires_at": session.expires_at})
+            began = {"expires_at": session.expires_at} | ({} if token is None else {"token": token.prefix})
+            record_change(connection, actor, "session.login", f"user {user}", None, began)
         return session
 
     def find_session(self, digest: str, *, idle_s: float) -> tuple[SessionRecord, Account] | None:
-        """Find a valid session; return its record and the rights of its user.
+        """Find a valid browser session; return its record and the rights of its user.
 
         `digest` is the sha256 of the value in the session's cookie. Returns None if there is no such session, if the
-        session has expired or was unused for `idle_s` seconds, or if its user is disabled.
+        session has expired or was unused for `idle_s` seconds, if its user is disabled, or if the token with which the
+        session was begun is revoked.
         """
-        sessions, users, members = schema.sessions, schema.users, schema.memberships
+        sessions, users, members, tokens = schema.sessions, schema.users, schema.memberships, schema.tokens
         columns = [column for column in sessions.c if column.name != "digest"]
         with self._reads.connect() as connection:
             query = (
@@ -417,32 +488,40 @@ class AccountStore:
                     users.c.is_admin.label("user_is_admin"),
                     members.c.team.label("member_of"),
                     members.c.role.label("member_as"),
+                    schema.teams.c.requests_per_minute,
                     sa.cast(clock(connection), sa.Float).label("now"),
+                    tokens.c.scope,
                 )
                 .join(users, users.c.name == sessions.c.user)
+                .outerjoin(tokens, (tokens.c.id == sessions.c.token) & tokens.c.revoked_at.is_(None))
                 .outerjoin(members, members.c.user == sessions.c.user)
-                .where((sessions.c.digest == digest) & ~users.c.is_disabled)
+                .outerjoin(schema.teams, schema.teams.c.name == members.c.team)
+                .where(sessions.c.digest.in_((digest, _token_session_digest(digest))) & ~users.c.is_disabled)
+                .where(sessions.c.token.is_(None) | tokens.c.id.is_not(None))
             )
             rows = connection.execute(query).mappings().all()
         if not rows:
             return None
         first = rows[0]
-        session = SessionRecord(**{column.name: first[column] for column in columns})
-        roles = {row["member_of"]: Role(row["member_as"]) for row in rows if row["member_of"] is not None}
-        account = Account(session.user, first["user_is_admin"], roles)
+        scope = None if first["scope"] is None else Scope(first["scope"])
+        session = SessionRecord(**{column.name: first[column] for column in columns}, scope=scope)
+        account = _account(session.user, rows)
         return (session, account) if session.is_valid(now=first["now"], idle_s=idle_s) else None
 
     def end_session(self, session: SessionRecord, *, actor: Actor) -> bool:
-        """End a session. Returns True, or False if the session had ended already."""
+        """End a browser session. Returns True, or False if the session had ended already.
+
+        `actor` is who ends it, for the audit log.
+        """
         table = schema.sessions
         with transaction(self._engine) as connection:
             was_there = connection.execute(sa.delete(table).where(table.c.id == session.id)).rowcount > 0
             if was_there:
-                _record(connection, actor, "session.logout", f"user {session.user}", None, None)
+                record_change(connection, actor, "session.logout", f"user {session.user}", None, None)
         return was_there
 
     def record_session_uses(self, session_ids: Collection[str]) -> None:
-        """Store that sessions were used now."""
+        """Store that the browser sessions with the given ids were used just now."""
         table = schema.sessions
         with transaction(self._engine) as connection:
             for session_id in sorted(session_ids):
@@ -453,9 +532,11 @@ class AccountStore:
     # -- jobs ------------------------------------------------------------------------------------------------------
 
     def account_of(self, job: JobRecord) -> Account | None:
-        """Rights of a job's owner, with which the job's driver reads other jobs; None if the job has no owner.
+        """Rights of a job's owner; None if the job has no owner.
 
-        A disabled owner's jobs continue with the rights that the owner had.
+        With these rights, the driver (the process that works on the job) reads other jobs that the job uses, such as a
+        study whose merge is one of its source models. A disabled owner's jobs continue with the rights that the owner
+        had.
         """
         return None if job.owner is None else self.user(job.owner).account
 
@@ -463,7 +544,8 @@ class AccountStore:
         """Change the team of a job and who may read it, and return the job.
 
         `team` is the new team, or None for no team. `sharing` says who may read the job besides its owner and
-        administrators. Raises NotFound if there is no such job or team.
+        administrators. `actor` is who makes the change, for the audit log. Raises NotFound if there is no such job or
+        team.
         """
         table = schema.studies
         with transaction(self._engine) as connection:
@@ -477,9 +559,51 @@ class AccountStore:
             connection.execute(sa.update(table).where(table.c.id == job_id).values(team=team, sharing=sharing.value))
             after = {"team": team, "sharing": sharing.value}
             if dict(before._mapping) != after:
-                _record(connection, actor, "job.share", f"job {job_id}", dict(before._mapping), after)
+                record_change(connection, actor, "job.share", f"job {job_id}", dict(before._mapping), after)
             row = connection.execute(sa.select(table).where(table.c.id == job_id)).mappings().one()
             return job_record(row)
+
+    def move_job(self, job_id: str, before: str | None, *, actor: Actor, steering: Steering) -> JobRecord:
+        """Move a waiting job to the front of the waiting jobs of its priority, or before another one; return the job.
+
+        `before` is the id of the other job; None is the front. The move holds until the job is started from the queue.
+        `actor` is who makes the move, for the audit log. `steering` says who asked, and why; it is stored as an event
+        of the job, which does not name the other job. Raises NotFound if there is no such job.
+        """
+        table = schema.studies
+        with transaction(self._engine) as connection:
+            lock_job(connection, job_id)
+            found = connection.execute(sa.select(table).where(table.c.id == job_id)).mappings().one_or_none()
+            if found is None:
+                raise NotFound(f"job {job_id!r}: no such job")
+            values = {"moved_before": before or "", "moved_at": clock(connection)}
+            changed = sa.update(table).where(table.c.id == job_id).values(**values).returning(*table.c)
+            job = job_record(connection.execute(changed).mappings().one())
+            insert_event(connection, job_id, EventKind.STEERED, steering.payload)
+            was, is_now = ({"before": place} for place in (found["moved_before"], before or ""))
+            record_change(connection, actor, "job.move", f"job {job_id}", was, is_now)
+            return job
+
+    def preempt(self, job: JobRecord, because: str, *, actor: Actor, after: Mapping[str, Any]) -> bool:
+        """Ask the driver of a running job to end so that the job waits again, and return whether this was new.
+
+        A driver is the process that works on a job. `because` is the reason, such as a job of higher priority. It is
+        stored with an event that every reader of the job sees, so it must not name other jobs. `actor` is who makes the
+        change, and `after` has details of it, which may name other jobs; both are for the audit log only. Nothing is
+        stored if the driver was asked before, the job has ended, or another driver has begun since the job was read as
+        `job`.
+        """
+        table = schema.studies
+        with transaction(self._engine) as connection:
+            lock_job(connection, job.id)
+            is_new = table.c.yields_after.is_(None) | (table.c.yields_after != table.c.attempt)
+            where = (table.c.id == job.id) & (table.c.attempt == job.attempt) & table.c.state.not_in(FINISHED) & is_new
+            changed = sa.update(table).where(where).values(yields_after=table.c.attempt)
+            if connection.execute(changed).rowcount != 1:
+                return False
+            insert_event(connection, job.id, EventKind.PREEMPTED, {"reason": because, "priority": job.priority})
+            record_change(connection, actor, "job.preempt", f"job {job.id}", None, after)
+            return True
 
     # -- audit log -------------------------------------------------------------------------------------------------
 
@@ -494,30 +618,54 @@ class AccountStore:
     ) -> None:
         """Add an entry to the audit log.
 
-        `actor` is who made the change. `action` is the kind of change, such as "session.refuse". `target` names the
-        changed object, such as "job ID". `before` and `after` are the object before and after the change, as JSON; None
-        if there is nothing to describe.
+        `actor` is who made the change. `action` names the change, such as "job.cancel". `target` names the changed
+        object, such as "job 5f0c...". `before` and `after` describe the object before and after the change, as JSON;
+        None if there is nothing to describe.
         """
         with transaction(self._engine) as connection:
-            _record(connection, actor, action, target, before, after)
+            record_change(connection, actor, action, target, before, after)
 
     def audit(
-        self, *, after: int = 0, limit: int | None = None, user: str | None = None, target: str | None = None
+        self,
+        *,
+        after: int = 0,
+        before: int | None = None,
+        limit: int | None = None,
+        user: str | None = None,
+        target: str | None = None,
+        newest_first: bool = False,
     ) -> tuple[AuditRecord, ...]:
-        """Read entries of the audit log with ids above `after`, in the order of ids, at most `limit` (None: all).
+        """Read entries of the audit log with ids above `after` and below `before`, at most `limit` (None: all).
 
-        With `user`, only this user's entries are read. With `target`, such as "job ID", only entries about this target
-        are read.
+        The entries are in the order of ids, or in the opposite order if `newest_first` is True; the first `limit` of
+        this order are read. If `user` is not None, only changes by this user are read. If `target` is not None, only
+        changes of this object are read, such as "job 5f0c...".
         """
         table = schema.audit
         where = table.c.id > after
+        if before is not None:
+            where &= table.c.id < before
         if user is not None:
             where &= table.c.user == user
         if target is not None:
             where &= table.c.target == target
         with self._reads.connect() as connection:
-            rows = connection.execute(sa.select(table).where(where).order_by(table.c.id).limit(limit))
+            order = table.c.id.desc() if newest_first else table.c.id
+            rows = connection.execute(sa.select(table).where(where).order_by(order).limit(limit))
             return tuple(AuditRecord(**row) for row in rows.mappings())
+
+
+def _account(user: str, rows: Sequence[sa.RowMapping]) -> Account:
+    """Rights of a user, from database rows with one row for each team of the user.
+
+    `rows` are read by the methods `find_token` and `find_session`. For a user without a team, there is one row.
+    """
+    memberships = [row for row in rows if row["member_of"] is not None]
+    roles = {row["member_of"]: Role(row["member_as"]) for row in memberships}
+    rates = {row["member_of"]: row["requests_per_minute"] for row in memberships}
+    return Account(
+        user, rows[0]["user_is_admin"], roles, {team: rate for team, rate in rates.items() if rate is not None}
+    )
 
 
 def _check_name(name: str) -> None:
@@ -539,7 +687,7 @@ def _has_rows(connection: sa.Connection, table: sa.Table, where: sa.ColumnElemen
     return connection.execute(query).first() is not None
 
 
-def _record(
+def record_change(
     connection: sa.Connection,
     actor: Actor,
     action: str,
@@ -547,6 +695,7 @@ def _record(
     before: Mapping[str, Any] | None,
     after: Mapping[str, Any] | None,
 ) -> None:
+    """Add an entry to the audit log in an open transaction; the arguments are those of `AccountStore.record`."""
     row = {"user": actor.user, "origin": actor.origin, "token": actor.token, "action": action, "target": target}
     documents = {"before": sa.null() if before is None else before, "after": sa.null() if after is None else after}
     connection.execute(sa.insert(schema.audit).values(**row, **documents, time=clock(connection)))
@@ -579,7 +728,11 @@ def _teams(connection: sa.Connection, where: sa.ColumnElement[bool]) -> tuple[Te
     query = sa.select(table.c.user, table.c.team, table.c.role).order_by(table.c.user)
     for user, team, role in connection.execute(query):
         members[team][user] = Role(role)
-    return tuple(TeamRecord(**row, members=dict(members[row["name"]])) for row in rows)
+    return tuple(TeamRecord(row["name"], row["created_at"], dict(members[row["name"]]), _limits(row)) for row in rows)
+
+
+def _limits(row: sa.RowMapping) -> TeamLimits:
+    return TeamLimits(**{part.name: row[part.name] for part in fields(TeamLimits)})
 
 
 def _team(connection: sa.Connection, name: str) -> TeamRecord:
@@ -605,6 +758,15 @@ def _token(connection: sa.Connection, token_id: str) -> TokenRecord:
     if not found:
         raise NotFound(f"token {token_id!r:.80}: there is no such token")
     return found[0]
+
+
+def _token_session_digest(digest: str) -> str:
+    """Digest under which a session that was begun with a token is stored.
+
+    It is not the sha256 of the cookie, `digest`, by which servers from before migration 0025 find sessions: they would
+    give the session all rights of its user instead of the scope of the token.
+    """
+    return hashlib.sha256(f"token session {digest}".encode()).hexdigest()
 
 
 def _token_record(row: Mapping[str, Any] | sa.RowMapping) -> TokenRecord:

@@ -18,27 +18,30 @@ import sqlalchemy as sa
 
 from service.errors import Conflict, NotFound
 from service.store import schema
-from service.store.attempt_writer import insert
 from service.store.availability import repeated
 from service.store.blobs import StoredFile, digest_of, open_blobs
-from service.store.connection import reading, transaction
+from service.store.connection import insert, reading, transaction
 from service.store.sql import Store
 from service.types import ArtifactRecord
 from workers.directories import appearing
 from workers.object_store import blob_at, blob_path
 
-__all__ = ["ArtifactStore"]
+__all__ = ["EXPORT_PREFIX", "ArtifactStore"]
 
 # Digits of an artifact's digest in the name under which another job keeps it.
 DIGEST_DIGITS = 16
 
+# Names of artifacts that are exported models begin with this.
+EXPORT_PREFIX = "export-"
+
 
 @repeated
 class ArtifactStore:
-    """Store of artifacts. An artifact is a directory of files that a job made, such as a trained expert.
+    """Store of artifacts. An artifact is a directory of files that a job made, such as a fine-tuned model.
 
-    The jobs are those in `store`. The files are at `location`, a directory or the URL of an object store, which several
-    processes may use at the same time. Methods that read or write files raise OSError if the location cannot be used.
+    The database of `store` has a record of each artifact. The files are at `location`, a directory or the URL of an
+    object store, which several processes may use at the same time. Methods that read or write files raise OSError if
+    the location cannot be used.
     """
 
     def __init__(self, store: Store, location: str | Path) -> None:
@@ -50,10 +53,10 @@ class ArtifactStore:
         self._named: Mapping[str, frozenset[str]] = {}
 
     def put(self, job_id: str, name: str, source: Path, *, facts: Mapping[str, Any] | None = None) -> ArtifactRecord:
-        """Store the directory `source` as an artifact of the job, and return the artifact's record.
+        """Copy the directory `source`, such as a trained model, to the store as an artifact of the job.
 
-        An earlier artifact of the job with the same name is replaced. `facts` are properties to store with the
-        artifact, as JSON; None stores no properties.
+        Returns the artifact's stored name, digest, size and facts. An earlier artifact of the job with the same `name`
+        is replaced. `facts` are properties to store with the artifact, as JSON; None stores no properties.
 
         Raises:
             Conflict: The directory holds no file, or a file changed while it was stored.
@@ -72,20 +75,19 @@ class ArtifactStore:
         return self._record(job_id, name, digest, manifest, facts)
 
     def keep(self, job_id: str, name: str, digest: str) -> ArtifactRecord:
-        """Add a stored artifact to the job `job_id` too, and return the new record.
+        """Let the job `job_id` share an artifact (a trained model or other files) of another job; return the new row.
 
-        The artifact may belong to any job. `digest` is the artifact's digest, and `name` the name that it gets in this
-        job. The artifact's files stay when the other job is deleted. Raises Conflict if the files have been deleted
-        already.
+        `digest` identifies the artifact's files, and `name` is the name that the artifact gets in the job `job_id`. The
+        files then stay even if the other job is deleted. Raises Conflict if the files have been deleted already.
         """
         return self._record(job_id, name, digest, self._manifest(name, digest), {})
 
     def kept_names(self, models: Iterable[str]) -> dict[str, str]:
-        """Find which of `models` are artifacts of this store, and name each as a source model of a new job.
+        """Find those of a new job's source models that earlier jobs trained and stored as artifacts of this store.
 
-        `models` are directories, hub ids and URLs. The result has the artifacts' digests by name. The name is the one
-        that the artifact gets in the new job (`keep`, `Store.create_job`): "source-" and the beginning of the digest.
-        Nothing is stored.
+        `models` are the directories, hub ids and URLs of the source models. Returns the digests of the artifacts that
+        were found, by name. A name is "source-" and the beginning of the digest. The new job keeps the artifact under
+        this name, so that its files are not deleted. This method itself stores nothing.
         """
         found = (blob_at(model.rstrip("/")) for model in models)
         return {
@@ -97,8 +99,9 @@ class ArtifactStore:
     ) -> ArtifactRecord:
         """Add a database row for an artifact whose files are stored already, and return the row as a record.
 
-        `digest` identifies the artifact's manifest, and `manifest` has the entry of each file by its path in the
-        artifact. `facts` are properties that are stored with the artifact. A row of the same job and name is replaced.
+        An artifact is a directory of files that a job made. `manifest` lists its files: the digest and the size of each
+        by its path. `digest` is the digest of this list, which identifies the artifact. `facts` are properties that are
+        stored with the artifact. An earlier row of the same job and name is replaced.
         """
         num_bytes = sum(entry["bytes"] for entry in manifest.values())
         record = ArtifactRecord(job_id, name, digest, num_bytes, time.time(), facts)
@@ -117,7 +120,7 @@ class ArtifactStore:
         return record
 
     def get(self, job_id: str, name: str) -> ArtifactRecord:
-        """Return the record of an artifact.
+        """Return the digest, size and facts of an artifact: the files, such as a model, that a job stored as `name`.
 
         Raises:
             NotFound: The job has no artifact of this name.
@@ -128,7 +131,10 @@ class ArtifactStore:
         return found[0]
 
     def of(self, job_id: str) -> tuple[ArtifactRecord, ...]:
-        """Read the records of all artifacts of a job, ordered by name."""
+        """Read the names, digests, sizes and facts of all artifacts of a job, ordered by name.
+
+        An artifact is a directory of files that a job made, such as a fine-tuned model.
+        """
         return self._records(schema.artifacts.c.study == job_id)
 
     def _records(self, where: sa.ColumnElement[bool]) -> tuple[ArtifactRecord, ...]:
@@ -138,7 +144,7 @@ class ArtifactStore:
             return tuple(ArtifactRecord(**row) for row in rows.mappings())
 
     def files(self, record: ArtifactRecord) -> dict[str, StoredFile]:
-        """Return the files of an artifact, by their paths inside the artifact.
+        """Return the files of an artifact (a directory of files that a job made), by their paths in the directory.
 
         Raises:
             Conflict: A file is missing, or the artifact's manifest (the stored list of its files) has changed.
@@ -152,15 +158,15 @@ class ArtifactStore:
         return found
 
     def url(self, record: ArtifactRecord) -> str | None:
-        """URL under which studies on every machine can name the artifact as a model.
+        """URL of an artifact (a stored directory of files), by which a study on any machine can use it as a model.
 
-        Returns None if the artifacts are stored in a directory.
+        Returns None if this store keeps its files in a directory.
         """
         return self.remote and f"{self.remote}/{blob_path(record.digest)}"
 
     @property
     def remote(self) -> str | None:
-        """URL of the object store with the artifacts' files; None if they are in a directory."""
+        """URL of the object store in which this store keeps its files; None if it keeps them in a directory."""
         return self._blobs.remote
 
     def content(self, digest: str) -> bytes:
@@ -168,10 +174,9 @@ class ArtifactStore:
         return self._blobs.read(digest)
 
     def write_to(self, record: ArtifactRecord, out: Path) -> Path:
-        """Copy the files of an artifact to the new directory `out`, which appears when all are copied.
+        """Copy the files of an artifact (a stored directory of files) to the new directory `out`, and return `out`.
 
-        Returns:
-            `out`.
+        The directory appears only when all files are copied.
 
         Raises:
             Conflict: A stored file is missing, or its content has changed.
@@ -184,40 +189,68 @@ class ArtifactStore:
         return out
 
     def remove(self, job_id: str, name: str) -> None:
-        """Delete the record of an artifact, if it exists; the files stay until `collect` deletes unused files."""
+        """Delete the database row of the artifact (a directory of files) that a job stored as `name`, if there is one.
+
+        The method `collect` later deletes the artifact's files if no other job uses them.
+        """
         table = schema.artifacts
         with transaction(self._engine) as connection:
             connection.execute(sa.delete(table).where(table.c.study == job_id, table.c.name == name))
 
     def num_bytes(self) -> int:
-        """Total size in bytes of the stored files of all artifacts, including files that no artifact uses any more."""
+        """Total size in bytes of all stored files, including files that no job uses any more."""
         return self._blobs.num_bytes()
 
+    def num_bytes_of_team(self, team: str, *, with_job: str | None = None) -> int:
+        """Total size in bytes of the artifacts that jobs of a team have stored, without exported models.
+
+        An artifact is a directory of files that a job made, such as a trained model. If several of the jobs have stored
+        the same artifact, it counts once. If `with_job` is the id of a job, this job is counted as if it were one of
+        the team, to find the size that the team would have after the job has moved to it.
+        """
+        table, jobs = schema.artifacts, schema.studies
+        query = (
+            sa.select(table.c.digest, table.c.num_bytes)
+            .join(jobs, jobs.c.id == table.c.study)
+            .where(((jobs.c.team == team) | (jobs.c.id == with_job)) & ~table.c.name.startswith(EXPORT_PREFIX))
+            .distinct()
+        )
+        with self._reads.connect() as connection:
+            return sum(num_bytes for _, num_bytes in connection.execute(query))
+
     def capacity(self) -> int | None:
-        """Size in bytes of the disk that holds the files; None for an object store, whose size has no limit."""
+        """Size in bytes of the disk on which this store keeps its files.
+
+        Returns None for an object store, whose size has no limit.
+        """
         return self._blobs.capacity()
 
     def collect(self, *, deletes: bool = True) -> int:
-        """Delete files that no artifact uses, such as files of deleted jobs.
+        """Delete stored files that no job uses, such as files of deleted jobs, and return the number of bytes freed.
 
-        In a directory, nothing is deleted while a process stores an artifact. In an object store, files that were
-        written in the last 24 h are kept, because a process may be about to use them. A later call deletes these files.
-        If `deletes` is False, nothing is deleted, and the result is the number of bytes that would be freed.
-
-        Returns:
-            Number of bytes that were freed, or would be.
+        If the files are in a directory, nothing is deleted while a process stores an artifact (a directory of files
+        that a job made). If they are in an object store, files that were written in the last 24 h are kept, because a
+        process may be about to use them. A later call deletes them if they are still unused. If `deletes` is False,
+        nothing is deleted, and the result is the number of bytes that would be freed.
         """
         return self._blobs.collect(self.used, deletes=deletes)
 
     def used(self) -> set[str]:
-        """Digests of all files that artifacts use, including their manifests (the lists of an artifact's files)."""
+        """Digests of all stored files that jobs use, including the manifests, each of which lists an artifact's files.
+
+        An artifact is a directory of files that a job made, such as a fine-tuned model.
+        """
         with self._reads.connect() as connection:
             digests = set(connection.execute(sa.select(schema.artifacts.c.digest)).scalars())
         self._named = {digest: self._named.get(digest) or self._names(digest) for digest in digests}
         return digests.union(*self._named.values())
 
     def _names(self, digest: str) -> frozenset[str]:
-        """Digests of the files that a manifest (the list of an artifact's files) names."""
+        """Digests (sha256) of the files of an artifact, a directory of files that a job made.
+
+        They are read from the artifact's manifest, the list of its files, which is the stored file with the given
+        digest.
+        """
         return frozenset(entry["digest"] for entry in json.loads(self._blobs.read(digest)).values())
 
     def _manifest(self, name: str, digest: str) -> dict[str, dict[str, Any]]:

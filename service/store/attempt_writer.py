@@ -13,7 +13,8 @@ import sqlalchemy as sa
 from service.errors import StaleAttempt
 from service.store import schema
 from service.store.availability import Outage, availability_of, is_waiting, repeated
-from service.store.connection import clock, transaction
+from service.store.connection import clock, insert, transaction
+from service.store.prompts import SampleText, write_prompts
 from service.store.records import BracketRecord, JudgmentRecord
 from service.store.samples import (
     delete_texts,
@@ -25,10 +26,14 @@ from service.store.samples import (
     void_holdings,
 )
 from service.store.steps import Step, step_document
-from service.types import EventKind, JobState, RungRecord, TrialRecord, TrialState
+from service.store.usage import add_usage
+from service.types import EventKind, JobState, NoticeKind, RungRecord, TrialRecord, TrialState
 from workers.types import ScoreResult, Split
 
-__all__ = ["CHANNEL", "JobWriter", "insert", "insert_event", "lock_job"]
+__all__ = ["CHANNEL", "JobWriter", "insert_event", "lock_job"]
+
+# Reason of a job that had no work left when it was changed.
+EDITED = "it was changed when it was about to end"
 
 # PostgreSQL announces the ids of jobs with new events on this channel.
 CHANNEL = "mergesearch_events"
@@ -36,17 +41,19 @@ CHANNEL = "mergesearch_events"
 
 @repeated
 class JobWriter:
-    """Writer of a driver's results to its job; only the writer of the job's latest attempt may write.
+    """Writer of the results of a driver, the process that works on a job, to the database.
 
-    Every method is one transaction, and raises StaleAttempt if a later attempt has begun.
+    An attempt is the work of one driver on the job. Every method is one transaction, and raises StaleAttempt if a later
+    attempt has begun, so that a driver that was replaced cannot write.
 
-    Writing the same chunk, rung or bracket again changes nothing, so a driver may repeat a write after a crash. If a
-    write had to wait because the database did not answer, the next write also stores an event with the length of the
-    wait. That next write counts as progress of the driver even if it is a heartbeat.
+    A driver may repeat a write after a crash: to write the same samples or results again changes nothing. If a write
+    had to wait because the database did not answer, the next write also stores an event with the length of the wait.
+    That next write counts as progress of the driver even if it is a heartbeat.
 
     `stored_at` is the time at which this writer last stored anything except a heartbeat, and `scored_at` the time at
-    which it last stored a chunk. Both are values of time.monotonic(), or 0 if nothing was stored. `longest_chunk_s` is
-    the longest time that a replica took for a chunk, including the time that the chunk waited in the replica.
+    which it last stored samples. Both are values of time.monotonic(), or 0 if nothing was stored. `longest_chunk_s` is
+    the longest time in seconds that an engine took for one request to score samples, including the time that the
+    request waited there.
     """
 
     def __init__(self, engine: sa.Engine, job_id: str, attempt: int) -> None:
@@ -83,20 +90,22 @@ class JobWriter:
         self,
         *,
         wall_clock_s: float,
+        num_gpus: int = 0,
         progress: Mapping[str, Any] | None = None,
         idle_s: float | None = None,
         patience_s: float | None = None,
         waiting_for: str | None = None,
     ) -> str | None:
-        """Store that the driver is alive, and how far it is.
+        """Store that the driver, the process that works on the job, is alive, and how far it is.
 
         Returns the reason why the job's search was asked to end early; None if it was not.
 
-        `wall_clock_s` is the number of seconds that all attempts have worked. `idle_s` is the number of seconds since
-        the driver last made progress; None stores that no progress is known. `patience_s` is the number of seconds
-        without progress after which the driver is replaced; None stores that it is not known. `progress` is shown to
-        users, as JSON; None leaves the stored one unchanged. `waiting_for` is what the driver waits for; None stores
-        that it does not wait.
+        `wall_clock_s` is the number of seconds that all drivers have worked on the job so far. The seconds since the
+        last heartbeat, times `num_gpus`, are added to the GPU-hours that the job's team has used. `idle_s` is the
+        number of seconds since the driver last made progress; None stores that no progress is known. `patience_s` is
+        the number of seconds without progress after which the driver is replaced; None stores that it is not known.
+        `progress` is shown to users, as JSON; None leaves the stored one unchanged. `waiting_for` is what the driver
+        waits for; None stores that it does not wait.
         """
         changes: dict[str, Any] = {
             "wall_clock_s": wall_clock_s,
@@ -108,25 +117,31 @@ class JobWriter:
         with self._transaction(is_heartbeat=True) as connection:
             now = clock(connection)
             progressed_at = None if idle_s is None else now - idle_s
-            self._update_job(connection, heartbeat_at=now, progressed_at=progressed_at, **changes)
             table = schema.studies
+            if num_gpus:
+                query = sa.select(table.c.wall_clock_s, table.c.team).where(table.c.id == self.job_id)
+                worked_s, team = connection.execute(query).one()
+                add_usage(connection, team, (wall_clock_s - worked_s) * num_gpus)
+            self._update_job(connection, heartbeat_at=now, progressed_at=progressed_at, **changes)
             asked: str | None = connection.execute(
                 sa.select(table.c.stop_reason).where(table.c.id == self.job_id)
             ).scalar_one()
             return asked
 
     def set_state(self, state: JobState, reason: str | None = None) -> None:
-        """Store the job's state. A job that was asked to pause becomes PAUSED instead of STOPPED.
+        """Store the job's new state, and the reason for it if there is one.
 
-        Raises StaleAttempt if `state` is RUNNING and the job was asked to pause.
+        A job that was asked to pause becomes PAUSED instead of STOPPED. A job that was edited, or got a request for a
+        trial, after its driver had read it, becomes STOPPED instead of COMPLETE, so that another driver sees the
+        change. Raises StaleAttempt if `state` is RUNNING and the job was asked to pause.
         """
         with self._transaction() as connection:
             self._set_state(connection, state, reason)
 
     def set_waiting(self, reason: str) -> None:
-        """Store that the job is STOPPED because something is missing for now; `reason` says what is missing.
+        """Store that the job is STOPPED because something that it needs is missing for now; `reason` says what.
 
-        The server starts another driver for the job later.
+        The server starts another driver (a process that works on the job) later.
         """
         with self._transaction() as connection:
             self._set_state(connection, JobState.STOPPED, reason)
@@ -135,8 +150,9 @@ class JobWriter:
     def set_document(self, document: Mapping[str, Any], *, reopened: str | None = None) -> None:
         """Replace the stored study file by `document`, for example by one with other limits or more benchmarks.
 
-        `reopened` is the reason why the study continues. If it is given, the job becomes STOPPED in the same
-        transaction, so that the server starts another driver. None leaves the job's state unchanged.
+        If `reopened` is not None, it is the reason why a study that has ended continues: the job becomes STOPPED in the
+        same transaction, and the server then starts another process to work on it. None leaves the job's state
+        unchanged.
         """
         with self._transaction() as connection:
             self._update_job(connection, document=dict(document))
@@ -154,14 +170,21 @@ class JobWriter:
             )
 
     def resize_bracket(self, bracket: int, size: int) -> None:
-        """Store that a bracket has `size` configurations, because the search ended before it was full."""
+        """Store that the Hyperband bracket with the index `bracket` has only `size` configurations.
+
+        The bracket has fewer configurations than planned if the search ends before the bracket is full.
+        """
         table = schema.brackets
         with self._transaction() as connection:
             where = (table.c.study == self.job_id) & (table.c.bracket == bracket)
             connection.execute(sa.update(table).where(where).values(size=size))
 
     def add_trial(self, trial: TrialRecord, *, request: int | None = None) -> None:
-        """Store a new trial. `request` is the number of the user's request that it answers, if any."""
+        """Store a new trial.
+
+        If the trial was added because a user asked to evaluate its recipe (merge), `request` is the number of the
+        user's request, which is marked as answered. Otherwise it is None.
+        """
         with self._transaction() as connection:
             connection.execute(
                 sa.insert(schema.trials).values(
@@ -189,12 +212,14 @@ class JobWriter:
     def record_chunk(
         self, trial: int, split: Split, result: ScoreResult, *, again: Collection[tuple[str, int]] = ()
     ) -> None:
-        """Store a chunk of scored samples with its evidence, and add its size and timings to the trial.
+        """Store scored samples of a trial, and the evidence of which weights the engine held when it scored them.
 
-        Samples that are stored already are ignored; a chunk that has no other samples is not stored at all. `again` has
-        the samples, as (objective, position), that replace void samples (samples of an engine that failed a check). The
-        void samples are deleted first. The trial's `samples_scored` grows by the number of new samples of search data.
-        It does not count samples that replace void samples, or samples of other data.
+        `trial` is the trial's number. `split` is the data that the samples belong to: search data, holdout data or
+        benchmarks. `result` is an engine's answer to one chunk (up to 512 samples sent together). Samples that are
+        stored already are ignored; if no sample is left, nothing is stored. `again` has the samples, as (objective,
+        position), that were scored again because their engine had failed a check; the stored values of these samples
+        are deleted first. The timings of the chunk are added to those of the trial. The number of new samples of search
+        data, without those in `again`, is added to the trial's `samples_scored`.
         """
         evidence = result.evidence
         table = schema.trials
@@ -242,7 +267,10 @@ class JobWriter:
         self.longest_chunk_s = max(self.longest_chunk_s, sum(result.timings_s.values()))
 
     def delete_texts(self, *, keep: Collection[str]) -> None:
-        """Delete the model responses and tokens of all recipes except those with digests in `keep`."""
+        """Delete the study's stored model responses and tokens, except those of the recipes (merges) in `keep`.
+
+        `keep` has the digests of these recipes.
+        """
         with self._transaction() as connection:
             delete_texts(connection, self.job_id, keep=keep)
             self._add_event(connection, EventKind.TEXTS_DELETED, {"recipes_kept": len(keep)})
@@ -250,11 +278,11 @@ class JobWriter:
     def finish_rung(
         self, trial: int, rung: RungRecord, *, samples_reused: int, state: TrialState | None = None
     ) -> None:
-        """Store a finished rung of a trial.
+        """Store that a trial has finished a rung, which is one of the numbers of samples at which trials are compared.
 
-        `samples_reused` is a sum over the trial's finished rungs: the number of their samples that were scored earlier,
-        at a lower rung or for a trial with an equal recipe. `state` is the trial's final state; None means that the
-        trial continues.
+        `trial` is the trial's number. `rung` has the values on these samples. `samples_reused` is the number of samples
+        of all rungs of the trial that had been scored earlier, at a lower rung or for a trial with an equal recipe
+        (merge). `state` is the trial's final state; None means that the trial continues.
         """
         table = schema.trials
         with self._transaction() as connection:
@@ -286,7 +314,8 @@ class JobWriter:
     def finish_trials(self, trials: Sequence[int], state: TrialState, reason: str | None = None) -> None:
         """Store that trials have ended in `state` (PRUNED or FAIL) without another finished rung.
 
-        `reason` says why.
+        A rung is one of the numbers of samples at which trials are compared. `trials` has the numbers of the trials.
+        `reason` says why they ended.
         """
         table = schema.trials
         with self._transaction() as connection:
@@ -313,7 +342,11 @@ class JobWriter:
             connection.execute(insert(connection, schema.search_steps).values(row).on_conflict_do_nothing())
 
     def add_prompt_templates(self, benchmark: str, templates: Mapping[str, str]) -> None:
-        """Store adversarial prompt templates of a benchmark, by sample name; stored templates are not replaced."""
+        """Store adversarial prompt templates that an attack on a benchmark has found.
+
+        `templates` has the text of each template by the name under which the samples with this template are stored.
+        Stored templates are not replaced.
+        """
         rows = [
             {"study": self.job_id, "name": name, "benchmark": benchmark, "template": template}
             for name, template in templates.items()
@@ -321,16 +354,29 @@ class JobWriter:
         with self._transaction() as connection:
             connection.execute(insert(connection, schema.prompt_templates).on_conflict_do_nothing(), rows)
 
+    def add_prompts(self, split: Split, objective: str, texts: Sequence[SampleText]) -> None:
+        """Store the prompts and references of an objective's samples, in the order in which they are scored.
+
+        `split` says whether the samples are of search data, held-out data or benchmarks. Texts that are stored already
+        are not replaced.
+        """
+        with self._transaction() as connection:
+            write_prompts(connection, self.job_id, split, objective, texts)
+
     def add_judgments(self, judgments: Iterable[JudgmentRecord]) -> None:
-        """Store judgments of completions; judgments that are stored already are not changed."""
+        """Store judgments: which of a merge's completion and the reference answer a language model found better.
+
+        Benchmarks can have such a model as their judge. Judgments that are stored already are not changed.
+        """
         rows = [{"study": self.job_id, **asdict(judgment)} for judgment in judgments]
         with self._transaction() as connection:
             connection.execute(insert(connection, schema.judgments).on_conflict_do_nothing(), rows)
 
     def set_document_named(self, name: str, document: Any) -> None:
-        """Store a document of the job under `name`, such as the report of a verification.
+        """Store a JSON document of the job under `name`, such as "verification".
 
-        An event of the kind `name` is added. The document replaces an earlier one of the same name.
+        The document "verification", for example, compares stored samples with those that transformers scored again. The
+        document replaces an earlier one of the same name. An event with `name` as its kind is added.
         """
         table = schema.documents
         with self._transaction() as connection:
@@ -339,11 +385,13 @@ class JobWriter:
             self._add_event(connection, name, {})
 
     def record_engine_fault(self, replica: str, canaries: int, reason: str) -> None:
-        """Store that a replica's engine failed a check after it had passed `canaries` canary checks.
+        """Store that an inference engine failed a check after it had passed `canaries` checks with fixed prompts.
 
-        The fault counts for all studies whose samples the engine scored. Only the first fault of a replica is stored.
-        Drivers of unfinished studies read the stored faults themselves. If samples of a COMPLETE study are void now,
-        this method stores an event of that study and adds the number of void samples to the reason of its state.
+        `replica` is the id of the engine's replica (the Ray Serve process that hosts it), and `reason` says how the
+        check failed. Only the first fault of a replica is stored. Samples that the engine scored after its last passed
+        check become void in all studies: they must be scored again. Each COMPLETE study with void samples gets an
+        event, and the number of its void samples is added to the reason of its state. Unfinished studies find the
+        stored fault themselves.
         """
         with self._transaction() as connection:
             _lock_faults(connection)
@@ -365,8 +413,11 @@ class JobWriter:
         connection.execute(sa.update(schema.studies).where(schema.studies.c.id == self.job_id).values(**changes))
 
     def _set_state(self, connection: sa.Connection, state: JobState, reason: str | None) -> None:
-        table = schema.studies
-        is_paused = connection.execute(sa.select(table.c.is_paused).where(table.c.id == self.job_id)).scalar_one()
+        table = schema.studies.c
+        asked = sa.select(table.is_paused, table.edited_after).where(table.id == self.job_id)
+        is_paused, edited_after = connection.execute(asked).one()
+        if state is JobState.COMPLETE and edited_after == self.attempt:
+            state, reason = JobState.STOPPED, EDITED
         if is_paused and state is JobState.RUNNING:
             raise StaleAttempt(f"job {self.job_id}: is paused")
         if is_paused and state is JobState.STOPPED:
@@ -375,11 +426,11 @@ class JobWriter:
         self._add_event(connection, EventKind.STATE, {"state": state.value, "reason": reason})
 
     def _notify_complete_studies(self, connection: sa.Connection, replica: str, reason: str) -> None:
-        """Report a replica's failed check to each COMPLETE study that now has void samples.
+        """Add an event about an engine's failed check to each COMPLETE study that now has void samples.
 
-        Void samples are those that the replica scored after its last passed canary (a check with fixed prompts). Each
-        study with void samples receives an event. The number of its void samples and `reason` are added to the reason
-        of its state.
+        Void samples are samples that must be scored again: the engine scored them after the last check with fixed
+        prompts that it passed. `replica` is the id of the engine's replica, and `reason` says how the check failed. The
+        number of a study's void samples and `reason` are also added to the reason of the study's state.
         """
         studies, held = schema.studies, holdings()
         study = held.c.study
@@ -398,23 +449,20 @@ class JobWriter:
             insert_event(connection, study_id, EventKind.ENGINE_FAULT, payload)
 
     def _insert_once(self, connection: sa.Connection, table: sa.Table, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Insert `rows` of the job into a table; rows whose key exists are left unchanged."""
+        """Insert those of `rows` into `table` whose keys are not stored yet; stored rows are not changed.
+
+        The id of this writer's job is added to each row.
+        """
         if not rows:
             return
         statement = insert(connection, table).on_conflict_do_nothing()
         connection.execute(statement, [{"study": self.job_id, **row} for row in rows])
 
 
-def insert(connection: sa.Connection, table: sa.Table) -> Any:
-    """Start an INSERT statement for `table` that supports ON CONFLICT, in the dialect of the connection's database."""
-    from sqlalchemy.dialects import postgresql, sqlite
-
-    return (postgresql if connection.dialect.name == "postgresql" else sqlite).insert(table)
-
-
 def lock_job(connection: sa.Connection, job_id: str) -> int | None:
-    """Lock the job's row until the transaction ends, and return the number of the job's latest driver attempt.
+    """Lock a job's row until the transaction ends, and return how many drivers have taken over the job so far.
 
+    A driver is a process that works on the job. The number identifies the last driver, which alone may write results.
     Returns None if there is no such job.
     """
     table = schema.studies
@@ -424,24 +472,30 @@ def lock_job(connection: sa.Connection, job_id: str) -> int | None:
 
 
 def insert_event(connection: sa.Connection, job_id: str, kind: str, payload: Mapping[str, Any]) -> None:
-    """Insert an event of a job, whose row must be locked or changed in this transaction.
+    """Insert an event of a job, whose row must be locked or changed in the same transaction.
 
-    `payload` has the event's details as JSON. Because of the lock, transactions that add events of the same job end one
-    after another, in the order of the events' ids. A reader that continues after the last id that it has read therefore
-    misses no event.
+    `kind` is the kind of the event, and `payload` has its details as JSON. Because of the lock, transactions that add
+    events of the same job end one after another, in the order of the events' ids. A reader that continues after the
+    last id that it has read therefore misses no event.
+
+    A change of the job's state of which users can be notified is stored as a notice, too.
     """
     time_s = clock(connection)
     connection.execute(
         sa.insert(schema.events).values(study=job_id, time=time_s, kind=str(kind), payload=dict(payload))
     )
+    if kind == EventKind.STATE and (notice := NoticeKind.of_state(payload.get("state"))) is not None:
+        row = {"study": job_id, "kind": notice.value, "state": payload["state"], "reason": payload.get("reason")}
+        connection.execute(sa.insert(schema.notices).values(**row, time=time_s))
     if connection.dialect.name == "postgresql":  # announced when the transaction ends
         connection.execute(sa.select(sa.func.pg_notify(CHANNEL, job_id)))
 
 
 def _lock_faults(connection: sa.Connection) -> None:
-    """Serialize the transactions that store engine faults, so that faults appear in the order of their ids.
+    """Make transactions that store faults of inference engines wait for each other.
 
-    On SQLite nothing needs to be done, because only one transaction writes at a time.
+    Faults therefore become visible in the order of their ids, and a reader that remembers the last id misses none. On
+    SQLite nothing needs to be done, because only one transaction writes at a time.
     """
     if connection.dialect.name == "postgresql":
         connection.execute(sa.text("LOCK TABLE engine_faults IN SHARE ROW EXCLUSIVE MODE"))

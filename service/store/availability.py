@@ -50,10 +50,10 @@ class Outage:
 
 
 class Availability:
-    """Monitor of a database's connections, which records whether the database answered when last used.
+    """Monitor of a database, which records whether the database answered when it was last used.
 
-    A message is logged when the database stops answering and when it answers again. `place` names the database in
-    messages. Thread-safe.
+    It logs a message when the database stops answering and when it answers again. `place` is the text that names the
+    database in messages. Thread-safe.
     """
 
     def __init__(self, place: str) -> None:
@@ -64,10 +64,10 @@ class Availability:
         self._ended: Outage | None = None
 
     def watch(self, engine: sa.Engine) -> sa.Engine:
-        """Monitor every connection of `engine`, and return the engine with this monitor in its options.
+        """Monitor every connection of `engine`, and return a copy of the engine from which this monitor can be found.
 
-        The function `availability_of` reads the monitor from these options. Connections to SQLite are not monitored,
-        because a file always answers.
+        The function `availability_of` finds the monitor in the copy's execution options. Connections to SQLite are not
+        monitored, because a file always answers.
         """
         if engine.dialect.name == "postgresql":
             event.listen(engine, "handle_error", self._on_error)
@@ -75,7 +75,7 @@ class Availability:
         return engine.execution_options(**{AVAILABILITY: self})
 
     def problem(self) -> str | None:
-        """Message that the database does not answer, with time and reason; None if it answered when last used."""
+        """Message that says since when and why the database does not answer; None if it answered when last used."""
         with self._lock:
             if self._since is None:
                 return None
@@ -83,13 +83,17 @@ class Availability:
             return f"database: {self._place} does not answer since {since}: {self._reason}"
 
     def take_ended(self) -> Outage | None:
-        """Return the last outage that has ended, only once; None if no outage has ended since the last call."""
+        """Return the last outage that has ended since the previous call of this method; None if none has ended."""
         with self._lock:
             ended, self._ended = self._ended, None
             return ended
 
     def put_back(self, outage: Outage) -> None:
-        """Make the next `take_ended` return `outage`, unless a newer outage has ended."""
+        """Make the next call of `take_ended` return `outage` again, which an earlier call has returned.
+
+        This is needed if the caller of `take_ended` could not store the outage. If a newer outage has ended meanwhile,
+        that is returned instead.
+        """
         with self._lock:
             self._ended = self._ended or outage
 
@@ -115,34 +119,35 @@ class Availability:
 
 
 def availability_of(engine: sa.Engine) -> Availability:
-    """The monitor (`Availability`) of the connections of the SQLAlchemy engine `engine`."""
+    """The monitor that records whether the database of the SQLAlchemy engine `engine` answers."""
     found: Availability = engine.get_execution_options()[AVAILABILITY]
     return found
 
 
 def waiting(engine: sa.Engine, *, waits: bool = True) -> sa.Engine:
-    """Return a copy of `engine` that says whether store calls wait while the database does not answer.
+    """Return a copy of an SQLAlchemy engine with which store calls wait while the database does not answer.
 
-    If `waits` is True, a call waits, and is repeated once the database answers. Otherwise it raises the error.
+    A call that uses the copy is repeated until the database answers. If `waits` is False, the copy is one with which
+    calls raise the error instead.
     """
     return engine.execution_options(**{WAITING: waits})
 
 
 def is_waiting(engine: sa.Engine) -> bool:
-    """Whether store calls that use the SQLAlchemy engine `engine` wait while the database does not answer."""
+    """Whether store calls that use `engine` wait while the database does not answer, instead of raising the error."""
     return bool(engine.get_execution_options().get(WAITING, False))
 
 
 def is_away(error: BaseException) -> bool:
-    """Whether an error of a store call means that the database does not answer."""
+    """Whether a store call raised `error` because the database did not answer."""
     return isinstance(error, DatabaseUnavailable) or (isinstance(error, sa.exc.DBAPIError) and _is_away(error.orig))
 
 
 def may_repeat(error: BaseException) -> bool:
-    """Whether a transaction that failed with `error` may succeed later.
+    """Whether a transaction that failed with `error` may succeed if it is repeated.
 
     The result is True if the database did not answer, or if it rolled the transaction back because of another
-    transaction.
+    transaction, as in a deadlock.
     """
     return is_away(error) or (isinstance(error, sa.exc.DBAPIError) and _code(error.orig).startswith(ROLLED_BACK_CODES))
 
@@ -161,12 +166,12 @@ def _code(error: BaseException | None) -> str:
 
 
 def repeated(cls: Class) -> Class:
-    """Class decorator that repeats public methods while the database does not answer.
+    """Decorate a store class so that its public methods wait and are repeated while the database does not answer.
 
-    A method is repeated, with growing pauses, only if `is_waiting` is True for the object's `_engine`. Two failures
-    lead to a repetition: the database did not answer, or it rolled the method's transaction back because of another
-    transaction. Each public method must therefore be one transaction. A method may call other public methods; each of
-    these is repeated separately.
+    This holds for objects whose SQLAlchemy engine was made to wait by the function `waiting`. With any other engine,
+    the methods raise the error instead. A method is also repeated if the database rolled its transaction back because
+    of another one, as in a deadlock. Because a failed method is repeated as a whole, each public method must be one
+    transaction. If it calls other public methods, each of these is repeated separately.
     """
     for name, method in list(vars(cls).items()):
         if isfunction(method) and not name.startswith("_"):

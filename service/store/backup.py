@@ -29,9 +29,10 @@ from service.errors import Conflict
 from service.store import schema
 from service.store.artifacts import ArtifactStore
 from service.store.blobs import BlobStore, DirectoryBlobs, digest_of, open_blobs
+from service.store.documents import ENDPOINT
 from service.store.move import MovedTable, check_empty, copy_tables
 from service.store.sql import Store
-from service.types import JobState
+from service.types import DeliveryState, JobState
 from workers.directories import replacing, sync
 
 __all__ = ["Backup", "Restored", "back_up", "read_backup", "restore"]
@@ -49,15 +50,16 @@ Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 @dataclass(frozen=True)
 class Backup:
-    """Contents of a backup, as `backup.json` stores them.
+    """Contents of a backup, as the file `backup.json` in the backup's directory describes them.
 
     - `format`: number of the format of the directory.
     - `revision`: revision of the database's schema.
     - `created_at`: time at which the tables were read, in seconds since the epoch.
-    - `database`: sha256 of the SQLite file.
+    - `database`: sha256 of the SQLite file to which the tables were copied.
     - `tables`: the copied tables, each with its number of rows and the sha256 of the rows.
     - `jobs`, `unfinished_jobs`: number of jobs, and of those that have not ended.
-    - `files`, `bytes`: number and total size in bytes of the artifacts' files.
+    - `files`, `bytes`: number and total size in bytes of the files of artifacts (models and policies that jobs
+      trained).
     """
 
     format: int
@@ -72,7 +74,7 @@ class Backup:
 
     @property
     def database_name(self) -> str:
-        """Name of the SQLite file in the directory."""
+        """Name of the SQLite file with the tables in the backup's directory."""
         return f"database-{self.database[:16]}.db"
 
 
@@ -95,16 +97,16 @@ MANIFESTS = TypeAdapter(Backup)
 
 
 def back_up(store: Store, files: str | Path, out: Path, *, note: Callable[[str], None] = lambda _: None) -> Backup:
-    """Write a backup of `store`, and of the artifacts' files at the location `files`, to the directory `out`.
+    """Write a backup of a server's database and stored files to the directory `out`.
 
-    Servers and drivers may run meanwhile. All tables are read at one moment. Files that jobs delete meanwhile stay
-    until the backup is complete if `files` is a directory. Exports (merged models for download) are not copied, nor are
-    the files of drivers, such as checkpoints of trainings. `out` may hold an earlier backup, which is replaced when the
-    new one is complete. `note` is called with messages about the progress.
+    `store` is the database. `files` is the directory or object store with the models and policies that jobs have
+    trained (artifacts). Servers, and the processes that work on jobs, may run meanwhile, because all tables are read at
+    one moment. If `files` is a directory, files that are deleted meanwhile stay until the backup is complete. Exports
+    (merged models for download) and working files, such as checkpoints of trainings, are not copied. `out` may hold an
+    earlier backup, which is replaced when the new one is complete. `note` is called with messages about the progress.
 
     Raises:
-        Conflict: `out` has other files than a backup's, or a file of an artifact is gone or has changed since it was
-            stored.
+        Conflict: `out` has other files than a backup's, or a stored file is gone or has changed since it was stored.
         InUse: Another process writes a backup to `out`.
         OSError: A file cannot be written, for example because the disk is full.
     """
@@ -160,10 +162,10 @@ def _check_place(out: Path) -> None:
 
 
 def _transfer(source: BlobStore, target: BlobStore, digest: str, scratch: Path) -> None:
-    """Copy a file from one store of files to another, unless `target` has it, and check the copy's digest.
+    """Copy a file from one content-addressed store to another, unless `target` has it, and check the copy's digest.
 
-    `digest` names the file. `scratch` is a directory for the temporary copy. Raises Conflict if the file is missing in
-    `source` or has changed.
+    `digest` is the sha256 of the file, which names it in both stores. `scratch` is a directory for the temporary copy.
+    Raises Conflict if the file is missing in `source` or has changed.
     """
     if target.stored(digest) is not None:
         return
@@ -192,7 +194,7 @@ def _sqlite(file: Path) -> str:
 
 
 def read_backup(directory: Path) -> Backup:
-    """Read and check the description of a backup, and the digest of its database.
+    """Read the description of the backup in `directory`, and check that its database file has not changed.
 
     Raises:
         Conflict: The directory has no complete backup, the backup is from a newer program, or its database has changed.
@@ -219,11 +221,12 @@ def read_backup(directory: Path) -> Backup:
 def restore(
     directory: Path, target: Store, files: str | Path, *, note: Callable[[str], None] = lambda _: None
 ) -> Restored:
-    """Restore a backup to an empty database, and its artifacts' files to the location `files`.
+    """Restore a backup to the empty database of `target`, and the files of jobs to the location `files`.
 
-    The files are restored first and the database last, in one transaction: a restoration that is interrupted leaves the
-    database empty, and the same call continues. Jobs that had not ended get a new driver from the next server.
-    Exports are removed, since their files are not part of a backup. The backup itself is not changed.
+    `directory` has the backup. The files of jobs are, for example, trained models. They are restored first, and the
+    database last, in one transaction. If a restoration is interrupted, the database is still empty, and the same call
+    continues. Jobs that had not ended are continued by the next server. Exports (merged models for download) must be
+    requested again, since their files are not part of a backup. `note` is called with messages about the progress.
 
     Raises:
         Conflict: There is no complete backup in `directory`, one of its files is missing or has changed, or the
@@ -246,13 +249,21 @@ def restore(
 
 
 def _detach(connection: sa.Connection) -> None:
-    """Remove what belongs to the server and the drivers of the original database: heartbeats, exports and drains.
+    """Remove rows that concern only the servers and processes of the original database.
 
-    A drain is the state in which servers accept no jobs and start no drivers. Only the heartbeats of jobs that have not
-    ended are removed.
+    - the heartbeats of jobs that have not ended
+    - exports: merged models for download, whose files are not in a backup
+    - drains: the state in which servers accept and start no jobs, for maintenance
+    - notifications that were not sent yet, and what they were made from: the original server sends them, or has since
+    - addresses and secrets of the applications of served studies
     """
     finished = [state.value for state in JobState if state.is_finished]
     without_driver = sa.update(schema.studies).where(schema.studies.c.state.not_in(finished))
     connection.execute(without_driver.values(heartbeat_at=None, progressed_at=None, waiting_for=None))
     connection.execute(sa.delete(schema.exports))
     connection.execute(sa.delete(schema.drains))
+    connection.execute(sa.delete(schema.notices))
+    connection.execute(sa.delete(schema.waits))
+    is_waiting = schema.deliveries.c.state == DeliveryState.WAITING.value
+    connection.execute(sa.delete(schema.deliveries).where(is_waiting))
+    connection.execute(sa.delete(schema.documents).where(schema.documents.c.name == ENDPOINT))

@@ -43,7 +43,7 @@ GRACE_S = 24 * 3600.0
 class BlobStore(Protocol):
     """Interface of content-addressed stores of files, in which a file is named by the sha256 of its content.
 
-    Every process may use a store. `place` names the store in messages.
+    Several processes may use a store at the same time. `place` is the text that names the store in messages.
     """
 
     @property
@@ -54,25 +54,25 @@ class BlobStore(Protocol):
         """URL of the object store with the files; None if they are in a directory."""
 
     def add(self, file: Path) -> tuple[str, int]:
-        """Store a file, and return its digest and its size in bytes.
+        """Copy a file to the store, and return its digest (the sha256 of its content) and its size in bytes.
 
-        Raises Conflict if the file changes while it is stored.
+        Raises Conflict if the file changes while it is copied.
         """
 
     def add_bytes(self, content: bytes) -> str:
-        """Store a file with the content `content`, and return its digest."""
+        """Store a file with the content `content`, and return its digest, the sha256 of the content."""
 
     def read(self, digest: str) -> bytes:
-        """Return the content of the stored file with the given digest. Raises FileNotFoundError if there is none."""
+        """Content of the stored file with the given digest (sha256). Raises FileNotFoundError if there is none."""
 
     def copy(self, digest: str, target: Path) -> None:
-        """Write the stored file with the given digest to the new file `target`.
+        """Copy the stored file with the given digest (sha256) to the new file `target`.
 
         Raises FileNotFoundError if there is no stored file with the digest.
         """
 
     def stored(self, digest: str) -> StoredFile | None:
-        """Find the stored file with the given digest, for reading; None if there is none."""
+        """Find the stored file with the given digest (sha256), as an object that opens it; None if there is none."""
 
     def num_bytes(self) -> int:
         """Total size in bytes of all stored files."""
@@ -81,28 +81,29 @@ class BlobStore(Protocol):
         """Size in bytes of the disk that holds the files; None for an object store, whose size has no limit."""
 
     def check(self) -> None:
-        """Check that files can be stored, listed, read and deleted. Raises OSError if not."""
+        """Check that files can be stored, listed, read and deleted in this store. Raises OSError if not."""
 
     def storing(self) -> AbstractContextManager[None]:
-        """Context for storing files and then the database rows that name them.
+        """Context in which a caller stores files, and then the database rows that name them.
 
-        The method `collect` deletes none of these files meanwhile.
+        Files that are stored in the context are not deleted as unused before it ends, neither by this process nor by
+        others: the method `collect` keeps them.
         """
 
     def collect(self, used: Callable[[], Collection[str]], *, deletes: bool = True) -> int:
-        """Delete the files whose digests are not in `used()`, and return the number of bytes freed.
+        """Delete the stored files whose digests are not in `used()`, and return the number of bytes freed.
 
-        `used` returns the digests of the files in use. Files that another process may be about to name in the database
-        are kept. A later call deletes them if they are not used. If `deletes` is False, nothing is deleted, and the
-        result is the number of bytes that would be freed.
+        `used` returns the digests of the files that the database names. A file whose digest another process may be
+        about to store in the database is kept. A later call deletes it if it is still unused. If `deletes` is False,
+        nothing is deleted, and the result is the number of bytes that would be freed.
         """
 
 
 @dataclass(frozen=True)
 class StoredFile:
-    """A stored file: its size in bytes, and where its content is read from (a local path or an object store).
+    """A file in a content-addressed store: its size in bytes, and where its content is read from.
 
-    `source` is a path, or an object store and the file's path in it.
+    `source` is a path on this machine, or an object store and the file's path in it.
     """
 
     num_bytes: int
@@ -110,11 +111,11 @@ class StoredFile:
 
     @classmethod
     def of(cls, file: Path) -> StoredFile:
-        """Make the `StoredFile` whose content is read from `file` on this machine."""
+        """Make the `StoredFile` whose content is read from the path `file` on this machine."""
         return cls(file.stat().st_size, file)
 
     def open(self) -> BinaryIO:
-        """Open the file for sequential reading."""
+        """Open the file for sequential reading, from this machine's disk or from the object store."""
         if isinstance(self.source, Path):
             return self.source.open("rb")
         objects, path = self.source
@@ -122,9 +123,9 @@ class StoredFile:
 
 
 def open_blobs(location: str | Path) -> BlobStore:
-    """Return the store of files at `location`: a directory, a file URL, or the URL of an object store.
+    """Return the content-addressed store of files at `location`.
 
-    Raises Conflict if `location` is none of these.
+    `location` is a directory, a file URL, or the URL of an object store. Raises Conflict if it is none of these.
     """
     text = str(location)
     if is_object_url(text):
@@ -139,11 +140,11 @@ def open_blobs(location: str | Path) -> BlobStore:
 
 
 def check_location(location: str | Path) -> None:
-    """Check that files at `location` can be stored, listed, read and deleted.
+    """Check that files can be stored, listed, read and deleted at `location`.
 
     Raises:
-        Conflict: `location` is no directory, URL of a directory or URL of an object store. Or one of these operations
-            fails there; the message says which.
+        Conflict: `location` is neither a directory nor the URL of a directory or an object store, or one of these
+            operations fails there; the message says which.
     """
     blobs = open_blobs(location)
     try:
@@ -153,9 +154,9 @@ def check_location(location: str | Path) -> None:
 
 
 class DirectoryBlobs:
-    """Content-addressed files in a directory, of this machine or of a shared file system.
+    """Content-addressed store of files in a directory of this machine or of a shared file system.
 
-    The file with the digest abcdef... is DIR/blobs/ab/cdef.... Processes lock the file DIR/.lock: shared while they
+    `DIR/blobs/ab/cdef...` is the file whose sha256 is abcdef.... Processes lock the file `DIR/.lock`: shared while they
     store files, and exclusively while they delete unused files.
     """
 
@@ -240,11 +241,11 @@ class DirectoryBlobs:
 
 
 class ObjectBlobs:
-    """Content-addressed files in an object store; URL/blobs/ab/cdef... is the file with the digest abcdef....
+    """Content-addressed store of files in an object store; the file whose sha256 is abcdef... is URL/blobs/ab/cdef....
 
-    An object store has no locks. Unused files are therefore deleted only `GRACE_S` (24 h) after they were written. A
-    process may store a file that exists already. If the file is older than half of `GRACE_S`, it is written again, so
-    that it is not deleted before the process has stored its digest in the database.
+    `objects` is the object store, which has no locks. Unused files are therefore deleted only `GRACE_S` (24 h) after
+    they were written. If a process stores a file that exists already and is older than half of `GRACE_S`, the file is
+    written again. It is then not deleted before the process has stored its digest in the database.
     """
 
     def __init__(self, objects: ObjectStore) -> None:

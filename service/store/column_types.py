@@ -14,9 +14,9 @@ BIG_NUMBER = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 
 
 def string(length: int) -> sa.String:
-    """Column type for text of at most `length` characters that is sorted by code points.
+    """Column type for text of at most `length` characters, which the database sorts by the numbers of its code points.
 
-    Without this type, PostgreSQL would sort text by the rules of a language.
+    With an ordinary text type, PostgreSQL would sort by the rules of a language.
     """
     return sa.String(length).with_variant(sa.String(length, collation="C"), "postgresql")
 
@@ -24,9 +24,9 @@ def string(length: int) -> sa.String:
 class LosslessText(sa.types.TypeDecorator[str]):
     """Column type for text with any character of a Python string, such as NUL in a model's response.
 
-    PostgreSQL stores no NUL, and UTF-8 has no lone surrogates. NUL, lone surrogates and the character `ESCAPE` (U+001A)
-    itself are stored as `ESCAPE` and the four hexadecimal digits of their code point. Text that earlier versions stored
-    has no such sequence and is read unchanged.
+    PostgreSQL cannot store NUL, and UTF-8 cannot encode lone surrogates. These characters, and the escape character
+    U+001A itself, are stored as U+001A and the four hexadecimal digits of their code point. Text that earlier versions
+    stored has no such sequence and is read unchanged.
     """
 
     impl = sa.Text

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import sqlite3
+import threading
 import time
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,7 +20,18 @@ from service.errors import Conflict
 from service.store.availability import FIRST_WAIT_S, Availability, is_away, is_waiting
 from service.store.database_url import shown
 
-__all__ = ["clock", "connect", "reading", "transaction"]
+__all__ = [
+    "MAX_NAMED",
+    "Reads",
+    "clock",
+    "clock_time",
+    "connect",
+    "insert",
+    "one_of",
+    "reading",
+    "transaction",
+    "unit_of_work",
+]
 
 # Seconds that a writer waits for another transaction on SQLite before it fails.
 BUSY_TIMEOUT_S = 60
@@ -39,16 +52,19 @@ POSTGRESQL_SETTINGS = {
 # Seconds after which a connection of the pool is replaced.
 RECYCLE_S = 1800
 
+# The largest number of integers that a query names one by one; beyond it, it reads all between the first and the last.
+MAX_NAMED = 1001
+
 
 def connect(url: sa.URL) -> sa.Engine:
-    """Create the SQLAlchemy engine for the database at `url` without connecting to the database.
+    """Create the SQLAlchemy engine for the database at `url`; a connection is opened only when it is needed.
 
     Write transactions on SQLite take the write lock when they begin. NaN and infinite numbers in values of JSON columns
-    are refused (ValueError). The first connection to a PostgreSQL database with another encoding than UTF8 raises
+    are refused (ValueError). If a PostgreSQL database has another encoding than UTF8, its first connection raises
     Conflict.
 
     Raises:
-        Conflict: The driver for this kind of database is not installed.
+        Conflict: The Python package for this kind of database is not installed.
     """
     is_postgresql = url.get_backend_name() == "postgresql"
     settings = {name: value for name, value in POSTGRESQL_SETTINGS.items() if name not in url.query}
@@ -82,24 +98,76 @@ def _check_encoding(place: str, connection: Any, _: Any) -> None:
         )
 
 
-def reading(engine: sa.Engine) -> sa.Engine:
-    """Return the SQLAlchemy engine with the options for read-only transactions.
+@dataclass(frozen=True)
+class Reads:
+    """Opens the connections with which a store reads; in a unit of work, reads use the connection of the unit."""
+
+    engine: sa.Engine
+
+    def connect(self) -> AbstractContextManager[sa.Connection]:
+        outer = _unit_of(self.engine)
+        return self.engine.connect() if outer is None else nullcontext(outer)
+
+
+def reading(engine: sa.Engine) -> Reads:
+    """Return what opens connections to the database of `engine` whose transactions only read.
 
     All queries of such a transaction see the same state of the database, and never wait for a transaction that writes.
     """
     if engine.dialect.name == "sqlite":
-        return engine.execution_options(read_only=True)
-    return engine.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
+        return Reads(engine.execution_options(read_only=True))
+    return Reads(engine.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True))
+
+
+class _Units(threading.local):
+    """The connections of the units of work that a thread is in, by the connection pool of their database."""
+
+    def __init__(self) -> None:
+        self.connections: dict[sa.Pool, sa.Connection] = {}
+
+
+_UNITS = _Units()
+
+
+def _unit_of(engine: sa.Engine) -> sa.Connection | None:
+    return _UNITS.connections.get(engine.pool)
+
+
+@contextmanager
+def unit_of_work(engine: sa.Engine) -> Iterator[sa.Connection]:
+    """Context in which all store calls of this thread are one transaction, which is committed when the context ends.
+
+    If the context raises an error, nothing was stored. A call that raises an error which the context handles has stored
+    nothing either. Reads see what the unit has written. A unit within another one is a part of it. The engine must not
+    wait for its database, because a call cannot be repeated without the calls before it.
+    """
+    assert not is_waiting(engine), "a call of a unit of work cannot be repeated alone"
+    if (outer := _unit_of(engine)) is not None:
+        with outer.begin_nested():
+            yield outer
+        return
+    pool = engine.pool
+    with transaction(engine) as connection:
+        _UNITS.connections[pool] = connection
+        try:
+            yield connection
+        finally:
+            del _UNITS.connections[pool]
 
 
 @contextmanager
 def transaction(engine: sa.Engine) -> Iterator[sa.Connection]:
-    """Context with a write transaction, which is committed at the end.
+    """Context with a write transaction, which is committed when the context ends without an error.
 
-    On PostgreSQL the transaction also stores a token, which is a text that no other transaction stores. If the
-    connection is lost during the commit, the token shows whether the transaction was committed. An error that leaves
-    the context therefore means that nothing was stored.
+    If the context raises an error, nothing was stored. This holds even if the connection was lost during the commit. On
+    PostgreSQL the transaction therefore also stores a token, a unique text. After a lost connection, the token is
+    looked up: it is stored only if the transaction was committed, and then no error is raised. In a unit of work, the
+    transaction is a part of it.
     """
+    if (outer := _unit_of(engine)) is not None:
+        with outer.begin_nested():
+            yield outer
+        return
     with engine.connect() as connection, connection.begin() as begun:
         yield connection
         token = _store_token(connection)
@@ -135,10 +203,12 @@ NEXT_TOKEN = sa.text(_STORE_TOKEN.format(is_outdated="token = :before"))
 
 
 def _store_token(connection: sa.Connection) -> str | None:
-    """Store a new token in the open transaction, by which an interrupted commit can be verified later.
+    """Store a new token, a unique text, in the open transaction, and return it.
 
-    With the first token of a connection, old tokens of closed connections are deleted. On SQLite, and if the
-    transaction has written nothing, no token is stored and the result is None.
+    If the connection is lost during the commit, the stored token shows whether the transaction was committed. This call
+    also deletes the token that an earlier transaction of the connection stored. The first call of a connection also
+    deletes the tokens of closed connections. On SQLite, and if the transaction has written nothing, no token is stored
+    and the result is None.
     """
     if connection.dialect.name == "sqlite":
         return None
@@ -151,10 +221,11 @@ def _store_token(connection: sa.Connection) -> str | None:
 
 
 def _is_committed(engine: sa.Engine, token: str) -> bool:
-    """Whether PostgreSQL committed the transaction that stored `token`.
+    """Whether PostgreSQL committed the transaction that stored `token`, a unique text.
 
-    The token is inserted once more, which waits until the transaction that stored it has ended. While the database does
-    not answer, the query is repeated if `is_waiting` is True for `engine`; otherwise the error is raised.
+    The function tries to insert the token again. PostgreSQL first waits for the end of that transaction, and then
+    inserts nothing if the token is stored. If the database does not answer meanwhile, an `engine` that waits for its
+    database repeats the query. For any other engine, the error is raised.
     """
     query = sa.text("INSERT INTO commit_tokens (token, time) VALUES (:token, :now) ON CONFLICT DO NOTHING")
     while True:
@@ -168,14 +239,42 @@ def _is_committed(engine: sa.Engine, token: str) -> bool:
 
 
 def clock(connection: sa.Connection) -> Any:
-    """Expression for the current time in seconds since the epoch, by the database's clock.
+    """Current time by the database's clock, in seconds since the epoch, as a value for an SQL statement.
 
     On SQLite, which only one machine uses, the result is a number. On PostgreSQL, which all machines share, it is an
-    SQL expression for the time of the database's clock.
+    SQL expression.
     """
     if connection.dialect.name == "sqlite":
         return time.time()
     return sa.cast(sa.extract("epoch", sa.func.clock_timestamp()), sa.Float)
+
+
+def clock_time(connection: sa.Connection) -> float:
+    """Read the current time from the database's clock, in seconds since the epoch."""
+    time_s = clock(connection)
+    return time_s if isinstance(time_s, float) else float(connection.execute(sa.select(time_s)).scalar_one())
+
+
+def insert(connection: sa.Connection, table: sa.Table) -> Any:
+    """Start an INSERT statement for `table` that supports ON CONFLICT, in the dialect of the connection's database."""
+    from sqlalchemy.dialects import postgresql, sqlite
+
+    return (postgresql if connection.dialect.name == "postgresql" else sqlite).insert(table)
+
+
+def one_of(column: sa.ColumnElement[int], numbers: Collection[int]) -> sa.ColumnElement[bool]:
+    """Condition that the integer `column` is one of `numbers`.
+
+    Databases limit the number of parameters of a statement. If there are more than MAX_NAMED numbers, the condition is
+    therefore that the column is between the smallest and the largest; callers leave out the other rows themselves.
+    Numbers without a gap are not named either, because a statement with many parameters takes long to make.
+    """
+    if not numbers:
+        return sa.false()
+    first, last = min(numbers), max(numbers)
+    if len(numbers) > MAX_NAMED or last - first == len(numbers) - 1:
+        return column.between(first, last)
+    return column.in_(list(numbers))
 
 
 def _prepare_sqlite(connection: Any, _: Any) -> None:
@@ -190,7 +289,7 @@ def _prepare_sqlite(connection: Any, _: Any) -> None:
 
 
 def _to_wal(cursor: Any) -> None:
-    """Switch an SQLite file to write-ahead logging; a locked file is tried again for up to 60 s.
+    """Switch an SQLite file to write-ahead logging; if the file is locked, try again for up to 60 s.
 
     If several connections switch a file at once, SQLite refuses all but one without waiting for its own timeout,
     because each would wait for the others to stop reading.

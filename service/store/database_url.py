@@ -86,13 +86,13 @@ def _sqlite(url: sa.URL) -> sa.URL:
 
 
 def shown(url: sa.URL) -> str:
-    """Text of a database's URL for messages: without secrets, and with the scheme `sqlite` or `postgresql`."""
+    """Text of a database's URL for messages: without secrets, and with the scheme `sqlite` or `postgresql` only."""
     hidden = {name: "hidden" for name in SECRETS if name in url.query}
     return url.set(drivername=url.get_backend_name()).update_query_dict(hidden).render_as_string()
 
 
 def has_password(url: sa.URL) -> bool:
-    """Whether the URL itself contains a password or another secret."""
+    """Whether the URL of a database itself contains a password or another secret."""
     return url.password is not None or any(name in url.query for name in SECRETS)
 
 
@@ -101,23 +101,26 @@ def database_url(data_dir: Path, given: str | None = None) -> sa.URL:
 
     It is the first of these that exists:
 
-    - `given`
+    - `given`, the URL that the user gave on the command line
     - the environment variable MERGESEARCH_DATABASE
-    - the URL that `remember` stored in the data directory
+    - the URL that the function `remember` stored in the data directory at an earlier start
     - the URL of an SQLite file in the data directory
 
     Raises:
-        Conflict: The text that is given or found is not the URL of a database.
+        Conflict: The text that was found is not the URL of a database.
     """
     text = given or os.environ.get(VARIABLE)
     return parse_url(text) if text else remembered(data_dir)
 
 
 def known_url(data_dir: Path, given: str | None = None) -> sa.URL:
-    """Find the URL of a server's database, as `database_url` does, but refuse an SQLite file that does not exist.
+    """Find the URL of the database of the server with the data directory `data_dir`; the database must exist.
+
+    The URL is `given`, or else the one in the environment variable MERGESEARCH_DATABASE, or else the one that the
+    server stored in the data directory. A missing SQLite file is refused, not created.
 
     Raises:
-        Conflict: The URL that is found is that of a missing SQLite file, or is not the URL of a database.
+        Conflict: The URL that was found is that of a missing SQLite file, or is not the URL of a database.
     """
     url = database_url(data_dir, given)
     if url.get_backend_name() == "sqlite" and not Path(str(url.database)).exists():
@@ -131,11 +134,11 @@ def known_url(data_dir: Path, given: str | None = None) -> sa.URL:
 def remembered(data_dir: Path) -> sa.URL:
     """URL of the database that the last server with this data directory used.
 
-    The function `remember` stored it there. If no URL is stored, the result is the URL of an SQLite file in the data
-    directory.
+    The server stores the URL in `data_dir`, unless it is the default: an SQLite file in `data_dir`.
 
     Raises:
-        Conflict: The server took the URL from MERGESEARCH_DATABASE, so the URL is not stored.
+        Conflict: The server took the URL, which may have secrets, from the environment variable MERGESEARCH_DATABASE,
+            and stored only the name of the database.
     """
     text, place = _stored(data_dir)
     if text is None:
@@ -147,7 +150,7 @@ def remembered(data_dir: Path) -> sa.URL:
 
 
 def remembered_place(data_dir: Path) -> str:
-    """Text that names the database of the last server with this data directory, without secrets.
+    """Text for messages that names the database of the last server with this data directory, without secrets.
 
     The text is known even if the server took the database's URL from the environment variable MERGESEARCH_DATABASE.
     """
@@ -156,10 +159,11 @@ def remembered_place(data_dir: Path) -> str:
 
 
 def _stored(data_dir: Path) -> tuple[str | None, str]:
-    """Read what `remember` stored: (the database's URL, a text that names the database).
+    """Read what a server stored about its database in its data directory: its URL, or a text that names it.
 
-    Only one of both values is known. If the URL is secret and was not stored, the URL is None. Otherwise the text is
-    "". If nothing is stored, the URL is that of the SQLite file in the data directory.
+    The result is a pair. If the server stored the URL, the pair is the URL and "". If it stored no URL because that may
+    have secrets, the pair is None and a text that names the database. If it stored nothing, the pair is the URL of the
+    default database, an SQLite file in the data directory, and "".
     """
     try:
         text = (data_dir / URL_FILE).read_text().strip()
@@ -170,7 +174,7 @@ def _stored(data_dir: Path) -> tuple[str | None, str]:
 
 
 def named_url(text: str) -> sa.URL:
-    """URL of the database that `text` names, either by URL or by a server's data directory.
+    """URL of the database that `text` names, either by this URL or by the data directory of its server.
 
     Raises:
         Conflict: `text` is neither of these.
@@ -181,13 +185,12 @@ def named_url(text: str) -> sa.URL:
 
 
 def remember(data_dir: Path, url: sa.URL, *, by_variable: bool = False) -> None:
-    """Store the URL of a server's database in its data directory, for its drivers and for its next start.
+    """Store the URL of a server's database, `url`, in its data directory, for its drivers and for its next start.
 
-    For the default database, an SQLite file in the data directory, no URL is stored, and an earlier one is removed.
-
-    If `by_variable` is True, the server took the URL from the environment variable MERGESEARCH_DATABASE, and its
-    drivers read this variable too. The file then holds only the URL without its secrets. It is shown in error messages
-    if the variable is not set.
+    Drivers are the processes that work on jobs. If the database is the default, an SQLite file in the data directory,
+    nothing is stored, and an earlier URL is removed. If `by_variable` is True, the server took the URL from the
+    environment variable MERGESEARCH_DATABASE, which its drivers read too. In this case only the URL without its secrets
+    is stored. Error messages show it if the variable is not set.
     """
     place = data_dir / URL_FILE
     if url.get_backend_name() == "sqlite" and Path(str(url.database)) == (data_dir / DATABASE).absolute():

@@ -20,6 +20,7 @@ __all__ = [
     "BENCHMARKS",
     "CANARIES",
     "CONTAMINATION",
+    "ENDPOINT",
     "POLICY_START",
     "RESPONSES",
     "STOPPING",
@@ -49,6 +50,8 @@ __all__ = [
 
 CANARIES, POLICY_START, VERIFICATION, WARM_START = "canaries", "policy_start", "verification", "warm_start"
 RESPONSES, ALIGNMENT_COST = "responses", "alignment_cost"
+# The address and the secret of the HTTP application of a served study's driver.
+ENDPOINT = "endpoint"
 # The evaluations, as [trial, rung], that were running when a study's search was asked to end early.
 STOPPING = "stopping"
 BENCHMARKS, CONTAMINATION, ATTACKS = "benchmarks", "contamination", "attacks"
@@ -61,17 +64,19 @@ class BenchmarkFacts:
     Attributes:
         name: Name of the benchmark, under which its samples are stored.
         metric: Name of the task's metric.
-        direction: Direction of the metric.
+        direction: Whether large or small values of the metric are better.
         range: Lowest and highest value of the metric; None for [0, 1].
-        task_digest: Digest of the task (`TaskSpec.digest`). Samples of tasks with other digests are not comparable.
+        task_digest: Digest of the task's definition and data. Samples of tasks with other digests are not comparable.
         num_samples: Number of samples of the task.
         subtasks: Names and sizes of the subtasks, if the task is a group of several.
         categories: Groups of subtasks within the task: the names of the subtasks, by the name of the group.
-        seed: Seed of the order of the samples (`workers.evaluation.built_tasks.permutation`).
-        attack: The option `attack` of the study file; None if the benchmark is not attacked.
-        template: The prompt template that is attacked.
-        judge: The option `judge` of the study file; None if the benchmark has no judge.
-        reference_length: Mean number of characters of the reference answers that a judge compares with; 0 without one.
+        seed: Seed of the random order in which the samples are scored.
+        attack: The option `attack` of the study file, for adversarial prompts; None if the benchmark is not attacked.
+        template: The prompt template that the attack changes; empty without an attack.
+        judge: The option `judge` of the study file, for a model that compares answers; None if the benchmark has no
+            judge.
+        reference_length: Mean number of characters of the reference answers with which a judge compares; 0 without a
+            judge.
     """
 
     name: str
@@ -89,7 +94,7 @@ class BenchmarkFacts:
     reference_length: float = 0.0
 
     def change_since(self, stored: BenchmarkFacts) -> str:
-        """Describe how this benchmark's task differs from the stored one, `stored`; "" if they are the same task."""
+        """Describe how this benchmark's task differs from its earlier description `stored`; "" if they are equal."""
         if self.task_digest == stored.task_digest:
             return ""
         then, now = (
@@ -102,22 +107,25 @@ class BenchmarkFacts:
 
     @property
     def objective(self) -> Objective:
-        """The benchmark as an objective: its name, metric, direction and range."""
+        """The benchmark in the form of an objective of a study: its name, metric, direction and range."""
         return Objective(self.name, self.metric, self.direction, self.range)
 
 
 @dataclass(frozen=True)
 class AttackResult:
-    """Result of an adversarial attack on the prompts of a benchmark for one recipe.
+    """Result of an adversarial attack on the prompts of a benchmark for one recipe (merge).
+
+    An attack changes words of the prompt template and looks for the template with which the merge does worst.
 
     Attributes:
         benchmark: Name of the benchmark.
         recipe: Digest of the recipe.
-        template: The prompt template with which the recipe's metric is worst. It is the original template if no changed
+        template: The prompt template with which the merge's metric is worst. It is the original template if no changed
             template is worse.
         samples: Name under which the samples with this template are stored.
         num_queries: Number of templates that were scored on all samples, without the original one.
-        is_cut: Whether `max_queries` ended the attack.
+        is_cut: Whether the attack ended early because it had scored `max_queries` templates, an option of the study
+            file.
     """
 
     benchmark: str
@@ -130,18 +138,18 @@ class AttackResult:
 
 @dataclass(frozen=True)
 class Overlap:
-    """Number of items of a holdout task or benchmark that are also in the search data of an objective.
+    """How many items of a holdout task or a benchmark are also in the data on which the study searches.
 
     Attributes:
-        section: "holdout" or "benchmarks".
-        name: Name of the entry.
-        num_items: Number of its items.
+        section: Section of the study file that has the task: "holdout" or "benchmarks".
+        name: Name of the task in that section.
+        num_items: Number of the task's items.
         num_exact: Number of items whose whole text is also an item of the search data.
-        num_ngrams: Number of items that have 13 consecutive words in common with an item of the search data, the exact
-            ones included.
+        num_ngrams: Number of items that have 13 consecutive words in common with an item of the search data, including
+            those counted by `num_exact`.
         by_objective: Number of items that overlap with the search data of an objective, by objective.
         examples: Positions of some overlapping items in the task's data.
-        is_allowed: Whether the study file names the entry in `contamination.allowed`.
+        is_allowed: Whether the study file permits the overlap of this task, in `contamination.allowed`.
     """
 
     section: str
@@ -155,37 +163,47 @@ class Overlap:
 
     @property
     def share(self) -> float:
-        """Share of the items that are also in the search data."""
+        """Share, from 0 to 1, of the task's items that are also in the data on which the study searches."""
         return self.num_ngrams / self.num_items if self.num_items else 0.0
 
 
 def read_attacks(document: Any) -> tuple[AttackResult, ...]:
-    """Read the results of attacks on a study's benchmarks; empty before the first attack has ended."""
+    """Read the results of adversarial attacks on the prompts of a study's benchmarks from the stored `document`.
+
+    Returns an empty tuple if `document` is None: no attack has ended yet.
+    """
     return () if document is None else TypeAdapter(tuple[AttackResult, ...]).validate_python(document)
 
 
 def read_benchmarks(document: Any) -> tuple[BenchmarkFacts, ...]:
-    """Read the stored descriptions of a study's benchmarks; empty before the first is scored."""
+    """Read the descriptions of a study's benchmarks from their stored JSON `document`; empty if it is None."""
     return () if document is None else TypeAdapter(tuple[BenchmarkFacts, ...]).validate_python(document)
 
 
 def read_contamination(document: Any) -> tuple[Overlap, ...]:
-    """Read how a study's held-out data and benchmarks overlap with its search data."""
+    """Read the overlaps of a study's holdout tasks and benchmarks with its search data, from the stored `document`.
+
+    Returns an empty tuple if `document` is None.
+    """
     return () if document is None else TypeAdapter(tuple[Overlap, ...]).validate_python(document)
 
 
 @dataclass(frozen=True)
 class AlignmentCost:
-    """Seconds that a study took to learn its alignments (maps between layers), over all attempts."""
+    """Time, in `seconds`, that all drivers (processes) of a study together took to learn its alignments.
+
+    Alignments are maps between layers of different models, which some merges need.
+    """
 
     seconds: float = 0.0
 
 
 @dataclass(frozen=True)
 class StartPolicy:
-    """Checkpoint of a trained policy from which a study starts.
+    """Checkpoint of an earlier study's policy (a network that proposes configurations) from which a study starts.
 
-    `digest` is the checkpoint's sha256, `iteration` the last iteration from which the policy has learned.
+    `digest` is the checkpoint's sha256. `iteration` is the number of the last iteration of trials on which the policy
+    was trained.
     """
 
     iteration: int
@@ -194,10 +212,10 @@ class StartPolicy:
 
 @dataclass(frozen=True)
 class PolicyStart:
-    """Trained policies of another study from which a study's policies start.
+    """The trained policies of an earlier study from which the policies of a new study start.
 
-    `study` and `name` are the id and name of the study that trained the policies. `policies` has an entry for each
-    policy of the new study, in order.
+    A policy is a network that proposes configurations. `study` and `name` are the id and name of the earlier study.
+    `policies` has an entry for each policy of the new study, in their order.
     """
 
     study: str
@@ -209,9 +227,10 @@ class PolicyStart:
 class WarmStart:
     """Results of an earlier study with which a study's searcher starts.
 
-    `study` and `name` are the id and name of the earlier study. `rungs` is "all" if results at every rung are used, or
-    "full" if only those at the full budget are. `num_trials` and `num_observations` are the numbers of trials and of
-    results that are used. `digest` is the digest of the artifact that has the results.
+    `study` and `name` are the id and name of the earlier study. `rungs` is "all" if results of trials that were scored
+    on part of the samples are used too, or "full" if only results on all samples are. `num_trials` and
+    `num_observations` are the numbers of trials and of results that are used. `digest` is the digest of the stored file
+    with the results.
     """
 
     study: str
@@ -224,10 +243,10 @@ class WarmStart:
 
 @dataclass(frozen=True)
 class RemovedResponses:
-    """Removal of a study's model responses and tokens.
+    """Record that a study's model responses and tokens were removed to save space.
 
     `removed_at` is the time in seconds since the epoch. `num_samples` and `num_bytes` are the numbers of samples and
-    bytes that were removed.
+    bytes whose responses were removed.
     """
 
     removed_at: float
@@ -237,10 +256,10 @@ class RemovedResponses:
 
 @dataclass(frozen=True)
 class Canaries:
-    """Results of the last canary (a check with fixed prompts) of each engine of a study.
+    """Results of the last canary (a check with fixed prompts) of each engine that scored samples of a study.
 
-    `samples_not_checked` is the number of the study's samples that were scored after the last canary that their engine
-    passed; None before the study's end. `skipped` has the reasons why canaries could not be run, by replica.
+    `samples_not_checked` is the number of the study's samples that no later canary of their engine has confirmed; None
+    before the study's end. `skipped` has the reasons why canaries could not be run, by replica (engine).
     """
 
     samples_not_checked: int | None = None
@@ -249,9 +268,10 @@ class Canaries:
 
 @dataclass(frozen=True, kw_only=True)
 class TrialVerification(VerificationReport):
-    """Report of the verification of the trial with the number `trial`.
+    """Report of the verification of one trial: its samples scored again with Hugging Face transformers instead of vLLM.
 
-    `samples` is a digest of the stored samples that were compared; None in reports of earlier versions.
+    `trial` is the trial's number. `samples` is a digest of the stored samples that were compared; None in reports of
+    earlier versions.
     """
 
     trial: int
@@ -260,9 +280,9 @@ class TrialVerification(VerificationReport):
 
 @dataclass(frozen=True)
 class Verification:
-    """Result of a study's verification, with a report for each verified trial.
+    """Result of a study's verification, which scores some trials again with Hugging Face transformers instead of vLLM.
 
-    `reason` says why no trial was chosen for verification; None if trials were chosen.
+    It has a report for each verified trial. `reason` says why no trial was chosen; None if trials were chosen.
     """
 
     reports: tuple[TrialVerification, ...] = ()
@@ -278,31 +298,36 @@ _WARM_START = TypeAdapter(WarmStart)
 
 
 def read_alignment_cost(document: Mapping[str, Any] | None) -> AlignmentCost:
-    """Read the stored `AlignmentCost` of a study from its JSON document; `document` None gives 0 seconds."""
+    """Read the time that a study took to learn alignments (maps between layers), from its stored JSON `document`.
+
+    If `document` is None, the result is 0 seconds.
+    """
     return _ALIGNMENT_COST.validate_python(document or {})
 
 
 def read_canaries(document: Mapping[str, Any] | None) -> Canaries:
-    """Read the stored `Canaries` of a study from their JSON document.
+    """Read the results of a study's canaries (checks of engines with fixed prompts) from their stored JSON `document`.
 
-    If `document` is None, nothing is stored, and the result has the default of each field.
+    If `document` is None, nothing is stored, and each field of the result has its default.
     """
     return _CANARIES.validate_python(document or {})
 
 
 def read_policy_start(document: Mapping[str, Any] | None) -> PolicyStart | None:
-    """Read the stored `PolicyStart` of a study from its JSON document.
+    """Read from the stored JSON `document` with which trained policies a study starts.
 
-    Returns None if `document` is None, which means that nothing is stored.
+    A policy is a network that proposes configurations; the policies are those of an earlier study. Returns None if
+    `document` is None, which means that the study starts from no trained policies.
     """
     return None if document is None else _POLICY_START.validate_python(document)
 
 
 def read_verification(document: Mapping[str, Any] | None) -> Verification:
-    """Read the stored `Verification` of a study from its JSON document.
+    """Read the result of a study's verification from its stored JSON `document`.
 
-    If `document` is None, nothing is stored, and the result has no reports. Reports of earlier versions, which compared
-    only the values of samples, are read too.
+    A verification scores stored samples again with transformers instead of vLLM. If `document` is None, nothing is
+    stored, and the result has no reports. Reports of earlier versions, which compared only the values of samples, are
+    read too.
     """
     found = dict(document or {})
     found["reports"] = [_with_kinds(report) for report in found.get("reports", ())]
@@ -310,7 +335,7 @@ def read_verification(document: Mapping[str, Any] | None) -> Verification:
 
 
 def read_removed_responses(document: Mapping[str, Any] | None) -> RemovedResponses | None:
-    """Read the stored `RemovedResponses` of a study from its JSON document.
+    """Read from the stored JSON `document` when a study's model responses were removed, and of how many samples.
 
     Returns None if `document` is None, which means that the responses were not removed.
     """
@@ -318,9 +343,9 @@ def read_removed_responses(document: Mapping[str, Any] | None) -> RemovedRespons
 
 
 def read_warm_start(document: Mapping[str, Any] | None) -> WarmStart | None:
-    """Read the stored `WarmStart` of a study from its JSON document.
+    """Read from the stored JSON `document` with which results of an earlier study a study's searcher starts.
 
-    Returns None if `document` is None, which means that nothing is stored.
+    Returns None if `document` is None, which means that the searcher starts without earlier results.
     """
     return None if document is None else _WARM_START.validate_python(document)
 

@@ -25,7 +25,10 @@ NOT_COPIED = frozenset({"schema_version", "commit_tokens", "sessions", "logins"}
 
 @dataclass(frozen=True)
 class MovedTable:
-    """A table that was copied: its number of rows, and the sha256 of the rows in the order of their keys."""
+    """A database table that was copied: its name, and its number of rows.
+
+    `digest` is the sha256 of the rows in the order of their keys.
+    """
 
     name: str
     rows: int
@@ -35,15 +38,12 @@ class MovedTable:
 def move(source: Store, target: Store, *, note: Callable[[str], None] = lambda _: None) -> list[MovedTable]:
     """Copy all tables of `source` to the empty `target` in one transaction, and compare the copies with the originals.
 
-    All tables of the source are read at one moment, and the source is not changed. Rows keep their ids. Ids of rows
-    that were deleted in the source are not given to new rows of the target. If this process ends early, the target is
-    still empty. `note` is called with messages about the progress.
-
-    Returns:
-        The copied tables.
+    All tables of the source are read at one moment, and the source is not changed. Rows keep their ids. The target
+    gives no new row an id that a deleted row of the source had. If this process ends early, the target is still empty.
+    `note` is called with messages about the progress. Returns the copied tables.
 
     Raises:
-        Conflict: The target has data, a job of the source has a driver, or a copy differs.
+        Conflict: The target has data, a driver (process) still works on a job of the source, or a copy differs.
     """
     with source.snapshot() as snapshot:
         _check_no_driver(snapshot)
@@ -57,10 +57,12 @@ def copy_tables(
     change: Callable[[sa.Connection], object] = lambda _: None,
     note: Callable[[str], None] = lambda _: None,
 ) -> list[MovedTable]:
-    """Copy all tables as `move` does, but do not check whether the jobs of `source` have drivers.
+    """Copy all tables of `source` to the empty `target` in one transaction, and compare them with the originals.
 
-    `source` is read as it is at the beginning if it is a snapshot (`Store.snapshot`). `change` is called with a
-    connection to `target` in the same transaction, after the copies were compared with the originals.
+    Unlike `move`, this function does not check whether processes still work on jobs of `source`. If `source` is a
+    snapshot, its state at the beginning of the snapshot is copied. After the comparison, `change` is called in the same
+    transaction with a connection to `target`, and may change the copies. `note` is called with messages about the
+    progress. Returns the copied tables.
 
     Raises:
         Conflict: The target has data, or a copy differs.

@@ -24,6 +24,7 @@ from workers.types import Split
 
 __all__ = [
     "BracketRecord",
+    "ChunkWork",
     "EngineFaultRecord",
     "EvaluationRequest",
     "EventRecord",
@@ -36,7 +37,11 @@ __all__ = [
 
 @dataclass(frozen=True)
 class BracketRecord:
-    """A stored Hyperband bracket: its index, the rung at which it starts, and its number of configurations."""
+    """A stored Hyperband bracket, which is a group of configurations that start at the same rung.
+
+    A rung is one of the increasing numbers of samples on which trials are compared. `bracket` is the index of the
+    bracket, `first_rung` the index of the rung at which it starts, and `size` its number of configurations.
+    """
 
     bracket: int
     first_rung: int
@@ -45,7 +50,7 @@ class BracketRecord:
 
 @dataclass(frozen=True)
 class EventRecord:
-    """An event in the history of a job, such as a finished rung.
+    """An event in the history of a job, such as a finished trial.
 
     `id` grows with time and is never reused. `time` is in seconds since the epoch. `kind` is an `EventKind`, or the
     text that a later version of the program stored. `payload` has details, as JSON, which depend on the kind.
@@ -58,13 +63,38 @@ class EventRecord:
 
 
 @dataclass(frozen=True)
-class EvidenceRecord:
-    """Evidence of one scored chunk of samples: the weights that the engine held, and the times of the steps.
+class JobEventRecord:
+    """An event with the job that it is about: the job's id, kind and name."""
 
-    `prompts` has hashes of the scored prompts. Its keys are "split objective[start:stop]", with the position of the
-    first sample and the position after the last sample. `finished_at` is in seconds since the epoch. `canaries` is the
-    number of canaries (checks with fixed prompts) that the engine had passed before it scored the chunk; None if an
-    earlier version stored the chunk. The other fields are those of `workers.types.Evidence` and `ScoreResult`.
+    event: EventRecord
+    job: str
+    job_kind: str
+    name: str
+
+
+@dataclass(frozen=True)
+class EvidenceRecord:
+    """Evidence of which weights the engine held when it scored one chunk of samples (up to 512), and the times it took.
+
+    Attributes:
+        id: Id of the record in the database.
+        study: Id of the study.
+        trial: Number of the trial for which the samples were scored.
+        recipe_digest: Digest of the recipe (merge) that the engine held.
+        bank_fingerprint: Fingerprint of the weights of the source models.
+        prompts: Hashes of the scored prompts. The keys are "split objective[start:stop]", with the position of the
+            first sample and the position after the last.
+        weights_checksum: Checksum of the engine's weights after the merge was written into them.
+        replica: Id of the engine's replica.
+        swap_count: Number of merges that were written into the engine up to then.
+        engine: Description of the engine: its program, dtype and placement.
+        timings_s: Seconds by step, such as "swap" and "score".
+        num_samples: Number of samples.
+        finished_at: Time at which the samples were stored, in seconds since the epoch.
+        canaries: Number of canaries (comparisons with transformers on fixed prompts) that the engine had passed before;
+            None if an earlier version stored the record.
+        sample_bytes: Stored size of the samples' values; None if it is not known.
+        text_bytes: Stored size of the samples' texts; None if it is not known.
     """
 
     id: int
@@ -85,19 +115,33 @@ class EvidenceRecord:
     text_bytes: int | None = None
 
     def is_of(self, split: Split) -> bool:
-        """Whether the samples of the chunk belong to `split`, such as the search data or the holdout data."""
+        """Whether this record is about samples of `split`, such as the search data or the holdout data."""
         return any(key.startswith(f"{split} ") for key in self.prompts)
 
 
 @dataclass(frozen=True)
+class ChunkWork:
+    """Work of a replica on one chunk of samples: the seconds of its phases by name, and when it was stored.
+
+    `finished_at` is in seconds since the epoch.
+    """
+
+    replica: str
+    trial: int
+    num_samples: int
+    timings_s: Mapping[str, float]
+    finished_at: float
+
+
+@dataclass(frozen=True)
 class JudgmentRecord:
-    """Judgment of one completion by the judge of a benchmark.
+    """Judgment of one completion by the judge of a benchmark, a model that compares it with a reference answer.
 
     Attributes:
         benchmark: Name of the benchmark.
-        recipe_digest: Digest of the recipe whose completion was judged.
-        position: Position of the sample in the order of scoring.
-        is_swapped: Whether the completion was the second answer in the prompt, after the reference answer.
+        recipe_digest: Digest of the recipe (merge) whose completion was judged.
+        position: Index of the sample in the order in which the benchmark's samples are scored.
+        is_swapped: Whether the completion was the second answer in the judge's prompt, after the reference answer.
         preference: 1 if the completion is better than the reference answer, 0 if it is worse, 0.5 for a tie; None if
             the judge's answer has no verdict.
         model: Name of the judge's model, as the endpoint reported it.
@@ -117,23 +161,30 @@ class JudgmentRecord:
 
 @dataclass(frozen=True)
 class EvaluationRequest:
-    """A user's request to evaluate the recipe of a trial at the full budget.
+    """A user's request to evaluate a merge at the full budget, which is all samples of the study.
 
-    `number` counts the requests of the study. `trial` is the number of the trial with the recipe. `added` is the number
-    of the trial that was added for the request; None until a driver has added one.
+    - `number`: counts the requests of the study.
+    - `trial`: the number of the trial whose recipe is evaluated; None if the user gave a merge instead.
+    - `label`: the name of the merge that the user gave; None if `trial` is given.
+    - `recipe`, `configuration`: the merge that the user gave, either as the JSON document of a recipe or as a value for
+      each parameter of the search space. The other one is None; both are None if `trial` is given.
+    - `added`: the number of the trial that was added for the request; None until a driver has added one.
     """
 
     number: int
-    trial: int
+    trial: int | None = None
     added: int | None = None
+    label: str | None = None
+    recipe: Mapping[str, Any] | None = None
+    configuration: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
 class EngineFaultRecord:
-    """The first check that a replica's engine failed.
+    """The first check that the engine of a replica failed.
 
-    `id` grows with time. `canaries` is the number of canaries (checks with fixed prompts) that the engine had passed
-    before. `reason` describes the failure. `time` is in seconds since the epoch.
+    `id` grows with time. `replica` is the replica's id. `canaries` is the number of canaries (checks with fixed
+    prompts) that the engine had passed before. `reason` describes the failure. `time` is in seconds since the epoch.
     """
 
     id: int

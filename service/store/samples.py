@@ -18,8 +18,9 @@ import hashlib
 import itertools
 import json
 import zlib
+from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,7 @@ import sqlalchemy as sa
 from numpy.typing import NDArray
 
 from service.store import schema
+from service.store.connection import one_of
 from workers.types import SampleResult, Split
 
 __all__ = [
@@ -62,10 +64,10 @@ SIZES = ("sample_bytes", "text_bytes")
 
 @dataclass(frozen=True)
 class SampleChunk:
-    """Values [num_samples] of adjacent samples of one objective and recipe.
+    """Metric values of samples with adjacent positions, for one objective and one recipe (merge).
 
-    The first value is that of the sample at position `start`. The position of a sample is its index in the order in
-    which the objective's samples are scored.
+    `recipe_digest` is the recipe's digest. `values` [num_samples] begins with the value of the sample at position
+    `start`. The position of a sample is its index in the order in which the objective's samples are scored.
     """
 
     recipe_digest: str
@@ -78,8 +80,9 @@ class SampleChunk:
 class VoidSample:
     """A void sample: the engine that scored it later failed a check, so the sample must be scored again.
 
-    `replica` is the engine's replica. `position` is the sample's index in the order in which the objective's samples
-    are scored.
+    `recipe_digest` is the digest of the scored recipe (merge), and `split` the data that the sample belongs to.
+    `position` is the sample's index in the order in which the objective's samples are scored. `value` is the doubtful
+    value, and `replica` the id of the engine's replica.
     """
 
     recipe_digest: str
@@ -94,9 +97,9 @@ class VoidSample:
 
 
 def pack_values(values: Values, is_truncated: Flags) -> bytes:
-    """Pack the values of samples, and flags that mark truncated responses, into bytes.
+    """Pack the metric values of samples [num_samples] into compressed bytes.
 
-    The function `_unpack_values` reads them.
+    `is_truncated` [num_samples] says which samples' prompts were cut to the longest length that the engine accepts.
     """
     return zlib.compress(values.astype("<f8").tobytes() + np.packbits(is_truncated).tobytes())
 
@@ -109,24 +112,35 @@ def _unpack_values(packed: bytes, count: int) -> tuple[Values, Flags]:
 
 
 def pack_texts(samples: Sequence[SampleResult]) -> bytes:
-    """Pack the responses of samples, and the token ids of their completions, into bytes; `_unpack_texts` reads them."""
+    """Pack the model's responses to samples, and the token ids of the completions, into compressed bytes."""
     return _pack_json([[sample.response, sample.tokens] for sample in samples])
 
 
-def _unpack_texts(packed: bytes | None, count: int) -> list[tuple[str, tuple[tuple[int, ...], ...] | None]]:
-    """Unpack `count` samples to pairs: the sample's response, and the token ids of each of its completions.
+def _unpack_texts(packed: bytes | None, count: int) -> list[tuple[str, list[list[int]] | None]]:
+    """Unpack the texts of `count` samples to pairs: the sample's response, and the token ids of each completion.
 
-    The token ids are None if they were not stored. If `packed` is None, the texts were deleted: each response is "",
-    and the token ids are None.
+    `packed` is a result of `pack_texts`. The token ids are None if they were not stored. If `packed` is None, the texts
+    were deleted: each response is "", and the token ids are None.
     """
     if packed is None:
         return [("", None)] * count
-    rows = json.loads(zlib.decompress(packed))
-    return [(response, None if tokens is None else tuple(map(tuple, tokens))) for response, tokens in rows]
+    found: list[tuple[str, list[list[int]] | None]] = json.loads(zlib.decompress(packed))
+    return found
+
+
+def _tokens(stored: list[list[int]] | None, *, has_tokens: bool) -> tuple[tuple[int, ...], ...] | None:
+    """Convert the stored token ids of a sample's completions to tuples, one for each completion.
+
+    If `has_tokens` is False, the tuples are empty. Returns None if no token ids were stored.
+    """
+    return None if stored is None else tuple(tuple(ids) if has_tokens else () for ids in stored)
 
 
 def pack_documents(names: Sequence[str]) -> bytes:
-    """Pack the names of the task documents of adjacent samples into bytes."""
+    """Pack the `names` of documents into compressed bytes.
+
+    A document is the item of a task from which a sample was made.
+    """
     return _pack_json(names)
 
 
@@ -145,9 +159,10 @@ def read_chunks(
     recipes: Collection[str] | None = None,
     objectives: Collection[str] | None = None,
 ) -> Iterator[SampleChunk]:
-    """Yield the values of all scored samples of a study and split, in chunks of adjacent samples.
+    """Yield the stored metric values of a study's samples on one split, in groups with adjacent positions.
 
-    `recipes` has the digests of the recipes whose samples are read, and `objectives` the names; None reads all.
+    `study` is the study's id. `split` is the search data, the holdout data or the benchmarks. `recipes` has the digests
+    of the recipes (merges) to read, and `objectives` the names of the objectives; None reads all.
     """
     table = schema.sample_chunks
     where = (table.c.study == study) & (table.c.split == Split(split).value)
@@ -168,26 +183,76 @@ def read_chunks(
 
 
 def with_room(known: Values | None, stop: int) -> Values:
-    """Lengthen an array of sample values, indexed by position, to at least `stop` values.
+    """Lengthen an array of samples' values, in which the index is the sample's position, to at least `stop` values.
 
-    The array begins with the values `known`; None means that no value is known. Positions without a value contain NaN.
+    `known` is the array; None means an empty one. The values that are added are NaN: no value is known there.
     """
     if known is None:
         return np.full(stop, np.nan)
     return known if len(known) >= stop else np.concatenate([known, np.full(stop - len(known), np.nan)])
 
 
-def read_samples(connection: sa.Connection, study: str, digest: str, split: Split) -> tuple[SampleResult, ...]:
-    """Read the scored samples of one recipe, ordered by objective and position."""
-    found = [sample for _, sample in _samples_of(connection, study, digest, split)]
-    found += [sample for _, _, sample in _old_samples(connection, study, digest, split)]
+def read_samples(
+    connection: sa.Connection,
+    study: str,
+    digest: str,
+    split: Split,
+    *,
+    objective: str | None = None,
+    positions: Set[int] | None = None,
+    has_tokens: bool = True,
+) -> tuple[SampleResult, ...]:
+    """Read the scored samples of one recipe (merge), ordered by objective and position.
+
+    `study` is the study's id, and `digest` the recipe's digest. `split` is the search data, the holdout data or the
+    benchmarks. The position of a sample is its index in the order in which the objective's samples are scored. With
+    `objective`, only its samples are read, and with `positions`, only rows that have a sample at one of these
+    positions; a row has adjacent samples that were scored together. If `has_tokens` is False, stored completions are
+    returned without their token ids.
+    """
+    chunks, old = schema.sample_chunks, schema.samples
+    where, where_old = (sa.true() if objective is None else table.c.objective == objective for table in (chunks, old))
+    if positions is not None:
+        where &= one_of(chunks.c.start, _starts(connection, _is_of(chunks, study, digest, split) & where, positions))
+        where_old &= one_of(old.c.position, positions)
+    of_recipe = (connection, study, digest, split)
+    new = _samples_of(*of_recipe, where, positions=positions, has_tokens=has_tokens)
+    earlier = _old_samples(*of_recipe, where_old, positions=positions, has_tokens=has_tokens)
+    found = [*(sample for _, sample in new), *(sample for _, _, sample in earlier)]
     return tuple(sorted(found, key=lambda sample: (sample.objective, sample.position)))
 
 
-def _samples_of(connection: sa.Connection, study: str, digest: str, split: Split) -> Iterator[tuple[int, SampleResult]]:
-    """Yield the stored samples of a recipe, each as (id of its evidence, result).
+def _starts(connection: sa.Connection, where: sa.ColumnElement[bool], positions: Set[int]) -> set[int]:
+    """Find the stored groups (chunks) of adjacent samples that have a sample at one of `positions`.
 
-    Samples in the table of earlier program versions are left out.
+    `where` is an SQL condition on the chunks to search. Returns the position of the first sample of each chunk found.
+    """
+    table, ordered = schema.sample_chunks, sorted(positions)
+    found = set()
+    for start, count in connection.execute(sa.select(table.c.start, table.c.num_samples).where(where)):
+        index = bisect_left(ordered, start)
+        if index < len(ordered) and ordered[index] < start + count:
+            found.add(start)
+    return found
+
+
+def _samples_of(
+    connection: sa.Connection,
+    study: str,
+    digest: str,
+    split: Split,
+    where: sa.ColumnElement[bool],
+    *,
+    positions: Set[int] | None = None,
+    has_tokens: bool = True,
+) -> Iterator[tuple[int, SampleResult]]:
+    """Yield the stored samples of one recipe (merge), each with the id of its row in the table `evidence`.
+
+    A row of this table says which weights the engine held when it scored samples. `study` is the study's id, `digest`
+    the recipe's digest, and `split` the search data, the holdout data or the benchmarks. Samples in the table in which
+    earlier versions of the program stored them are left out. `where` is a condition on rows of the table
+    `sample_chunks`, each of which has adjacent samples that were scored together. Of these rows the samples at
+    `positions` are yielded (None: all); without `has_tokens`, completions have none of their token ids.
     """
     table, texts, documents = schema.sample_chunks, schema.sample_texts, schema.sample_documents
     same = [texts.c[column.name] == column for column in table.primary_key]
@@ -195,7 +260,7 @@ def _samples_of(connection: sa.Connection, study: str, digest: str, split: Split
         sa.select(table, texts.c.packed.label("texts"), documents.c.packed.label("names"))
         .join(documents, documents.c.id == table.c.documents)
         .outerjoin(texts, sa.and_(*same))
-        .where(_is_of(table, study, digest, split))
+        .where(_is_of(table, study, digest, split) & where)
     )
     for row in connection.execute(query):
         values, is_truncated = _unpack_values(row.packed, row.num_samples)
@@ -203,14 +268,17 @@ def _samples_of(connection: sa.Connection, study: str, digest: str, split: Split
         each = zip(
             names, values.tolist(), is_truncated.tolist(), _unpack_texts(row.texts, row.num_samples), strict=True
         )
-        for position, (name, value, flag, (response, tokens)) in enumerate(each, start=row.start):
-            yield row.evidence, SampleResult(row.objective, position, name, value, response, flag, tokens)
+        for position, (name, value, flag, (response, stored)) in enumerate(each, start=row.start):
+            if positions is None or position in positions:
+                tokens = _tokens(stored, has_tokens=has_tokens)
+                yield row.evidence, SampleResult(row.objective, position, name, value, response, flag, tokens)
 
 
 def num_tokens(connection: sa.Connection, study: str, split: Split) -> dict[str, int]:
-    """Number of tokens that a study's merges generated on one split, by recipe digest.
+    """Number of tokens that a study's merges generated, by the digest of the merge's recipe.
 
-    Recipes with a scored sample whose tokens are not stored are left out.
+    `split` is the data for which tokens are counted: the search data, the holdout data or the benchmarks. Recipes with
+    a scored sample whose tokens are not stored are left out.
     """
     table = schema.sample_chunks
     where = (table.c.study == study) & (table.c.split == Split(split).value)
@@ -228,11 +296,11 @@ def num_tokens(connection: sa.Connection, study: str, split: Split) -> dict[str,
 
 
 def holdings() -> sa.Subquery:
-    """Subquery that counts the stored samples of each piece of evidence, in rows (study, evidence, num_samples).
+    """SQL subquery that counts the stored samples of each evidence row, with columns study, evidence and num_samples.
 
-    Evidence is a row in the table `evidence`, which says which weights the engine held when it scored a chunk of
-    samples. The column `evidence` has the row's id. Several rows of the subquery may have the same study and evidence;
-    their numbers add up.
+    A row of the table `evidence` says which weights the engine held when it scored some samples; the column `evidence`
+    has the id of this row. Several rows of the subquery may have the same study and evidence; the number of samples is
+    then the sum over these rows.
     """
     chunks, old = schema.sample_chunks, schema.samples
     return sa.union_all(
@@ -242,11 +310,12 @@ def holdings() -> sa.Subquery:
 
 
 def void_holdings(*columns: Any, held: sa.Subquery) -> sa.Select[Any]:
-    """Select `columns` of the rows in `held` that count void samples; `held` is a result of `holdings`.
+    """SQL query for the numbers of void samples, which must be scored again because their engine later failed a check.
 
-    A void sample must be scored again: its engine failed a check after the last canary (a check with fixed prompts)
-    that it passed. `columns` may also be columns of the tables `evidence` and `engine_faults`, to which the rows are
-    joined.
+    A sample is void if its engine scored it after the last check with fixed prompts that the engine passed. `held` is a
+    result of `holdings`: it has the number of samples for each row of the table `evidence`, which says which weights
+    the engine held. The query selects those rows of `held` whose samples are void. `columns` are the columns to select,
+    of `held` or of the joined tables `evidence` and `engine_faults`.
     """
     return _void(sa.select(*columns).select_from(held), held.c.evidence)
 
@@ -258,9 +327,10 @@ def _void(query: sa.Select[Any], of: sa.ColumnElement[int]) -> sa.Select[Any]:
 
 
 def read_void_samples(connection: sa.Connection, study: str) -> tuple[VoidSample, ...]:
-    """Read the samples of a study that must be scored again, because the engine that scored them later failed a check.
+    """Read the void samples of a study: those that must be scored again, because their engine later failed a check.
 
-    These are called void samples. They are ordered by recipe digest, split, objective and position.
+    They are ordered by the digest of the recipe (merge), by split (search data, holdout data or benchmarks), by
+    objective and by position.
     """
     chunks, old, replica = schema.sample_chunks, schema.samples, schema.evidence.c.replica
     found = []
@@ -280,9 +350,10 @@ def read_void_samples(connection: sa.Connection, study: str) -> tuple[VoidSample
 def not_stored(
     connection: sa.Connection, study: str, digest: str, split: Split, samples: Sequence[SampleResult]
 ) -> list[SampleResult]:
-    """Select those of `samples` that are not stored yet for the recipe with the given digest.
+    """Select those of `samples` that are not stored yet for one recipe (merge) of a study.
 
-    Samples that are only in the table `samples`, where earlier versions stored them, count as not stored.
+    `digest` is the recipe's digest, and `split` the data that the samples belong to: search data, holdout data or
+    benchmarks. Samples that are only in the table `samples`, where earlier versions stored them, count as not stored.
     """
     table = schema.sample_chunks
     query = sa.select(table.c.objective, table.c.start, table.c.num_samples).where(_is_of(table, study, digest, split))
@@ -295,10 +366,12 @@ def not_stored(
 def store_samples(
     connection: sa.Connection, study: str, digest: str, split: Split, evidence: int, samples: Iterable[SampleResult]
 ) -> None:
-    """Store samples of a recipe, which belong to the chunk with the evidence id `evidence`.
+    """Store samples of one recipe (merge) that an engine scored in one request.
 
-    No sample of `samples` may be stored already. `samples` must be all samples of the chunk that are to be stored,
-    because this function also sets the chunk's stored sizes: the bytes that its samples and their texts take.
+    `study` is the study's id, `digest` the recipe's digest, and `split` the data that the samples belong to, such as
+    the search data. `evidence` is the id of a row in the table `evidence`, which says which weights the engine held.
+    None of the samples may be stored already. `samples` must have all samples of the request that are to be stored,
+    because this function also writes their total size in bytes to the row.
     """
     chunks: list[dict[str, Any]] = []
     texts: list[dict[str, Any]] = []
@@ -330,7 +403,10 @@ def store_samples(
 
 
 def delete_texts(connection: sa.Connection, study: str, *, keep: Collection[str]) -> None:
-    """Delete the model responses and tokens of all recipes of a study except those with digests in `keep`."""
+    """Delete the stored model responses and tokens of a study, except those of the recipes (merges) in `keep`.
+
+    `study` is the study's id, and `keep` has the digests of these recipes.
+    """
     texts, evidence, old = schema.sample_texts, schema.evidence, schema.samples
 
     def is_other(table: sa.Table) -> sa.ColumnElement[bool]:
@@ -344,14 +420,15 @@ def delete_texts(connection: sa.Connection, study: str, *, keep: Collection[str]
 def remove_samples(
     connection: sa.Connection, study: str, digest: str, split: Split, keys: Collection[tuple[str, int]]
 ) -> None:
-    """Remove some stored samples of a recipe on one split.
+    """Remove some stored samples of one recipe (merge).
 
-    `digest` is the recipe's digest. `keys` has the samples to remove, each as (objective, position).
+    `study` is the study's id, `digest` the recipe's digest, and `split` the data that the samples belong to, such as
+    the search data. `keys` has the samples to remove, each as (objective, position in the order of scoring).
     """
     if not keys:
         return
     kept: dict[int, list[SampleResult]] = defaultdict(list)
-    for evidence, sample in _samples_of(connection, study, digest, split):
+    for evidence, sample in _samples_of(connection, study, digest, split, sa.true()):
         kept[evidence] += [] if (sample.objective, sample.position) in keys else [sample]
     for table in (schema.sample_texts, schema.sample_chunks):
         connection.execute(sa.delete(table).where(_is_of(table, study, digest, split)))
@@ -360,10 +437,9 @@ def remove_samples(
 
 
 def text_sizes(connection: sa.Connection) -> dict[str, tuple[int, int]]:
-    """Number of samples with stored responses, and the bytes of the responses, by study.
+    """Number of samples with stored responses, and the bytes of the responses, by study id.
 
-    The keys are ids of studies. A study is left out while some of its samples are still in the table of earlier
-    versions.
+    A study is left out while some of its samples are still in the table in which earlier versions stored them.
     """
     chunks, texts, old = schema.sample_chunks, schema.sample_texts, schema.samples
     same = sa.and_(*(texts.c[column.name] == column for column in chunks.primary_key))
@@ -377,9 +453,10 @@ def text_sizes(connection: sa.Connection) -> dict[str, tuple[int, int]]:
 
 
 def remove_texts(connection: sa.Connection, study: str) -> int:
-    """Remove the model responses and tokens of one recipe of a study, and return the number of rows removed.
+    """Remove the model responses and tokens of one recipe (merge) of a study, and return the number of rows removed.
 
-    The function chooses any recipe of the study that still has responses or tokens. It returns 0 if none is left.
+    The recipe is any one of the study that still has responses or tokens. The result is 0 if there is none, so callers
+    repeat the call until then.
     """
     texts = schema.sample_texts
     digest = sa.select(texts.c.recipe_digest).where(texts.c.study == study).limit(1).scalar_subquery()
@@ -388,7 +465,10 @@ def remove_texts(connection: sa.Connection, study: str) -> int:
 
 
 def _runs(samples: Iterable[SampleResult]) -> Iterator[list[SampleResult]]:
-    """Yield groups of samples that have adjacent positions of one objective, ordered by objective and position."""
+    """Group samples that have adjacent positions of one objective, because each such group becomes one database row.
+
+    The groups are ordered by objective and position. A position is a sample's index in the order of scoring.
+    """
     ordered = sorted(samples, key=lambda sample: (sample.objective, sample.position))
     numbered = enumerate(ordered)
     for _, run in itertools.groupby(numbered, key=lambda item: (item[1].objective, item[1].position - item[0])):
@@ -396,7 +476,11 @@ def _runs(samples: Iterable[SampleResult]) -> Iterator[list[SampleResult]]:
 
 
 def _documents_id(connection: sa.Connection, study: str, names: Sequence[str]) -> int:
-    """Return the database id of the list of document names `names`; store the list first if the study lacks it."""
+    """Return the database id of a list of documents' names, and store the list if it is new.
+
+    A document is the item of a task from which a sample was made. Samples of different recipes (merges) on the same
+    documents therefore share one stored list.
+    """
     table = schema.sample_documents
     packed = pack_documents(names)
     digest = hashlib.sha256(packed).hexdigest()
@@ -409,7 +493,7 @@ def _documents_id(connection: sa.Connection, study: str, names: Sequence[str]) -
 
 
 def _num_tokens(samples: Iterable[SampleResult]) -> int | None:
-    """Number of tokens in the completions of samples; None if a sample has no stored tokens."""
+    """Number of tokens in the completions of all `samples`; None if the tokens of a sample are not stored."""
     total = 0
     for sample in samples:
         if sample.tokens is None:
@@ -426,9 +510,9 @@ def _is_of(table: sa.Table, study: str, digest: str, split: Split) -> sa.ColumnE
 
 
 def move_old_samples(connection: sa.Connection, study: str, digest: str) -> int:
-    """Move a recipe's samples from the table of earlier program versions to the current tables.
+    """Move the samples of one recipe (merge) from the table of earlier program versions to the present tables.
 
-    `digest` is the recipe's digest. Returns the number of samples that were moved.
+    `study` is the study's id, and `digest` the recipe's digest. Returns the number of samples that were moved.
     """
     by_chunk: dict[tuple[Split, int], list[SampleResult]] = defaultdict(list)
     for split, evidence, sample in _old_samples(connection, study, digest):
@@ -441,19 +525,32 @@ def move_old_samples(connection: sa.Connection, study: str, digest: str) -> int:
 
 
 def _old_samples(
-    connection: sa.Connection, study: str, digest: str, split: Split | None = None
+    connection: sa.Connection,
+    study: str,
+    digest: str,
+    split: Split | None = None,
+    condition: sa.ColumnElement[bool] | None = None,
+    *,
+    positions: Set[int] | None = None,
+    has_tokens: bool = True,
 ) -> Iterator[tuple[Split, int, SampleResult]]:
-    """Yield samples of a recipe from the old table, each as (split, id of its evidence, result).
+    """Yield the samples of one recipe (merge) from the table of earlier program versions, which has a row per sample.
 
-    Earlier versions of the program stored samples in this table, one per row. If `split` is None, the samples of both
-    splits are read.
+    `study` is the study's id, and `digest` the recipe's digest. `split` is the data to read: search data, holdout data
+    or benchmarks; None reads all. Each sample is yielded as its split, the id of its row in the table `evidence` (which
+    says which weights the engine held), and the result. `condition` is a further condition on the rows, and `positions`
+    and `has_tokens` are those of `_samples_of`.
     """
     table = schema.samples
     where = (table.c.study == study) & (table.c.recipe_digest == digest)
     if split is not None:
         where &= table.c.split == Split(split).value
+    if condition is not None:
+        where &= condition
     for row in connection.execute(sa.select(table).where(where)):
-        tokens = None if row.tokens is None else tuple(map(tuple, json.loads(row.tokens)))
+        if positions is not None and row.position not in positions:
+            continue
+        tokens = _tokens(None if row.tokens is None else json.loads(row.tokens), has_tokens=has_tokens)
         found = SampleResult(
             row.objective, row.position, row.document, row.value, row.response, row.is_truncated, tokens
         )

@@ -31,6 +31,7 @@ __all__ = [
     "audit",
     "brackets",
     "commit_tokens",
+    "deliveries",
     "documents",
     "drains",
     "engine_faults",
@@ -42,7 +43,9 @@ __all__ = [
     "logins",
     "memberships",
     "metadata",
+    "notices",
     "prompt_templates",
+    "prompts",
     "rungs",
     "sample_chunks",
     "sample_documents",
@@ -51,15 +54,18 @@ __all__ = [
     "search_steps",
     "sessions",
     "studies",
+    "subscriptions",
+    "team_usage",
     "teams",
     "tokens",
     "trials",
     "users",
+    "waits",
 ]
 
 # The newest migration in `migrations/versions`, which makes the tables below. Every change of the tables needs
 # a migration.
-REVISION = "0018"
+REVISION = "0025"
 
 # The revision of a database from before the migrations, and its `schema_version`.
 BASELINE = "0001"
@@ -124,6 +130,13 @@ studies = Table(
     Column("edited_after", Integer),
     # The name before the first edit of it: Ray Jobs are named after it.
     Column("first_name", string(128)),
+    # The attempt whose driver was asked to make room.
+    Column("yields_after", Integer),
+    # Where an administrator has moved the job while it waits: the id of another job, or "" for the front; and when.
+    Column("moved_before", string(64)),
+    Column("moved_at", Float),
+    # The place of the request that created the job in its trace, in the form of the header `traceparent`.
+    Column("traceparent", string(64)),
 )
 
 
@@ -153,14 +166,18 @@ trials = Table(
     Index("trials_by_state", "study", "state", "number"),
 )
 
-# Requests to evaluate the recipe of a trial at the full budget; `added` is the number of the trial that answers one.
+# Requests to evaluate a merge at the full budget: the recipe of `trial`, or the enqueued `recipe` or `configuration`
+# with the label `label`. `added` is the number of the trial that answers one.
 evaluation_requests = Table(
     "evaluation_requests",
     metadata,
     Column("study", string(64), primary_key=True),
     Column("number", Integer, primary_key=True, autoincrement=False),
-    Column("trial", Integer, nullable=False),
+    Column("trial", Integer),
     Column("added", Integer),
+    Column("label", LosslessText),
+    Column("recipe", JSON),
+    Column("configuration", JSON),
     _in_study(),
 )
 
@@ -189,10 +206,10 @@ rungs = Table(
 
 
 def _of_samples() -> list[Column[Any]]:
-    """Key columns of the tables of samples, in which a row has adjacent samples of one objective and recipe.
+    """Key columns of the tables of samples, in which a row has adjacent samples of one objective and recipe (merge).
 
-    `start` is the position of the first sample. Rows name a recipe, not a trial, so trials with equal recipes share
-    samples.
+    The column `start` has the position of the first sample in the order in which samples are scored. Rows name a
+    recipe, not a trial, so trials with equal recipes share samples.
     """
     return [
         Column("study", string(64), primary_key=True),
@@ -222,6 +239,18 @@ sample_texts = Table(
     "sample_texts",
     metadata,
     *_of_samples(),
+    Column("packed", LargeBinary, nullable=False),
+    _in_study(),
+)
+
+# Prompts and references of samples, which all trials share (`service.store.prompts`); removed with the study alone.
+prompts = Table(
+    "prompts",
+    metadata,
+    Column("study", string(64), primary_key=True),
+    Column("split", string(8), primary_key=True),
+    Column("objective", string(64), primary_key=True),
+    Column("start", Integer, primary_key=True, autoincrement=False),
     Column("packed", LargeBinary, nullable=False),
     _in_study(),
 )
@@ -418,6 +447,25 @@ teams = Table(
     metadata,
     Column("name", string(64), primary_key=True),
     Column("created_at", Float, nullable=False),
+    # The team's share and its quotas, as in `TeamLimits`; a quota that is NULL is no limit.
+    Column("weight", Float, nullable=False, server_default="1"),
+    Column("max_running", Integer),
+    Column("max_replicas", Integer),
+    Column("max_served", Integer, server_default="4"),
+    Column("gpu_hours", Float),
+    Column("artifact_bytes", BigInteger),
+    Column("export_bytes", BigInteger),
+    Column("requests_per_minute", Integer),
+)
+
+# Seconds that drivers of a team's jobs have worked, times the GPUs of each job, by the day (UTC; days since the epoch).
+# The name "" stands for jobs without a team. Rows stay when jobs and teams are deleted.
+team_usage = Table(
+    "team_usage",
+    metadata,
+    Column("team", string(64), primary_key=True),
+    Column("day", Integer, primary_key=True, autoincrement=False),
+    Column("gpu_s", Float, nullable=False),
 )
 
 memberships = Table(
@@ -457,6 +505,8 @@ sessions = Table(
     Column("created_at", Float, nullable=False),
     Column("expires_at", Float, nullable=False),
     Column("last_used_at", Float, nullable=False),
+    # The id of the token with which the browser logged in; null for a login with the identity provider.
+    Column("token", string(32)),
     ForeignKeyConstraint(["user"], ["users.name"]),
 )
 
@@ -488,4 +538,72 @@ audit = Table(
     Column("before", JSON),
     Column("after", JSON),
     sqlite_autoincrement=True,
+)
+
+# Changes of jobs that users may want to be notified of. The leader of the servers makes deliveries of a row, and
+# deletes it.
+notices = Table(
+    "notices",
+    metadata,
+    Column("id", BIG_NUMBER, primary_key=True),
+    Column("study", string(64), nullable=False),
+    Column("kind", string(16), nullable=False),
+    Column("state", string(16), nullable=False),
+    Column("reason", LosslessText),
+    Column("time", Float, nullable=False),
+    _in_study(),
+)
+
+# Webhooks and e-mail addresses that receive notices. The secret of a webhook must be known to sign what is sent.
+subscriptions = Table(
+    "subscriptions",
+    metadata,
+    Column("id", string(32), primary_key=True),
+    Column("kind", string(16), nullable=False),
+    Column("target", LosslessText, nullable=False),
+    Column("secret", string(64)),
+    Column("owner", string(64)),
+    Column("covers", string(16), nullable=False),
+    Column("team", string(64)),
+    Column("events", JSON, nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("failing_since", Float),
+    Column("disabled_at", Float),
+    Column("disabled_reason", LosslessText),
+    ForeignKeyConstraint(["owner"], ["users.name"]),
+    ForeignKeyConstraint(["team"], ["teams.name"], ondelete="CASCADE"),
+)
+
+# Notices that are sent to a subscription; `study` is NULL for a test.
+deliveries = Table(
+    "deliveries",
+    metadata,
+    Column("id", string(32), primary_key=True),
+    Column("subscription", string(32), nullable=False),
+    Column("study", string(64)),
+    Column("event", string(16), nullable=False),
+    Column("body", LosslessText, nullable=False),
+    Column("state", string(16), nullable=False),
+    Column("attempts", Integer, nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("next_at", Float),
+    Column("finished_at", Float),
+    Column("status", Integer),
+    Column("error", LosslessText),
+    ForeignKeyConstraint(["subscription"], ["subscriptions.id"], ondelete="CASCADE"),
+    _in_study(),
+    Index("deliveries_by_state", "state", "next_at"),
+    Index("deliveries_by_subscription", "subscription", "created_at"),
+)
+
+# Jobs that wait: for what, since when, since when a driver works again, and whether users were notified.
+waits = Table(
+    "waits",
+    metadata,
+    Column("study", string(64), primary_key=True),
+    Column("reason", LosslessText, nullable=False),
+    Column("since", Float, nullable=False),
+    Column("working_since", Float),
+    Column("is_notified", Boolean, nullable=False),
+    _in_study(),
 )

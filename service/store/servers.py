@@ -29,12 +29,12 @@ RETRY_S, LISTEN_S = 2.0, 1.0
 
 
 class Leadership:
-    """Election of the leader, the server that starts drivers, among the servers that use a database.
+    """Election of a leader among the servers that use the same database: the only server that starts drivers.
 
-    On PostgreSQL the leader is the server whose database session holds a lock. When the session ends, another server
-    can take the lock. A leader whose session has ended detects this at the next call of `is_held`. Until then two
-    servers may act as leader. This does no harm, because a driver's Ray Job has a fixed id, and Ray refuses to start
-    the same id twice. On SQLite the only server is the leader. Thread-safe.
+    Drivers are the processes that work on jobs. On PostgreSQL the leader is the server whose database session holds a
+    lock. When the session ends, another server can take the lock. A leader whose session has ended detects this at the
+    next call of `is_held`. Until then two servers may act as leader, which does no harm: a driver's Ray Job has a fixed
+    id, and Ray refuses to start the same id twice. On SQLite the only server is the leader. Thread-safe.
     """
 
     def __init__(self, store: Store) -> None:
@@ -45,11 +45,16 @@ class Leadership:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this server was the leader at the last call of `is_held`."""
+        """Whether this server was the leader at the last call of `is_held`; the database is not asked.
+
+        The leader is the only server that starts drivers, the processes that work on jobs.
+        """
         return self._has_lock
 
     def is_held(self) -> bool:
         """Become the leader if there is none, and return whether this server is the leader.
+
+        The leader is the only server that starts drivers, the processes that work on jobs.
 
         Raises:
             DBAPIError: The database does not answer; this server is not the leader.
@@ -69,7 +74,7 @@ class Leadership:
             return self._has_lock
 
     def has_others(self) -> bool:
-        """Whether other servers use the database; False if the database does not answer."""
+        """Whether other servers use the same database; False if the database does not answer."""
         with self._lock:
             if self._connection is None:
                 return False
@@ -83,7 +88,10 @@ class Leadership:
                 return False
 
     def release(self) -> None:
-        """Stop being the leader, so that another server can become the leader."""
+        """Stop being the leader, so that another server can become it.
+
+        The leader is the only server that starts drivers, the processes that work on jobs.
+        """
         with self._lock:
             if self._engine is not None:
                 self._close()
@@ -114,9 +122,9 @@ class Leadership:
 class Notifications:
     """Thread that calls `on_event` with the id of each job that has a new event, as soon as the event is stored.
 
-    The event may come from any server or driver. On SQLite, and while the connection to the database is lost,
-    `on_event` is not called. `is_listening` is True while the thread receives the database's notifications of new
-    events.
+    The event may come from any server or driver (a process that works on a job). On SQLite, and while the connection to
+    the database is lost, `on_event` is not called. `is_listening` is True while the thread receives PostgreSQL's
+    notifications.
     """
 
     def __init__(self, store: Store, on_event: Callable[[str], None]) -> None:
@@ -162,7 +170,11 @@ class Notifications:
 
 
 def _single(store: Store) -> sa.Engine | None:
-    """Make an SQLAlchemy engine that opens a separate connection, which may stay open for long; None on SQLite."""
+    """Make an SQLAlchemy engine for one connection that stays open, apart from the connections of the store.
+
+    Such a connection holds a lock of PostgreSQL, or receives its notifications. It notices a lost server within some
+    seconds. Returns None for SQLite, where no such connection is needed.
+    """
     if store.engine.dialect.name == "sqlite":
         return None
     settings = {"connect_timeout": 5, "keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 2}

@@ -7,10 +7,11 @@ checks its attempt number in every transaction, so a driver that was replaced ca
 from __future__ import annotations
 
 import math
+import threading
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import asdict, dataclass, replace
@@ -24,17 +25,21 @@ from numpy.typing import NDArray
 from service.disk import DRAINED
 from service.errors import Conflict, DatabaseUnavailable, NotFound, StaleAttempt
 from service.store import schema
-from service.store.attempt_writer import JobWriter, insert, insert_event, lock_job
+from service.store.attempt_writer import JobWriter, insert_event, lock_job
 from service.store.availability import availability_of, is_away, is_waiting, repeated, waiting
-from service.store.connection import clock, connect, reading, transaction
+from service.store.column_types import LosslessText
+from service.store.connection import clock, clock_time, connect, insert, one_of, reading, transaction, unit_of_work
 from service.store.database_url import parse_url, shown
 from service.store.documents import RESPONSES, RemovedResponses
+from service.store.prompts import SampleText, read_prompts, stored_prompts
 from service.store.records import (
     BracketRecord,
+    ChunkWork,
     EngineFaultRecord,
     EvaluationRequest,
     EventRecord,
     EvidenceRecord,
+    JobEventRecord,
     JudgmentRecord,
     job_record,
     trial_record,
@@ -55,8 +60,10 @@ from service.store.samples import (
 )
 from service.store.steps import Step, read_step
 from service.store.upgrade import upgrade
+from service.store.usage import read_usage
 from service.types import (
     Account,
+    DriverWait,
     EventKind,
     ExportRecord,
     ExportState,
@@ -66,6 +73,7 @@ from service.types import (
     RungRecord,
     Sharing,
     Steering,
+    TeamUsage,
     TrialRecord,
     TrialResult,
     TrialState,
@@ -80,8 +88,10 @@ RETRY_S = 1.0
 # In PostgreSQL's refusals of a connection, which have no error code.
 REFUSALS = ("does not exist", "authentication failed", "no password supplied", "no pg_hba.conf entry")
 
-# Events after which drivers without a result are counted from zero: stored results, and a request to resume.
+# Events after which drivers without a result are counted from zero: stored results, a request to resume, and drivers
+# that were asked to make room.
 RESULT_EVENTS = (
+    EventKind.PREEMPTED,
     EventKind.RUNG,
     EventKind.TRIAL_STATE,
     EventKind.HOLDOUT_SCORED,
@@ -102,24 +112,37 @@ TRIAL_COLUMNS = (
     sa.cast(schema.trials.c.recipe, sa.Text).label("recipe"),
 )
 
-# The largest number of trials that a query names one by one; beyond it, it reads all between the first and the last.
-MAX_NAMED = 1001
+# What lists of jobs can be sorted by.
+JOB_SORTS: Mapping[str, sa.ColumnElement[Any]] = {
+    "created": schema.studies.c.created_at,
+    "name": schema.studies.c.name,
+    "state": schema.studies.c.state,
+    "owner": sa.func.coalesce(schema.studies.c.owner, ""),
+    "priority": schema.studies.c.priority,
+}
+
+# Reason of a STOPPED job whose driver was asked to make room.
+YIELDED = "it gave up its place"
 
 # Events that drivers without a result store.
 SETBACK_EVENTS = (EventKind.ATTEMPT, EventKind.JOB_REFUSED, EventKind.WAITING)
 
 
 class _Connections(Protocol):
-    """Interface that opens connections for reads: an SQLAlchemy engine, or `_OneConnection`."""
+    """Interface that opens connections for reading the database.
+
+    An SQLAlchemy engine opens a new connection at each call. A snapshot, which shows the database at one moment,
+    returns the same connection at each call.
+    """
 
     def connect(self) -> AbstractContextManager[sa.Connection]: ...
 
 
 @dataclass(frozen=True)
 class _OneConnection:
-    """Provider of one connection for all reads of a store, so that all reads see the same state of the database.
+    """Gives all reads of a store the same connection, whose transaction stays open.
 
-    The transaction of this connection stays open.
+    All reads therefore see the same state of the database.
     """
 
     connection: sa.Connection
@@ -130,11 +153,11 @@ class _OneConnection:
 
 @repeated
 class Store:
-    """Store of all jobs in one database; thread-safe, and must be closed after use.
+    """Store of all jobs and their results in one database; thread-safe, and must be closed after use.
 
     Creates or migrates the database at `url`, the URL of an SQLite file or of a PostgreSQL database. `waits` says what
-    happens while the database does not answer. If it is True, calls of the store and of its writers wait, and are then
-    repeated. Otherwise they raise the error.
+    happens while the database does not answer: if it is True, calls wait and are then repeated; otherwise they raise
+    the error.
 
     Raises:
         Conflict: `url` is not a database, is a database of a newer version, or may not be used by this user.
@@ -144,14 +167,15 @@ class Store:
     def __init__(self, url: str | sa.URL, *, waits: bool = False) -> None:
         self._engine = waiting(connect(parse_url(url)), waits=waits)
         self._reads: _Connections = reading(self._engine)
+        self._admissions = threading.RLock()
         while not self._is_open():
             time.sleep(RETRY_S)
 
     def _is_open(self) -> bool:
-        """Open the database, with its tables created or migrated, and return whether it answered.
+        """Try to open the database, and create or migrate its tables; return whether the database answered.
 
-        Returns False if the database does not answer and the store waits for it. Raises DatabaseUnavailable if the
-        store does not wait, and Conflict if the database cannot be used.
+        If it does not answer, the result is False in a store that waits for its database, and the caller tries again.
+        Any other store raises DatabaseUnavailable. Raises Conflict if the database cannot be used.
         """
         try:
             upgrade(self._engine)
@@ -176,7 +200,7 @@ class Store:
 
     @property
     def is_on_one_machine(self) -> bool:
-        """Whether only processes of one machine can open the database, as an SQLite file requires."""
+        """Whether only processes of this machine can open the database, because it is an SQLite file."""
         return self._engine.dialect.name == "sqlite"
 
     @property
@@ -185,14 +209,15 @@ class Store:
         return self._engine.url.render_as_string(hide_password=False)
 
     def reading(self) -> AbstractContextManager[sa.Connection]:
-        """Context with a connection whose transaction only reads, for other code that reads the database.
+        """Context with a connection for reading, for code outside this class that reads the same database.
 
-        A store that `snapshot` has yielded gives the connection of the snapshot.
+        All queries in the context see the same state of the database. A store that the method `snapshot` has yielded
+        gives the connection of the snapshot.
         """
         return self._reads.connect()
 
     def waiting(self) -> Self:
-        """Copy of this store whose calls, and its writers' calls, wait while the database does not answer."""
+        """Copy of this store whose calls wait until the database answers, where this store would raise an error."""
         return self._with(waiting(self._engine))
 
     def _with(self, engine: sa.Engine) -> Self:
@@ -201,17 +226,17 @@ class Store:
         return other
 
     def problem(self) -> str | None:
-        """Message for users that the database does not answer, and since when; None if it answered last time."""
+        """Message for users that says since when the database does not answer; None if it answered when last used."""
         return availability_of(self._engine).problem()
 
     def now(self) -> float:
         """Current time in seconds since the epoch, by the database's clock, which all stored times use."""
         with self._reads.connect() as connection:
-            return _now(connection)
+            return clock_time(connection)
 
     @property
     def place(self) -> str:
-        """URL of the database without a password, for messages."""
+        """URL of the database without a password, which names the database in messages."""
         return shown(self._engine.url)
 
     @contextmanager
@@ -224,6 +249,26 @@ class Store:
             frozen = self._with(waiting(self._engine, waits=False))
             frozen._reads = _OneConnection(connection)
             yield frozen
+
+    def unit_of_work(self) -> AbstractContextManager[sa.Connection]:
+        """Context in which this thread's calls of stores in this database are one transaction.
+
+        It is committed when the context ends without an error; otherwise nothing is stored. So a change and its entry
+        in the audit log are stored together.
+        """
+        return unit_of_work(self._engine)
+
+    @contextmanager
+    def admission(self) -> Iterator[None]:
+        """Context of a unit of work that compares quotas with their use, and then stores what it admits.
+
+        No other admission of any server with this database overlaps with it, so that together they admit no more than
+        the quotas allow.
+        """
+        with self._admissions, unit_of_work(self._engine) as connection:  # who waits for the lock has no connection
+            if connection.dialect.name == "postgresql":  # on SQLite, the transaction has the only write lock
+                connection.execute(sa.text("SELECT pg_advisory_xact_lock(:key)"), {"key": ADMISSIONS_LOCK})
+            yield
 
     # -- jobs ------------------------------------------------------------------------------------------------------
 
@@ -240,18 +285,28 @@ class Store:
         owner: str | None = None,
         team: str | None = None,
         sharing: Sharing = Sharing.TEAM,
+        traceparent: str | None = None,
     ) -> JobRecord:
-        """Store a new job and return it, or return the job created with the same `idempotency_key`.
+        """Store a new job and return it, or return the job that was created with the same `idempotency_key`.
 
-        - `document`: the submitted document
-        - `accepted`: the findings of the document's checks, as JSON
-        - `request_digest`: a hash of the request; a later request with the same key is compared with it
-        - `keeps`: the digests of other jobs' artifacts, by the name that they get in the new job. They become artifacts
-          of the new job too, so that their files stay when the other jobs are deleted.
-        - `owner`: the name of the user who creates the job, if the server has accounts
-        - `team`, `sharing`: who else may read the job
+        Args:
+            kind: Name of the kind of job, such as "search" for a study.
+            name: The job's name, which need not be unique.
+            document: The submitted document, such as the study file.
+            accepted: What the checks of the document found out, as JSON.
+            idempotency_key: Text by which a repeated request is recognized; None always stores a new job.
+            request_digest: Hash of the request; callers compare a later request with the same key with it.
+            keeps: The digests of artifacts (such as trained models) of other jobs that this job uses, by the name that
+                they get in this job. They become artifacts of this job too, so that their files stay when the other
+                jobs are deleted.
+            owner: Name of the user who creates the job; None if the server has no accounts.
+            team: Name of the team that the job belongs to; None for no team.
+            sharing: Who may read the job besides its owner and administrators.
+            traceparent: Place of the request in its OpenTelemetry trace, which the work on the job continues;
+                None if the request is not traced.
 
-        Raises Conflict, and stores nothing, if no job has one of the artifacts in `keeps`.
+        Raises:
+            Conflict: No job has one of the artifacts in `keeps` any more; nothing is stored.
         """
         job_id = uuid.uuid4().hex
         row = {
@@ -266,6 +321,7 @@ class Store:
             "owner": owner,
             "team": team,
             "sharing": sharing.value,
+            "traceparent": traceparent,
         }
         with transaction(self._engine) as connection:
             row["created_at"] = clock(connection)
@@ -295,9 +351,9 @@ class Store:
         name: str | None = None,
         reader: Account | None = None,
     ) -> tuple[JobRecord, ...]:
-        """Read all jobs, oldest first, or only those of one kind, state or name.
+        """Read all jobs, oldest first, or only those of one kind, in one state or with one name.
 
-        With `reader`, only the jobs that this user may read are returned.
+        If `reader` is not None, only the jobs that this account may read are returned.
         """
         table = schema.studies.c
         wanted = ((table.kind, kind), (table.state, None if state is None else state.value), (table.name, name))
@@ -305,11 +361,60 @@ class Store:
             sa.and_(_readable(reader), *(column == value for column, value in wanted if value is not None))
         )
 
-    def unfinished_jobs(self, *, heard_since: float = math.inf) -> tuple[JobRecord, ...]:
-        """Read the jobs that have not ended, or that had a sign of life since `heard_since`, oldest first.
+    def job_page(
+        self,
+        kind: str,
+        *,
+        state: JobState | None = None,
+        name: str | None = None,
+        text: str | None = None,
+        reader: Account | None = None,
+        sort: str = "created",
+        offset: int = 0,
+        limit: int | None = None,
+    ) -> tuple[tuple[JobRecord, ...], int]:
+        """Read a part of the jobs of one kind, and count those that satisfy the conditions.
 
-        Signs of life are the creation of the job, the submission of a driver, and a driver's heartbeats. `heard_since`
-        is in seconds since the epoch; by default, no job that has ended is returned.
+        Args:
+            kind: Name of the kind of job.
+            state: Only jobs in this state.
+            name: Only jobs with this name.
+            text: Only jobs whose name, description or owner has this text, or whose id begins with it; case is ignored.
+            reader: Only jobs that this account may read.
+            sort: One of `JOB_SORTS`, with "-" before it for the largest first. Equal jobs are sorted by age.
+            offset: Number of jobs to leave out at the beginning.
+            limit: Maximum number of jobs that are returned; None returns all.
+
+        Returns:
+            The jobs, and the number of all jobs that satisfy the conditions.
+        """
+        table = schema.studies
+        where = [_readable(reader), table.c.kind == kind]
+        if state is not None:
+            where.append(table.c.state == state.value)
+        if name is not None:
+            where.append(table.c.name == name)
+        if text is not None:
+            # Of a type that accepts every character: a text may have characters that PostgreSQL cannot store.
+            texts = [
+                sa.type_coerce(column, LosslessText) for column in (table.c.name, table.c.description, table.c.owner)
+            ]
+            is_found = [column.icontains(text, autoescape=True) for column in texts]
+            is_id = sa.type_coerce(table.c.id, LosslessText).istartswith(text, autoescape=True)
+            where.append(sa.or_(*is_found, is_id))
+        by = JOB_SORTS[sort.removeprefix("-")]
+        order = [by.desc() if sort.startswith("-") else by, table.c.created_at, table.c.id]
+        page = sa.select(table).where(*where).order_by(*order).offset(offset).limit(limit)
+        count = sa.select(sa.func.count()).select_from(table).where(*where)
+        with self._reads.connect() as connection:
+            jobs = tuple(job_record(row) for row in connection.execute(page).mappings())
+            return jobs, connection.execute(count).scalar_one()
+
+    def unfinished_jobs(self, *, heard_since: float = math.inf) -> tuple[JobRecord, ...]:
+        """Read the jobs that have not ended, oldest first, and also those that had a sign of life after `heard_since`.
+
+        Signs of life are the creation of the job, the submission of a driver (a process that works on it) and a
+        driver's heartbeats. `heard_since` is in seconds since the epoch; by default, no job that has ended is returned.
         """
         table = schema.studies
         times = (table.c.heartbeat_at, table.c.submitted_at, table.c.created_at)
@@ -323,6 +428,19 @@ class Store:
         with self._reads.connect() as connection:
             return tuple(connection.execute(query).scalars())
 
+    def readable_jobs(self, reader: Account | None) -> frozenset[str]:
+        """Ids of the jobs that the account `reader` may read; all jobs if it is None. No other data are read."""
+        with self._reads.connect() as connection:
+            return frozenset(connection.execute(sa.select(schema.studies.c.id).where(_readable(reader))).scalars())
+
+    def progress_of_jobs(self) -> dict[str, tuple[str, Mapping[str, Any]]]:
+        """Kind and latest progress of each job that has not ended and has progress, by job id."""
+        table = schema.studies.c
+        query = sa.select(table.id, table.kind, table.progress).where(table.state.not_in(FINISHED))
+        with self._reads.connect() as connection:
+            rows = connection.execute(query)
+            return {job_id: (kind, progress) for job_id, kind, progress in rows if progress is not None}
+
     def job_counts(self) -> dict[tuple[str, JobState], int]:
         """Number of jobs by kind and state; zeros are left out."""
         table = schema.studies
@@ -331,7 +449,10 @@ class Store:
             return {(kind, JobState(state)): count for kind, state, count in connection.execute(query)}
 
     def job_of_key(self, idempotency_key: str) -> JobRecord | None:
-        """Find the job created with the given idempotency key; None if there is none."""
+        """Find the job that a request with the given idempotency key has created; None if there is none.
+
+        Clients send the key so that a repeated request creates no second job.
+        """
         return next(iter(self._jobs(schema.studies.c.idempotency_key == idempotency_key)), None)
 
     def _jobs(self, where: sa.ColumnElement[bool]) -> tuple[JobRecord, ...]:
@@ -341,15 +462,19 @@ class Store:
             return tuple(job_record(row) for row in rows.mappings())
 
     def is_drained(self) -> bool:
-        """Whether the servers are draining for maintenance: they accept no jobs, and no driver starts."""
+        """Whether the servers of this database are drained for maintenance.
+
+        They then accept no jobs and start no drivers, which are the processes that work on jobs.
+        """
         with self._reads.connect() as connection:
             return _is_drained(connection)
 
     def set_drained(self, *, drained: bool) -> None:
-        """Start or end draining, during which the servers of this database accept no jobs and start no drivers.
+        """Begin a drain of the servers of this database if `drained` is True, else end it.
 
-        Once the drain has begun, no further driver begins, and `JobRecord.has_driver` is True for every job that a
-        driver works on.
+        During a drain, in which servers can be stopped for maintenance, they accept no jobs and start no drivers (the
+        processes that work on jobs). After the call that begins it, no further driver begins, and
+        `JobRecord.has_driver` is True for every job on which a driver still works.
         """
         with transaction(self._engine) as connection:
             _lock_drains(connection)
@@ -359,11 +484,13 @@ class Store:
                 connection.execute(sa.insert(schema.drains).values(since=clock(connection)))
 
     def open_attempt(self, job_id: str, *, because: str | None = None, as_driver: bool = False) -> JobWriter:
-        """Start a new attempt at a job, and return the writer that alone may write to the job from now on.
+        """Begin a new attempt at a job, and return the writer that alone may write to the job from now on.
 
-        `because` says why another attempt was needed; None states no reason. If `as_driver` is True, the attempt counts
-        as a driver's heartbeat, and is refused while the servers are drained or the job is paused. Raises NotFound if
-        there is no such job. Raises StaleAttempt if the job was cancelled, or if a driver may not begin now.
+        An attempt is the work of one driver (a process that works on the job); the writer of an earlier one can no
+        longer write. `because` says why another attempt was needed; None states no reason. If `as_driver` is True, the
+        caller is a driver: its heartbeat is stored, and it is refused while the servers are drained or the job is
+        paused. Raises NotFound if there is no such job. Raises StaleAttempt if the job was cancelled, or if a driver
+        may not begin now.
         """
         table = schema.studies
         with transaction(self._engine) as connection:
@@ -387,10 +514,10 @@ class Store:
         return JobWriter(self._engine, job_id, found.attempt)
 
     def delete_job(self, job_id: str, *, noun: str = "job") -> None:
-        """Delete a job that has ended, with all its stored data.
+        """Delete a job that has ended, with all its data in the database.
 
-        `noun` is the word for the job in messages. Raises NotFound if there is no such job, and Conflict if the job has
-        not ended.
+        `noun` is the word for the job in messages, such as "study". Raises NotFound if there is no such job, and
+        Conflict if the job has not ended.
         """
         table = schema.studies
         with transaction(self._engine) as connection:
@@ -409,26 +536,40 @@ class Store:
             connection.execute(sa.delete(table).where(table.c.id == job_id))
 
     def record_submission(self, job_id: str, number: int) -> None:
-        """Store that a driver of the job is about to be submitted to the Ray cluster.
+        """Store that a driver (a process that works on the job) is about to be submitted to the Ray cluster.
 
-        `number` counts the job's drivers from 1.
+        `number` is the driver's number among all drivers of the job, from 1.
         """
         table = schema.studies
         with transaction(self._engine) as connection:
             connection.execute(
                 sa.update(table)
                 .where(table.c.id == job_id)
-                .values(submissions=number, submitted_at=clock(connection), submitted_after=table.c.attempt)
+                .values(
+                    submissions=number,
+                    submitted_at=clock(connection),
+                    submitted_after=table.c.attempt,
+                    moved_before=None,
+                    moved_at=None,
+                )
             )
 
+    def team_usage(self) -> dict[str | None, TeamUsage]:
+        """Read the GPU-hours that the jobs of each team have used; the key None has those of jobs without a team."""
+        with self._reads.connect() as connection:
+            return read_usage(connection, now=clock_time(connection))
+
     def record_refusal(self, job_id: str, reason: str) -> None:
-        """Store the reason why the Ray cluster refused the last submitted driver of a job."""
+        """Store the reason why the Ray cluster refused the job's last driver, the process that works on the job."""
         with transaction(self._engine) as connection:
             lock_job(connection, job_id)
             insert_event(connection, job_id, EventKind.JOB_REFUSED, {"reason": reason})
 
     def refusal(self, job_id: str) -> str | None:
-        """Reason why the Ray cluster refused the last submitted driver of a job; None if it was accepted."""
+        """Reason why the Ray cluster refused the job's last driver, the process that works on the job.
+
+        Returns None if the cluster did not refuse it.
+        """
         events, jobs = schema.events, schema.studies
         query = (
             sa.select(events.c.payload)
@@ -445,9 +586,9 @@ class Store:
     def pause(self, job_id: str, *, steering: Steering) -> JobRecord:
         """Ask a job to pause, and return it.
 
-        The job becomes PAUSED at once if no driver works on it; otherwise it becomes PAUSED when its driver has ended.
-        A job that has ended, or that was asked to pause before, is not changed. An event says who asked, and why.
-        Raises NotFound if there is no such job.
+        `steering` says who asks, and why; it is stored as an event. The job becomes PAUSED at once if no driver (a
+        process that works on it) runs; otherwise it becomes PAUSED when its driver has ended. A job that has ended, or
+        that was asked to pause before, is not changed. Raises NotFound if there is no such job.
         """
         because = steering.describe("paused")
         return self._steered(job_id, steering, because, lambda job: job.is_paused, is_paused=True)
@@ -455,8 +596,9 @@ class Store:
     def stop_search(self, job_id: str, *, steering: Steering) -> JobRecord:
         """Ask a study to end its search early, and return it.
 
-        A PAUSED study continues, so that it reaches its end. A study that has ended, or that was asked to stop before,
-        is not changed. An event says who asked, and why. Raises NotFound if there is no such job.
+        `steering` says who asks, and why; it is stored as an event. A PAUSED study continues, so that its held-out data
+        and benchmarks are scored. A study that has ended, or that was asked to stop before, is not changed. Raises
+        NotFound if there is no such job.
         """
         because = steering.describe("stopped")
 
@@ -468,12 +610,13 @@ class Store:
     def _steered(
         self, job_id: str, steering: Steering, because: str, is_done: Callable[[JobRecord], bool], **changes: Any
     ) -> JobRecord:
-        """Apply a user's request to a job, and return the job.
+        """Apply a user's request to a job, such as to pause it, and return the job.
 
-        Nothing changes if the job has ended, or if `is_done(job)` is True. `steering` says who asked, and why; it is
-        stored as an event. `changes` has the new values of columns, among them `is_paused`. A job without a driver
-        becomes PAUSED if `is_paused` is True. A PAUSED job becomes STOPPED if `is_paused` is False. `because` is stored
-        as the reason of the new state. Raises NotFound if there is no such job.
+        Nothing changes if the job has ended, or if `is_done(job)` says that the request was carried out before.
+        `steering` says who asks, and why; it is stored as an event. `changes` has the new values of columns, among them
+        `is_paused`. A job without a driver (process) becomes PAUSED if `is_paused` is True. A PAUSED job becomes
+        STOPPED, so that a driver is started, if `is_paused` is False. `because` is stored as the reason of the new
+        state. Raises NotFound if there is no such job.
         """
         table = schema.studies
         with transaction(self._engine) as connection:
@@ -486,7 +629,7 @@ class Store:
                 return job
             insert_event(connection, job_id, EventKind.STEERED, steering.payload)
             state = job.state
-            if changes["is_paused"] and not job.has_driver(now=_now(connection)):
+            if changes["is_paused"] and not job.has_driver(now=clock_time(connection)):
                 state = JobState.PAUSED
             elif state is JobState.PAUSED and not changes["is_paused"]:
                 state = JobState.STOPPED
@@ -505,12 +648,12 @@ class Store:
         restarts: bool,
         steering: Steering,
     ) -> JobRecord | None:
-        """Edit a job, and return the edited job; return None if the job has changed since it was read as `job`.
+        """Edit a job and return it; return None and change nothing if it was edited after it was read as `job`.
 
         `labels` has the new values of those columns that change, among `name`, `description`, `tags`, `notes` and
         `priority`. `document` is the submitted document with the edited options; None leaves the document unchanged. If
-        `restarts` is True, a driver that works on the job is replaced by one that reads the new document. `steering`
-        says who asked, and why; it is stored as an event. A job has changed if another edit has changed its version.
+        `restarts` is True, a driver (process) that works on the job is replaced by one that reads the new document.
+        `steering` says who asks, and why; it is stored as an event.
         """
         table = schema.studies
         values: dict[str, Any] = {**labels, "version": job.version + 1}
@@ -531,11 +674,13 @@ class Store:
             return job_record(found)
 
     def set_invalid(self, study: JobRecord, number: int, *, invalid: str | None, steering: Steering) -> JobRecord:
-        """Mark a trial as invalid, with the reason, or as valid again (None), and return the study as it is then.
+        """Mark a trial as invalid, or as valid again, and return the study as it is then.
 
-        Its samples stay. If a driver works on the study, it is replaced by one that selects trials anew. A COMPLETE
-        study continues, so that finalists that were not chosen before are scored on held-out data, unless its
-        responses were removed. A mark that is there already changes nothing. Raises NotFound if there is no such trial.
+        `number` is the trial's number. `invalid` is the reason why the trial is invalid; None marks it as valid.
+        `steering` says who asks, and is stored as an event. The trial's samples stay. If a driver (process) works on
+        the study, it is replaced by one that selects the best trials anew. A COMPLETE study continues, so that trials
+        which are among the best only now are scored on held-out data, unless its responses were removed. A mark that is
+        there already changes nothing. Raises NotFound if there is no such trial.
         """
         table, jobs = schema.trials, schema.studies
         is_this = (table.c.study == study.id) & (table.c.number == number)
@@ -554,61 +699,113 @@ class Store:
                 _reopen(connection, study.id, reason)
         return self.job(study.id)
 
-    def request_evaluation(self, study: JobRecord, trial: int, *, steering: Steering) -> JobRecord:
-        """Store a request to evaluate the recipe of a trial at the full budget, and return the study as it is then.
+    def request_evaluation(self, study: JobRecord, trial: int, *, steering: Steering) -> tuple[JobRecord, bool]:
+        """Store a user's request to evaluate the recipe (merge) of a trial on all samples.
 
-        If a driver works on the study, it is replaced by one that adds the trial. A COMPLETE study continues. A request
-        for a trial that has one already changes nothing. Raises Conflict if the responses of a COMPLETE study were
-        removed.
+        Returns the study as it is then, and whether the request is new.
+
+        `trial` is the trial's number. `steering` says who asks, and why; it is stored as an event. If a driver
+        (process) works on the study, it is replaced by one that adds a trial with the recipe. A COMPLETE study
+        continues. A second request for the same trial changes nothing. Raises Conflict if the responses of a COMPLETE
+        study were removed.
+        """
+        steering = replace(steering, trial=trial)
+        return self._request(study, f"trial {trial} is evaluated at the full budget", steering, {"trial": trial})
+
+    def enqueue_trial(
+        self,
+        study: JobRecord,
+        label: str,
+        *,
+        recipe: Mapping[str, Any] | None = None,
+        configuration: Mapping[str, Any] | None = None,
+        steering: Steering,
+    ) -> tuple[JobRecord, bool]:
+        """Store a user's request to evaluate a given merge on all samples of the search.
+
+        Returns the study as it is then, and whether the request is new.
+
+        Exactly one of `recipe` (the JSON document of a recipe) and `configuration` (a value for each parameter of the
+        search space) describes the merge; `label` becomes the trial's label. `steering` says who asks, and why; it is
+        stored as an event. If a driver (process) works on the study, it is replaced by one that adds the trial. A
+        COMPLETE study continues. The same request sent twice changes nothing. Raises Conflict if another merge was
+        enqueued under the label, or the responses of a COMPLETE study were removed.
+        """
+        values = {"label": label, "recipe": recipe, "configuration": configuration}
+        reason = f"a trial was enqueued: {label}"
+        return self._request(study, reason, replace(steering, changes={"label": [None, label]}), values)
+
+    def _request(
+        self, study: JobRecord, reason: str, steering: Steering, values: Mapping[str, Any]
+    ) -> tuple[JobRecord, bool]:
+        """Store a request to evaluate a merge, unless the study has the same request already.
+
+        Returns the study as it is then, and whether the request is new.
+
+        `values` are the columns of the request. If the study is COMPLETE, it continues, and `reason` is stored as the
+        reason of its new state. `steering` says who asks, and why; it is stored as an event. Raises Conflict if another
+        merge was enqueued under the same label, or the responses of a COMPLETE study were removed.
         """
         table, jobs = schema.evaluation_requests, schema.studies
         with transaction(self._engine) as connection:
             lock_job(connection, study.id)
-            of_study = table.c.study == study.id
-            known = connection.execute(sa.select(table.c.trial).where(of_study)).scalars().all()
-            if trial not in known:
-                this_job = jobs.c.id == study.id
-                is_complete = this_job & (jobs.c.state == JobState.COMPLETE.value)
-                if (
-                    _has_removed_responses(connection, study.id)
-                    and connection.execute(sa.select(jobs.c.id).where(is_complete)).scalar() is not None
-                ):
-                    raise Conflict(f"study {study.name!r}: its responses were removed, so it cannot continue")
-                _reopen(connection, study.id, f"trial {trial} is evaluated at the full budget")
-                connection.execute(sa.insert(table).values(study=study.id, number=len(known), trial=trial))
-                connection.execute(sa.update(jobs).where(this_job).values(edited_after=jobs.c.attempt))
-                insert_event(connection, study.id, EventKind.STEERED, replace(steering, trial=trial).payload)
-        return self.job(study.id)
+            known = [dict(row) for row in connection.execute(_requests_of(study.id)).mappings()]
+            if same := [row for row in known if row.items() >= values.items()]:
+                if same[0]["added"] is None:
+                    _reopen(connection, study.id, reason)
+                return self.job(study.id), False
+            if (label := values.get("label")) is not None and label in [row["label"] for row in known]:
+                raise Conflict(f"study {study.name!r}: another merge is enqueued as {label!r}; give another label")
+            this_job = jobs.c.id == study.id
+            is_complete = this_job & (jobs.c.state == JobState.COMPLETE.value)
+            if (
+                _has_removed_responses(connection, study.id)
+                and connection.execute(sa.select(jobs.c.id).where(is_complete)).scalar() is not None
+            ):
+                raise Conflict(f"study {study.name!r}: its responses were removed, so it cannot continue")
+            _reopen(connection, study.id, reason)
+            given = {name: value for name, value in values.items() if value is not None}
+            connection.execute(sa.insert(table).values(study=study.id, number=len(known), **given))
+            connection.execute(sa.update(jobs).where(this_job).values(edited_after=jobs.c.attempt))
+            insert_event(connection, study.id, EventKind.STEERED, steering.payload)
+        return self.job(study.id), True
 
     def evaluation_requests(self, study_id: str) -> tuple[EvaluationRequest, ...]:
-        """Read the requests to evaluate trials of a study at the full budget, in the order in which they were sent."""
-        table = schema.evaluation_requests
-        query = sa.select(table.c.number, table.c.trial, table.c.added).where(table.c.study == study_id)
+        """Read users' requests to evaluate merges of a study on all samples of the search, in the order of sending."""
         with self._reads.connect() as connection:
-            rows = connection.execute(query.order_by(table.c.number)).mappings()
-            return tuple(EvaluationRequest(**row) for row in rows)
+            return tuple(EvaluationRequest(**row) for row in connection.execute(_requests_of(study_id)).mappings())
 
-    def settle_pause(self, job_id: str) -> None:
-        """Set a job to PAUSED that was asked to pause, and whose driver ended without storing its state.
+    def settle(self, job_id: str) -> None:
+        """Set the state of a job whose driver has ended on request: PAUSED after a pause, STOPPED for a preemption.
 
-        A job that has ended, or that was not asked to pause, is not changed.
+        A driver is a process that works on a job. A preemption is a request that a running job waits again, because
+        another job must run first or a quota is used up. If the job itself has ended, is PAUSED, or was asked for
+        neither, it is not changed.
         """
-        table, paused = schema.studies, JobState.PAUSED.value
+        table, paused, stopped = schema.studies, JobState.PAUSED.value, JobState.STOPPED.value
+        of_job = (table.c.id == job_id) & table.c.state.not_in([*FINISHED, paused])
+        yields = ~table.c.is_paused & (table.c.yields_after == table.c.attempt)
         with transaction(self._engine) as connection:
             lock_job(connection, job_id)
-            where = (table.c.id == job_id) & table.c.is_paused & table.c.state.not_in([*FINISHED, paused])
-            changed = sa.update(table).where(where).values(state=paused, attempt=table.c.attempt + 1)
-            if connection.execute(changed).rowcount == 1:
-                insert_event(connection, job_id, EventKind.STATE, {"state": paused, "reason": "its driver has ended"})
+            for where, state, reason in (
+                (table.c.is_paused, paused, "its driver has ended"),
+                (yields, stopped, YIELDED),
+            ):
+                values = {"state": state, "attempt": table.c.attempt + 1}
+                if state == stopped:
+                    values["reason"] = reason
+                if connection.execute(sa.update(table).where(of_job & where).values(values)).rowcount == 1:
+                    insert_event(connection, job_id, EventKind.STATE, {"state": state, "reason": reason})
 
     def resume(self, job_id: str, *, reason: str, steering: Steering | None = None) -> JobRecord:
-        """Let a job continue, and return it.
+        """Let a job that waits or failed continue, and return it.
 
-        These jobs can continue: FAILED, STOPPED and PAUSED jobs, and COMPLETE jobs with void samples (samples whose
-        engine failed a check after it scored them) whose responses were not removed. Such a job becomes STOPPED with
-        the given `reason`, so that the server starts a driver, and the number of its failed drivers becomes zero. A
-        request to pause that has not been carried out yet is withdrawn. Other jobs are not changed. If the job is
-        changed and `steering` is given, an event says who asked, and why. Raises NotFound if there is no such job.
+        These jobs can continue: FAILED, STOPPED and PAUSED jobs, and COMPLETE jobs whose responses were not removed and
+        that have void samples, which must be scored again because their engine later failed a check. Such a job becomes
+        STOPPED with the given `reason`, so that the server starts a driver (process), and its failed drivers are no
+        longer counted. A request to pause that has not been carried out yet is withdrawn. Other jobs are not changed.
+        If the job is changed and `steering` is not None, it is stored as an event that says who asked, and why. Raises
+        NotFound if there is no such job.
         """
         table = schema.studies
         held = holdings()
@@ -637,11 +834,11 @@ class Store:
         return self.job(job_id)
 
     def add_benchmarks(self, study: JobRecord, document: Mapping[str, Any], *, names: Sequence[str]) -> JobRecord:
-        """Replace the study file of a COMPLETE study by one with more benchmarks, and reopen the study.
+        """Replace the study file of a COMPLETE study by one with more benchmarks, and let the study continue.
 
         `study` is the study as it was read before. `document` is the new study file. `names` are the names of the added
-        benchmarks, for the event. Raises Conflict if the study is not COMPLETE any more, or was continued since it was
-        read, because `document` may then lack benchmarks that were added in the meantime.
+        benchmarks, for the event in the study's history. Raises Conflict if the study is not COMPLETE any more, or was
+        continued or edited since it was read, because `document` may then lack what was changed in the meantime.
         """
         table, reason = schema.studies, "benchmarks were added"
         with transaction(self._engine) as connection:
@@ -666,18 +863,18 @@ class Store:
         return self.job(study.id)
 
     def trial_numbers(self, study_id: str) -> frozenset[int]:
-        """Numbers of the trials of a study."""
+        """Numbers of all trials of a study, by which the trials are identified."""
         table = schema.trials
         with self._reads.connect() as connection:
             query = sa.select(table.c.number).where(table.c.study == study_id)
             return frozenset(connection.execute(query).scalars())
 
     def consecutive_failures(self, job_id: str) -> int:
-        """Number of a job's latest drivers in a row that ended, or failed to start, without a result.
+        """Number of a job's latest drivers in a row that ended, or failed to start, before they stored any result.
 
-        A result is a finished rung or trial, a stored chunk or step, or another event in RESULT_EVENTS. A request to
-        resume the job counts as a result. Drivers that ended because something was missing are counted by the method
-        `consecutive_waits` instead.
+        A driver is a process that works on the job. Results are scored samples, finished trials, computations that a
+        searcher asked for, and some kinds of events; a user's request to resume the job counts as a result. Drivers
+        that ended because something was missing are not counted here but by the method `consecutive_waits`.
         """
         setbacks = self._setbacks(job_id)
         failures = [kind for kind, then in pairwise([*setbacks, ""]) if EventKind.WAITING not in (kind, then)]
@@ -685,18 +882,20 @@ class Store:
         return max(len(failures), job.submissions - job.attempt)
 
     def consecutive_waits(self, job_id: str) -> int:
-        """Number of drivers that ended because something was missing, since the job's last result.
+        """Number of a job's drivers that ended because something was missing, since the job last made progress.
 
-        The method `consecutive_failures` defines results. The number is 0 if the last driver ended for another reason.
+        A driver is a process that works on the job. Progress is any stored result, such as scored samples, or a user's
+        request to resume the job. The number is 0 if the last driver ended for another reason.
         """
         setbacks = self._setbacks(job_id)
         return setbacks.count(EventKind.WAITING) if setbacks[-1:] == [EventKind.WAITING] else 0
 
     def _setbacks(self, job_id: str) -> list[str]:
-        """The kinds of the events that report an ended driver or a failed start, since the job's last result.
+        """List the kinds of a job's setbacks since its last result, oldest first.
 
-        The kinds are in the order of the events, oldest first. SETBACK_EVENTS lists these kinds. A result is an event
-        of a kind in RESULT_EVENTS, a stored chunk or a stored step.
+        A setback is an event which tells that a driver (a process that works on the job) has ended or could not start.
+        A result is a scored chunk of samples, a computation that a searcher asked for, or an event of one of the kinds
+        RESULT_EVENTS.
         """
         events, evidence, steps = schema.events, schema.evidence, schema.search_steps
         of_job = events.c.study == job_id
@@ -715,9 +914,9 @@ class Store:
             return list(connection.execute(kinds).scalars())
 
     def trial_counts(self, study_id: str | None = None) -> dict[str, dict[str, int]]:
-        """Number of trials in each state, as study id -> state -> number.
+        """Number of trials in each state, as study id -> state -> number; zeros are left out.
 
-        With `study_id` None, the trials of all studies are counted.
+        If `study_id` is None, the trials of all studies are counted.
         """
         table = schema.trials
         counts: dict[str, dict[str, int]] = defaultdict(dict)
@@ -732,7 +931,10 @@ class Store:
     # -- exports ---------------------------------------------------------------------------------------------------
 
     def add_export(self, record: ExportRecord) -> ExportRecord:
-        """Store an export and return it, or return the stored export with the same id unchanged."""
+        """Store a new export (a merged model for download), and return the stored export.
+
+        If an export with the same id is stored already, it is not changed.
+        """
         with transaction(self._engine) as connection:
             row = {**asdict(record), "state": record.state.value}
             connection.execute(insert(connection, schema.exports).on_conflict_do_nothing(), row)
@@ -744,23 +946,31 @@ class Store:
             connection.execute(sa.update(table).where(table.c.id == export_id).values(state=state.value, reason=reason))
 
     def delete_export(self, export_id: str) -> None:
-        """Delete the record of an export; does nothing if there is none."""
+        """Delete the database row of an export (a merged model for download), if there is one, but not the files."""
         with transaction(self._engine) as connection:
             connection.execute(sa.delete(schema.exports).where(schema.exports.c.id == export_id))
 
     def export(self, export_id: str) -> ExportRecord:
-        """Read the export with the given id. Raises NotFound if there is none."""
+        """Read the export (a merged model for download) with the given id. Raises NotFound if there is none."""
         found = self._exports(schema.exports.c.id == export_id)
         if not found:
             raise NotFound(f"export {export_id!r}: no such export")
         return found[0]
 
     def exports(self, study_id: str | None = None) -> tuple[ExportRecord, ...]:
-        """Read the exports of the study `study_id`, or of all studies if it is None, oldest first."""
+        """Read the exports (merged models for download) of a study, oldest first.
+
+        If `study_id` is None, the exports of all studies are read.
+        """
         return self._exports(sa.true() if study_id is None else schema.exports.c.study == study_id)
 
+    def exports_of_team(self, team: str) -> tuple[ExportRecord, ...]:
+        """Read the exports (merged models for download) of the jobs of a team, oldest first."""
+        jobs = schema.studies
+        return self._exports(schema.exports.c.study.in_(sa.select(jobs.c.id).where(jobs.c.team == team)))
+
     def unfinished_exports(self) -> tuple[ExportRecord, ...]:
-        """Read the exports that are WAITING or RUNNING, oldest first."""
+        """Read the exports (merged models for download) that wait to be written or are being written, oldest first."""
         return self._exports(schema.exports.c.state.in_([ExportState.WAITING.value, ExportState.RUNNING.value]))
 
     def _exports(self, where: sa.ColumnElement[bool]) -> tuple[ExportRecord, ...]:
@@ -782,8 +992,8 @@ class Store:
     ) -> tuple[TrialRecord, ...]:
         """Read the trials of a study with numbers from `start` up to but not including `stop` (None: to the last).
 
-        If `state` is not None, trials in other states are left out. Only the first `limit` trials are returned, or all
-        if `limit` is None.
+        If `state` is not None, only trials in this state are returned. At most `limit` trials are returned, those with
+        the lowest numbers first; None means all.
         """
         table = schema.trials
         query = sa.select(*TRIAL_COLUMNS).where((table.c.study == study_id) & (table.c.number >= start))
@@ -796,33 +1006,63 @@ class Store:
             rungs = self._rungs(connection, study_id, [row["number"] for row in rows])
         return tuple(trial_record(row, rungs.get(row["number"], ())) for row in rows)
 
-    def trial_results(self, study_id: str, numbers: Collection[int] | None = None) -> tuple[TrialResult, ...]:
-        """Read the results of the trials with the given `numbers` (None: all) of a study, ordered by number.
+    def named_trials(self, study_id: str, numbers: Sequence[int]) -> tuple[TrialRecord, ...]:
+        """Read the trials of a study with the given numbers, in the order of `numbers`; missing ones are left out."""
+        table = schema.trials
+        query = sa.select(*TRIAL_COLUMNS).where((table.c.study == study_id) & table.c.number.in_(numbers))
+        with self._reads.connect() as connection:
+            rows = {row["number"]: row for row in connection.execute(query).mappings()}
+            rungs = self._rungs(connection, study_id, list(rows))
+        found = (rows[number] for number in numbers if number in rows)
+        return tuple(trial_record(row, rungs.get(row["number"], ())) for row in found)
 
-        Neither recipes nor configurations are read, because they are most of a trial's data.
+    def trial_results(self, study_id: str, numbers: Set[int] | None = None) -> tuple[TrialResult, ...]:
+        """Read the results of trials of a study, ordered by number, without their recipes (merges) and configurations.
+
+        `numbers` has the numbers of the trials; None reads all. Recipes and configurations are most of a trial's data.
         """
         table = schema.trials
         query = sa.select(*RESULT_COLUMNS).where(table.c.study == study_id).order_by(table.c.number)
         if numbers is not None:
-            query = query.where(table.c.number.in_(list(numbers)))
+            query = query.where(one_of(table.c.number, numbers))
         with self._reads.connect() as connection:
-            rows = connection.execute(query).mappings().all()
+            every = connection.execute(query).mappings()
+            rows = [row for row in every if numbers is None or row["number"] in numbers]
             rungs = self._rungs(connection, study_id, [row["number"] for row in rows])
         return tuple(trial_result(row, rungs.get(row["number"], ())) for row in rows)
+
+    def changed_trials(self, study_id: str, *, after: int) -> frozenset[int]:
+        """Numbers of the trials of a study that have changed, according to events with ids above `after`."""
+        kinds = (EventKind.TRIAL, EventKind.RUNG, EventKind.TRIAL_STATE, EventKind.STEERED)
+        payloads = (event.payload for event in self.events(study_id, after=after, kinds=kinds))
+        return frozenset(number for payload in payloads if (number := payload.get("trial")) is not None)
+
+    def configurations(self, study_id: str, numbers: Set[int] | None = None) -> dict[int, dict[str, Any]]:
+        """Read the configurations of the trials of a study with the given numbers (None: all), by trial number.
+
+        Trials without a configuration, such as baselines, are left out.
+        """
+        table = schema.trials
+        query = sa.select(table.c.number, table.c.configuration).where(table.c.study == study_id)
+        if numbers is not None:
+            query = query.where(one_of(table.c.number, numbers))
+        with self._reads.connect() as connection:
+            return {
+                number: found
+                for number, found in connection.execute(query)
+                if found is not None and (numbers is None or number in numbers)
+            }
 
     def _rungs(
         self, connection: sa.Connection, study_id: str, trials: Sequence[int]
     ) -> dict[int, tuple[RungRecord, ...]]:
-        """Read the finished rungs of the trials with the numbers in `trials`, by trial number.
+        """Read the results of the rungs that some trials of a study have finished, by trial number.
 
-        If `trials` has many numbers, rungs of other trials between the first and the last may be included.
+        A rung is one of the increasing numbers of samples on which trials are compared. `trials` are the numbers of the
+        trials. If there are many of them, the result may also have other trials with numbers in the same range.
         """
         table = schema.rungs
-        where = table.c.study == study_id
-        if len(trials) <= MAX_NAMED:
-            where &= table.c.trial.in_(trials)
-        else:
-            where &= table.c.trial.between(min(trials), max(trials))
+        where = (table.c.study == study_id) & one_of(table.c.trial, trials)
         columns = (table.c.trial, table.c.rung, table.c.samples, table.c["values"], table.c.standard_errors)
         found: dict[int, list[RungRecord]] = defaultdict(list)
         for trial, *fields in connection.execute(sa.select(*columns).where(where).order_by(*table.primary_key)):
@@ -850,11 +1090,12 @@ class Store:
         recipes: Collection[str] | None = None,
         objectives: Collection[str] | None = None,
     ) -> dict[str, dict[str, NDArray[np.float64]]]:
-        """Read the values of a study's scored samples, as arrays by recipe digest and objective.
+        """Read the metric values of a study's scored samples as arrays: recipe digest -> objective -> array.
 
-        `recipes` has the digests of the recipes to read, and `objectives` the names; None reads all. An array has the
-        value of the sample at each position, or NaN if no value is stored. A position is a sample's index in the order
-        in which the objective's samples are scored.
+        `split` is the search data, the holdout data or the benchmarks. `recipes` has the digests of the recipes
+        (merges) to read, and `objectives` the names of the objectives; None reads all. An array has the value of the
+        sample at each position, or NaN if no value is stored. A position is a sample's index in the order in which the
+        objective's samples are scored.
         """
         found: dict[str, dict[str, NDArray[np.float64]]] = defaultdict(dict)
         with self._reads.connect() as connection:
@@ -865,23 +1106,65 @@ class Store:
         return dict(found)
 
     def num_tokens(self, study_id: str, split: Split) -> dict[str, int]:
-        """Number of tokens that a study's merges generated on one split, by recipe digest.
+        """Number of tokens that a study's merges generated, by the digest of the merge's recipe.
 
-        Recipes with a scored sample whose tokens are not stored are left out.
+        `split` is the data for which tokens are counted: the search data, the holdout data or the benchmarks. Recipes
+        with a scored sample whose tokens are not stored are left out.
         """
         with self._reads.connect() as connection:
             return num_tokens(connection, study_id, split)
 
-    def samples(self, study_id: str, recipe_digest: str, split: Split) -> tuple[SampleResult, ...]:
-        """Read the scored samples of one recipe on `split`, ordered by objective and position."""
+    def samples(
+        self,
+        study_id: str,
+        recipe_digest: str,
+        split: Split,
+        *,
+        objective: str | None = None,
+        positions: Set[int] | None = None,
+        has_tokens: bool = True,
+    ) -> tuple[SampleResult, ...]:
+        """Read the scored samples of one recipe (merge) of a study, ordered by objective and position.
+
+        `split` is the search data, the holdout data or the benchmarks. The position of a sample is its index in the
+        order in which the objective's samples are scored. With `objective`, only its samples are read, and with
+        `positions`, only those at these positions. If `has_tokens` is False, stored completions are returned without
+        their token ids.
+        """
         with self._reads.connect() as connection:
-            return read_samples(connection, study_id, recipe_digest, split)
+            return read_samples(
+                connection,
+                study_id,
+                recipe_digest,
+                split,
+                objective=objective,
+                positions=positions,
+                has_tokens=has_tokens,
+            )
+
+    def prompts(self, study_id: str, split: Split, objective: str, positions: Collection[int]) -> dict[int, SampleText]:
+        """Read the prompts and references of samples by position; positions without stored texts are left out.
+
+        `split` is the search data, the holdout data or the benchmarks, and `objective` the objective's name. A
+        position is a sample's index in the order in which the objective's samples are scored.
+        """
+        with self._reads.connect() as connection:
+            return read_prompts(connection, study_id, split, objective, positions)
+
+    def stored_prompts(self, study_id: str) -> frozenset[tuple[Split, str]]:
+        """Pairs of split and objective of a study for whose samples the prompts are stored.
+
+        A split is the search data, the holdout data or the benchmarks.
+        """
+        with self._reads.connect() as connection:
+            return stored_prompts(connection, study_id)
 
     def move_old_samples(self) -> int:
-        """Convert one recipe's samples of an earlier version to the form of the current tables.
+        """Convert the samples of one recipe (merge) that an earlier version stored to the form of the present tables.
 
-        Returns the number of moved samples; 0 if none is left. Earlier versions stored a row for each sample, which
-        takes ten times the space. The study stays readable meanwhile, and its driver may write.
+        The recipe may be any that has such samples. Returns the number of converted samples; 0 if none is left. Earlier
+        versions stored a row for each sample, which takes ten times the space. The study stays readable meanwhile, and
+        its driver (process) may write.
         """
         old = schema.samples
         with self._reads.connect() as connection:
@@ -893,20 +1176,19 @@ class Store:
             return max(1, move_old_samples(connection, found.study, found.recipe_digest))
 
     def text_sizes(self) -> dict[str, tuple[int, int]]:
-        """Number of samples with stored responses, and the bytes of the responses, by study.
+        """Number of samples with stored responses, and the number of bytes of the responses, by study id.
 
-        The keys are ids of studies. A study is left out as long as some of its samples are in the table of earlier
-        versions.
+        Earlier versions stored responses in another table. Studies that still have samples in that table are left out.
         """
         with self._reads.connect() as connection:
             return text_sizes(connection)
 
     def remove_texts(self, job_id: str, *, num_samples: int, num_bytes: int) -> None:
-        """Remove the model responses and tokens of a study's samples; values and flags are kept.
+        """Remove the model responses and tokens of a study's samples to save space; their metric values are kept.
 
         `num_samples` and `num_bytes` are the numbers of samples and bytes that are removed, for the record of the
-        removal. This record is stored first; from then on the study cannot be resumed. Responses are removed a recipe
-        at a time, so that drivers of other jobs may write in between. An interrupted removal is completed by the next
+        removal. This record is stored first; from then on the study cannot be resumed. The responses of one merge are
+        removed at a time, so that other processes can write in between. An interrupted removal is completed by the next
         call. Raises NotFound if there is no such study, and Conflict if the study is neither COMPLETE nor CANCELLED.
         """
         table, documents = schema.studies, schema.documents
@@ -929,7 +1211,7 @@ class Store:
                     return
 
     def has_void(self, job_id: str) -> bool:
-        """Whether a study has void samples, whose engine failed a check after it scored them."""
+        """Whether a study has void samples, which must be scored again because their engine later failed a check."""
         held = holdings()
         query = void_holdings(held.c.study, held=held).where(held.c.study == job_id).limit(1)
         with self._reads.connect() as connection:
@@ -944,20 +1226,43 @@ class Store:
             time = connection.execute(query).scalar()
         return self.job(job_id).created_at if time is None else float(time)
 
-    def evidence(self, study_id: str, *, after: int = 0, limit: int | None = None) -> tuple[EvidenceRecord, ...]:
-        """Read the evidence of a study's scored chunks, which says which weights the engine held.
+    def evidence(
+        self, study_id: str, *, after: int = 0, limit: int | None = None, recipe_digest: str | None = None
+    ) -> tuple[EvidenceRecord, ...]:
+        """Read the evidence of which weights the engine held when it scored samples of a study.
 
-        There is one record for each chunk of samples. Only records with an id above `after` are returned, and at most
-        `limit` (None: all).
+        There is one record for each chunk (up to 512 samples scored together). Only records with an id above `after`
+        are returned, and at most `limit` (None: all). With `recipe_digest`, only records of this recipe (merge) are.
         """
         table = schema.evidence
         where = (table.c.study == study_id) & (table.c.id > after)
+        if recipe_digest is not None:
+            where &= table.c.recipe_digest == recipe_digest
         with self._reads.connect() as connection:
             rows = connection.execute(sa.select(table).where(where).order_by(table.c.id).limit(limit))
             return tuple(EvidenceRecord(**row) for row in rows.mappings())
 
+    def chunk_work(self, study_id: str, *, since: float | None = None) -> tuple[ChunkWork, ...]:
+        """Read how long replicas worked on a study's chunks of samples, one record a chunk, in the order of storing.
+
+        A replica is a process with one inference engine. A chunk is a group of up to 512 samples that a replica scores
+        together. With `since`, only chunks that were stored after this time, in seconds since the epoch, are read.
+        """
+        table = schema.evidence
+        where = table.c.study == study_id
+        if since is not None:
+            where &= table.c.finished_at > since
+        columns = (table.c.replica, table.c.trial, table.c.num_samples, table.c.timings_s, table.c.finished_at)
+        with self._reads.connect() as connection:
+            return tuple(
+                ChunkWork(*row) for row in connection.execute(sa.select(*columns).where(where).order_by(table.c.id))
+            )
+
     def steps(self, study_id: str, *, start: int = 0) -> tuple[Step, ...]:
-        """Read the steps (such as gradients) of a study's searcher, ordered by number, from the number `start`."""
+        """Read the steps of a study's searcher with numbers from `start`, ordered by number.
+
+        A step is a computation that the searcher asked for between proposals, such as a gradient.
+        """
         table = schema.search_steps
         where = (table.c.study == study_id) & (table.c.number >= start)
         with self._reads.connect() as connection:
@@ -965,7 +1270,11 @@ class Store:
             return tuple(read_step(row.number, row.proposal, row.document) for row in rows)
 
     def prompt_templates(self, study_id: str) -> dict[str, tuple[str, str]]:
-        """Read the prompt templates that attacks on a study's benchmarks scored: sample name -> (benchmark, text)."""
+        """Read the adversarial prompt templates that were scored in attacks on a study's benchmarks.
+
+        The result maps the name under which the samples with a template are stored to the benchmark's name and the
+        template.
+        """
         table = schema.prompt_templates
         with self._reads.connect() as connection:
             rows = connection.execute(sa.select(table).where(table.c.study == study_id).order_by(table.c.name))
@@ -974,9 +1283,10 @@ class Store:
     def judgments(
         self, study_id: str, *, benchmark: str | None = None, recipe_digest: str | None = None
     ) -> tuple[JudgmentRecord, ...]:
-        """Read the judgments of a study's completions, ordered by benchmark, recipe, position and order of the answers.
+        """Read what judges (models that compare answers) said about completions of a study's merges on its benchmarks.
 
-        If a benchmark's name or a recipe's digest is given, only its judgments are read.
+        If a benchmark's name or a recipe's digest is given, only its judgments are read. They are ordered by benchmark,
+        recipe and position, and for one sample by the order of both answers in the judge's prompt.
         """
         table = schema.judgments
         query = sa.select(*(column for column in table.c if column.name != "study")).where(table.c.study == study_id)
@@ -989,38 +1299,42 @@ class Store:
             return tuple(JudgmentRecord(**row) for row in rows.mappings())
 
     def num_charged(self, study_id: str) -> int:
-        """Number of samples of a study's limit that its steps (computations such as gradients) have used."""
+        """Number of samples as which a study's gradients and similar computations count for the limit `max_samples`.
+
+        Such computations, the steps of a study's searcher, are made between the searcher's proposals.
+        """
         table = schema.search_steps
         with self._reads.connect() as connection:
             charged = sa.select(sa.func.coalesce(sa.func.sum(table.c.charged), 0)).where(table.c.study == study_id)
             return int(connection.execute(charged).scalar_one())
 
     def engine_faults(self, *, after: int = 0) -> tuple[EngineFaultRecord, ...]:
-        """Read the records of engines' first failed checks, with ids above `after`, ordered by id."""
+        """Read the records of the inference engines that have failed a check, with ids above `after`, ordered by id.
+
+        There is one record for each such engine.
+        """
         table = schema.engine_faults
         with self._reads.connect() as connection:
             rows = connection.execute(sa.select(table).where(table.c.id > after).order_by(table.c.id))
             return tuple(EngineFaultRecord(**row) for row in rows.mappings())
 
     def num_engine_faults(self) -> int:
-        """Number of engines that have failed a check, over all studies."""
+        """Number of inference engines that have failed a check, such as one with fixed prompts, over all studies."""
         with self._reads.connect() as connection:
             return int(connection.execute(sa.select(sa.func.count()).select_from(schema.engine_faults)).scalar_one())
 
     def void_samples(self, study_id: str) -> tuple[VoidSample, ...]:
-        """Read a study's void samples, which must be scored again.
-
-        The engine that scored such a sample failed its next check.
-        """
+        """Read a study's void samples: those that must be scored again, because their engine later failed a check."""
         with self._reads.connect() as connection:
             return read_void_samples(connection, study_id)
 
     def num_unchecked(self, study_id: str, passed: Mapping[str, int]) -> int:
-        """The number of a study's samples that no later canary (a check of their engine with fixed prompts) confirms.
+        """Number of a study's samples that no canary has confirmed yet.
 
-        A sample is confirmed once its engine has passed a canary after scoring it. The store has the number of canaries
-        that each engine had passed at its last stored chunk, over all studies. `passed` has newer numbers, by replica.
-        The larger of both numbers counts.
+        A canary is a check of an inference engine with fixed prompts. Each sample is stored with the number of canaries
+        that its engine had passed before it scored the sample. The sample is confirmed if the engine has passed more
+        canaries by now. `passed` has the present number of passed canaries by replica. If the database has a larger
+        number for a replica, that one counts.
         """
         held, table = holdings(), schema.evidence
         scored = (
@@ -1036,19 +1350,51 @@ class Store:
         return sum(count for replica, canaries, count in rows if canaries is None or canaries >= known[replica])
 
     def events(
-        self, job_id: str, *, after: int = 0, limit: int | None = None, kinds: Collection[EventKind] | None = None
+        self,
+        job_id: str,
+        *,
+        after: int = 0,
+        limit: int | None = None,
+        kinds: Collection[str] | None = None,
+        newest_first: bool = False,
+        offset: int = 0,
     ) -> tuple[EventRecord, ...]:
         """Read the events of a job with ids above `after`, in the order of ids, at most `limit` (None: all).
 
-        `kinds` has the kinds of events to read; None reads all kinds.
+        `kinds` has the kinds of events to read; None reads all kinds. With `newest_first`, the order is that of falling
+        ids. The first `offset` events in that order are left out.
         """
         table = schema.events
-        where = (table.c.study == job_id) & (table.c.id > after)
-        if kinds is not None:
-            where &= table.c.kind.in_([kind.value for kind in kinds])
+        order = table.c.id.desc() if newest_first else table.c.id
+        columns = (table.c.id, table.c.time, table.c.kind, table.c.payload)
+        query = sa.select(*columns).where(_chosen_events(job_id, after, kinds)).order_by(order)
         with self._reads.connect() as connection:
-            rows = connection.execute(sa.select(table).where(where).order_by(table.c.id).limit(limit))
-            return tuple(EventRecord(row.id, row.time, row.kind, row.payload) for row in rows)
+            rows = connection.execute(query.limit(limit).offset(offset or None))
+            return tuple(EventRecord(*row) for row in rows)
+
+    def num_events(self, job_id: str, *, after: int = 0, kinds: Collection[str] | None = None) -> int:
+        """Count the events of a job with ids above `after`, of all kinds or of those in `kinds`."""
+        query = sa.select(sa.func.count()).select_from(schema.events).where(_chosen_events(job_id, after, kinds))
+        with self._reads.connect() as connection:
+            return connection.execute(query).scalar_one()
+
+    def job_events(
+        self, *, after: int, kinds: Collection[EventKind], reader: Account | None = None, limit: int
+    ) -> tuple[JobEventRecord, ...]:
+        """Read the events of all jobs with ids above `after`, in the order of ids, at most `limit`.
+
+        `kinds` has the kinds of events to read. If `reader` is not None, only events of jobs that this account may read
+        are returned. On PostgreSQL, an event may appear after one of another job with a larger id.
+        """
+        table, jobs = schema.events, schema.studies
+        columns = (table, jobs.c.kind.label("job_kind"), jobs.c.name)
+        where = (table.c.id > after) & table.c.kind.in_([kind.value for kind in kinds]) & _readable(reader)
+        query = sa.select(*columns).join(jobs, jobs.c.id == table.c.study).where(where).order_by(table.c.id)
+        with self._reads.connect() as connection:
+            return tuple(
+                JobEventRecord(EventRecord(row.id, row.time, row.kind, row.payload), row.study, row.job_kind, row.name)
+                for row in connection.execute(query.limit(limit))
+            )
 
     def event_counts(self, job_ids: Collection[str], *, kinds: Collection[EventKind]) -> dict[str, dict[str, int]]:
         """Number of events of the given jobs and kinds, as job id -> kind -> number; zeros are left out."""
@@ -1061,20 +1407,58 @@ class Store:
                 counts[job_id][kind] = count
         return dict(counts)
 
-    def last_event_id(self, job_id: str) -> int:
-        """Id of the latest event of a job; 0 if the job has no event yet."""
+    def driver_waits(self, job_ids: Collection[str]) -> dict[str, DriverWait]:
+        """Times of the last wait of each given job for a driver (a process that works on the job), by job id.
+
+        A wait begins when a job is created or resumed, and ends when a driver begins.
+        """
         table = schema.events
+        kinds = [kind.value for kind in (EventKind.CREATED, EventKind.RESUMED, EventKind.ATTEMPT)]
+        where = table.c.study.in_(job_ids) & table.c.kind.in_(kinds)
+        query = sa.select(table.c.id, table.c.study, table.c.kind, table.c.time).where(where)
+        found: dict[str, DriverWait] = {}
+        with self._reads.connect() as connection:
+            # Sorted here: in the query, the order would make SQLite read all events of the jobs.
+            for _, job_id, kind, time_s in sorted(connection.execute(query), key=lambda row: row.id):
+                if kind != EventKind.ATTEMPT.value:
+                    found[job_id] = DriverWait(time_s)
+                elif (wait := found.get(job_id)) is not None and wait.until is None:
+                    found[job_id] = replace(wait, until=time_s)
+        return found
+
+    def last_event_id(self, job_id: str | None = None) -> int:
+        """Id of the latest event of a job, or of all jobs; 0 if there is no event yet."""
+        table = schema.events
+        query = sa.select(sa.func.max(table.c.id))
         with self._reads.connect() as connection:
             found: int | None = connection.execute(
-                sa.select(sa.func.max(table.c.id)).where(table.c.study == job_id)
+                query if job_id is None else query.where(table.c.study == job_id)
             ).scalar()
             return found or 0
 
-    def document(self, job_id: str, name: str) -> Any | None:
-        """Read the document stored for a job under `name`, such as the report of a verification.
+    def settled_event_id(self, age_s: float) -> int:
+        """Id of the latest event that is at least `age_s` seconds old; 0 if there is none."""
+        table = schema.events
+        with self._reads.connect() as connection:
+            query = sa.select(table.c.id).where(table.c.time <= clock(connection) - age_s)
+            return connection.execute(query.order_by(table.c.id.desc()).limit(1)).scalar() or 0
 
-        Returns None if there is none yet.
+    def result_version(self, study_id: str) -> tuple[int, int]:
+        """Read two numbers that say whether a study's results may have changed: its last attempt and last event id.
+
+        Raises NotFound if there is no such study.
         """
+        jobs, events = schema.studies, schema.events
+        last = sa.select(sa.func.coalesce(sa.func.max(events.c.id), 0)).where(events.c.study == study_id)
+        query = sa.select(jobs.c.attempt, last.scalar_subquery()).where(jobs.c.id == study_id)
+        with self._reads.connect() as connection:
+            found = connection.execute(query).one_or_none()
+        if found is None:
+            raise NotFound(f"job {study_id!r}: no such job in {self.place}")
+        return found[0], found[1]
+
+    def document(self, job_id: str, name: str) -> Any | None:
+        """Read the JSON document stored for a job under `name`, such as "contamination"; None if there is none yet."""
         table = schema.documents
         with self._reads.connect() as connection:
             return connection.execute(
@@ -1082,15 +1466,32 @@ class Store:
             ).scalar()
 
 
+def _chosen_events(job_id: str, after: int, kinds: Collection[str] | None) -> sa.ColumnElement[bool]:
+    """Condition on events: those of a job with ids above `after`, of all kinds (None) or of `kinds`."""
+    table = schema.events
+    chosen = (table.c.study == job_id) & (table.c.id > after)
+    return chosen if kinds is None else chosen & table.c.kind.in_([str(kind) for kind in kinds])
+
+
 def _has_removed_responses(connection: sa.Connection, job_id: str) -> bool:
-    """Whether the responses of a study were removed to save space, so that the study cannot continue."""
+    """Whether the responses of a study were removed to save space, after which the study cannot continue."""
     named = schema.documents
     query = sa.select(named.c.study).where((named.c.study == job_id) & (named.c.name == RESPONSES))
     return connection.execute(query).first() is not None
 
 
+def _requests_of(study_id: str) -> sa.Select[Any]:
+    """Query for the requests for evaluations of a study, in the order in which they were sent."""
+    table = schema.evaluation_requests.c
+    columns = (table.number, table.trial, table.added, table.label, table.recipe, table.configuration)
+    return sa.select(*columns).where(table.study == study_id).order_by(table.number)
+
+
 def _reopen(connection: sa.Connection, job_id: str, reason: str) -> None:
-    """Let a job continue if it is COMPLETE, for this reason; jobs in other states are not changed."""
+    """Let a COMPLETE job continue, and store `reason` as the reason; jobs in other states are not changed.
+
+    The job becomes STOPPED, so that the server starts a driver (a process that works on it).
+    """
     jobs, state = schema.studies, JobState.STOPPED.value
     is_complete = (jobs.c.id == job_id) & (jobs.c.state == JobState.COMPLETE.value)
     if connection.execute(sa.update(jobs).where(is_complete).values(state=state, reason=reason)).rowcount == 1:
@@ -1098,13 +1499,8 @@ def _reopen(connection: sa.Connection, job_id: str, reason: str) -> None:
         insert_event(connection, job_id, EventKind.STATE, {"state": state, "reason": reason})
 
 
-def _now(connection: sa.Connection) -> float:
-    time_s = clock(connection)
-    return time_s if isinstance(time_s, float) else float(connection.execute(sa.select(time_s)).scalar_one())
-
-
 def _readable(reader: Account | None) -> sa.ColumnElement[bool]:
-    """SQL condition for the jobs that the user `reader` may read (`Account.may_read`); for None, all jobs."""
+    """SQL condition for the jobs that the account `reader` may read; if it is None, all jobs."""
     table = schema.studies.c
     if reader is None or reader.is_admin:
         return sa.true()
@@ -1118,10 +1514,10 @@ def _readable(reader: Account | None) -> sa.ColumnElement[bool]:
 
 
 def _keep_artifact(connection: sa.Connection, job_id: str, name: str, digest: str) -> None:
-    """Register an artifact, possibly of another job, as an artifact of the job `job_id` too.
+    """Let the job `job_id` share an artifact (a trained model or other files) that another job may have stored.
 
-    The artifact has the given digest. Its name in this job is `name`. The other job cannot be deleted until the
-    transaction ends. Raises Conflict if no job has the artifact.
+    `digest` identifies the artifact's files, and `name` is the name that it gets in the job `job_id`. The other job
+    cannot be deleted until the transaction ends. Raises Conflict if no job has the artifact.
     """
     table = schema.artifacts
     query = sa.select(table.c.num_bytes).where(table.c.digest == digest).limit(1).with_for_update(read=True)
@@ -1134,12 +1530,12 @@ def _keep_artifact(connection: sa.Connection, job_id: str, name: str, digest: st
     connection.execute(sa.insert(table).values(**row, created_at=time.time()))
 
 
-# Any number, as long as every process uses the same (PostgreSQL).
-DRAINS_LOCK = 0x6D65726A
+# Any numbers, as long as every process uses the same (PostgreSQL).
+DRAINS_LOCK, ADMISSIONS_LOCK = 0x6D65726A, 0x6D65726B
 
 
 def _lock_drains(connection: sa.Connection, *, is_shared: bool = False) -> None:
-    """Lock, until the transaction ends, the information whether the servers are draining.
+    """Lock, until the transaction ends, the information whether the servers are drained for maintenance.
 
     A transaction that changes the information waits until no other transaction holds the lock. If `is_shared` is True,
     the transaction only reads the information, and several such transactions may hold the lock at once. On SQLite no

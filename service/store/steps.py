@@ -53,24 +53,31 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class _Request:
-    """Base class of a searcher's requests for a step, such as a gradient; `label` describes the step to users."""
+    """Base class of the requests in which a searcher asks for a step.
+
+    A step is a computation that the searcher needs between two proposals, such as a gradient. `label` describes the
+    step to users.
+    """
 
     label: str
 
     @property
     def num_charged(self) -> int:
-        """Number of samples of the study's limit that the step uses; 0 for most kinds of steps."""
+        """Number of samples that the requested computation counts against the study's limit `max_samples`.
+
+        It is 0 for most kinds of requests.
+        """
         return 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Measurement(_Request):
-    """Base class of requests for the losses of one merge, computed on reference answers of chosen samples.
+    """Base class of requests for the losses of one merge on the reference answers of some samples.
 
-    The merge is the one at `point` in the search space. `point` has the values of all parameters of the search space,
-    in the order of the space. `positions` has the positions of the samples, by objective. For the objectives in
-    `completions`, the reference answers are correct completions by the source models. Each sample counts as `charge`
-    samples against the study's limit of samples.
+    `point` names the merge: it has the values of all parameters of the search space, in the order of the space.
+    `positions` has the samples, by objective, as indices in the order in which the objective's samples are scored. The
+    reference answers are those of the task. For the objectives in `completions`, they are correct completions by the
+    source models instead. Each sample counts as `charge` samples against the study's limit of samples.
     """
 
     point: tuple[float, ...]
@@ -87,7 +94,11 @@ class _Measurement(_Request):
 
 @dataclass(frozen=True, kw_only=True)
 class LossesRequest(_Measurement):
-    """Request for the mean loss of each objective for the merge at `point`, computed by forward passes."""
+    """A searcher's request for the mean loss of each objective for one merge, without gradients.
+
+    `point` names the merge: it has the values of all parameters of the search space. Each sample for which a loss is
+    computed counts as one sample (`charge`) against the study's limit of samples.
+    """
 
     kind: Literal["losses"] = "losses"
     charge: ClassVar[int] = 1
@@ -95,11 +106,13 @@ class LossesRequest(_Measurement):
 
 @dataclass(frozen=True, kw_only=True)
 class GradientRequest(_Measurement):
-    """Request for the losses of the merge at `point`, and for the gradient of their weighted sum.
+    """A searcher's request for the losses of one merge, and for the gradient of their weighted sum.
 
-    `weights` has the weight of each objective's loss in the sum. The derivatives are with respect to all parameters of
-    the search space. `descent` is the number, from 0, of the gradient descent to which the step belongs. `preference`
-    is the preference vector of this descent, by objective; it is empty if the study has no preference vectors.
+    `point` names the merge: it has the values of all parameters of the search space. The gradient is with respect to
+    these parameters. `weights` has the weight of each objective's loss in the sum. `descent` is the number, from 0, of
+    the gradient descent that needs the gradient. `preference` has the user's weights of the objectives for which this
+    descent searches; it is empty if there are none. Each sample counts as three samples (`charge`) against the study's
+    limit of samples.
     """
 
     descent: int
@@ -111,9 +124,9 @@ class GradientRequest(_Measurement):
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionsRequest(_Request):
-    """Request for correct completions by the source models, which later serve as reference answers for losses.
+    """A searcher's request for correct completions by the source models, which later serve as reference answers.
 
-    `completions` names the objectives.
+    `completions` has the names of the objectives for which completions are requested.
     """
 
     completions: tuple[str, ...]
@@ -122,10 +135,9 @@ class CompletionsRequest(_Request):
 
 @dataclass(frozen=True, kw_only=True)
 class NoteRequest(_Request):
-    """Request to store a note, which is a decision of the searcher; nothing is computed.
+    """A searcher's request to store one of its decisions, so that it finds the decision again; nothing is computed.
 
-    `label` describes the decision to users. `decision` is the decision in the form in which the searcher reads it again
-    from the stored step.
+    `label` describes the decision to users. `decision` is the text that the searcher reads later.
     """
 
     decision: str
@@ -134,10 +146,10 @@ class NoteRequest(_Request):
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateRequest(_Request):
-    """Request to train a policy on the trials of iteration number `iteration`.
+    """A searcher's request to train a policy (a network that proposes configurations) on the trials of one iteration.
 
-    `preference` is the preference vector of the policy that learns, by objective; it is empty if there is only one
-    policy.
+    `iteration` is the iteration's number. `preference` has the weights of the objectives for which the policy learns;
+    it is empty if the study has only one policy.
     """
 
     iteration: int
@@ -156,10 +168,10 @@ StepRequest: TypeAlias = ChargedRequest | CompletionsRequest | NoteRequest | Upd
 
 @dataclass(frozen=True, kw_only=True)
 class LossesResult:
-    """Mean losses of the merge at a requested point, by objective.
+    """Mean losses, by objective, of the merge that a searcher's request named.
 
-    `failure` is the reason why there are no losses; it is None if there are losses. `recipe` is the digest of the
-    merge's recipe. `bank` is the fingerprint of the merge's source models.
+    `failure` is the reason why there are no losses; None if there are losses. `recipe` is the digest of the merge's
+    recipe, which says how the sources are merged. `bank` is the fingerprint of the weights of the source models.
     """
 
     losses: Mapping[str, float] = field(default_factory=dict)
@@ -170,10 +182,10 @@ class LossesResult:
 
 @dataclass(frozen=True, kw_only=True)
 class GradientResult(LossesResult):
-    """Mean losses of the merge at a requested point, and the gradient of their weighted sum.
+    """Mean losses of the merge that a searcher's request named, and the gradient of their weighted sum.
 
-    `gradient` has the derivative with respect to each value of the point, in the order of the values. `seconds` is the
-    time that the computation took.
+    `gradient` has the derivative with respect to each parameter of the search space, in the order of the space.
+    `seconds` is the time that the computation took.
     """
 
     gradient: tuple[float, ...] = ()
@@ -182,10 +194,11 @@ class GradientResult(LossesResult):
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionsResult:
-    """Samples that source models answered correctly, by objective.
+    """Samples that source models answered correctly; the correct answers later serve as reference answers for losses.
 
-    Each sample is given as a pair: the sample's position, and the number of the trial of a source model that answered
-    the sample correctly. The pairs are sorted by position.
+    `completions` has, by objective, a pair for each such sample. The first number is the sample's position in the order
+    in which the objective's samples are scored. The second is the number of the trial of the source model that answered
+    it correctly. The pairs are sorted by position.
     """
 
     completions: Mapping[str, tuple[tuple[int, int], ...]]
@@ -193,18 +206,16 @@ class CompletionsResult:
 
 @dataclass(frozen=True, kw_only=True)
 class NoteResult:
-    """Empty result of a step that only stores a note (a decision of the searcher).
-
-    Nothing is computed for such a step.
-    """
+    """Empty result of a searcher's request to store one of its decisions, for which nothing is computed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateResult:
-    """Result of a policy update: statistics by name, and the sha256 of the policy's new checkpoint.
+    """Result of the training of a policy on the trials of one iteration.
 
-    `checkpoint` is "" if the policy learned nothing. `seconds` is the time that the computation took; it is 0 in steps
-    that were stored by versions that did not measure the time.
+    A policy is a network that proposes configurations. `statistics` has numbers about the training by name.
+    `checkpoint` is the sha256 of the policy's new checkpoint, or "" if the policy learned nothing. `seconds` is the
+    time that the training took; 0 if an earlier version stored the result, which did not measure the time.
     """
 
     statistics: Mapping[str, float] = field(default_factory=dict)
@@ -220,10 +231,10 @@ StepResult: TypeAlias = LossesResult | GradientResult | CompletionsResult | Note
 
 @dataclass(frozen=True)
 class _Step:
-    """Base class of steps that are stored in the database, with their place in the study.
+    """Base class of stored steps: computations, such as gradients, that a searcher asks for between proposals.
 
-    `number` is the index of the step among the study's steps, from 0. `proposal` is the number of the trial for whose
-    proposal the step was computed.
+    `number` is the index of the step among the study's steps, from 0. `proposal` is the number of the trial whose
+    proposal needed the step.
     """
 
     number: int
@@ -272,9 +283,10 @@ _STEP_OF_REQUEST: Mapping[type[StepRequest], type[Step]] = {
 
 
 def step_of(number: int, proposal: int, request: StepRequest, result: StepResult) -> Step:
-    """Make a step from its request and its result.
+    """Make a step, a computation that a searcher asked for between proposals, from its request and its result.
 
-    `number` is the step's number. The step comes before the trial with the number `proposal`.
+    `number` is the step's index among the study's steps, from 0. `proposal` is the number of the trial whose proposal
+    needed the step.
     """
     kind: Any = _STEP_OF_REQUEST[type(request)]
     step: Step = kind(number, proposal, request, result)
@@ -314,7 +326,10 @@ _READERS: Mapping[str, TypeAdapter[Any]] = {
 
 
 def step_document(step: Step) -> dict[str, Any]:
-    """JSON document with the request and the result of a step, as the database stores them."""
+    """JSON document with the request and the result of a step, as the database stores them.
+
+    A step is a computation that a searcher asked for between proposals, such as a gradient.
+    """
     return {
         "request": {**_REQUEST_KEYS, **asdict(step.request)},
         "result": {**_RESULT_KEYS, **asdict(step.result)},
@@ -322,9 +337,10 @@ def step_document(step: Step) -> dict[str, Any]:
 
 
 def read_step(number: int, proposal: int, document: Mapping[str, Any]) -> Step:
-    """Read a step with its request and result from a stored `document`.
+    """Read a searcher's step (a computation between proposals, such as a gradient) from its stored `document`.
 
-    The document must be a result of `step_document` of this or an earlier version.
+    `number` is the step's index among the study's steps, from 0. `proposal` is the number of the trial whose proposal
+    needed the step. The document must be a result of `step_document` of this or an earlier version.
     """
     request: dict[str, Any] = dict(document["request"])
     kind = request["kind"]

@@ -27,7 +27,7 @@ ADVISORY_LOCK = 0x6D657267
 
 @dataclass(frozen=True)
 class _Marks:
-    """The two schema version numbers that a database may have stored; each is None if it is not stored.
+    """Two numbers by which a database may state the version of its schema; each is None if it is not stored.
 
     `revision` is Alembic's revision. `version` is a number in the table `schema_version`, which earlier versions of the
     program wrote before they used Alembic.
@@ -38,9 +38,9 @@ class _Marks:
 
 
 def upgrade(engine: sa.Engine) -> None:
-    """Create the database's tables, or migrate them to this program's schema.
+    """Create the database's tables, or migrate them to the schema of this version of the program.
 
-    On SQLite the engine's transactions must begin with the write lock.
+    On SQLite, transactions of `engine` must take the write lock when they begin.
 
     Raises:
         Conflict: The database has a schema that this program cannot migrate: a newer one, or an unknown or too old one.
@@ -59,7 +59,9 @@ def upgrade(engine: sa.Engine) -> None:
 
 
 def migrate(connection: sa.Connection, *, revision: str = schema.REVISION) -> None:
-    """Run the missing migrations up to the schema's `revision`, in the connection's transaction.
+    """Run the missing Alembic migrations up to the schema's `revision`, in the connection's transaction.
+
+    By default, `revision` is the newest one that this program knows.
 
     Raises:
         Conflict: The database is at an unknown revision.
@@ -92,7 +94,7 @@ def _marks(connection: sa.Connection) -> _Marks:
 
 
 def _lock(connection: sa.Connection) -> None:
-    """Wait until no other process migrates the database, and keep others waiting until this transaction ends.
+    """Wait until no other process migrates the database, and make others wait until this transaction ends.
 
     On SQLite nothing needs to be done, because the transaction has held the write lock since its beginning.
     """

@@ -57,10 +57,10 @@ def study_with(record: JobRecord, added: AddedBenchmarks, *, trials: Collection[
 def check_added(document: Mapping[str, Any], stored: JobRecord, access: FileAccess | None) -> None:
     """Check benchmarks that are to be added to a stored study on a server.
 
-    `document` is the study file that includes the added benchmarks. A file that the benchmarks name must be allowed
-    twice: by `access`, the server's present permissions, and by the permissions that were stored with the study. The
-    study's other tasks are not checked again. Of its models only the tokenizer is read. Raises InvalidStudy with every
-    problem, each with its place in `document`.
+    `document` is the study file that includes the added benchmarks. A file that the benchmarks name is allowed only if
+    two lists of permissions allow it: `access`, the server's present one, and the list that was stored with the study.
+    The study's other tasks are not checked again. Of its models only the tokenizer is read. Raises InvalidStudy with
+    every problem, each with its place in `document`.
     """
     study, before = Study.model_validate(document), ResolvedStudy.of(stored).access
     of_benchmarks = {place: file for place, file in task_files(study) if place.startswith("benchmarks.")}

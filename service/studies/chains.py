@@ -64,21 +64,21 @@ class _Places:
     """Storage of exported sources: an object store, or a local directory.
 
     An exported source is a merge of another study that was written as a checkpoint, so that a study can merge it again.
-    If `artifacts_in`, the location of the artifacts, is an object store, exported sources are stored there as
-    artifacts. Otherwise they are stored below `directory`.
+    `artifacts_in` is the location of the artifacts (files that jobs store). If it is an object store, exported sources
+    become artifacts there. Otherwise they are stored below `directory`.
     """
 
     directory: Path
     artifacts_in: str | Path
 
     def written(self, store: Store, job_id: str, name: str, write: Callable[[Path], object]) -> str:
-        """Store a checkpoint, unless it is stored already, and return its directory or URL.
+        """Write a checkpoint to this storage, unless it is stored already, and return its directory or URL.
 
-        `write` writes the checkpoint to the directory that it is called with. `name` is the name of the checkpoint, the
-        same for the same content. In an object store the checkpoint becomes an artifact of the study `job_id` of
-        `store`, from which it comes. It is first written to a hidden directory below `directory`, where an interrupted
-        write can continue. Without an object store, `write` is always called, with the directory of the checkpoint, and
-        must skip a complete one.
+        `write` is a function that writes the checkpoint to the directory that it gets. `name` identifies the content of
+        the checkpoint. `job_id` is the study in `store` whose trial the checkpoint is. In an object store, the
+        checkpoint becomes an artifact of this study. It is first written to a hidden directory below `directory`, where
+        an interrupted write can continue. Without an object store, `write` is always called with the checkpoint's final
+        directory, and must do nothing if the checkpoint is complete there.
         """
         root = self.directory.resolve() / SOURCES
         if not is_object_url(str(self.artifacts_in)):
@@ -109,8 +109,8 @@ def with_exported_sources(
 
     - `open_study`: opens the study that a source names
     - `directory`: the directory below which merges are written
-    - `artifacts_in`: the location of the server's artifacts; if it is an object store, the merges are stored there;
-      None means a directory in `directory`
+    - `artifacts_in`: the location of the server's artifacts (files that jobs store); if it is an object store, the
+      merges are stored there; None means a directory in `directory`
     - `before`: the stored records of the exported sources, for a study that is resumed; None for a new study
     - `note`: receives lines of progress
 
@@ -142,11 +142,11 @@ def with_exported_sources(
 
 
 def keep_sources(artifacts: ArtifactStore, job_id: str, models: Iterable[str]) -> None:
-    """Add source models that are artifacts of other jobs to the artifacts of a study.
+    """Keep a study's source models that other jobs have stored as artifacts (files), in case these jobs are deleted.
 
-    The artifacts then stay when the other jobs are deleted. `job_id` is the id of the study. `models` are the
-    directories, hub ids and URLs of the study's models; models that are not artifacts in the object store are skipped.
-    Raises Conflict if the files of an artifact are gone.
+    The artifacts are added to those of the study `job_id`. `models` are the directories, hub ids and URLs of the
+    study's models; models that are not artifacts in the object store are skipped. Raises Conflict if the files of an
+    artifact are gone.
     """
     for name, digest in artifacts.kept_names(models).items():
         artifacts.keep(job_id, name, digest)
@@ -184,19 +184,21 @@ def _name(recipe: Recipe, dtype: str) -> str:
 
 
 def _dtype_in(place: str) -> str:
-    """Read the dtype of an exported source from its directory's name, which `_name` made.
+    """Read the dtype of an exported source from `place`, its directory or URL, whose last part contains the dtype.
 
-    This dtype may differ from the dtype of this machine's engines.
+    An exported source is a merge of another study. Its dtype may differ from the dtype of this machine's engines.
     """
     return place.rpartition("-")[2]
 
 
 def _trial(store: Store, record: JobRecord, source: FromStudy, known: ChainedSource | None) -> tuple[int, Recipe]:
-    """Find the trial that the source `source` of a study names; return the trial's number and recipe.
+    """Find the trial that a study's source names; return the trial's number and recipe.
 
-    `record` is the job of the study that has the trial. `known` is the record of the source from the time when the
-    study that uses the source was created; it has the number of the trial. `known` is None for a new study. Raises
-    NotFound if there is no such trial, and Conflict if the trial's recipe has changed.
+    A study can merge a trial of an earlier study again: `source` is the entry in its study file, which names the
+    earlier study and the trial (a number, or "best"). `record` is the earlier study's job in `store`. `known` is None
+    for a new study. For a stored study, `known` has the trial and recipe digest that the source had when this study was
+    created; this trial is then used. Raises NotFound if there is no such trial, and Conflict if the trial's recipe
+    differs from that of `known`.
     """
     trials = store.trials(record.id)
     if known is not None:
@@ -227,10 +229,11 @@ def _along_path(
     """Export the base and the experts, each with its own layers rearranged in the order of a trial's layer path.
 
     A layer path is the sequence of the layers of the source models that a merge consists of. `source` names the trial,
-    and `open_study` opens the trial's study. The models are written to `places`. `before` has the stored records of the
-    exported sources of `study` if this study is resumed; otherwise it is None. Models that were exported before are not
-    written again. `note` receives lines of progress. Returns the exported models by alias. Experts that are merges of
-    other studies are left out. Raises NotFound, Conflict, InvalidModel and InvalidStudy.
+    and `open_study` opens the trial's study. The models are written to `places`. `before` has what was stored about the
+    exported sources when `study` was created, if this study is resumed; otherwise it is None. Models that were exported
+    before are not written again. `note` receives lines of progress. Returns the exported models by alias. Experts that
+    are merges of other studies are left out. Raises NotFound if the trial does not exist, Conflict if its path cannot
+    be used, and InvalidModel or InvalidStudy if models cannot be read or merged.
     """
     experts = {alias: place for alias, place in study.models.experts.items() if isinstance(place, str)}
     written = {} if before is None else {alias: before.chained[alias] for alias in (BASE, *experts)}
@@ -262,11 +265,12 @@ def _along_path(
 
 
 def _path(recipe: Recipe, where: str) -> tuple[dict[Component, int], ...]:
-    """Layer path of a merge: for each layer and each component, the number of the source layer it comes from.
+    """Layer path of the merge `recipe`: for each layer and component in order, the number of its source layer.
 
     The components of a layer are its attention, its MLP and its norms. `where` names the trial in error messages.
-    Raises Conflict if a layer of the merge has a scale or an alignment, or if a component is merged from source layers
-    with different numbers.
+    Raises Conflict if a layer of the merge, or its MLP, has a scale (a factor on its output), if an alignment (a
+    learned map of the residual stream between two layers) follows a layer, or if a component is merged from source
+    layers with different numbers.
     """
     path: list[dict[Component, int]] = []
     for index, layer in enumerate(recipe.canonical().layers):
@@ -291,7 +295,8 @@ def _with_path(alias: str, path: tuple[dict[Component, int], ...], fingerprints:
 
     A layer path says from which layer of a source model each layer of a merge comes. `path` has an entry for each layer
     of the new model: for each component (attention, MLP and norms), the number of the layer of `alias` that the
-    component is taken from. `fingerprints` has the content fingerprint of each model, by alias.
+    component is taken from. `fingerprints` has the content fingerprint of each model, by its name in the study file
+    (alias).
     """
     whole = Merge("passthrough", (Source(alias),))
     merges = ({name: whole.at_layer(layer) for name, layer in each.items()} for each in path)

@@ -39,15 +39,16 @@ def export_trial(
 ) -> Path:
     """Write the merged model of a trial to the directory `out`, and return `out`.
 
-    `trial` is "best" or the trial's number. With `dtype` None the model has the dtype of the study's engines.
-    `alignments_in` is the directory of the study's alignments, or the URL of the object store that has them. `details`
-    are further arguments of `workers.export.checkpoint.export`.
+    `record` is the study's job in `store`, and `trial` is "best" or the trial's number. With `dtype` None the model has
+    the dtype of the study's engines. `alignments_in` is the directory of the study's alignments (maps from one layer's
+    output to the next layer's input), or the URL of the object store that has them. `details` are passed on to the
+    function that writes the checkpoint, such as `max_shard_bytes` or `progress` (`workers.export.checkpoint.export`).
 
     Raises:
         NotFound: There is no such trial.
-        Conflict: The sources have changed since the study was created, `out` has other content, or its disk is too
-            small.
-        InvalidStudy: The study may not read its models any more.
+        Conflict: The sources have changed since the study was created, `out` contains anything but this model, or its
+            disk has too little space.
+        InvalidStudy: The study is not permitted to read its models any more.
     """
     from search_spaces.study.file import Study
     from service.results.load import held_out_estimates
@@ -85,9 +86,11 @@ def write_model(
 ) -> Path:
     """Write the merged model of a recipe to the directory `out`, and return `out`.
 
-    `details` are further arguments of `workers.export.checkpoint.export`. Raises Conflict if `out` has other content,
-    and if the disk has too little space. If the disk is full before the model is complete, the incomplete model is
-    removed.
+    `bank` has the weights of the source models. `dtype` is the dtype of the merged model, such as "bfloat16".
+    `chat_template` replaces the tokenizer's chat template; None keeps it. `details` are passed on to the function that
+    writes the checkpoint, such as `max_shard_bytes` or `progress` (`workers.export.checkpoint.export`). Raises Conflict
+    if `out` contains anything but this model, and if the disk has too little space. If the disk is full before the
+    model is complete, the incomplete model is removed.
     """
     import torch
 
@@ -110,8 +113,9 @@ def write_model(
 def model_bytes(recipe: Recipe, bank: Bank, out: Path, *, dtype: str, chat_template: str | None = None) -> int:
     """Compute the size of the merged model of a recipe, in bytes, and check that it can be written to `out`.
 
-    Nothing is written. `chat_template` replaces the tokenizer's chat template; None keeps the tokenizer's. Raises
-    Conflict if `out` has other content, or if its disk has too little space.
+    Nothing is written. `bank` has the source models, and `dtype` is the dtype of the merged model. `chat_template`
+    replaces the tokenizer's chat template; None keeps it. Raises Conflict if `out` contains anything but this model, or
+    if its disk has too little space.
     """
     import torch
 

@@ -37,10 +37,11 @@ ARTIFACT, FILE = "warm-start", "observations.json.gz"
 
 
 def check_warm_start(preflight: PreflightResult, *, open_study: OpenStudy) -> None:
-    """Check the earlier results with which a study starts its search: they must exist and fit the study.
+    """Check the results of an earlier study with which a study starts its search: they must exist and fit the study.
 
-    They are results of another study, which `search.warm_start` in the study file names; a study without this option
-    always passes. `open_study` opens the other study. Raises InvalidStudy if the results do not exist or do not fit.
+    `preflight` is the checked study. `search.warm_start` in its study file names the earlier study; a study without
+    this option always passes. `open_study` opens the earlier study. Raises InvalidStudy if the results do not exist or
+    do not fit.
     """
     if preflight.study.search.warm_start is None:
         return
@@ -61,10 +62,10 @@ def with_warm_start(
     """Load the results of an earlier study that a study's searcher may use from its first proposal on.
 
     `search.warm_start` in the study file names the earlier study. At the study's first run the results are copied to
-    the study's own artifacts; later runs read this copy. Returns `preflight` with the results in the field `observed`.
-    If the study file names no earlier study, `preflight` is returned unchanged. `open_study` opens the earlier study,
-    and `writer` stores the record. Raises StudyFailed if the results cannot be used; the study is then stored as
-    FAILED, with the reason.
+    the study's own artifacts (stored files); later runs read this copy. Returns `preflight`, the checked study, with
+    the results in the field `observed`. If the study file names no earlier study, `preflight` is returned unchanged.
+    `open_study` opens the earlier study, and `writer` records in `store` what was copied. Raises StudyFailed if the
+    results cannot be used; the study is then stored as FAILED, with the reason.
     """
     if preflight.study.search.warm_start is None:
         return preflight
@@ -89,9 +90,9 @@ def with_warm_start(
 def _read(artifacts: ArtifactStore, study_id: str, start: WarmStart) -> tuple[Observation, ...]:
     """The stored results of an earlier study with which a study's search begins, in the order of the earlier trials.
 
-    `start` has the digest that the stored file must have. The earlier trials have negative numbers, so that they come
-    before the study's own. Raises NotFound if no results are stored, and Conflict if they differ from those that the
-    study began with.
+    They are an artifact, in `artifacts`, of the study `study_id`. `start` has the digest that the stored file must
+    have. The earlier trials have negative numbers, so that they come before the study's own. Raises NotFound if no
+    results are stored, and Conflict if they differ from those that the study began with.
     """
     record = artifacts.get(study_id, ARTIFACT)
     if record.digest != start.digest:
@@ -118,9 +119,9 @@ def _read(artifacts: ArtifactStore, study_id: str, start: WarmStart) -> tuple[Ob
 def _found(preflight: PreflightResult, resolved: ResolvedStudy, open_study: OpenStudy) -> tuple[WarmStart, bytes]:
     """Find the results of the earlier study that `search.warm_start` in the study file names.
 
-    Returns a description of the results, and the content of the file in which they are stored. The description has no
-    digest of the artifact yet. `resolved` is the record that is stored with the new study, and `open_study` opens the
-    earlier study.
+    `preflight` is the checked new study, `resolved` has the models, tasks and rungs that are stored with it, and
+    `open_study` opens the earlier study. Returns a description of the results, and the content of the file in which
+    they are stored. The digest of the stored file is added to the description later.
 
     Raises NotFound if there is no such study. Raises Conflict if it has no results, or if its models, search space or
     objectives differ from those of the new study.
@@ -144,10 +145,11 @@ def _found(preflight: PreflightResult, resolved: ResolvedStudy, open_study: Open
 def _results(
     preflight: PreflightResult, plan: Plan, store: Store, record: JobRecord, *, is_full_only: bool
 ) -> list[dict[str, Any]]:
-    """Configurations and results of the earlier study's searched trials, as JSON.
+    """The configurations and results of an earlier study's searched trials as JSON, for use by a new study.
 
-    `record` is the earlier study's job in `store`. `plan` is the new study's plan: costs and constraints refer to its
-    objectives, and fidelities are shares of its full budget. With `is_full_only`, results at lower rungs are left out.
+    `preflight` is the checked new study, and `plan` its plan. `record` is the earlier study's job in `store`. Costs and
+    constraints are computed by the new study's objectives. The fidelity of a result is its number of samples as a share
+    of the new study's full budget, at most 1. With `is_full_only`, results at lower rungs (fewer samples) are left out.
     Raises Conflict if a configuration is outside the new study's search space.
     """
     before = replace(plan, study_id=record.id, rung_samples=ResolvedStudy.of(record).rung_samples)
@@ -184,11 +186,12 @@ def _results(
 
 
 def _feasibility(plan: Plan, trials: Mapping[int, TrialRecord], store: Store, record: JobRecord) -> Feasibility:
-    """Apply the new study's constraints to the values of an earlier study's trials.
+    """Make the object that evaluates the new study's constraints on the trials of an earlier study.
 
     `trials` are the earlier study's trials by number, and `record` is its job in `store`. `plan` is the new study's
-    plan, with the rungs of the earlier study. A bound may be relative to a source model's value; it is compared on the
-    samples of each rung. Raises Conflict if such a source model has not been scored in the earlier study.
+    plan, with the earlier study's rungs (numbers of samples at which trials are compared). A bound may be relative to a
+    source model's value; it is compared on the samples of each rung. Raises Conflict if such a source model has not
+    been scored in the earlier study.
     """
     feasibility = Feasibility(plan.objectives, trials)
     try:
@@ -209,10 +212,10 @@ def _feasibility(plan: Plan, trials: Mapping[int, TrialRecord], store: Store, re
 
 
 def _check_same(preflight: PreflightResult, record: JobRecord) -> None:
-    """Check that the new study can use the results of the earlier study `record`.
+    """Check that the new study `preflight` can use the results of the earlier study `record`.
 
-    Both studies must have the same models, search space, preference vectors and objectives. Raises Conflict with all
-    differences.
+    Both studies must have the same models, search space, preference vectors (weights of the objectives) and objectives.
+    Raises Conflict with all differences.
     """
     study, other = preflight.study, Study.model_validate(record.document)
     theirs, ours = ResolvedStudy.of(record), preflight.models.family.fingerprints
@@ -253,15 +256,16 @@ def _differing(what: str, theirs: Mapping[str, Any], ours: Mapping[str, Any]) ->
 def _meaning(objective: Objective, tasks: Mapping[str, str]) -> tuple[Any, ...]:
     """The properties of an objective that two studies must share for its values to be comparable.
 
-    They are metric, direction, range, cost of the recipe, and task. `tasks` has the digest of each task by the
-    objective's name. Constraints are left out, because the new study evaluates its own constraints.
+    They are metric, direction, range, task, and whether it counts the recipe's layers or parameters. `tasks` has the
+    digest of each task by the objective's name. Constraints are left out, because the new study evaluates its own
+    constraints.
     """
     o = objective
     return o.metric, o.direction, o.bounds, o.cost_of_recipe, tasks.get(o.name)
 
 
 def _weights(study: Study) -> tuple[tuple[float, ...], ...] | None:
-    """The preference vectors of a study, or None if the study file has none.
+    """The preference vectors (importances of the objectives) of a study, or None if the study file has none.
 
     A vector has the weight of each objective with a task, in the order of the study file.
     """

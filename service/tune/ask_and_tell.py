@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from search_spaces.errors import InvalidStudy, SearchSpaceError
+from search_spaces.recipe import Recipe
 from search_spaces.spaces.base import SearchSpace
 from service.errors import StudyFailed
 from service.store import BracketRecord, EvaluationRequest, JobWriter
@@ -24,7 +25,7 @@ from service.tune.samples.sample_cache import SampleCache
 from service.tune.schedulers import rung_table
 from service.tune.schedulers.base import Decision, Proposal
 from service.tune.trials import Trials
-from service.types import EventKind, Origin, TrialRecord, TrialState
+from service.types import EventKind, Origin, StoredRecipe, TrialRecord, TrialState
 from workers.types import Split
 
 __all__ = ["AskAndTell"]
@@ -35,18 +36,21 @@ class AskAndTell:
 
     - `plan`, `space`: the study's settings, and its search space
     - `trials`: the trials of the study, to which the loop adds the proposed ones
-    - `brackets`: the brackets that are stored with the study
+    - `brackets`: the brackets (ladders of rungs, which are numbers of samples, as in Hyperband) that were stored before
+      the driver started
     - `samples`: the scored samples, from which the values of trials are computed
-    - `writer`, `proposer`: store results, and ask the searcher for proposals
-    - `observer`: called with a word for the event that has just happened or follows next ("ask", "rung", "promotion"),
-      so that tests can stop the process at this event
+    - `writer`: stores results in the database
+    - `proposer`: asks the searcher for proposals
+    - `observer`: called by the loop with a word for the event that has just happened or follows next ("ask", "rung",
+      "promotion"), so that tests can stop the process at this event
     - `is_out_of_budget`: called before a new trial starts; returns the study's limit that is exhausted as a text, or
       None
-    - `num_charged`: how many samples the searcher's stored steps, such as gradients, have used of the limit of samples
+    - `num_charged`: the number of samples that the searcher's stored computations, such as gradients, take from the
+      study's limit of samples
     - `num_steps`: the number of stored gradient steps and policy updates
 
-    The constructor makes all decisions on promotion again, from the brackets and the stored trials. Decisions that were
-    not stored because of a crash are stored then.
+    From the brackets and the stored trials, the constructor computes again all decisions on which trials are promoted.
+    If a crash prevented an earlier driver from storing a decision, the constructor stores it.
     """
 
     def __init__(
@@ -89,19 +93,23 @@ class AskAndTell:
 
     @property
     def num_steps(self) -> int:
-        """The number of gradient steps and policy updates of the search since the study began."""
+        """The number of gradient steps and policy updates that the searcher has made since the study began."""
         return self._asking.num_steps
 
     # -- evaluations -----------------------------------------------------------------------------------------------
 
     def ready(self) -> list[tuple[int, int]]:
-        """The evaluations that may run now, each as (trial number, rung), in the order in which they should start."""
+        """The evaluations that may run now, each as (trial number, rung), in the order in which they should start.
+
+        A rung is a number of samples at which trials are compared; here it is given as its index from 0.
+        """
         return list(self.table.ready())
 
     def finish(self, number: int, rung: int) -> None:
-        """Record a trial's result at a rung, and promote or prune trials as far as the known results allow.
+        """Record the result of trial `number` at a rung, and promote or prune trials as far as the known results allow.
 
-        All samples of the rung must be stored. The trial fails if a value is outside the range of its objective.
+        All samples of the rung must be stored. The trial fails if a value is outside the range of its objective. A rung
+        is a number of samples at which trials are compared, given by its index.
         """
         record = self._samples.rung_record(self._trials[number].recipe, rung)
         try:
@@ -117,7 +125,7 @@ class AskAndTell:
             self._trials.finish([number], TrialState.PRUNED, self._stop_reason)
 
     def fail(self, number: int, reason: str) -> None:
-        """Mark trial `number` as failed for this reason; promote or prune the trials that waited for its result."""
+        """Mark trial `number` as failed for `reason`, and promote or prune the trials that waited for its result."""
         self._trials.finish([number], TrialState.FAIL, reason)
         self._apply(self.table.fail(number))
 
@@ -130,11 +138,11 @@ class AskAndTell:
                 self._trials.finish(pruned, TrialState.PRUNED, reason)
 
     def _know_lower_rungs(self, trial: TrialRecord) -> None:
-        """Record a baseline's costs at every rung below the last, for comparisons with trials at these rungs.
+        """Record a baseline's costs at every rung below the last, where other trials are compared with it.
 
-        A baseline is scored only once, at the last rung. Its samples there include those of the lower rungs, from which
-        the costs are computed. For a trial of a bracket, and for a baseline that is not scored yet, the method does
-        nothing.
+        A rung is a number of samples at which trials are compared. A baseline is scored only once, on all samples of
+        the last rung. Each lower rung has a part of these samples; the costs are computed from this part. The method
+        does nothing for a trial that is no baseline, and for a baseline that is not scored yet.
         """
         if trial.bracket is None and trial.state is TrialState.COMPLETE:
             records = (self._samples.rung_record(trial.recipe, rung) for rung in range(self.table.last_rung))
@@ -143,9 +151,10 @@ class AskAndTell:
             self._feasibility.know(trial.number, lower)
 
     def stop(self, reason: str, *, running: Collection[int]) -> None:
-        """End the search now, and end all trials except those in `running` as pruned; `reason` is stored as the reason.
+        """End the search now, and end all trials except those in `running` as pruned.
 
-        `running` has the numbers of the trials that are being evaluated. Each of them ends with its next result.
+        `reason` is stored as the reason why the trials were pruned, and why the search ended. `running` has the numbers
+        of the trials that are being evaluated. Each of them ends with its next result.
         """
         if not self.table.is_finished:
             self.end_reason = reason
@@ -156,44 +165,56 @@ class AskAndTell:
             self._trials.finish(ended, TrialState.PRUNED, reason)
 
     def add_requested(self, requests: Iterable[EvaluationRequest]) -> None:
-        """Add a trial for each of a user's requests that has none: the recipe of another trial, at the full budget.
+        """Add a trial for each user's request to evaluate a merge, unless the request has a trial already.
 
-        The trial is in no bracket, like a baseline. Later proposals have larger numbers, so a resumed search proposes
-        the same.
+        The merge is that of another trial, or one that the user gave as a recipe or a configuration. The trial is
+        scored on all search samples. Like a baseline, it belongs to no bracket (ladder of rungs). It takes the next
+        trial number and is stored with it, so that a resumed search gives its proposals the same numbers.
         """
         for request in requests:
             if request.added is None:
-                source = self._trials[request.trial]
-                trial = TrialRecord(
-                    number=len(self._trials),
-                    origin=Origin.USER,
-                    label=f"trial {source.number} at the full budget",
-                    state=TrialState.WAITING,
-                    recipe=source.recipe,
-                    configuration=source.configuration,
-                )
+                trial = self._requested(request)
                 self._trials.add(trial, request=request.number)
                 self._enter(trial)
+
+    def _requested(self, request: EvaluationRequest) -> TrialRecord:
+        """Make the trial, with the next trial number, that evaluates the merge that a user's request names."""
+        label, configuration = request.label or "", request.configuration
+        recipe: Recipe | StoredRecipe
+        if request.trial is not None:
+            source = self._trials[request.trial]
+            label, configuration, recipe = (
+                f"trial {source.number} at the full budget",
+                source.configuration,
+                source.recipe,
+            )
+        elif request.recipe is not None:
+            recipe = Recipe.from_json(request.recipe)
+        else:
+            configuration, recipe = self._merge_of(configuration or {})
+        number = len(self._trials)
+        return TrialRecord(number, Origin.USER, label, TrialState.WAITING, recipe, configuration=configuration)
 
     # -- the refinement after the search ---------------------------------------------------------------------------
 
     def end_search(self) -> None:
-        """Stop proposing trials, because the refinement of the Pareto front has begun."""
+        """Stop proposing trials, because the study now refines the coefficients of the Pareto front's trials."""
         self.table.end_search()
 
     def add(self, trial: TrialRecord) -> None:
-        """Add a trial that the searcher did not propose, for a single evaluation at the last rung."""
+        """Add a trial that the searcher did not propose; it is evaluated once, on all samples of the search."""
         self._add(trial)
 
     def admits_refinement(self, num_samples: int) -> bool | None:
-        """Whether the study's limit of samples allows a refinement that takes `num_samples` samples.
+        """Whether the study's limit of samples allows the refinement of one trial, which takes `num_samples` samples.
 
-        The result is None as long as the answer depends on running evaluations (`SampleLimit`).
+        The refinement is a gradient descent on the trial's coefficients, after the search. The result is None as long
+        as it depends on running evaluations, which may still use up the limit.
         """
         return self._limit.admits_refinement(num_samples)
 
     def charge(self, num_samples: int) -> None:
-        """Count the `num_samples` samples of a refinement step against the study's limit of samples."""
+        """Count `num_samples` samples against the study's limit, for a gradient of the refinement after the search."""
         self._limit.num_charged += num_samples
 
     # -- proposals -------------------------------------------------------------------------------------------------
@@ -226,9 +247,7 @@ class AskAndTell:
     def _propose(self, proposal: Proposal, configuration: Mapping[str, Any], ask_s: float) -> None:
         number = proposal.number
         try:
-            self._space.parameters.check(configuration)
-            configuration = self._space.parameters.repair(configuration)
-            recipe = replace(self._space.to_recipe(configuration), keeps_equal=self._keeps_equal)
+            configuration, recipe = self._merge_of(configuration)
         except SearchSpaceError as error:
             raise StudyFailed(f"trial {number}: the searcher left the search space: {error}") from error
         if proposal.opens is not None:
@@ -252,8 +271,18 @@ class AskAndTell:
         if not self._samples.missing(recipe.digest, rung, Split.SEARCH):
             self.finish(number, rung)
 
+    def _merge_of(self, configuration: Mapping[str, Any]) -> tuple[Mapping[str, Any], Recipe]:
+        """Return `configuration` in the form in which a study stores it, and the recipe of its merge.
+
+        If several configurations give the same merge, only one of them is stored. Raises SearchSpaceError if the
+        configuration is outside of the search space.
+        """
+        self._space.parameters.check(configuration)
+        repaired = self._space.parameters.repair(configuration)
+        return repaired, replace(self._space.to_recipe(repaired), keeps_equal=self._keeps_equal)
+
     def _may_start(self, proposal: Proposal, *, num_charged: int = 0) -> bool:
-        """Whether the study's limit of samples allows a trial, or a computation that the trial needs, to start.
+        """Whether the study's limit of samples allows the trial of `proposal`, or a computation for it, to start.
 
         If `num_charged` is above 0, the question is about the computation, such as a gradient, which counts as this
         number of samples. If the limit would be exceeded, this method ends the search and returns False. It also
@@ -291,8 +320,9 @@ class AskAndTell:
     def _replay(self, brackets: tuple[BracketRecord, ...]) -> None:
         """Rebuild the scheduler's state from the stored `brackets` and trials.
 
-        Baselines that are not stored yet are added as trials. Decisions that were not stored because of a crash are
-        stored now.
+        A bracket is a ladder of rungs, which are numbers of samples at which trials are compared. Baselines that are
+        not stored yet are added as trials. Decisions on promotion that were not stored because of a crash are stored
+        now.
         """
         for bracket in brackets:
             self.table.open_bracket(bracket.bracket, first_rung=bracket.first_rung, size=bracket.size)

@@ -35,8 +35,8 @@ def samples_name(task: TaskSpec) -> str:
 class _Running:
     """A running prompt attack on one recipe: a search for the prompt template with the worst metric.
 
-    `steps` is the search. It waits for the scores of some templates. `names` has, for each of these templates, the name
-    under which the template's samples are stored.
+    `steps` is the search, a generator that yields templates and receives their mean scores. `names` has, for each
+    template whose score it waits for, the name under which the template's samples are stored.
     """
 
     steps: Search
@@ -47,7 +47,8 @@ class Attacks:
     """The prompt attacks of a study, one for each pair of a recipe and a benchmark with an attack.
 
     An attack on a recipe is a search for the prompt template with which the recipe has its worst metric. The methods
-    identify a benchmark by its position in `Plan.benchmarks`, and a recipe by its digest.
+    identify a benchmark by its position in `Plan.benchmarks`, and a recipe by its digest. `samples` caches the scores
+    of templates. `store` and `writer` read and write the attacks' progress in the database.
     """
 
     def __init__(self, plan: Plan, *, store: Store, writer: JobWriter, samples: SampleCache) -> None:
@@ -104,7 +105,7 @@ class Attacks:
         return True
 
     def drop(self, digest: str, index: int) -> None:
-        """Stop the prompt attack on a recipe, and keep its stored samples.
+        """Give up the prompt attack on a recipe, for example because scoring failed; keep its stored samples.
 
         `digest` identifies the recipe, and `index` is the position of the benchmark in `Plan.benchmarks`.
         """
@@ -150,7 +151,7 @@ def _replacements(attack: PromptAttack) -> Replacements | None:
 def _masked_model(model: str, encoder: str | None) -> MaskedModel:
     """The fill-mask model that proposes word replacements; it stays loaded for further attacks by this process.
 
-    `model` and `encoder` are directories or hub ids. `encoder` is the model by which texts are compared; None for
-    `model`.
+    `model` and `encoder` are directories or hub ids. `encoder` is the model by which texts are compared; if it is None,
+    they are compared by `model`.
     """
     return MaskedModel(model, encoder=encoder)

@@ -24,7 +24,8 @@ class BenchmarkStage:
     template with the worst metric), the attack follows (`attacks`). If the benchmark has a judge (an LLM that rates
     completions), the judge reads the completions once all are stored, while other trials are scored (`judging`).
     Samples that are stored are not scored again, for example if benchmarks are added to a study that has ended. In a
-    study without benchmarks, the stage is finished at once.
+    study without benchmarks, the stage is finished at once. `plan` has the benchmarks, `trials` has the trials of the
+    study, and `samples` caches the scored samples. `store` and `writer` read and write the database.
     """
 
     def __init__(self, plan: Plan, *, trials: Trials, samples: SampleCache, store: Store, writer: JobWriter) -> None:
@@ -56,7 +57,7 @@ class BenchmarkStage:
         return tuple(self._left)
 
     def start(self) -> None:
-        """Choose the trials that are scored on each benchmark.
+        """Choose the trials that are scored on each benchmark, by the rules in the study file.
 
         The method is called when the search and the held-out stage have finished. A second call changes nothing.
         """
@@ -80,8 +81,9 @@ class BenchmarkStage:
         """Finish a trial's evaluation on a benchmark, or continue it with a prompt attack or judgments.
 
         All samples of trial `number` on the benchmark at position `index` in `Plan.benchmarks` must be stored. If the
-        benchmark has an attack, the attack continues, and the evaluation stays in `left` until the attack has ended. If
-        the benchmark has a judge, the judgments are requested; from then on the evaluation needs no engine.
+        benchmark has an attack (a search for the prompt template with the worst metric), the attack continues, and the
+        evaluation stays in `left` until the attack has ended. If the benchmark has a judge (an LLM that rates
+        completions), the judgments are requested; from then on the evaluation needs no engine.
         """
         digest = self._trials[number].recipe.digest
         try:
@@ -118,9 +120,10 @@ class BenchmarkStage:
         self._judging.close()
 
     def fail(self, number: int, index: int, reason: str) -> None:
-        """Record that trial `number` cannot be scored on the benchmark at position `index`.
+        """Record that trial `number` cannot be scored on a benchmark, with the `reason` for it.
 
-        The trial keeps its other results, and the other benchmarks are scored.
+        `index` is the position of the benchmark in `Plan.benchmarks`. The trial keeps its other results, and is still
+        scored on the other benchmarks.
         """
         self._left.remove((number, index))
         self._attacks.drop(self._trials[number].recipe.digest, index)

@@ -49,9 +49,10 @@ class Coordinator:
     - `plan`, `space`: the study's settings, and its search space
     - `store`, `writer`: the database with earlier results, and the writer of new results
     - `proposer`: asks the searcher for proposals
-    - `gradients`: computes the steps of the refinement, if the plan has a refinement
-    - `observer`: called with a word for the event that has just happened or follows next ("ask", "chunk", "commit",
-      "rung", "promotion", ...), so that tests can stop the process at this event
+    - `gradients`: computes gradients for the refinement, which improves the coefficients of the front's trials after
+      the search; None if the plan has no refinement
+    - `observer`: called with a word for the event that has just happened or follows next ("ask", "commit", "promotion",
+      ...), so that tests can stop the process at this event
     - `is_out_of_budget`: called before a new trial starts; returns the limit that is exhausted, or None
 
     The coordinator is not thread-safe: Tune's controller loop is its only caller.
@@ -124,17 +125,21 @@ class Coordinator:
 
     @property
     def table(self) -> RungTable:
-        """The scheduler of the search, which decides which trials are evaluated at which rung."""
+        """The scheduler of the search, which decides which trial is evaluated next, and on how many samples."""
         return self._ask_and_tell.table
 
     @property
     def end_of_search(self) -> str | None:
-        """The reason why the search ended before all trials were proposed, or None if the search did not end early."""
+        """The reason why the search ended before its planned number of trials; None if it did not end early."""
         return self._ask_and_tell.end_reason
 
     @property
     def stage(self) -> str:
-        """The stage of the study, for displays of progress: "searching", "refining", "held-out" or "benchmarks"."""
+        """The stage of the study, for displays of progress: "searching", "refining", "held-out" or "benchmarks".
+
+        The refinement improves coefficients of the Pareto front's trials after the search. Then trials are scored on
+        held-out data and on benchmarks.
+        """
         if self._benchmarks.is_started:
             return "benchmarks"
         if self._holdout.is_started:
@@ -150,14 +155,18 @@ class Coordinator:
     def num_samples_used(self) -> int:
         """Number of samples that count towards the study's limit of samples (`limits.max_samples`).
 
-        It is the number of samples scored for the search, plus the number of samples that gradients and losses count
-        as.
+        They are the samples scored for the search. In addition, each computation of losses or a gradient counts as a
+        stated number of samples.
         """
         return self._ask_and_tell.num_samples_used
 
     @property
     def num_steps(self) -> int:
-        """The number of gradient steps and policy updates since the study began, including those of the refinement."""
+        """The number of gradient steps and policy updates since the study began.
+
+        It includes the gradient steps of the refinement, which improves the coefficients of the Pareto front's trials
+        after the search.
+        """
         return self._ask_and_tell.num_steps + self._refinement.num_steps
 
     @property
@@ -181,8 +190,9 @@ class Coordinator:
     def next_evaluation(self, *, timeout_s: float = 0.0) -> Evaluation | None:
         """The next evaluation to run, or None if no evaluation can start before a running evaluation has finished.
 
-        The method waits up to `timeout_s` seconds for the searcher, or for a judge, if there is nothing else to do. If
-        an engine failed a check, its samples are scored again first; no other evaluation starts before that.
+        If nothing else can be done, the method waits up to `timeout_s` seconds for the searcher's proposal, or for an
+        LLM judge's answer. If an engine failed a check of its weights or outputs, the samples that it scored are scored
+        again first; no other evaluation starts before that.
         """
         self.look_for_faults(at_once=False)
         self._benchmarks.take_judgments()
@@ -213,9 +223,10 @@ class Coordinator:
                     return None
 
     def ask_ahead(self, *, timeout_s: float = 0.0) -> bool:
-        """Add proposed trials until `Plan.proposals_ahead` of them wait for an engine, for at most `timeout_s` seconds.
+        """Ask the searcher for trials until `Plan.proposals_ahead` of them wait for an engine.
 
-        Waiting trials keep engines from waiting for the searcher. Returns True if a trial was added.
+        Waiting trials keep engines from waiting for the searcher. The method takes at most `timeout_s` seconds. Returns
+        True if a trial was added.
         """
         deadline, num_before = time.monotonic() + timeout_s, len(self._trials)
         while not self._chunks.is_rescoring and self._num_unstarted() < self.plan.proposals_ahead:
@@ -264,11 +275,12 @@ class Coordinator:
         self._benchmarks.close()
 
     def stop(self, reason: str) -> None:
-        """End the search and the refinement, for this reason, once the running evaluations have finished.
+        """End the search and the refinement because of `reason`, once the running evaluations have finished.
 
-        All trials that are not being evaluated are pruned. Held-out data and benchmarks are scored afterwards as
-        always. The running evaluations are stored, so that a driver that resumes the study finishes them. Calling the
-        method again changes nothing.
+        The refinement improves coefficients of the Pareto front's trials after the search. All trials that are not
+        being evaluated are pruned, except those that users have requested. Held-out data and benchmarks are scored
+        afterwards as always. The running evaluations are stored, so that a driver that resumes the study finishes them.
+        Calling the method again changes nothing.
         """
         if self._is_stopped or self._holdout.is_started:
             return
@@ -290,18 +302,18 @@ class Coordinator:
     # -- what comes back -------------------------------------------------------------------------------------------
 
     def on_outcome(self, evaluation: Evaluation, outcome: ScoreResult | ChunkFailed) -> bool:
-        """Handle a trial actor's report on a chunk of samples of `evaluation`.
+        """Handle a trial actor's report on one chunk (the samples of one request) of `evaluation`.
 
         `outcome` is the samples' result, or the failure to score them. Returns True if the evaluation is finished.
-        Errors that end the study, or only this driver's attempt at it, are raised.
+        Errors that end the study, or only the work of this driver (the process that runs the study), are raised.
 
         Raises:
             EvidenceMismatch: The result belongs to another recipe, other sources or other prompts than requested; the
                 study ends.
             StudyFailed: A metric fails on the base model, or samples that were scored again after an engine failed a
                 check have other values; the study ends.
-            StudyUnusable: An engine cannot use its models or a task; the attempt ends.
-            EngineUnavailable: There is no engine; the attempt ends.
+            StudyUnusable: An engine cannot use its models or a task; the driver stops.
+            EngineUnavailable: There is no engine; the driver stops.
         """
         self.look_for_faults(at_once=False)
         if isinstance(outcome, ChunkFailed):
@@ -319,9 +331,10 @@ class Coordinator:
         return True
 
     def on_lost(self, evaluation: Evaluation, reason: str) -> None:
-        """Restart an evaluation whose trial actor died, with the samples that are not stored yet.
+        """Restart an evaluation whose trial actor died for `reason`, with the samples that are not stored yet.
 
-        If MAX_LOST_ACTORS actors die one after another and no chunk is stored between their deaths, the trial fails.
+        If MAX_LOST_ACTORS actors die one after another, and no samples of the trial are stored between their deaths,
+        the trial fails.
         """
         number = evaluation.trial
         if number not in self._in_flight:
@@ -337,7 +350,8 @@ class Coordinator:
     def on_missing_actors(self, text: str, *, running: int, wanted: int) -> None:
         """Store an event which says that fewer trial actors run than are wanted.
 
-        `running` and `wanted` are the two numbers of actors, and `text` is the reason.
+        Trial actors send samples to the engines. `running` and `wanted` are the numbers of actors, and `text` is the
+        reason.
         """
         self._writer.add_event(EventKind.ACTORS, {"running": running, "wanted": wanted, "reason": text})
 
@@ -351,7 +365,7 @@ class Coordinator:
         self._chunks.report_fault(fault)
 
     def look_for_faults(self, *, at_once: bool = True) -> None:
-        """Find engines that failed a check in any study, and schedule this study's affected samples for rescoring.
+        """Find engines that failed a check in any study, and let the affected samples of this study be scored again.
 
         If `at_once` is False, the store is read at most once a second.
         """
@@ -373,7 +387,7 @@ class Coordinator:
         return True
 
     def _is_base(self, evaluation: Evaluation) -> bool:
-        """Whether the evaluation scores the base model's own trial on search data."""
+        """Whether the evaluation scores the base model alone, which is one of the baselines, on search data."""
         trial = self._trials[evaluation.trial]
         return evaluation.split is Split.SEARCH and (trial.origin, trial.label) == (Origin.SOURCE, "base")
 
@@ -385,11 +399,12 @@ class Coordinator:
         self._in_flight.pop(evaluation.trial, None)
 
     def _finish(self, evaluation: Evaluation) -> None:
-        """Finish an evaluation whose samples are all stored.
+        """Finish an evaluation whose samples are all stored, and tell the stage of the study to which it belongs.
 
-        An evaluation on holdout data or on a benchmark finishes the trial in the holdout stage or the benchmark stage.
-        An evaluation on search data finishes the trial's rung in the search. For an evaluation that scored samples
-        again (`is_again`), nothing is left to do, because the trial was finished before.
+        The stage of an evaluation on holdout data is the held-out stage, and that of a benchmark is the benchmark
+        stage. For an evaluation on search data, the trial's result at the rung (a number of samples at which trials are
+        compared) goes to the search. An evaluation that scored samples again (`is_again`) is reported to no stage,
+        because its trial was finished before.
         """
         self._release(evaluation)
         if evaluation.is_again:

@@ -36,9 +36,10 @@ Key = tuple[str, str, str]
 
 
 class Crashes:
-    """Counts of engine crashes in one study by chunk of samples, since the study began.
+    """The crashes of engines in one study, counted by the chunk and the recipe that the engine was scoring.
 
-    `events` are all stored events of the study, from which the crashes before a restart are read.
+    A chunk is the samples of one request. `events` are all stored events of the study, from which the crashes before a
+    restart are read.
     """
 
     def __init__(self, events: Iterable[EventRecord]) -> None:
@@ -48,11 +49,11 @@ class Crashes:
                 self._add(event.payload)
 
     def add(self, evaluation: Evaluation, failed: ChunkFailed) -> tuple[dict[str, Any], ChunkFailed | None]:
-        """Count an engine crash, and decide whether the chunk of samples is scored again.
+        """Count an engine crash during `evaluation`, and decide whether the samples are scored again.
 
-        Returns two values: the event to store, and a failure. The failure is None if the chunk is scored again.
-        Otherwise it says either that the trial fails, because its merge crashes engines, or that no engine is
-        available. `failed` must describe a crash.
+        `failed` describes the crash, with the samples that the engine was scoring. Returns two values: the event to
+        store, and a failure. The failure is None if the samples are scored again. Otherwise it says either that the
+        trial fails, because its merge crashes engines, or that no engine is available.
         """
         crash = failed.crash
         assert crash is not None
@@ -71,7 +72,10 @@ class Crashes:
         return {**event, "crashes": count}, _consequence(self._of(evaluation, crash.chunk), failed.reason)
 
     def count(self, evaluation: Evaluation) -> int:
-        """The largest number of times that engines crashed with the same chunk, over the chunks of `evaluation`."""
+        """The number of engines that crashed on the same chunk of `evaluation`, for the chunk with most crashes.
+
+        A chunk is the samples of one request to an engine.
+        """
         return max((len(self._of(evaluation, chunk)) for chunk in evaluation.chunks), default=0)
 
     def _add(self, payload: Mapping[str, Any]) -> int:

@@ -19,10 +19,12 @@ __all__ = ["ChunkFailed", "Crash", "Evaluation", "FailureKind"]
 class Evaluation:
     """A unit of work: the samples that one trial still needs for a rung of the search, the holdout data or a benchmark.
 
+    - `study`, `trial`, `recipe`: the study's id, the number of the trial, and the trial's recipe
     - `split`: the kind of data: search data, holdout data or benchmarks
-    - `rung`: the rung of the search; on holdout data 0, and on benchmarks the position in `Plan.benchmarks`
-    - `chunks`: the samples, in chunks that are scored and stored one after another
-    - `crashes`: the largest number of engine crashes with one of the chunks
+    - `rung`: on search data, the index of the rung (a number of samples at which trials are compared); on holdout data
+      0; on benchmarks the position in `Plan.benchmarks`
+    - `chunks`: the samples in groups; each chunk is one request to an engine, and is stored before the next one
+    - `crashes`: the number of engines that have crashed with the same chunk; the largest such number of all chunks
     - `is_again`: whether the samples are scored again, because the engine that scored them failed a check; the trial's
       rungs then do not change
     """
@@ -37,7 +39,7 @@ class Evaluation:
     is_again: bool = False
 
     def ends_with(self, result: ScoreResult) -> bool:
-        """Whether `result` is the result of the last chunk of the evaluation."""
+        """Whether `result` is that of the evaluation's last chunk (group of samples): nothing is left to score."""
         last = self.chunks[-1][-1]
         return any((s.objective, s.position) == (last.objective, last.stop - 1) for s in result.samples)
 
@@ -49,15 +51,15 @@ class Evaluation:
 
 
 class FailureKind(StrEnum):
-    """The reason why a chunk of samples was not scored.
+    """The reason why a chunk (the samples of one request) was not scored.
 
     - TRIAL: the trial's recipe cannot be merged or scored
     - METRIC: a task's metric failed on the answers of the trial's merge
     - CRASH: the engine crashed with the chunk
     - ENGINE: no engine is available
     - STUDY: an engine cannot use the study's models or a task
-    - EVIDENCE: an engine held another merge than the requested one
-    - FAULT: an engine failed a check, such as a canary
+    - EVIDENCE: the hashes that the engine reports show that it held another merge than the requested one
+    - FAULT: an engine failed a check, such as the comparison of its log-probabilities with those of transformers
     """
 
     TRIAL = "trial"
@@ -71,11 +73,11 @@ class FailureKind(StrEnum):
 
 @dataclass(frozen=True)
 class Crash:
-    """A crash of an engine while it scored the samples `chunk`.
+    """A crash of an engine while it scored the samples `chunk`, those of one request.
 
-    `replica` is the engine's replica. `scored_others` says whether the engine had scored another recipe before; if it
-    had, the engine itself worked, and the recipe is the likely cause. `kind` is the kind of crash
-    (`workers.errors.CrashKind`).
+    `replica` is the id of the engine's Ray Serve replica. `scored_others` says whether the engine had scored another
+    recipe before; if it had, the engine itself worked, and the recipe is the likely cause. `kind` says how the engine
+    ended: by an error, without progress, or with the death of its process.
     """
 
     chunk: tuple[Span, ...]
@@ -86,7 +88,7 @@ class Crash:
 
 @dataclass(frozen=True)
 class ChunkFailed:
-    """A failure to score a chunk of samples.
+    """A failure to score a chunk, which is the samples of one request to an engine.
 
     `kind` is the kind of failure, and `reason` its description. `crash` describes the engine's crash if the engine
     crashed with the chunk. `fault` describes the failed check if the engine failed a check.
@@ -101,7 +103,7 @@ class ChunkFailed:
         """Raise an error if the driver cannot continue the study after this failure.
 
         Raises:
-            EvidenceMismatch: The result does not come from the requested merge (kind EVIDENCE).
+            EvidenceMismatch: The hashes that the engine reported do not belong to the requested merge (kind EVIDENCE).
             StudyUnusable: An engine cannot use the study's models or a task (kind STUDY).
             EngineUnavailable: No engine is available (kind ENGINE).
         """

@@ -20,9 +20,10 @@ __all__ = ["Feasibility"]
 
 
 class Feasibility:
-    """Evaluates a study's constraints for its trials: by how much each trial violates each constraint at a rung.
+    """The constraints of a study, and by how much each trial violates them at each rung.
 
-    `trials` has all trials by number; the caller updates it while the search runs.
+    A rung is a number of samples at which trials are compared. `objectives` have the constraints. `trials` has all
+    trials by number; the caller updates it while the search runs.
     """
 
     def __init__(self, objectives: Sequence[Objective], trials: Mapping[int, TrialRecord]) -> None:
@@ -33,36 +34,40 @@ class Feasibility:
         self._is_known = False
 
     def know(self, number: int, values: Mapping[int, Values]) -> None:
-        """Record the objective values of a trial at rungs at which it was not evaluated itself.
+        """Record the objective values of trial `number` at rungs at which it was not evaluated itself.
 
-        Baselines are such trials: they are evaluated only at the last rung. `number` is the trial's number. `values`
-        has the objective values by rung.
+        A rung is a number of samples at which trials are compared. Baselines are evaluated only at the last rung; their
+        values on the fewer samples of a lower rung are recorded here. `values` has the objective values by the index of
+        the rung.
         """
         self._at_looks[number] = dict(values)
 
     def is_known(self) -> bool:
-        """Whether constraints can be evaluated: all source models to which their bounds are relative have been scored.
+        """Whether constraints can be evaluated already.
 
-        Raises StudyFailed if one of these source models has failed.
+        A bound may be relative to the value of a source model. Constraints can be evaluated once all these models have
+        been scored. Raises StudyFailed if one of them has failed.
         """
         relative = [c for o in self._objectives for c in o.constraints if c.reference is not None]
         self._is_known = self._is_known or all(map(self._is_scored, relative))
         return self._is_known
 
     def values(self, number: int, rung: int) -> tuple[float, ...]:
-        """The amount by which a trial violates each constraint at a rung, in the order of the objectives.
+        """The amount by which trial `number` violates each constraint at a rung.
 
-        Each amount is a share of its objective's range, and at most 0 if the constraint holds. The trial must have a
-        result at the rung.
+        A rung is a number of samples at which trials are compared. Each amount is a share of its objective's range, and
+        at most 0 if the constraint holds. The amounts are in the order of the objectives and their constraints. The
+        trial must have a result at the rung, which is given by its index.
         """
         found = self._excesses(number, rung)
         widths = {objective.name: objective.bounds[1] - objective.bounds[0] for objective in self._objectives}
         return tuple(excess / widths[constraint.objective] for constraint, excess in found.items())
 
     def violation(self, number: int, rung: int) -> float:
-        """The total amount by which a trial violates constraints at a rung; 0 if all constraints hold.
+        """The total amount by which trial `number` violates constraints at a rung; 0 if all hold.
 
-        The trial must have a result at the rung.
+        A rung is a number of samples at which trials are compared. The trial must have a result at the rung, which is
+        given by its index.
         """
         if not any(objective.constraints for objective in self._objectives):
             return 0.0
@@ -83,11 +88,11 @@ class Feasibility:
 
     @cached_property
     def _references(self) -> dict[Constraint, int]:
-        """The source models' trials to which constraints are relative: the trial's number, by constraint.
+        """The number of the trial to which each relative constraint refers; a trial of a source model.
 
-        A constraint may bound an objective relative to the value of a source model or of the best expert. In the second
-        case the trial is that of the expert with the best value. Constraints whose bound is a number are left out. The
-        mapping may be read only once all source models are scored.
+        A constraint is relative if it bounds an objective relative to the value of a named source model, or of the best
+        expert (the expert with the best value of the objective). Constraints whose bound is a number are left out. All
+        source models must be scored before the first read, because the result is cached.
         """
         found = {}
         for objective in self._objectives:

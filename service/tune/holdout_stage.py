@@ -14,9 +14,11 @@ __all__ = ["HoldoutStage"]
 
 
 class HoldoutStage:
-    """The held-out stage: it scores the Pareto front and the baselines on the holdout data.
+    """The held-out stage: after the search, it scores the Pareto front and the baselines on the holdout data.
 
-    In a study without holdout data, the stage is finished at once.
+    Holdout data are data that the search has not used. In a study without them, the stage is finished at once. `plan`
+    has the holdout data, `trials` has the trials of the study, and `samples` caches the scored samples. `writer` stores
+    events in the database.
     """
 
     def __init__(self, plan: Plan, *, trials: Trials, samples: SampleCache, writer: JobWriter) -> None:
@@ -39,7 +41,8 @@ class HoldoutStage:
     def start(self) -> None:
         """Choose the trials that are scored on holdout data.
 
-        The method is called when the search has finished. A second call changes nothing.
+        They are the best of the Pareto front, the baselines, and the recipes that the study file lists. The method is
+        called when the search has finished. A second call changes nothing.
         """
         if self.is_started or not self._plan.holdout_samples:
             return
@@ -57,7 +60,7 @@ class HoldoutStage:
         self._writer.add_event(EventKind.HOLDOUT_SCORED, {"trial": number})
 
     def fail(self, number: int, reason: str) -> None:
-        """Record that trial `number` cannot be scored on the holdout data.
+        """Record that trial `number` cannot be scored on the holdout data, with the `reason` for it.
 
         The trial keeps its results on search data.
         """

@@ -31,7 +31,7 @@ QUOTED = 300
 class JudgeFailed(Exception):
     """Raised if an LLM judge refuses a request, sends no valid chat completion, or does not answer in time.
 
-    The option `wait_s` of the judge is the time in seconds.
+    The option `wait_s` of the judge states the time in seconds.
     """
 
 
@@ -46,8 +46,8 @@ class JudgeAnswer:
 class JudgeClient:
     """Thread-safe HTTP client of one LLM judge, with retries.
 
-    The client gives up after the judge has answered no thread for `wait_s` seconds. An answer to any thread restarts
-    this time for all threads.
+    The client gives up once no thread has got an answer for `wait_s` seconds. An answer to any thread restarts this
+    time for all threads.
     """
 
     def __init__(self, judge: JudgeSpec) -> None:
@@ -63,7 +63,7 @@ class JudgeClient:
         )
 
     def ask(self, prompt: str, *, is_cancelled: threading.Event) -> JudgeAnswer | None:
-        """Send a prompt, and retry until the judge answers; return None once `is_cancelled` is set.
+        """Send a prompt to the judge, an LLM, and retry until it answers; return None once `is_cancelled` is set.
 
         Raises JudgeFailed if the judge refuses the request, or if it has answered nothing for `wait_s` seconds. After
         that, further prompts raise the same error at once.

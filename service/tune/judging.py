@@ -28,7 +28,7 @@ Key = tuple[str, int]  # digest of a recipe, position of the benchmark in the pl
 
 @dataclass
 class _Pending:
-    """The judgment requests for one recipe on a benchmark.
+    """The requests to an LLM judge about one recipe's completions on one benchmark.
 
     `num_left` is the number of requests that are unanswered. `is_cancelled` is set once the requests are cancelled.
     """
@@ -42,8 +42,8 @@ class _Question:
     """One request to an LLM judge, with the `prompt` to send.
 
     `key` has the recipe's digest and the position of the benchmark, `benchmark` the benchmark's name. `position` is the
-    position of the sample whose completion is judged. `is_swapped` says whether the completion is the second answer in
-    the prompt, after the reference answer.
+    index, in scoring order, of the sample whose completion is judged. `is_swapped` says whether the completion is the
+    second answer in the prompt, after the reference answer.
     """
 
     key: Key
@@ -54,9 +54,11 @@ class _Question:
 
 
 class Judging:
-    """Requests and stores the judgments of a study's completions by LLM judges.
+    """The judgments of a study's completions by LLM judges: they are requested in the background, and stored.
 
-    A benchmark is identified by its position in `Plan.benchmarks`.
+    A judgment is the answer of a language model that compares a completion with a reference answer. A benchmark is
+    identified by its position in `Plan.benchmarks`. `plan` has the benchmarks with their judges. Completions are read
+    from `store`, and judgments are stored by `writer`.
     """
 
     def __init__(self, plan: Plan, *, store: Store, writer: JobWriter) -> None:
@@ -81,20 +83,20 @@ class Judging:
         return tuple(dict.fromkeys(judge.url for judge in judges if judge is not None))
 
     def is_ended(self, digest: str, index: int) -> bool:
-        """Whether the judge has answered for all completions of a recipe on a benchmark; True without a judge.
+        """Whether a benchmark's judge, an LLM, has rated all completions of a recipe; True if there is no judge.
 
         `digest` identifies the recipe, and `index` is the position of the benchmark in `Plan.benchmarks`.
         """
         return self._plan.benchmarks[index].judge is None or (digest, index) in self._ended
 
     def begin(self, digest: str, index: int) -> bool:
-        """Request the missing judgments of a recipe's stored completions on a benchmark.
+        """Request the missing judgments of a recipe's stored completions on a benchmark from its judge, an LLM.
 
         `digest` identifies the recipe, and `index` is the position of the benchmark in `Plan.benchmarks`. Returns
-        whether judgments are pending. Once none is pending, `take` returns the recipe and the benchmark.
+        whether judgments are pending. When the last of them has arrived, `take` returns the recipe and the benchmark.
 
         Raises:
-            JudgeFailed: Completions are no longer stored, or the judge's answers have too few verdicts.
+            JudgeFailed: Completions are no longer stored, or too few of the judge's answers have a verdict.
             InvalidTask: The task cannot be built.
         """
         benchmark, key = self._plan.benchmarks[index], (digest, index)
@@ -111,9 +113,9 @@ class Judging:
         return True
 
     def take(self, *, timeout_s: float = 0.0) -> list[tuple[str, int, str | None]]:
-        """Store new judgments, and return the recipes whose judgments are complete or have failed.
+        """Store new judgments of LLM judges, and return the recipes whose judgments are complete or have failed.
 
-        Each result is (digest of the recipe, position of the benchmark, reason of its failure or None). If nothing has
+        Each result is (digest of the recipe, position of the benchmark, reason of the failure or None). If nothing has
         arrived, the method waits up to `timeout_s` seconds for a judgment.
         """
         arrived = self._arrived(timeout_s) if self._pending else []
@@ -192,7 +194,7 @@ class Judging:
 
 
 class _Judge:
-    """A pool of at most `concurrency` threads, which send requests to one LLM judge.
+    """A pool of threads that send requests to one LLM judge; `judge.concurrency` is the largest number of threads.
 
     The threads put each judgment, or the reason why there is none, into `answers`. A thread ends when no request is
     left.

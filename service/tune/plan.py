@@ -33,11 +33,11 @@ It has an origin, a label and the recipe.
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A benchmark of a study.
+    """A benchmark of a study: a task that is scored after the search.
 
-    `facts` is the benchmark's stored description, and `task` the task that scores it. `trials` has the rules that
-    choose the trials that are scored. `attack` is the attack on the benchmark's prompts, or None. `judge` is the LLM
-    judge of the completions, or None.
+    `facts` describes its data and metric, and `task` the task that scores it. `trials` has the rules that choose the
+    trials that are scored. `attack` is a search for the prompt template with the worst metric, or None. `judge` is the
+    LLM judge of the completions, or None.
     """
 
     facts: BenchmarkFacts
@@ -52,15 +52,15 @@ class Benchmark:
 
     @property
     def objective(self) -> Objective:
-        """Metric, direction and range of the benchmark."""
+        """The benchmark as an objective: its metric, its direction of optimisation and its range of values."""
         return self.facts.objective
 
     @property
     def most_samples(self) -> int:
-        """The largest number of samples that are scored for one trial.
+        """The largest number of samples of this benchmark that are scored for one trial.
 
         It is the number of the task's samples, times the number of prompt templates: the original one, and at most
-        `most_queries` changed ones if the benchmark has an attack.
+        `most_queries` changed ones if the benchmark has an attack (a search for the template with the worst metric).
         """
         return self.facts.num_samples * (1 + (0 if self.attack is None else self.attack.most_queries))
 
@@ -68,6 +68,8 @@ class Benchmark:
 @dataclass(frozen=True)
 class RefinementPlan:
     """Settings of the refinement, which learns the coefficients of layer paths on the Pareto front by gradients.
+
+    A layer path is the sequence of source models' layers of which a merge consists.
 
     - `options`: the section `search.refinement` of the study file
     - `num_samples`: by objective, the number of samples from which gradients are computed
@@ -79,7 +81,10 @@ class RefinementPlan:
     vectors: tuple[tuple[float, ...], ...]
 
     def most_samples(self, num_scored: int) -> int:
-        """The most samples that the whole refinement takes, if each refined trial is scored on `num_scored` samples."""
+        """The most samples that the whole refinement takes, for its gradients and for scoring the refined trials.
+
+        `num_scored` is the number of samples on which each refined trial is scored.
+        """
         batch = max(self.options.batch, len(self.num_samples))
         charged = self.options.steps * GradientRequest.charge + LossesRequest.charge
         return self.options.paths * (batch * charged + num_scored)
@@ -89,6 +94,8 @@ class RefinementPlan:
 class Plan:
     """Settings that determine what the driver of a study evaluates; a resumed study has the same settings.
 
+    A rung is a number of samples at which trials are compared; a bracket is a ladder of rungs, as in Hyperband.
+
     - `rung_samples`: for each rung, the number of samples to score by objective
     - `holdout_samples`: the number of holdout samples by objective
     - `tasks`, `holdout_tasks`: the tasks of search and holdout data by objective
@@ -96,17 +103,18 @@ class Plan:
     - `cycle`: the brackets that the scheduler repeats
     - `eta`: the reduction factor of successive halving; about 1/eta of a rung's trials are promoted
     - `max_trials`: the number of trials that the searcher proposes
-    - `chunk_samples`: the largest number of samples that are scored and stored at once
+    - `chunk_samples`: the largest number of samples in one request to an engine
     - `bank_fingerprint`: the fingerprint of the source models
     - `waits_for_baselines`: the searcher is asked for its first proposal once all `baselines` have ended
-    - `max_staleness`: how many trials proposals may run ahead of evaluations
-    - `batch`: how many consecutive proposals are made from the same results
-    - `open_brackets`: how many brackets of Hyperband may be open at a time
-    - `error_rate`: racing stops trials by a bound with this error rate; if it is None, racing stops a trial as soon as
-      it is behind
+    - `max_staleness`: the number of trials by which proposals may be ahead of evaluations
+    - `batch`: the number of consecutive proposals that are made from the same results
+    - `open_brackets`: the number of brackets of Hyperband in which trials may run at the same time
+    - `error_rate`: for the scheduler racing, the largest probability that it stops any trial wrongly; None lets it stop
+      a trial as soon as its results are worse than those of another trial
     - `max_duplicates`: the search ends after this number of consecutive proposals with recipes of earlier trials
     - `max_samples`: the search ends at this number of samples; None is no limit
-    - `refinement`: how the layer paths of the front are refined after the search; None if they are not
+    - `refinement`: settings of the refinement, which learns coefficients of the front's layer paths further after the
+      search; None if there is no refinement
     - `size`: sizes of models, from which costs of recipes in parameters are computed; None if all merges have the same
       number of layers
     """
@@ -143,21 +151,22 @@ class Plan:
     def most_refined_samples(self) -> int:
         """The largest number of samples that the refinement may take; 0 without a refinement.
 
-        The search leaves this number of samples of the limit `max_samples` unused, so that the refinement can take
-        them.
+        The refinement improves coefficients of the Pareto front's trials after the search. The search leaves this
+        number of samples of the limit `max_samples` unused, so that the refinement can take them.
         """
         return 0 if self.refinement is None else self.refinement.most_samples(sum(self.rung_samples[-1].values()))
 
     @property
     def proposals_ahead(self) -> int:
-        """The number of proposed trials that are kept waiting for an engine: half of `max_staleness`.
+        """The number of proposed trials that are kept waiting for an engine.
 
-        The number affects when trials are proposed, but not which trials.
+        It is half of `max_staleness`, the number of trials by which proposals may be ahead of evaluations. It affects
+        when trials are proposed, but not which trials.
         """
         return max(PROPOSALS_AHEAD, self.max_staleness // 2)
 
     def recipe_values(self, recipe: Recipe | StoredRecipe) -> dict[str, float]:
-        """The values of objectives that follow from the recipe alone: its number of layers or of parameters."""
+        """The values, by objective, of objectives that count the recipe's layers or parameters and need no samples."""
         size, costs = self.size, {o.name: cost for o in self.objectives if (cost := o.cost_of_recipe) is not None}
         if not costs or size is None:
             return {}
@@ -183,13 +192,12 @@ class Plan:
 
 
 def baselines_of(trials: Sequence[TrialRecord], known: Sequence[Baseline], *, has_begun: bool) -> tuple[Baseline, ...]:
-    """The baselines of a study, which is new or resumed.
+    """The baselines of a study that is new or resumed: those that are stored, and those that are still to be added.
 
-    These are the baselines among the stored `trials`, in the order of their trial numbers. If the search has not begun
-    (`has_begun` is False), those of `known` that are not stored yet follow. `known` are the baselines that a new study
-    would have. Once the search has begun, no baseline is added, because the numbers of all other trials depend on the
-    number of baselines. A program version with other baselines therefore does not change a study whose search has
-    begun.
+    The baselines among the stored `trials` come first, in the order of their trial numbers. If the search has not begun
+    (`has_begun` is False), the baselines in `known` that are not stored yet follow; `known` has the baselines of a new
+    study. Once the search has begun, no baseline is added, because the numbers of all other trials depend on the number
+    of baselines. A program version with other baselines therefore does not change a study whose search has begun.
     """
     stored = sorted((t for t in trials if t.origin.is_given), key=lambda t: t.number)
     found = tuple((trial.origin, trial.label, trial.read_recipe()) for trial in stored)

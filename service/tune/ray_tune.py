@@ -25,6 +25,7 @@ from ray.tune.search import Searcher
 from service.tune.coordinator import Coordinator
 from service.tune.evaluation import Evaluation
 from service.tune.trainable import CPUS, EvaluationTrainable
+from workers.telemetry import tracing
 from workers.types import Scorer
 
 __all__ = ["run_evaluations"]
@@ -62,9 +63,10 @@ TUNE_SNAPSHOT_LOGGERS = ("ray.tune.execution.experiment_state", "ray.train._inte
 
 
 class _NotPickled:
-    """Base class of objects that are pickled without their attributes.
+    """Base class of objects of which a pickle has no attributes.
 
-    Tune pickles the objects that it receives, to restore them after a crash. This project does not use this feature.
+    Tune pickles the objects that it receives, so that it can restore them after a crash. This project restores them
+    from the database instead, so their content need not be pickled.
     """
 
     def __getstate__(self) -> dict[str, Any]:
@@ -72,14 +74,14 @@ class _NotPickled:
 
 
 class _Interrupt:
-    """A context manager that defers Ctrl-C and SIGTERM until the chunks that are being scored are stored.
+    """A context manager that defers Ctrl-C and SIGTERM until the samples that are being scored are stored.
 
     After the first signal, `note` is called with a message for the user. A second signal is raised immediately. `held`
-    has the ids of Tune's trials that score no further chunk because of a signal, although Tune still shows them as
-    running.
+    has the ids of Tune's trials that score no further samples because of a signal, although Tune still lists these
+    trials as running.
 
-    Python raises KeyboardInterrupt at the main thread's current line. If that line is in one of Ray's callbacks, Ray
-    only prints the error.
+    Signals are deferred because Python raises KeyboardInterrupt at the main thread's current line. If that line is in
+    one of Ray's callbacks, Ray only prints the error.
     """
 
     def __init__(self, note: Callable[[str], None]) -> None:
@@ -108,9 +110,9 @@ class _Interrupt:
         return self._requested_at is not None
 
     def check(self, trials: Iterable[Any]) -> None:
-        """Raise KeyboardInterrupt after a signal, once none of Tune's `trials` waits for a chunk of samples.
+        """Raise KeyboardInterrupt after a signal, once none of Tune's `trials` waits for samples that are being scored.
 
-        CHUNK_GRACE_S seconds after the signal, it is raised in any case.
+        If trials still wait CHUNK_GRACE_S seconds after the signal, KeyboardInterrupt is raised nevertheless.
         """
         if self._requested_at is None:
             return
@@ -143,7 +145,8 @@ class _Raised:
 class _EvaluationSource(_NotPickled, Searcher):
     """A search algorithm for Tune that gives it the coordinator's evaluations, at most `concurrency` at a time.
 
-    `interrupt` says whether the run must end. `raised` keeps an error of the coordinator.
+    `interrupt` says whether the run must end after Ctrl-C. `raised` keeps an error of the coordinator, because Tune
+    would raise a different error.
     """
 
     def __init__(self, coordinator: Coordinator, concurrency: int, interrupt: _Interrupt, raised: _Raised) -> None:
@@ -153,6 +156,7 @@ class _EvaluationSource(_NotPickled, Searcher):
         self._coordinator = coordinator
         self._concurrency = concurrency
         self._evaluations: dict[str, Evaluation] = {}
+        self._spans: dict[str, tracing.Span] = {}
 
     def suggest(self, trial_id: str) -> Any:
         if self._interrupt.is_requested:
@@ -170,36 +174,66 @@ class _EvaluationSource(_NotPickled, Searcher):
         if evaluation is None:
             return Searcher.FINISHED if coordinator.is_finished else None
         self._evaluations[trial_id] = evaluation
-        return {"evaluation": evaluation}
+        span = self._spans[trial_id] = _span_of(evaluation)
+        return {"evaluation": evaluation, "traceparent": span.traceparent}
 
     def on_trial_complete(self, trial_id: str, result: Any = None, error: bool = False) -> None:
         evaluation = self._evaluations.pop(trial_id, None)
+        if (span := self._spans.pop(trial_id, None)) is not None:
+            if error:
+                span.fail("the trial actor was lost")
+            span.end()
         if error and evaluation is not None:
             with self._raised.kept():
                 self._coordinator.on_lost(evaluation, "see the driver's log for Ray's message")
 
+    def end_spans(self) -> None:
+        """End the trace spans of all evaluations that have not ended, and mark them as interrupted."""
+        for span in self._spans.values():
+            span.fail("interrupted")
+            span.end()
+
     def save_to_dir(self, checkpoint_dir: str, session_str: str = "default") -> None:
-        """Do nothing, because the coordinator is rebuilt from SQL."""
+        """Do nothing when Tune saves this search algorithm, because its state is rebuilt from the database."""
 
     def save(self, checkpoint_path: str) -> None:
-        """Do nothing, because the coordinator is rebuilt from SQL."""
+        """Do nothing when Tune saves this search algorithm, because its state is rebuilt from the database."""
 
     def restore(self, checkpoint_path: str) -> None:
-        """Do nothing, because the coordinator is rebuilt from SQL."""
+        """Do nothing when Tune restores this search algorithm, because its state is rebuilt from the database."""
+
+
+def _span_of(evaluation: Evaluation) -> tracing.Span:
+    """Begin the trace span of an evaluation, as the root of a new trace with a link to the driver's span.
+
+    Each evaluation has its own trace, because a study may have a million chunks of samples, and last for days. One
+    trace for the study would be too large, and could only be recorded whole or not at all.
+    """
+    attributes: tracing.Attributes = {
+        "mergesearch.job": evaluation.study,
+        "mergesearch.trial": evaluation.trial,
+        "mergesearch.split": evaluation.split.value,
+        "mergesearch.rung": evaluation.rung,
+        "mergesearch.recipe": evaluation.recipe.digest[:12],
+        "mergesearch.samples": sum(span.stop - span.start for chunk in evaluation.chunks for span in chunk),
+    }
+    return tracing.begin("trial", attributes, links=[tracing.current()], is_root=True)
 
 
 class _ChunkScheduler(_NotPickled, FIFOScheduler):
     """A scheduler for Tune that passes the result of every chunk to the coordinator, and keeps idle actors alive.
 
-    An evaluation stops when the coordinator has all its samples. The scheduler also changes how Tune handles trial
-    actors:
+    A chunk is the samples of one request to an engine. An evaluation stops when the coordinator has all its samples.
+    After Ctrl-C, which `interrupt` notices, no further samples are scored. `raised` keeps an error of the coordinator,
+    because Tune would raise a different error. `note` is called with messages for the user. The scheduler also changes
+    how Tune handles up to `concurrency` trial actors:
 
     - Tune ends an idle actor unless a trial waits for one. This would start and kill a process for almost every
       evaluation. The scheduler keeps idle actors for new trials.
     - Tune gives an idle actor to a trial whose own actor is still starting, and then kills the starting actor. If
       chunks are quick, some actors would therefore never run. The scheduler prevents this (`_IdleActors`).
-    - On a busy cluster an actor may never start. First chunks wait only until all actors run, or until no further actor
-      is expected soon.
+    - At the start of a run, an actor that is ready waits for the others, so that all begin together. On a busy cluster
+      some actor may never start; after a while the scheduler begins without the missing ones.
     """
 
     def __init__(
@@ -232,7 +266,7 @@ class _ChunkScheduler(_NotPickled, FIFOScheduler):
             _IdleActors(controller).install()
 
     def choose_trial_to_run(self, tune_controller: Any) -> Any:
-        """Choose the next trial, and stop waiting for trial actors that are late.
+        """Choose the next Tune trial to run, and begin without the trial actors that take too long to start.
 
         Tune calls this method at every step of its loop.
         """
@@ -252,7 +286,7 @@ class _ChunkScheduler(_NotPickled, FIFOScheduler):
         return str(FIFOScheduler.STOP) if done else self._next(trial)
 
     def _next(self, trial: Any) -> str:
-        """The action for Tune that lets `trial` score its next chunk, or makes it wait if the run must end."""
+        """The action for Tune after a result of `trial`: score the next samples, or wait because the run must end."""
         if not self._interrupt.is_requested:
             return str(FIFOScheduler.CONTINUE)
         self._interrupt.held.add(trial.trial_id)
@@ -284,7 +318,7 @@ class _ChunkScheduler(_NotPickled, FIFOScheduler):
 
 
 class _IdleActors:
-    """Assigns the idle actors of a Tune `controller` to trials, first to trials without an actor.
+    """The rule by which a Tune `controller` gives idle trial actors to trials; trials without an actor come first.
 
     A trial whose own actor is still starting gets an idle actor only if one has been idle for IDLE_S seconds. After
     this time either no new trial needs the idle actor, or the starting actor has no CPU to start on.
@@ -299,7 +333,11 @@ class _IdleActors:
         self._controller._maybe_reuse_cached_actor = self.give
 
     def give(self, trial: Any) -> bool:
-        """Give an idle actor to `trial` unless one must be kept for new trials; return whether it got one."""
+        """Give an idle actor to `trial`, and return whether it got one.
+
+        A trial whose own actor is still starting gets none at first: the idle actor is kept for new trials for IDLE_S
+        seconds.
+        """
         is_idle = self._controller._actor_cache.has_cached_object(trial.placement_group_factory)
         if not is_idle:
             self._idle_since = None
@@ -329,10 +367,10 @@ def _count_memory_kills_as_deaths(actor_manager: Any) -> None:
 
 
 def _is_late(waited_s: float) -> bool:
-    """Whether to stop waiting for the next trial actor, after `waited_s` seconds of waiting.
+    """Whether a run should begin without the trial actors that are missing, after `waited_s` seconds without a new one.
 
     This is the case after ACTOR_START_S seconds, or after CPU_WAIT_S seconds if the cluster has too few free CPUs for
-    the actor.
+    another actor.
     """
     if waited_s < CPU_WAIT_S:
         return False
@@ -348,7 +386,7 @@ def _missing_actors(running: int, wanted: int) -> str:
 class _Observer(_NotPickled, tune.Callback):
     """A callback for Tune that saves memory: it removes samples from the results that Tune keeps.
 
-    It also calls the function `tick` at every step of Tune's loop.
+    At every step of Tune's loop it also calls the function `tick`, and lets `interrupt` end the run after Ctrl-C.
     """
 
     def __init__(self, tick: Callable[[], None], interrupt: _Interrupt) -> None:
@@ -375,13 +413,13 @@ def run_evaluations(
 ) -> None:
     """Run a study's evaluations on Ray Tune until the coordinator is finished. Ray must be connected.
 
-    `scorer` scores the samples of the trial actors. At most `concurrency` evaluations run at a time. `name` and
-    `storage_dir` are the name of Tune's run and the directory for its files. `tick` is called several times a second.
-    `note` is called with messages for the user.
+    Trial actors send samples to `scorer`, whose replicas have the engines. At most `concurrency` evaluations run at a
+    time. `name` and `storage_dir` are the name of Tune's run and the directory for its files. `tick` is called several
+    times a second. `note` is called with messages for the user.
 
     Raises the errors of the coordinator: EvidenceMismatch (a result does not come from the requested merge or prompts),
     EngineUnavailable, StudyFailed, StudyUnusable, StaleAttempt. Raises KeyboardInterrupt after Ctrl-C or SIGTERM, when
-    the chunks that were being scored are stored.
+    the samples that were being scored are stored.
     """
     for variable, value in TUNE_ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
@@ -391,10 +429,11 @@ def run_evaluations(
     trainable = tune.with_parameters(EvaluationTrainable, scorer=scorer)
     trainable.__qualname__ = EvaluationTrainable.__qualname__  # the name of the actors in the dashboard
     interrupt, raised = _Interrupt(note), _Raised()
+    source = _EvaluationSource(coordinator, concurrency, interrupt, raised)
     tuner = tune.Tuner(
         trainable,
         tune_config=tune.TuneConfig(
-            search_alg=_EvaluationSource(coordinator, concurrency, interrupt, raised),
+            search_alg=source,
             scheduler=_ChunkScheduler(coordinator, concurrency, interrupt, raised, note),
             num_samples=-1,
             reuse_actors=True,
@@ -416,6 +455,8 @@ def run_evaluations(
             if raised.error is None:
                 raise
             raise raised.error from None
+        finally:
+            source.end_spans()
 
 
 def _trial_name(trial: Any) -> str:

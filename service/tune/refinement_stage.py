@@ -55,45 +55,61 @@ LEAST_LOSS = 1e-6
 
 
 class Gradients(Protocol):
-    """The interface of objects that compute losses and gradients while the driver works."""
+    """The interface of objects that compute losses and gradients of merges in the background.
+
+    The caller does other work meanwhile, and asks for the result from time to time.
+    """
 
     def begin(self, request: ChargedRequest, coefficients: Coefficients | None = None) -> None:
-        """Begin to compute the losses or the gradient of `request` in the background.
+        """Begin to compute the losses of one merge, or its losses and their gradient, in the background.
 
-        The request's point has a value for each parameter of `coefficients`.
+        `request` says which of the two, on which samples, and for which merge. It gives the merge by a value for each
+        parameter of `coefficients`, the parameters that determine a merge's coefficients. The gradient is with respect
+        to these parameters. If `coefficients` is None, the parameters of the last call are used again.
         """
         ...
 
     def result(self, *, timeout_s: float) -> LossesResult | GradientResult | None:
-        """The result of the request, or None if there is none within `timeout_s` seconds."""
+        """The losses, with the gradient if requested, or None if they are not ready within `timeout_s` seconds."""
         ...
 
 
 def has_begun(steps: Sequence[Step]) -> bool:
-    """Whether the stored `steps` show that the refinement has begun, so that the search is over for good."""
+    """Whether the stored `steps` show that the refinement of the Pareto front has begun, so that the search is over.
+
+    The steps are the gradients and other computations that the study has stored. Once the refinement has begun, even a
+    resumed study does not search further.
+    """
     return any(isinstance(step, NoteStep) and step.request.decision.startswith(CHOICE) for step in steps)
 
 
 @dataclass(frozen=True)
 class _Path:
-    """A layer path to refine: its trial's number, and the preference vector to refine it for (weights by objective)."""
+    """A layer path whose coefficients are to be refined: the number of its trial, and a preference vector.
+
+    A layer path is the sequence of source models' layers of which a merge consists. The vector has the weight of each
+    objective in the refinement.
+    """
 
     trial: int
     preference: Mapping[str, float]
 
 
 def _refined_label(number: int, *, path: int) -> str:
-    """The label of trial `number`, which has refined coefficients for the layer path of trial `path`."""
+    """The label of the new trial `number`, which has the layers of the trial number `path` and refined coefficients."""
     return f"trial {number}, refined from trial {path}"
 
 
 class RefinementStage:
-    """Learns coefficients for the layer paths of a study's Pareto front by gradient descent, one path after another.
+    """The stage after a study's search that learns coefficients for the Pareto front's layer paths by gradients.
 
-    A layer path is the sequence of source models' layers of which a merged model consists. In a study without
-    `Plan.refinement` the stage is finished at once. The constructor takes these functions:
+    A layer path is the sequence of source models' layers of which a merged model consists. Paths are refined one after
+    another, each by a gradient descent. In a study without `Plan.refinement` the stage is finished at once. The
+    constructor takes the study's settings (`plan`), its search space (`space`), its trials (`trials`), the writer of
+    results (`writer`), the object that computes gradients (`gradients`; None without a refinement), and these
+    functions:
 
-    - `stored`: reads the study's steps
+    - `stored`: reads the steps of the study, which are the stored results of computations such as gradients
     - `admits`: says whether the study's limit allows a number of samples; None means that this is not known yet
     - `charge`: counts the samples of a step against the limit
     - `add`: stores a new trial
@@ -138,7 +154,7 @@ class RefinementStage:
 
     @property
     def is_started(self) -> bool:
-        """Whether the layer paths to refine are chosen, so that the search is over."""
+        """Whether the trials whose coefficients are refined have been chosen, so that the search is over."""
         return self._paths is not None
 
     @property
@@ -147,14 +163,14 @@ class RefinementStage:
         return self._plan.refinement is None or (is_over and self._next() is None)
 
     def stop(self) -> None:
-        """End the refinement now.
+        """End the refinement now: gradient descents that are not finished add no trials.
 
-        A path whose gradient descent is unfinished keeps its coefficients, and gets no further trial.
+        The refinement improves coefficients of the Pareto front's trials by gradient descent.
         """
         self._is_stopped = True
 
     def start(self) -> bool:
-        """Choose and store the layer paths to refine, after the end of the search.
+        """Choose and store the layer paths (sequences of layers) to refine, after the end of the search.
 
         Returns False if there is nothing to start: the study refines nothing, or the paths are chosen already.
         """
@@ -173,7 +189,8 @@ class RefinementStage:
     def ask(self, *, timeout_s: float) -> bool:
         """Continue the gradient descent for the next layer path, and add its end point as a trial once it is reached.
 
-        Waits up to `timeout_s` seconds for a gradient. Returns True if a trial was added.
+        Waits up to `timeout_s` seconds for a gradient. Returns True if a trial was added. A layer path is the sequence
+        of source models' layers of which a merge consists.
         """
         deadline = time.monotonic() + timeout_s
         while (index := self._next()) is not None:
@@ -200,7 +217,7 @@ class RefinementStage:
         return False
 
     def _next(self) -> int | None:
-        """The index of the next layer path that is not refined yet, or None if there is none."""
+        """The index of the next layer path (sequence of layers) to refine, or None if all are refined."""
         if self._is_stopped:
             return None
         for index in range(len(self._paths or ())):
@@ -223,7 +240,7 @@ class RefinementStage:
         return self._descent
 
     def _may_start(self, descent: _Descent) -> bool:
-        """Whether the study's limits allow the remaining steps of `descent` and the trial after them.
+        """Whether the study's limits allow the remaining gradients of `descent` and the trial at its end.
 
         If they do not, the stage ends. The result is also False as long as the answer depends on running evaluations.
         """
@@ -275,9 +292,11 @@ class RefinementStage:
     def _chosen(self, plan: RefinementPlan) -> tuple[_Path, ...]:
         """Choose the layer paths to refine from the search's Pareto front, and a preference vector for each.
 
-        The outcome of a path for a preference vector is minus the sum of its costs, weighted by the vector. Each path
-        gets the vector for which its outcome is least below the best outcome of all chosen paths. If several vectors
-        are equally good, the path gets the first of them.
+        A layer path is the sequence of layers of a merge. `plan` has the number of paths and the preference vectors
+        (weights of the objectives). The outcome of a path for a vector is minus the sum of its costs, weighted by the
+        vector. Each path gets the vector for which it compares best with the other chosen paths: the one for which the
+        difference between the best outcome of all chosen paths and its own outcome is least. If several vectors are
+        equally good, the path gets the first of them.
         """
         trials = tuple(self._trials.values())
         found = best_of_front(trials, self._plan.objectives, most=plan.options.paths, origin=Origin.SEARCH)
@@ -297,11 +316,12 @@ class RefinementStage:
 
 
 class _Descent:
-    """Gradient descent on the coefficients of one layer path, computed from the study's stored steps.
+    """Gradient descent on the coefficients of one layer path (sequence of layers), computed from stored steps.
 
     `index` is the index of `path` among the refined paths. `coefficients` describes the parameters that the descent
-    changes. The first step computes the losses at the path's own coefficients. Later losses are divided by these
-    losses, so that objectives with equal weights have the same importance. All further steps are gradients.
+    changes, and `plan` has the options of the refinement. The first step computes the losses at the path's own
+    coefficients. Later losses are divided by these losses, so that objectives with equal weights have the same
+    importance. All further steps are gradients.
     """
 
     def __init__(self, index: int, path: _Path, coefficients: Coefficients, plan: Plan) -> None:
@@ -316,7 +336,10 @@ class _Descent:
         self._seed = plan.seed
 
     def point(self, steps: Sequence[Step]) -> tuple[float, ...]:
-        """The coefficients that the descent has reached; `steps` are all steps of the study."""
+        """The coefficients that the gradient descent has reached, computed from the gradients in `steps`.
+
+        `steps` are all gradients and other computations that the study has stored.
+        """
         start = np.array([parameter.default_value for parameter in numbers_of(self.coefficients.parameters)])
         options = self._options
         reached = point_after(
@@ -329,7 +352,11 @@ class _Descent:
         return tuple(reached.tolist())
 
     def next_request(self, steps: Sequence[Step]) -> ChargedRequest | None:
-        """The next request for losses or a gradient, or None at the end of the descent."""
+        """The request for losses or a gradient that comes next in the gradient descent, or None after its last step.
+
+        `steps` are the results of all requests that the study has stored. The number of steps done and the coefficients
+        reached so far are computed from them.
+        """
         done = self._gradients(steps)
         if len(done) == self._options.steps:
             return None
@@ -355,7 +382,10 @@ class _Descent:
         )
 
     def num_samples_left(self, steps: Sequence[Step]) -> int:
-        """The number of samples that the remaining steps of the descent and the trial after them take."""
+        """The number of samples that the gradient descent and the trial at its end still take.
+
+        It follows from `steps`, all gradients that the study has stored.
+        """
         size = share_of(self._options.batch, len(self._names)) * len(self._names)
         gradients = self._options.steps - len(self._gradients(steps))
         losses = LossesRequest.charge if self._first_losses(steps) is None else 0
@@ -372,11 +402,19 @@ class _Descent:
 
 
 def _label(index: int, trial: int) -> str:
-    """The label of the steps that refine one layer path: the path's index, which `_descent_of` reads, and its trial."""
+    """The label of every stored gradient that refines one merge's layer path, such as "refinement 2 of trial 31".
+
+    `index` is the index of the path among the refined paths, and `trial` the number of the trial that found the path. A
+    layer path is the sequence of source models' layers of which the merge consists.
+    """
     return f"refinement {index} of trial {trial}"
 
 
 def _descent_of(step: Step) -> int | None:
-    """The index of the layer path to whose refinement a step belongs; None for a step of the search."""
+    """The index of the layer path that a stored step refines, among all refined paths; None for a step of the search.
+
+    The index is read from the step's label. A step is the result of a computation such as a gradient, and a layer path
+    the sequence of a merge's layers.
+    """
     word, _, rest = step.request.label.partition(" ")
     return int(rest.split()[0]) if word == "refinement" and isinstance(step, MEASURED) else None

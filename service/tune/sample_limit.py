@@ -23,7 +23,7 @@ class SampleLimit:
     """The samples that a study has used, compared with the limit of its plan (`max_samples`).
 
     `table` is the scheduler, from which the samples that trials can still take are computed. `samples` has the scored
-    samples. `num_charged` is how many samples the searcher's stored steps, such as gradients, have used of the limit.
+    samples. `num_charged` is the charge, in samples, for the searcher's stored computations, such as gradients.
     """
 
     def __init__(self, plan: Plan, *, table: RungTable, samples: SampleCache, num_charged: int) -> None:
@@ -36,15 +36,20 @@ class SampleLimit:
 
     @property
     def num_used(self) -> int:
-        """Number of samples that count towards the limit: those of the search, and those that steps count as."""
+        """Number of samples that count towards the limit.
+
+        They are the samples scored in the search. In addition, each computation of the searcher, such as a gradient,
+        counts as a stated number of samples.
+        """
         return self._samples.num_searched + self.num_charged
 
     def admits(self, proposal: Proposal, *, num_charged: int = 0) -> bool | None:
-        """Whether the limit allows the trial of `proposal`, or a step that the trial needs.
+        """Whether the limit of samples allows the trial of `proposal`, or a computation that the trial needs, to start.
 
-        The question is about a step, such as a gradient, if `num_charged` is above 0: the number of samples that the
-        step counts as. The worst case is the sum of three numbers: the samples used so far, the most that the trials in
-        the rung table can still take, and the most that the new trial or step can take.
+        If `num_charged` is 0, the question is about the trial. Otherwise it is about a computation, such as a gradient,
+        that counts as `num_charged` samples. The worst case is the sum of these numbers of samples: those used so far,
+        those kept for the refinement, the most that existing trials can still take, and the most that the new trial and
+        the computation can take.
 
         - True: the worst case is within the limit.
         - None: the worst case is not within the limit, but evaluations are left, which may use fewer samples.
@@ -53,10 +58,11 @@ class SampleLimit:
         return self._admits(self._needed(proposal, num_charged) + self._kept)
 
     def admits_refinement(self, num_samples: int) -> bool | None:
-        """Whether the limit allows the refinement of a layer path, which takes at most `num_samples` samples.
+        """Whether the limit allows the refinement of one layer path, which takes at most `num_samples` samples.
 
-        The result is True, None or False as in `admits`. The samples that the search leaves for the refinement may be
-        used.
+        A layer path is the sequence of layers of a merge; the refinement learns its coefficients further after the
+        search. The samples that the search leaves for the refinement may be used. The result is None as long as the
+        answer depends on running evaluations.
         """
         return self._admits(num_samples)
 
@@ -68,7 +74,11 @@ class SampleLimit:
         return None if next(self._table.ready(), None) is not None else False
 
     def reason(self, proposal: Proposal, *, num_charged: int = 0) -> str:
-        """The reason why the search ends, as a text, after `admits` has returned False for the same arguments."""
+        """The reason why the limit of samples ends the search, as a text for users.
+
+        Call this after `admits` has returned False, with the same arguments. `proposal` is the trial that cannot start.
+        If `num_charged` is above 0, a computation for this trial cannot start, which counts as `num_charged` samples.
+        """
         needed = self._needed(proposal, num_charged) + self._table.most_samples_left(self._totals)
         kept = f", {self._kept:,} are kept for the refinement" if self._kept else ""
         return (

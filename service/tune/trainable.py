@@ -6,6 +6,7 @@ It owns no weights and no engine. Each result is stored before the next chunk is
 from __future__ import annotations
 
 import time
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from ray import tune
@@ -21,7 +22,8 @@ from workers.errors import (
     MetricFailed,
     TrialFailed,
 )
-from workers.types import Scorer, ScoreRequest, ScoreResult
+from workers.telemetry import logs, tracing
+from workers.types import Scorer, ScoreRequest, ScoreResult, Span
 
 __all__ = ["CPUS", "EvaluationTrainable"]
 
@@ -33,10 +35,10 @@ FAULT_PAUSE_S = 1.0
 
 
 class EvaluationTrainable(tune.Trainable):
-    """The trial actor: it sends the samples of one evaluation to the scorer, one chunk per step.
+    """The trial actor: it sends the samples of one evaluation to the scorer, one chunk (group of samples) per step.
 
-    Each step reports {"outcome": ScoreResult | ChunkFailed}. Only the first step of an actor reports {"outcome": None},
-    which means that the actor runs.
+    Each step reports {"outcome": ScoreResult | ChunkFailed} to Tune. The first step of a new actor is an exception: it
+    sends nothing, and reports {"outcome": None}, which tells the scheduler that the actor has started.
     """
 
     @classmethod
@@ -44,12 +46,15 @@ class EvaluationTrainable(tune.Trainable):
         return tune.PlacementGroupFactory([{"CPU": CPUS}])
 
     def setup(self, config: dict[str, Any], scorer: Scorer) -> None:
+        logs.log_in_worker()
+        tracing.start_tracing("trial actor")
         self._scorer = scorer
         self._is_new = True
         self.reset_config(config)
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
         self._evaluation: Evaluation = new_config["evaluation"]
+        self._traceparent: str | None = new_config.get("traceparent")
         self._next_chunk = 0
         self._crashes = self._evaluation.crashes
         return True
@@ -60,8 +65,35 @@ class EvaluationTrainable(tune.Trainable):
             return {"outcome": None}
         evaluation = self._evaluation
         chunk = evaluation.chunks[self._next_chunk]
-        request = ScoreRequest(evaluation.study, evaluation.recipe, chunk, crashes=self._crashes)
         self._next_chunk += 1
+        with logs.fields(job=evaluation.study, trial=evaluation.trial), self._span_of(chunk) as span:
+            request = ScoreRequest(
+                evaluation.study,
+                evaluation.recipe,
+                chunk,
+                crashes=self._crashes,
+                trial=evaluation.trial,
+                traceparent=span.traceparent,
+            )
+            outcome = self._outcome(request)
+            if isinstance(outcome, ChunkFailed):
+                span.fail(outcome.kind.value)
+        return {"outcome": outcome}
+
+    def _span_of(self, chunk: tuple[Span, ...]) -> AbstractContextManager[tracing.Span]:
+        """Context manager of the trace span of a chunk of samples; it does nothing if the trial is not traced."""
+        if self._traceparent is None:
+            return nullcontext(tracing.NOTHING)
+        attributes: tracing.Attributes = {
+            "mergesearch.job": self._evaluation.study,
+            "mergesearch.trial": self._evaluation.trial,
+            "mergesearch.objective": ", ".join(dict.fromkeys(span.objective for span in chunk)),
+            "mergesearch.samples": sum(span.stop - span.start for span in chunk),
+        }
+        return tracing.span("chunk", attributes, parent=self._traceparent, kind="client")
+
+    def _outcome(self, request: ScoreRequest) -> ScoreResult | ChunkFailed:
+        """The engine's result for `request`, which asks for scores of samples, or the failure if there is no result."""
         outcome: ScoreResult | ChunkFailed
         try:
             outcome = self._scorer.score(request)
@@ -79,14 +111,17 @@ class EvaluationTrainable(tune.Trainable):
         except EngineCrashed as error:  # unless the coordinator stops the evaluation, the same chunk is sent again
             self._next_chunk -= 1
             self._crashes += 1
-            crash = Crash(chunk, error.replica, error.scored_others, error.kind)
+            crash = Crash(request.spans, error.replica, error.scored_others, error.kind)
             outcome = ChunkFailed(FailureKind.CRASH, str(error), crash=crash)
         except EngineUnavailable as error:
             outcome = ChunkFailed(FailureKind.ENGINE, str(error))
-        return {"outcome": outcome}
+        return outcome
+
+    def cleanup(self) -> None:
+        tracing.stop_tracing()
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
-        """Do nothing, because scored samples are in SQL."""
+        """Do nothing when Tune asks for a checkpoint, because all scored samples are in the database."""
 
     def load_checkpoint(self, checkpoint: Any) -> None:
-        """Do nothing, because a restarted evaluation scores only samples that are not in SQL yet."""
+        """Do nothing when Tune restores a checkpoint, because a restarted evaluation has only unstored samples."""

@@ -14,7 +14,8 @@ __all__ = ["Trials"]
 class Trials(Mapping[int, TrialRecord]):
     """The trials of one study in their current state, in the ascending order of their numbers.
 
-    `stored` are the trials of earlier attempts. A change is stored in the database before this object shows it.
+    `stored` are the trials that are in the database when the driver starts. `writer` stores each change in the database
+    before this object shows it.
     """
 
     def __init__(self, stored: Sequence[TrialRecord], writer: JobWriter) -> None:
@@ -34,14 +35,17 @@ class Trials(Mapping[int, TrialRecord]):
         return len(self._trials)
 
     def first_with(self, digest: str) -> TrialRecord:
-        """The first trial with the recipe that has this digest."""
+        """The trial with the lowest number among those whose recipe has the given `digest`.
+
+        Raises KeyError if there is none.
+        """
         return self._trials[self._first[digest]]
 
     def num_duplicates_in_a_row(self) -> int:
-        """The number of newest trials, without a gap, that the searcher proposed and whose recipes earlier trials have.
+        """The number of newest trials in a row that the searcher proposed with recipes that earlier trials have.
 
-        For example, the number is 2 if the last two trials have recipes of earlier trials, and the trial before them
-        has a new recipe.
+        The count goes back to the newest trial that has a new recipe or was not proposed. For example, the number is 2
+        if the last two trials have recipes of earlier trials, and the trial before them has a new recipe.
         """
         count = 0
         for trial in reversed(self._trials.values()):
@@ -61,14 +65,16 @@ class Trials(Mapping[int, TrialRecord]):
         self._first.setdefault(trial.recipe.digest, trial.number)
 
     def count_chunk(self, number: int, timings_s: Mapping[str, float], *, num_scored: int | None) -> None:
-        """Add a stored chunk's timings and its number of search samples to the totals of a trial.
+        """Add the timings and the number of samples of one stored request to the totals of trial `number`.
 
-        `num_scored` is the number of samples of a chunk of search data; for other data it is None.
+        `timings_s` has the seconds that each part of scoring took, by the part's name, such as "swap" (writing the
+        merge into the engine). `num_scored` is the number of samples if they are search data; for other data it is
+        None.
         """
         self._trials[number] = self._trials[number].after_chunk(timings_s, num_scored)
 
     def finish_rung(self, number: int, rung: RungRecord, *, is_last: bool) -> None:
-        """Store a trial's estimated objective values at a rung.
+        """Store a trial's estimated objective values at a rung, a number of samples at which trials are compared.
 
         `number` is the trial's number. If `is_last` is True, the rung is the last one, and the trial becomes COMPLETE.
         """
@@ -85,7 +91,7 @@ class Trials(Mapping[int, TrialRecord]):
         self._trials[number] = finished
 
     def finish(self, numbers: Sequence[int], state: TrialState, reason: str) -> None:
-        """End the trials with these numbers in a state such as PRUNED or FAIL, for the given reason."""
+        """End the trials `numbers` in the state `state`, such as PRUNED or FAIL, and store `reason` as the reason."""
         self._writer.finish_trials(numbers, state, reason)
         for number in numbers:
             self._trials[number] = replace(self._trials[number], state=state, reason=reason)

@@ -111,22 +111,22 @@ class _Server:
         self.process = process
 
     def get(self, path: str, **headers: str) -> tuple[httpx.Response, dict[str, float]]:
-        cpu, start = self._cpu_s(), time.perf_counter()
+        cpu, start = self.cpu_s(), time.perf_counter()
         answer = self.client.get(path, headers=headers)
         seconds = time.perf_counter() - start
         assert answer.status_code in (200, 304), answer.text
-        return answer, {"s": seconds, "cpu_s": self._cpu_s() - cpu}
+        return answer, {"s": seconds, "cpu_s": self.cpu_s() - cpu}
 
     def rss_mb(self) -> float:
         return float(self.process.memory_info().rss) / 1e6
 
-    def _cpu_s(self) -> float:
+    def cpu_s(self) -> float:
         times = self.process.cpu_times()
         return float(times.user + times.system)
 
 
 @contextmanager
-def _serving(database: str) -> Iterator[_Server]:
+def serving(database: str) -> Iterator[_Server]:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory(prefix="mergesearch-bench-") as directory:
@@ -188,7 +188,7 @@ def _table_bytes(connection: sa.Connection, name: str) -> int:
 def _server(store: Store, study: str) -> dict[str, Any]:
     path = f"/v1/studies/{study}"
     names = ["summary", "pareto", *(f"plots/{name}" for name in CHARTS), "report"]
-    with _serving(store.url) as server:
+    with serving(store.url) as server:
         pages = {name: _pages(server, f"{path}/trials", query) for name, query in QUERIES.items()}
         results = {name: _result(server, store, study, f"{path}/{name}") for name in names}
         return {"pages": pages, "results": results, "rss_mb": server.rss_mb()}

@@ -11,9 +11,10 @@ from pathlib import Path
 import uvicorn
 
 from service.api.app import create_app
-from service.schemas.api import RayJobDocument
+from service.cluster.dashboard import RayDashboard
+from service.cluster.reconciler import QueueState
 from service.store import Store
-from service.types import JobRecord
+from service.types import Account, JobRecord
 
 
 class NoCluster:
@@ -28,10 +29,16 @@ class NoCluster:
     def not_ready(self) -> str | None:
         return None
 
-    def waiting_for(self, job: JobRecord) -> str | None:
+    def waiting_for(self, job: JobRecord, *, reader: Account | None = None) -> str | None:
         return None
 
-    def ray_job(self, job: JobRecord) -> RayJobDocument | None:
+    def queue(self) -> QueueState:
+        return QueueState()
+
+    def ray_job(self, job: JobRecord) -> str | None:
+        return None
+
+    def dashboard(self) -> RayDashboard | None:
         return None
 
     def log(self, job: JobRecord) -> str:

@@ -89,7 +89,9 @@ def scraping(server: Server, directory: Path) -> Iterator[Prometheus]:
             },
             {"job_name": "gpus", "static_configs": [{"targets": [gpus]}]},
         ]
-        configuration = {"global": {"scrape_interval": "1s"}, "scrape_configs": jobs}
+        rules = {"rule_files": [str(DASHBOARDS[0].parents[1] / "alerts.yaml")]}
+        every = {"scrape_interval": "1s", "evaluation_interval": "1s"}
+        configuration = {"global": every, **rules, "scrape_configs": jobs}
         directory.mkdir()
         with running_prometheus(directory, configuration) as prometheus:
             yield prometheus

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from service.engine_machines import VARIABLE, EngineMachines, parse_machines
+from service.jobs.serving.endpoint import PORTS
 from tests.deploy.chart import CHART, NAMESPACE, RELEASE, Manifests, Pod
 
 __all__ = ["RULES", "Rule"]
@@ -451,6 +452,7 @@ def what_must_be_reached_can_be_reached(manifests: Manifests) -> Iterator[str]:
     by_component = {pod.component: pod for pod in manifests.pods}
     wanted = {
         ("api", "ray-head", 8265),
+        *(("api", "ray-head", port) for port in (PORTS.start, PORTS.stop - 1)),
         ("submitter", "ray-head", 8265),
         ("ray-worker", "ray-head", 6379),
         ("ray-head", "ray-worker", 10002),
@@ -482,10 +484,15 @@ def what_must_be_reached_can_be_reached(manifests: Manifests) -> Iterator[str]:
 def _is_open(manifests: Manifests, pod: Pod, other: Pod, port: int, direction: str, peers: str) -> bool:
     return any(
         any(selects(peer["podSelector"], other.labels) for peer in each[peers] if set(peer) == {"podSelector"})
-        and port in [open_["port"] for open_ in each.get("ports", [{"port": port}])]
+        and any(first <= port <= last for first, last in _port_ranges(each, default=port))
         for policy in policies_of(manifests, pod)
         for each in policy["spec"].get(direction, ())
     )
+
+
+def _port_ranges(opening: Mapping[str, Any], *, default: int) -> Iterator[tuple[int, int]]:
+    for each in opening.get("ports", [{"port": default}]):
+        yield each["port"], each.get("endPort", each["port"])
 
 
 # Operation

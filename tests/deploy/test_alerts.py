@@ -19,9 +19,17 @@ RULES = ROOT / "deploy" / "helm" / "mergesearch" / "monitoring" / "alerts.yaml"
 CASES = Path(__file__).with_name("alerts_test.yaml")
 
 
+def rules_of(document: dict[str, Any], kind: str) -> dict[str, dict[str, Any]]:
+    """Rules in a file of rules, by their names. `kind` is "alert", or "record" for rules that record a series."""
+    return {rule[kind]: rule for group in document["groups"] for rule in group["rules"] if kind in rule}
+
+
 def alerts() -> dict[str, dict[str, Any]]:
-    (group,) = yaml.safe_load(RULES.read_text())["groups"]
-    return {rule["alert"]: rule for rule in group["rules"]}
+    return rules_of(yaml.safe_load(RULES.read_text()), "alert")
+
+
+def records() -> dict[str, dict[str, Any]]:
+    return rules_of(yaml.safe_load(RULES.read_text()), "record")
 
 
 def promtool(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -45,7 +53,7 @@ def test_each_alert_fires_when_it_should() -> None:
 def test_each_alert_has_a_case(expression: str, case: str, tmp_path: Path) -> None:
     """With rules that never fire, or always, the cases of every alert fail."""
     document = yaml.safe_load(RULES.read_text())
-    for rule in document["groups"][0]["rules"]:
+    for rule in rules_of(document, "alert").values():
         rule["expr"] = expression
     (tmp_path / "rules.yaml").write_text(yaml.safe_dump(document))
     cases = yaml.safe_load(CASES.read_text()) | {"rule_files": ["rules.yaml"]}
@@ -61,8 +69,7 @@ def rendered_rules(helm: Helm, profile: str, directory: Path) -> dict[str, dict[
     """Rules of a profile's release by their names; the file `rules.yaml` in `directory` has them for Prometheus."""
     (rules,) = helm.manifests(profile, "--set", "monitoring.enabled=true").of("PrometheusRule")
     (directory / "rules.yaml").write_text(yaml.safe_dump(rules["spec"]))
-    (group,) = rules["spec"]["groups"]
-    return {rule["alert"]: rule for rule in group["rules"]}
+    return rules_of(rules["spec"], "record") | rules_of(rules["spec"], "alert")
 
 
 def case_of_releases(own: int | None, others: int, *, firing: str | None) -> dict[str, Any]:
@@ -93,7 +100,7 @@ def case_of_releases(own: int | None, others: int, *, firing: str | None) -> dic
 def test_alerts_of_a_release_are_about_its_own_series(helm: Helm, tmp_path: Path) -> None:
     """Another release in the same Prometheus neither hides an alert nor causes one."""
     rules = rendered_rules(helm, "multi-gpu", tmp_path)
-    assert list(rules) == list(alerts())
+    assert list(rules) == [*records(), *alerts()]
     cases = [
         case_of_releases(None, 1, firing="MergesearchAbsent"),
         case_of_releases(0, 1, firing="MergesearchNotReady"),
@@ -110,7 +117,8 @@ def test_alerts_of_a_release_are_about_its_own_series(helm: Helm, tmp_path: Path
 
 
 def test_a_queue_of_studies_misses_no_server(helm: Helm, tmp_path: Path) -> None:
-    assert list(rendered_rules(helm, "kueue", tmp_path)) == ["MergesearchNodeDiskFull"]
+    names = ["mergesearch:study_busy:share5m", "MergesearchNodeDiskFull"]
+    assert list(rendered_rules(helm, "kueue", tmp_path)) == names
     assert promtool("check", "rules", tmp_path / "rules.yaml").returncode == 0
 
 
@@ -121,9 +129,10 @@ def test_alerts_say_what_how_bad_and_what_to_do() -> None:
         assert rule["annotations"].keys() == {"summary", "description"}, name
 
 
-def test_docs_say_what_to_do_about_each_alert() -> None:
+def test_docs_have_each_alert_and_recorded_series() -> None:
     text = (ROOT / "docs" / "how-to" / "monitoring.md").read_text()
     assert re.findall(r"^\| `(Mergesearch\w+)` \|", text, re.MULTILINE) == list(alerts())
+    assert re.findall(r"^\| `(mergesearch:\S+)` \|", text, re.MULTILINE) == list(records())
 
 
 def test_the_configuration_in_the_docs_is_valid(tmp_path: Path) -> None:

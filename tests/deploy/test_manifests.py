@@ -27,6 +27,7 @@ from service.types import Role
 from tests.deploy import kuberay
 from tests.deploy.chart import CHART, NAMESPACE, PROFILES, RELEASE, Helm, Manifests, values_of
 from tests.deploy.conftest import Rendered
+from tests.deploy.rules import environment, policies_of
 from tests.end_to_end.server import ROOT
 
 KUBERNETES = "1.37"
@@ -204,6 +205,28 @@ def test_browsers_log_in_by_the_values(helm: Helm) -> None:
         (secret,) = [each for each in api["env"] if each["name"] == settings.VARIABLE]
         assert secret["valueFrom"] == {"secretKeyRef": {"name": "ours", "key": "client_secret"}}
     assert settings.VARIABLE not in json.dumps(helm.manifests("multi-gpu").objects)
+
+
+def test_mail_server_and_hosts_of_webhooks_are_given(helm: Helm) -> None:
+    """The server gets the options of notifications, and the password from the named Secret; without them, none."""
+    variable = "MERGESEARCH_SMTP_PASSWORD"
+    options = {
+        "webhookAllow[0]": "ci.internal",
+        "waitingMinutes": "10",
+        "smtpUrl": "smtp://bot@mail.example.org",
+        "mailFrom": "search@example.org",
+        "existingSecret": "ours",
+    }
+    given = [text for name, value in options.items() for text in ("--set", f"api.notifications.{name}={value}")]
+    manifests = helm.manifests("multi-gpu", *given, "--set", "ingress.host=search.example.org")
+    (api,) = [each for each in containers(manifests) if each["name"] == "api"]
+    parsed = command_line._parser().parse_args([*api["command"][1:], *api["args"]])
+    assert (parsed.webhook_allow, parsed.notify_waiting) == (["ci.internal"], 10)
+    assert (parsed.smtp_url, parsed.mail_from) == (options["smtpUrl"], options["mailFrom"])
+    assert parsed.public_url == "https://search.example.org"
+    (secret,) = [each for each in api["env"] if each["name"] == variable]
+    assert secret["valueFrom"] == {"secretKeyRef": {"name": "ours", "key": "smtp_password"}}
+    assert variable not in json.dumps(helm.manifests("multi-gpu").objects)
 
 
 def test_an_option_that_is_not_there_is_noticed(capsys: pytest.CaptureFixture[str], helm: Helm) -> None:
@@ -437,6 +460,31 @@ def test_alerts_and_dashboards_are_those_of_their_files(helm: Helm, tmp_path: Pa
     assert json.loads(config["data"]["studies.json"]) == dashboard
     without = helm.manifests("single-gpu", chart=chart)
     assert not without.of("PrometheusRule") + without.of("ConfigMap")
+
+
+def test_logs_and_traces_reach_every_process(helm: Helm, rendered: Rendered) -> None:
+    """The API and Ray's pods get the format of logs and the collector, and may connect to it; by default neither."""
+    names = {"MERGESEARCH_LOG_FORMAT", "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_TRACES_SAMPLER", "OTEL_TRACES_SAMPLER_ARG"}
+    values = ("logs.format=json", "tracing.endpoint=http://collector.observability:4318")
+    options = [word for value in values for word in ("--set", value)]
+    manifests = helm.manifests("multi-gpu", *options, "--set-json", "tracing.ratio=0.1")
+    pods = [pod for pod in manifests.pods if pod.component in ("api", "ray-head", "ray-worker")]
+    assert len(pods) > 2
+    for pod in pods:
+        known = environment(pod.containers[0])
+        assert {name: known[name]["value"] for name in names} == {
+            "MERGESEARCH_LOG_FORMAT": "json",
+            "OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector.observability:4318",
+            "OTEL_TRACES_SAMPLER": "parentbased_traceidratio",
+            "OTEL_TRACES_SAMPLER_ARG": "0.1",
+        }
+        ports = [
+            rule.get("ports") for policy in policies_of(manifests, pod) for rule in policy["spec"].get("egress", ())
+        ]
+        assert [{"protocol": "TCP", "port": 4318}] in ports
+    before = rendered["multi-gpu"]
+    assert not any(names & set(environment(container)) for pod in before.pods for container in pod.containers)
+    assert "demo-mergesearch-tracing" not in [each["metadata"]["name"] for each in before.of("NetworkPolicy")]
 
 
 # What the chart has no value for can be changed by kustomize.

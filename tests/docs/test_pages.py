@@ -21,7 +21,22 @@ from search_spaces.study.file import load_study, parse_study, study_json_schema
 from search_spaces.study.yaml import parse_document
 from service.api.metrics import JOB, METRICS, SETBACKS
 from service.api.openapi import install_openapi
-from service.api.routes import accounts, exports, finetunes, jobs, login, operations, results
+from service.api.routes import (
+    accounts,
+    checks,
+    events,
+    exports,
+    finetunes,
+    jobs,
+    login,
+    models,
+    notifications,
+    operations,
+    queue,
+    ray_dashboard,
+    results,
+    served,
+)
 from service.cli.main import main
 from tests.docs.pages import PAGES, ROOT, Page
 from tests.test_maps import PACKAGES
@@ -91,6 +106,9 @@ def test_a_link_or_a_path_that_leads_nowhere_is_noticed() -> None:
 
 # Commands.
 
+# Commands that have commands of their own.
+GROUPS = ("database", "users", "teams", "tokens", "webhooks", "mail")
+
 
 def wrong_commands(page: Page, capsys: pytest.CaptureFixture[str]) -> list[str]:
     """Lines whose command, or one of whose options, `mergesearch COMMAND --help` does not have."""
@@ -104,7 +122,7 @@ def _is_known(words: list[str], capsys: pytest.CaptureFixture[str]) -> bool:
     with pytest.raises(SystemExit) as ended:
         main(
             [
-                *filter(None, words[: 2 if words[0] in ("database", "tasks", "users", "teams", "tokens") else 1]),
+                *filter(None, words[: 2 if words[0] in (*GROUPS, "tasks") else 1]),
                 "--help",
             ]
         )
@@ -286,7 +304,7 @@ def test_commands_and_their_options(capsys: pytest.CaptureFixture[str]) -> None:
     shown = {name: set(re.findall(r"`(--[a-z-]+)`", options)) for name, options in lines}
     commands = re.findall(r"^    ([a-z]+)\b", said(), re.MULTILINE)
     assert len(commands) > 15
-    for group in ("database", "users", "teams", "tokens"):
+    for group in GROUPS:
         commands.remove(group)
         commands += [f"{group} {name}" for name in re.findall(r"^    ([a-z]+)\b", said(group), re.MULTILINE)]
     commands += [f"tasks {name}" for name in re.findall(r"^    ([a-z]+)\b", said("tasks"), re.MULTILINE)]
@@ -348,9 +366,11 @@ def test_every_route_is_in_the_table_and_no_other() -> None:
     from fastapi import FastAPI
 
     app = FastAPI()
-    for router in (*jobs.routers(), finetunes.router, results.router, exports.router, accounts.router, login.router):
+    others = (checks, events, models, finetunes, results, exports, accounts, login, queue, notifications, served)
+    for router in (*jobs.routers(), *(module.router for module in others)):
         app.include_router(router, prefix="/v1")
     app.include_router(operations.router)
+    app.include_router(ray_dashboard.router)
     install_openapi(app)
     expected = {f"{verb.upper()} {path}" for path, verbs in app.openapi()["paths"].items() for verb in verbs}
     table = {row.strip("`") for row in rows(page_of("docs/reference/http.md").prose)}

@@ -34,7 +34,16 @@ from tests.end_to_end.studies import undisturbed, write_small_study
 from tests.postgresql import PostgreSQL
 from tests.service.tune.harness import trial_list
 
-__all__ = ["GRADIENT_KILLS", "KILLS", "MEMORY", "STOPS", "on_the_server", "run_chaos"]
+__all__ = [
+    "GRADIENT_KILLS",
+    "KILLS",
+    "MEMORY",
+    "STOPS",
+    "kill_database",
+    "on_the_server",
+    "run_chaos",
+    "stop_until_replaced",
+]
 
 # Results of a study, in the order of their numbers: those of its trials, and the steps of its searcher.
 Results = list[tuple[Any, ...]]
@@ -67,7 +76,9 @@ def _kill_server(server: Server, _: str) -> bool:
     return True
 
 
-def _kill_database(postgresql: PostgreSQL) -> Callable[[Server, str], bool]:
+def kill_database(postgresql: PostgreSQL) -> Callable[[Server, str], bool]:
+    """How PostgreSQL is killed, and started again after DATABASE_AWAY_S seconds."""
+
     def kill(*_: Any) -> bool:
         postgresql.kill()
         time.sleep(DATABASE_AWAY_S)
@@ -263,7 +274,7 @@ def run_chaos(
     launcher: Sequence[str] = ()
     if postgresql is not None:
         database = settings["MERGESEARCH_DATABASE"] = postgresql.migrated()
-        own_kills["database"] = _kill_database(postgresql)
+        own_kills["database"] = kill_database(postgresql)
     with ExitStack() as stack:
         if MEMORY in kills:
             group = stack.enter_context(memory_group(MEMORY_BYTES))
@@ -278,7 +289,7 @@ def run_chaos(
             time.sleep(draw.uniform(0.0, max_pause_s))
             kind, part = fault.split(" ", 1)
             if kind == "stop":
-                seen.append({"part": part, **_stop(studies, part, stop_s)})
+                seen.append(stop_until_replaced(server, store, [studies.current], part, stop_s))
             elif studies.kill(part, patience_s=patience_s):
                 done[part] += 1
         for study in studies.ids:
@@ -297,23 +308,25 @@ def run_chaos(
     }
 
 
-def _stop(studies: _Studies, part: str, stop_s: float) -> dict[str, Any]:
-    """Stop a part, and return what was seen of its replacement.
+def stop_until_replaced(
+    server: Server, store: Store, studies: Sequence[str], part: str, stop_s: float = 0.0
+) -> dict[str, Any]:
+    """Stop the processes of a part that work on any of the studies, and return what was seen of their replacement.
 
-    That is the number of seconds until an event reported it (None: not within RECOVERY_S of `stop_s`), and the number
-    of stopped processes that still existed when they were continued.
+    That is the number of seconds until an event reported it (None: not within RECOVERY_S of `stop_s`), and the numbers
+    of processes that were stopped, and that still existed when they were continued.
     """
     find, kind = STOPS[part]
-    study = studies.current
-    before = _num_events(studies.store, study, kind)
-    stopped = list(find(studies.server, study))
+    study = next((study for study in studies if list(find(server, study))), studies[-1])
+    before = _num_events(store, studies, kind)
+    stopped = list(find(server, study))
     for process in stopped:
         process.send_signal(signal.SIGSTOP)
     started, told_after_s = time.monotonic(), None
     while (elapsed_s := time.monotonic() - started) < stop_s or (
         told_after_s is None and elapsed_s < stop_s + RECOVERY_S
     ):
-        if told_after_s is None and _num_events(studies.store, study, kind) > before:
+        if told_after_s is None and _num_events(store, studies, kind) > before:
             told_after_s = elapsed_s
         time.sleep(POLL_S)
     left = 0
@@ -321,8 +334,8 @@ def _stop(studies: _Studies, part: str, stop_s: float) -> dict[str, Any]:
         with suppress(psutil.NoSuchProcess):
             process.send_signal(signal.SIGCONT)
             left += 1
-    return {"stopped": len(stopped), "told_after_s": told_after_s, "left": left}
+    return {"part": part, "stopped": len(stopped), "told_after_s": told_after_s, "left": left}
 
 
-def _num_events(store: Store, study: str, kind: str) -> int:
-    return sum(event.kind == kind for event in store.events(study))
+def _num_events(store: Store, studies: Sequence[str], kind: str) -> int:
+    return sum(event.kind == kind for study in studies for event in store.events(study))

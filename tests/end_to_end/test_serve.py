@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import json
 import subprocess
+import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import openai
 import psutil
 import pytest
+from playwright.sync_api import Page
 
+from search_spaces.study.engine import EngineOptions
 from search_spaces.study.file import parse_study
 from service.client import Client
 from service.disk import DATABASE
@@ -20,16 +26,27 @@ from service.jobs.search.local_run import read_run
 from service.store import Store
 from service.studies.preflight.examine import examine
 from tests.conftest import record_engine_start
+from tests.end_to_end import page as web
 from tests.end_to_end.processes import mergesearch
 from tests.end_to_end.server import Server, drivers, processes_of_ray, replicas, serving
 from tests.end_to_end.studies import SHIPPED_SAMPLES, shipped_study
 from tests.judge_server import JudgeServer, judge_server
+from tests.otlp_receiver import OtlpReceiver, otlp_receiver
 from tests.service.stored_values import stored_values
 from tests.service.tune.harness import trial_list
 from workers.engines.transformers.verification import verify
+from workers.evaluation.prompts import Prompts
 from workers.types import Span, Split
 
 ATTACKED = "@"  # begins the names of samples with attacked templates
+
+# A mergekit configuration over the shipped models, which no searcher proposes.
+BY_HAND = {
+    "merge_method": "linear",
+    "models": [{"model": name, "parameters": {"weight": weight}} for name, weight in (("math", 0.8), ("text", 0.2))],
+}
+CHAT_PROMPTS = ("12+34=", "sort skkwvi=", "b37 c59 f52 g17>g")
+CHAT_TOKENS = 12
 START_S = 240.0  # Ray, a job, Serve and an engine, on two busy cores
 
 
@@ -37,20 +54,27 @@ START_S = 240.0  # Ray, a job, Serve and an engine, on two busy cores
 def test_studies_survive_kills_of_all_parts(shipped: Path, tmp_path: Path) -> None:
     """Two studies survive kills of replica, driver, Ray and server; the download scores as reported.
 
-    The second one is paused meanwhile, and stopped early after that.
+    The second one is submitted from the web page, paused meanwhile, and stopped early after that. The page shows the
+    end of the first one, and a trial that its sliders pick is downloaded from there.
     """
     documents = [shipped_study(tmp_path, name=f"shipped-{seed}", seed=seed) for seed in (1, 2)]
     file = tmp_path / "first.json"
     file.write_text(json.dumps(documents[0]))
     with (
         judge_server() as judge,
-        serving(["service.cli.main", "serve", "--allow-judge", judge.url], tmp_path / "data") as server,
+        otlp_receiver() as receiver,
+        serving(
+            ["service.cli.main", "serve", "--allow-judge", judge.url],
+            tmp_path / "data",
+            environment={"OTEL_EXPORTER_OTLP_ENDPOINT": receiver.url, "OTEL_BSP_SCHEDULE_DELAY": "500"},
+        ) as server,
         Client(server.url) as client,
     ):
         command = [str(argument) for argument in mergesearch("submit", file, "--watch", "--server", server.url)]
         with subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as watcher:
             first = until_submitted(client, "shipped-1")
-            second = client.submit(documents[1])["id"]
+            with web.tab(server.url) as page:
+                second = web.submit(page, server.url, documents[1], timeout_s=START_S)
             server.wait_for_events(second, 1, "attempt", timeout_s=START_S)
             pause(server, client, second)
             of_ray = kill_all(server, first)
@@ -58,12 +82,17 @@ def test_studies_survive_kills_of_all_parts(shipped: Path, tmp_path: Path) -> No
             resume(server, client, second)
             server.wait_for_events(second, 3, "rung", timeout_s=START_S)
             pause(server, client, second)
+            client.enqueue_trial(second, "by hand", recipe=BY_HAND)
             client.stop(second, reason="good enough")
-            for study in (first, second):
-                ended = server.wait_until_ended(study, timeout_s=2 * START_S)
-                assert ended["state"] == "COMPLETE", server.story(study)
+            with web.tab(server.url) as page:
+                page.goto(f"{server.url}/studies/{first}")
+                web.watch(page, timeout_s=2 * START_S)
+                check_taken(client, page, first, tmp_path / "taken")
+            ended = server.wait_until_ended(second, timeout_s=2 * START_S)
+            assert ended["state"] == "COMPLETE", server.story(second)
             _, told = watcher.communicate(timeout=60)
             assert watcher.returncode == 0, told
+        check_traces(receiver, first)
         check_stopped(server, client, second)
         best = client.summary(first)["best"]
         assert best is not None
@@ -71,7 +100,8 @@ def test_studies_survive_kills_of_all_parts(shipped: Path, tmp_path: Path) -> No
         reasons = [event["payload"]["because"] for event in server.events(first) if event["kind"] == "attempt"]
         out = client.export(first, "best", tmp_path / "model")
         check_benchmarks(client, first)
-        check_added(server, client, first, documents[0]["benchmarks"], judge)
+        with chatting(server, client, first, best["trial"], out):
+            check_added(server, client, first, documents[0]["benchmarks"], judge)
         assert server.stop() == 0
         names = {process.pid: shown(process) for process in of_ray}
         left = psutil.wait_procs(of_ray, timeout=30)[1]
@@ -102,6 +132,32 @@ def test_studies_survive_kills_of_all_parts(shipped: Path, tmp_path: Path) -> No
     store.close()
     assert report.num_samples == SHIPPED_SAMPLES * len(preflight.tasks.search)
     assert report.num_beyond == 0, report.differences
+
+
+def check_taken(client: Client, page: Page, study: str, directory: Path) -> None:
+    """The trial that the page's sliders pick is the server's choice, and its download has that trial's recipe."""
+    weights = {"math": 0, "text": 100, "lookup": 0}
+    trial = web.pick(page, weights)
+    preferred = client.pareto(study, prefer={name: weight / 100 for name, weight in weights.items()})["preferred"]
+    assert trial == preferred["trial"]
+    taken = web.download(page, trial, directory, timeout_s=START_S)
+    assert taken["digest"] == client.trial(study, trial)["recipe_digest"]
+
+
+def check_traces(receiver: OtlpReceiver, study: str) -> None:
+    """Merges, swaps and scoring of real engines lead to the study's request, over drivers of before and after kills."""
+    drivers = set()
+    for name in ("materialise", "swap", "generate and score"):
+        found = [receiver.parents(span, 3) for span in receiver.named(name) if span.seconds > 0]
+        complete = [spans for spans in found if len(spans) == 3 and spans[-1].attributes["mergesearch.job"] == study]
+        assert complete, name
+        for score, chunk, trial in complete:
+            assert [score.name, chunk.name, trial.name] == ["score", "chunk", "trial"]
+            assert score.attributes["mergesearch.recipe"] == trial.attributes["mergesearch.recipe"]
+            drivers.add(receiver.linked_by(trial))
+    (request,) = (span for span in receiver.named("POST /v1/studies") if span.attributes["mergesearch.job"] == study)
+    assert {receiver.parent_of(driver) for driver in drivers} == {request}
+    assert len(drivers) >= 2
 
 
 def shown(process: psutil.Process) -> str:
@@ -140,10 +196,13 @@ def resume(server: Server, client: Client, study: str) -> None:
 
 
 def check_stopped(server: Server, client: Client, study: str) -> None:
-    """The study is COMPLETE with what was scored, and says that it was steered."""
+    """The study is COMPLETE with what was scored and what was enqueued, and says that it was steered."""
     summary = client.summary(study)
     assert summary["reason"] == "stopped by request: good enough"
-    assert [each["action"] for each in summary["steering"]] == ["pause", "edit", "resume", "pause", "stop"]
+    actions = [each["action"] for each in summary["steering"]]
+    assert actions == ["pause", "edit", "resume", "pause", "enqueue", "stop"]
+    (enqueued,) = [trial for trial in client.trials(study) if trial["origin"] == "user"]
+    assert (enqueued["label"], enqueued["state"]) == ("by hand", "COMPLETE"), "the stop prunes what was proposed"
     assert summary["best"] is not None
     assert summary["holdout"], "finalists are scored on held-out data"
     pruned = [trial for trial in client.trials(study) if trial["reason"] == summary["reason"]]
@@ -258,6 +317,81 @@ def check_added(
     assert judged["values"]["judged"]["samples"] == 20
     assert len(judge.requests) == 2 * 20
     assert sum("lookups" in row["values"] for row in rows) == 5
+
+
+@contextmanager
+def chatting(server: Server, client: Client, study: str, trial: int, out: Path) -> Iterator[None]:
+    """Let a trial complete prompts, by the engines that a search uses in the context.
+
+    Greedy completions of the trial are those that plain transformers generates with its exported weights in `out`.
+    """
+    served = client.serve(study, trial, shares_engines=True)
+    api = openai.OpenAI(base_url=f"{client.url}{served['links']['openai']}", api_key="none", max_retries=0)
+    expected = [generated(out, prompt) for prompt in CHAT_PROMPTS]
+    digests = {name: client.trial(study, int(name))["recipe_digest"] for name in (str(trial), "0")}
+
+    def completed(model: str) -> list[str]:
+        answers = [
+            api.completions.create(model=model, prompt=prompt, temperature=0, max_tokens=CHAT_TOKENS)
+            for prompt in CHAT_PROMPTS
+        ]
+        assert {answer.system_fingerprint for answer in answers} == {digests[model]}
+        return [answer.choices[0].text for answer in answers]
+
+    deadline = time.monotonic() + START_S
+    while (found := answered(lambda: completed(str(trial)))) is None:
+        assert time.monotonic() < deadline, (client.job(served), client.log(served))
+        time.sleep(1.0)
+    assert found == expected
+    chunks = list(
+        api.completions.create(
+            model=str(trial), prompt=CHAT_PROMPTS[0], temperature=0, max_tokens=CHAT_TOKENS, stream=True
+        )
+    )
+    assert "".join(chunk.choices[0].text for chunk in chunks) == expected[0]
+    assert len(chunks) > 1
+    with pytest.raises(openai.BadRequestError, match="send its prompt to /completions"):
+        api.chat.completions.create(model=str(trial), messages=[{"role": "user", "content": "1+2="}])
+    has_ended = threading.Event()
+
+    def chat() -> int:
+        num_answers = 0
+        while not has_ended.is_set():
+            assert completed(str(trial)) == expected, "also between the chunks of a search"
+            completed("0")
+            num_answers += 1
+        return num_answers
+
+    with ThreadPoolExecutor(1) as pool:
+        answers = pool.submit(chat)
+        try:
+            yield
+        finally:
+            has_ended.set()
+        assert answers.result() > 0
+    client.cancel(served)
+
+
+def answered(ask: Callable[[], list[str]]) -> list[str] | None:
+    """The answer; None while there is no engine."""
+    try:
+        return ask()
+    except openai.InternalServerError:
+        return None
+
+
+def generated(model_dir: Path, prompt: str) -> str:
+    """Text with which plain transformers completes a prompt, greedily."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    prompts = Prompts(str(model_dir), EngineOptions())
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    ids = prompts.encode(prompt)
+    tokens = model.generate(
+        torch.tensor([ids]), max_new_tokens=CHAT_TOKENS, do_sample=False, eos_token_id=list(prompts.stop_token_ids)
+    )[0].tolist()
+    return str(prompts.tokenizer.decode(tokens[len(ids) :], skip_special_tokens=True))
 
 
 def check_same_values(store: Store, study: str, undisturbed: Store, run: str) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from search_spaces.study.file import load_study
@@ -26,8 +27,10 @@ from service.studies.preflight.examine import examine
 from service.types import JobState
 from tests.deploy.dashboards import DASHBOARDS, load, scraping, without_series
 from tests.end_to_end.processes import started
+from tests.end_to_end.ray_dashboard import check_ray_dashboard
 from tests.end_to_end.server import Server, processes_of_ray, serving
 from tests.end_to_end.studies import undisturbed, write_small_study
+from tests.otlp_receiver import OtlpReceiver, otlp_receiver
 from tests.prometheus import Prometheus
 from tests.service.tune.harness import trial_list
 
@@ -84,16 +87,27 @@ def test_replaced_driver_writes_nothing(
 
 @pytest.mark.timeout(900)
 def test_hanging_actors_and_absent_model(study_file: Path, tmp_path: Path) -> None:
-    """A study survives hanging actors and an absent model; its events report both, and dashboards show them."""
+    """A study survives hanging actors and an absent model; events, dashboards, traces and logs show it.
+
+    Then Ray's own dashboard is at the server, and changes nothing.
+    """
     environment = {
         "FAKE_SCORER": json.dumps({"sample_delay_s": 0.02, "swap_delay_s": 0.01}),
         "FAKE_HEARTBEAT": json.dumps({"SCORING_PATIENCE_S": 8.0, "PATIENCE_CHUNKS": 2, "ENGINE_CHECK_S": 3.0}),
         "FAKE_IN_FLIGHT": "2",
         "RAY_metrics_report_interval_ms": "2000",
+        "MERGESEARCH_LOG_FORMAT": "json",
     }
     study = load_study(study_file)
     base = Path(study.models.base)
-    with serving(["tests.benchmarks.fake_serve"], tmp_path / "data", environment=environment) as server:
+    with (
+        otlp_receiver() as receiver,
+        serving(
+            ["tests.benchmarks.fake_serve"],
+            tmp_path / "data",
+            environment={**environment, "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.url, "OTEL_BSP_SCHEDULE_DELAY": "500"},
+        ) as server,
+    ):
         name = server.submit(study.canonical())
         rungs(server, name, 1)
         with scraping(server, tmp_path / "prometheus") as prometheus:
@@ -111,7 +125,10 @@ def test_hanging_actors_and_absent_model(study_file: Path, tmp_path: Path) -> No
             dashboards_show_all(prometheus, last_s=time.monotonic() - started_at)
         assert ended["state"] == "COMPLETE", server.story(name)
         assert ended["waiting_for"] is None
+        check_ray_dashboard(server, name, tmp_path / "browser")
         reasons = [str(event["payload"]["because"]) for event in server.events(name) if event["kind"] == "attempt"]
+        check_traces(receiver, name, num_drivers=len(reasons))
+        check_logs(server, name)
         assert server.stop() == 0
     assert "made no progress" in reasons[1]
     assert "does not exist" in reasons[-1]
@@ -119,6 +136,47 @@ def test_hanging_actors_and_absent_model(study_file: Path, tmp_path: Path) -> No
     record = store.job(name)
     assert trial_list(store, name) == undisturbed(study_file, tmp_path / "alone", resolved=ResolvedStudy.of(record))
     store.close()
+
+
+def check_traces(receiver: OtlpReceiver, study: str, *, num_drivers: int) -> None:
+    """Every replica's span leads to the request that submitted the study: over chunk, trial and one of its drivers."""
+    (request,) = receiver.named("POST /v1/studies")
+    assert request.attributes["mergesearch.job"] == study
+    drivers = receiver.named("driver")
+    assert sorted(driver.attributes["mergesearch.attempt"] for driver in drivers) == [*range(1, num_drivers + 1)]
+    assert {receiver.parent_of(driver) for driver in drivers} == {request}
+    assert {receiver.parent_of(span) for span in receiver.named("submit driver")} == {request}
+    ancestors = [receiver.parents(phase, 3) for phase in receiver.named("generate and score")]
+    complete = [found for found in ancestors if len(found) == 3]  # actors that were killed sent no spans
+    assert len(complete) > 10
+    used = set()
+    for found in complete:
+        assert [span.name for span in found] == ["score", "chunk", "trial"]
+        assert [span.process["mergesearch.process"] for span in found] == ["replica", "trial actor", "driver"]
+        assert {span.attributes["mergesearch.job"] for span in found} == {study}
+        used.add(receiver.linked_by(found[-1]))
+    assert used <= set(drivers)
+    assert len(used) >= 2
+
+
+def check_logs(server: Server, study: str) -> None:
+    """Lines of the server, drivers and replicas are JSON with the job; those of replicas have the trial."""
+    for line in server.log.splitlines():
+        assert json.loads(line)["logger"], line
+    written = httpx.get(f"{server.url}/v1/studies/{study}/log", timeout=60).text.splitlines()
+    of_drivers = [json.loads(line) for line in written if line.startswith("{")]
+    prepared = [line for line in of_drivers if line["message"].startswith("The models are unchanged")]
+    assert {line["job"] for line in prepared} == {study}
+    assert len({line["attempt"] for line in prepared}) == len(prepared) >= 2
+    assert all(line["trace"] for line in prepared)
+    found = [
+        json.loads(line)
+        for file in (Path(server.host.session_dir) / "logs").glob("worker-*.err")
+        for line in file.read_text(errors="replace").splitlines()
+        if '"workers.serving.replica"' in line
+    ]
+    assert found
+    assert all(line["job"] == study and isinstance(line["trial"], int) for line in found)
 
 
 def dashboards_show_all(prometheus: Prometheus, *, last_s: float) -> None:

@@ -100,7 +100,7 @@ OF_THE_REPORT = [
 def add_series(tree: Tree) -> None:
     tree.write("service/results/series/states.py", SERIES)
     tree.insert("service/results/series/__init__.py", "- `states`: trials by state\n", after="- `base`: .*")
-    tree.insert("tests/service/results/series/test_charts.py", '        "states",\n', after='        "directions",')
+    tree.insert("tests/service/results/series/test_charts.py", '        "states",\n', after='        "rungs",')
 
 
 def add_picture(tree: Tree) -> None:

@@ -140,7 +140,7 @@ from pathlib import Path
 from service.cli.main import main
 from service.client import Client
 from tests.service.api.harness import ApiServer
-from tests.service.site import Preflight
+from tests.service.site import LocalPreflight
 
 TO = 40
 
@@ -160,7 +160,7 @@ def numbers(job):
     return [event.payload["number"] for event in server.store.events(job) if event.kind == "number"]
 
 
-with tempfile.TemporaryDirectory() as directory, ApiServer(Path(directory), preflight=Preflight()) as server:
+with tempfile.TemporaryDirectory() as directory, ApiServer(Path(directory), preflight=LocalPreflight()) as server:
     data, file = Path(directory), Path(directory) / "count.yaml"
     file.write_text(f"name: long\nto: {TO}\n")
     assert command("submit", str(file))[0] == 0
@@ -209,7 +209,7 @@ def test_recipe_for_a_kind_of_job(tmp_path: Path) -> None:
     tree.insert(
         registry, "from service.jobs.count.kind import COUNT\n", before="from service.jobs.finetune.kind import .*"
     )
-    tree.replace(registry, "(SEARCH, FINETUNE)", "(SEARCH, FINETUNE, COUNT)")
+    tree.replace(registry, "(SEARCH, FINETUNE, SERVING)", "(SEARCH, FINETUNE, SERVING, COUNT)")
     tree.insert("service/jobs/__init__.py", "- `count`: the kind of job that counts\n", after="- `finetune`: .*")
     tree.insert("docs/architecture.md", "        count/            counts\n", after="        finetune/ .*")
     tree.insert("docs/reference/http.md", ROWS, before=r"\| `POST /v1/finetunes` .*")

@@ -12,22 +12,31 @@ from typing import Any
 
 from search_spaces.study.file import Study, parse_study
 from service.api.app import create_app
-from service.api.preflight_process import check_request
+from service.api.preflight_process import check_request, search_models
+from service.cluster.dashboard import RayDashboard
+from service.cluster.reconciler import QueueState
 from service.jobs.base import Accepted, JobKind, RequestContext
+from service.notifications.settings import NotificationSettings
 from service.results.load import run_record
 from service.results.selection import held_out
-from service.schemas.api import RayJobDocument
 from service.store import JobWriter, Store
+from service.studies.mergekit import mergekit_file
 from service.studies.preflight.examine import examine
 from service.types import Account, JobRecord, JobState, TrialRecord
 from tests.builders import tiny_family
 from tests.service.http_server import HttpServer
 from tests.service.sums import score_baselines, sums_study, write_sums
+from workers.file_access import FileAccess
+from workers.models.listing import FoundModels
+from workers.tiny_family import family_dir
 from workers.types import Evidence, SampleResult, ScoreResult, Split
 
 
 class FakeCluster:
-    """A cluster that does nothing; `reason` says why it is away, `log_text` is every study's log."""
+    """A cluster that does nothing.
+
+    `reason` says why it is away, `log_text` is every study's log, `ray` is its dashboard.
+    """
 
     def __init__(self) -> None:
         self.reason: str | None = None
@@ -35,6 +44,8 @@ class FakeCluster:
         self.num_wakes = 0
         self.is_running = False
         self.leads = True
+        self.state = QueueState()
+        self.ray: RayDashboard | None = RayDashboard("http://127.0.0.1:1")  # where nobody listens
 
     def start(self) -> None:
         self.is_running = True
@@ -45,12 +56,17 @@ class FakeCluster:
     def not_ready(self) -> str | None:
         return self.reason
 
-    def waiting_for(self, job: JobRecord) -> str | None:
+    def waiting_for(self, job: JobRecord, *, reader: Account | None = None) -> str | None:
         return None if job.state.is_finished else self.reason
 
-    def ray_job(self, job: JobRecord) -> RayJobDocument | None:
-        name = f"{job.name}-1"
-        return {"submission_id": name, "dashboard_url": f"http://dashboard/#/jobs/{name}"} if job.attempt else None
+    def queue(self) -> QueueState:
+        return self.state
+
+    def ray_job(self, job: JobRecord) -> str | None:
+        return f"{job.name}-1" if job.attempt else None
+
+    def dashboard(self) -> RayDashboard | None:
+        return self.ray
 
     def log(self, job: JobRecord) -> str:
         if self.reason is not None:
@@ -64,8 +80,14 @@ class FakeCluster:
         self.num_wakes += 1
 
 
-class Preflight:
-    """Examines in this process, which has imported everything already."""
+class LocalPreflight:
+    """Checks submitted jobs in this process, which has imported everything already, and accepts what is added later.
+
+    `access` has the directories in which models are found; None is the directory of the shipped models.
+    """
+
+    def __init__(self, access: FileAccess | None = None) -> None:
+        self.access = access or FileAccess((str(family_dir()),))
 
     def start(self) -> None:
         pass
@@ -82,6 +104,25 @@ class Preflight:
         self, document: Mapping[str, Any], stored: JobRecord, *, client: str = "", reader: Account | None = None
     ) -> None:
         """Accept every benchmark."""
+
+    async def check_enqueued(
+        self,
+        stored: JobRecord,
+        label: str,
+        *,
+        recipe: Mapping[str, Any] | None = None,
+        configuration: Mapping[str, Any] | None = None,
+        client: str = "",
+    ) -> Mapping[str, Any] | None:
+        return recipe
+
+    async def mergekit_file(self, stored: JobRecord, recipe: Mapping[str, Any], *, client: str = "") -> str:
+        return mergekit_file(stored, recipe)
+
+    async def find_models(
+        self, *, under: str | None, text: str | None, limit: int, client: str = "", reader: Account | None = None
+    ) -> FoundModels:
+        return search_models(self.access, under=under, text=text, limit=limit)
 
     async def engine_dtype(self, document: Mapping[str, Any], *, client: str = "") -> str:
         return "float32"
@@ -107,7 +148,13 @@ class Site:
         return self.server.url
 
     def app(self) -> Any:
-        return create_app(self.store, cluster=self.cluster, data_dir=self.directory, preflight=Preflight())
+        return create_app(
+            self.store,
+            cluster=self.cluster,
+            data_dir=self.directory,
+            preflight=LocalPreflight(FileAccess((str(self.models),))),
+            notifications=NotificationSettings(frozenset({"127.0.0.1"})),
+        )
 
     def new_name(self) -> str:
         """A name that no study here has."""

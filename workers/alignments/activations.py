@@ -43,16 +43,17 @@ class Activations:
     is_held_out: Tensor
 
     def after(self, layer: int) -> Tensor:
-        """The residual stream [tokens, channels] after layer number `layer`."""
+        """The residual stream [tokens, channels] after the layer with the index `layer`, counted from 0."""
         return self.before[layer + 1]
 
 
 def read_activations(model: Any, prompts: Sequence[Sequence[int]]) -> Activations:
     """Run a transformers model on prompts, and return the inputs and outputs of its layers.
 
-    `prompts` are lists of token ids. Besides the first token of each prompt, at most about MAX_ROWS tokens are used,
-    spread evenly over all prompts. Every fifth prompt is held out. Raises InvalidModel if the model has no list of
-    decoder layers.
+    `prompts` are lists of token ids. Besides the first token of each prompt, at most about MAX_ROWS tokens (a constant
+    of this module) are used, spread evenly over all prompts. Every fifth prompt is held out: its tokens are for
+    measuring the quality of alignments (maps of the residual stream), not for learning them. Raises InvalidModel if the
+    model has no list of decoder layers.
     """
     layers = getattr(getattr(model, model.base_model_prefix), "layers", None)
     if layers is None or len(layers) != model.config.num_hidden_layers:

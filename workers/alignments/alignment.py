@@ -55,20 +55,23 @@ class Alignment:
         return of.shape[-1] if of.ndim else 0
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Tensors of the alignment by name: "projection" or "scale", and "shift" if it has one."""
+        """Tensors of the alignment by name: "projection" or "scale", and "shift" if it has one.
+
+        An alignment is a map of the residual stream between two layers.
+        """
         named = {"projection": self.projection, "scale": self.scale, "shift": self.shift}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     def to(self, *, device: torch.device | str = "cpu", dtype: torch.dtype) -> Self:
-        """Copy the alignment to `device`, rounded to `dtype`."""
+        """Copy the tensors of the alignment (a map of the residual stream) to `device`, rounded to `dtype`."""
         return type(self)(**{name: tensor.to(device, dtype) for name, tensor in self.tensors().items()})
 
     def __call__(self, stream: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
-        """Apply the alignment to a residual stream [..., hidden].
+        """Map a residual stream [..., hidden] by this alignment: multiply it by the matrix or scale, and add the shift.
 
-        `factor` multiplies the shift. In models whose layers have scales, `stream` is the residual stream divided by
-        the product of the scales of all layers before the alignment, and `factor` is one over this product. In other
-        models `factor` is 1.
+        `factor` multiplies the shift. In a merge, layers may have scales, which are factors on the residual stream
+        after them. Then `stream` is the residual stream divided by the product of the scales of all layers before the
+        alignment, and `factor` is one over this product. In other models `factor` is 1.
         """
         shift = self.shift if self.shift is None or factor == 1 else self.shift * factor
         if self.projection is not None:

@@ -28,8 +28,9 @@ CLASSES = {"llama": "AlignedLlama", "mistral": "AlignedMistral", "qwen2": "Align
 class AlignedParts:
     """Additional parts of an export with alignments: the alignments' tensors, and entries in config.json.
 
-    `placed` has the alignments, in the dtype of the export, by the index of the layer that follows each of them.
-    `model_type` is the base model's type in transformers, such as "llama".
+    An alignment is a map of the residual stream between two layers. `placed` has the alignments, in the dtype of the
+    export, by the index of the layer that follows each of them. `model_type` is the base model's type in transformers,
+    such as "llama".
     """
 
     def __init__(self, placed: Mapping[int, PlacedAlignment], model_type: str) -> None:
@@ -37,7 +38,7 @@ class AlignedParts:
         self._model_type = model_type
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors of all alignments, by their names in the checkpoint."""
+        """The tensors of all alignments (maps of the residual stream), by their names in the checkpoint."""
         return {
             f"model.layers.{index}.alignment.{name}": tensor
             for index, each in self._placed.items()
@@ -48,7 +49,8 @@ class AlignedParts:
         """Make the config.json of an export with alignments from `config`, that of the model without alignments.
 
         The result has other values of `architectures` and `model_type`, and the additional keys `auto_map` and
-        `alignments`. They select the model class that computes alignments, and describe the alignments to it.
+        `alignments`. These entries make transformers load the model class that applies alignments (maps of the residual
+        stream), and describe the alignments to it.
         """
         name = CLASSES[self._model_type]
         module = MODELING_FILE.stem
@@ -70,7 +72,8 @@ class AlignedParts:
 def aligned_parts(recipe: Recipe, bank: Bank, dtype: torch.dtype) -> AlignedParts | None:
     """Tensors and config.json entries that a recipe's alignments add to a checkpoint; None without alignments.
 
-    The alignments are read from the bank's directory of alignments and rounded to `dtype`. Raises InvalidRecipe if an
+    An alignment is a map of the residual stream between two layers. `bank` has the weights of the recipe's models, and
+    the path of the directory from which alignments are read; they are rounded to `dtype`. Raises InvalidRecipe if an
     alignment does not fit the models, if its file is missing, or if merges of this model type cannot be exported with
     alignments (types not in `CLASSES`).
     """

@@ -23,9 +23,9 @@ DIGEST = re.compile(r"^[0-9a-f]{64}$")
 
 
 def write_alignment(directory: str | Path, alignment: Alignment) -> str:
-    """Write an alignment to `directory` as a float32 safetensors file, and return the file's digest.
+    """Write an alignment (a map of the residual stream) to `directory` as a file, and return the file's digest.
 
-    The digest is the sha256 of the file. It is also the file's name.
+    The file has the format safetensors in float32. The digest is the sha256 of the file; it is also the file's name.
     """
     from safetensors.torch import save
 
@@ -38,8 +38,8 @@ def write_alignment(directory: str | Path, alignment: Alignment) -> str:
 def store_alignment(directory: str | Path, content: bytes) -> str:
     """Write `content`, an alignment's safetensors file, to `directory`, and return its sha256 digest.
 
-    The file's name is the digest. If the file exists with this content, it is kept; if its content is damaged, it is
-    replaced.
+    An alignment is a map of the residual stream between two layers. The file's name is the digest. If the file exists
+    with this content, it is kept; if its content is damaged, it is replaced.
     """
     digest = hashlib.sha256(content).hexdigest()
     if not is_stored(directory, digest):
@@ -48,7 +48,10 @@ def store_alignment(directory: str | Path, content: bytes) -> str:
 
 
 def is_stored(directory: str | Path, digest: str) -> bool:
-    """Whether the directory has an undamaged file of the alignment `digest`, by the sha256 of its content."""
+    """Whether `directory` has an undamaged file of an alignment (a map of the residual stream between two layers).
+
+    `digest` is the sha256 of the file's content, and also the file's name.
+    """
     try:
         return hashlib.sha256(_file(directory, digest).read_bytes()).hexdigest() == digest
     except OSError:
@@ -58,9 +61,10 @@ def is_stored(directory: str | Path, digest: str) -> bool:
 def read_alignment(directory: str | Path, digest: str, *, layer: int, hidden_size: int) -> Alignment:
     """Read the alignment `digest` from a directory or object store, in float32.
 
-    `directory` may be the URL of an object store. `layer` is the index of the layer after which recipes state the
-    alignment; error messages name it. Raises InvalidRecipe, with the layer and the file, if the file is missing, its
-    content has another digest, or it is not an alignment of `hidden_size` channels.
+    An alignment is a map of the residual stream, and its digest the sha256 of its file. `directory` may be the URL of
+    an object store. `layer` is the index of the layer after which recipes state the alignment; error messages name it.
+    Raises InvalidRecipe, with the layer and the file, if the file is missing, its content has another digest, or it is
+    not an alignment of `hidden_size` channels.
     """
     try:
         return _read(directory, digest, hidden_size)
@@ -94,9 +98,10 @@ def _read(directory: str | Path, digest: str, hidden_size: int) -> Alignment:
 
 
 def _downloaded(url: str, digest: str) -> Path:
-    """Path of an alignment's file in this machine's cache, downloaded first if necessary.
+    """Path of an alignment's file in this machine's cache.
 
-    If the file is missing there, or damaged, it is downloaded from the artifacts of the object store at `url`.
+    An alignment is a map of the residual stream, and `digest` the sha256 of its file. If the file is missing in the
+    cache, or damaged, it is downloaded first from the object store at `url`.
     """
     directory = cache_dir() / "alignments"
     if not is_stored(directory, digest):

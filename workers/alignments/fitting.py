@@ -61,8 +61,12 @@ OUTLIER = 20.0
 class FittedAlignment:
     """An alignment, and numbers that say how well it fits the activations of held-out texts.
 
-    - `before`, `moments`, `after`: the `discrepancy` on held-out rows of activations without an alignment, with an
-      alignment of kind `moments`, and with this alignment, respectively; 0 is best
+    An alignment is a map of the residual stream between two layers. The `discrepancy` of two sets of activations, 0 if
+    their means and covariances are equal, is measured between the mapped output of the first layer and the usual input
+    of the second one.
+
+    - `before`, `moments`, `after`: the discrepancy without an alignment, with an alignment of kind `moments` (a scale
+      and a shift for each channel), and with this alignment, respectively
     - `epochs`: the number of epochs of training; 0 for an alignment of kind `moments`
     """
 
@@ -73,7 +77,7 @@ class FittedAlignment:
     epochs: int = 0
 
     def to_bytes(self) -> bytes:
-        """Serialise the alignment and its quality of fit as a safetensors file.
+        """Serialise the alignment, a map of the residual stream, and its quality of fit as a safetensors file.
 
         Equal objects give equal bytes.
         """
@@ -99,10 +103,10 @@ class FittedAlignment:
 class MlpOptions:
     """Options for training the network that computes an alignment of the kind `mlp`.
 
-    The alignment's projection is diagonal plus a part of rank `rank`. `hidden_size` is the width of the network's two
-    hidden layers, and `learning_rate` is Adam's learning rate. An epoch uses all rows of activations once, `batch` rows
-    at a time; there are at most `epochs` epochs. Training ends after `patience` epochs without improvement on held-out
-    rows.
+    The alignment is a map of the residual stream; its matrix is the sum of a diagonal and a matrix of rank `rank`.
+    `hidden_size` is the width of the network's two hidden layers, and `learning_rate` is Adam's learning rate. An epoch
+    uses all rows of activations once, `batch` rows at a time; there are at most `epochs` epochs. Training ends after
+    `patience` epochs without improvement on held-out rows.
     """
 
     rank: int = 8
@@ -114,10 +118,10 @@ class MlpOptions:
 
 
 def discrepancy(x_ND: Tensor, y_ND: Tensor) -> Tensor:
-    """Distance between the distributions of two sets of activations; 0 for equal means and covariances.
+    """Distance between the distributions of activations x and y; 0 for equal means and covariances.
 
-    Rows are tokens, columns are the D channels. The distance is the sum of three terms, in units of the mean variance
-    of y:
+    Rows of `x_ND` and `y_ND` are tokens, columns are the D channels. The distance is the sum of three terms, in units
+    of the mean variance of y:
 
     - the mean squared difference of the channels' means
     - the mean squared difference of the channels' variances
@@ -134,13 +138,13 @@ def discrepancy(x_ND: Tensor, y_ND: Tensor) -> Tensor:
 def fit_moments(x_ND: Tensor, y_ND: Tensor, *, first: tuple[Tensor, Tensor] | None = None) -> Alignment:
     """Fit an alignment that gives each channel of activations x the mean and variance of the channel in activations y.
 
-    Rows of x and y are tokens, columns are the channels of the residual stream. A channel of x that is nearly constant
-    is only shifted.
+    Rows of `x_ND` and `y_ND` are tokens, columns are the channels of the residual stream. A channel of x that is nearly
+    constant is only shifted.
 
-    `first` is a pair of the activations of the first tokens of texts, in x and in y, each [texts, channels]. The first
-    tokens are not among the rows. In some channels they are outliers in both x and y. For such a channel, the scale and
-    the shift map two means to those in y, the mean over the rows and the mean over the first tokens; the variance may
-    then differ from that in y.
+    `first` is a pair of the activations, in x and in y, of the first tokens of texts, each [texts, channels]. These
+    tokens are not among the rows. In some channels their activations are outliers in both x and y. For such a channel,
+    scale and shift map two means of x to those of y: the mean over the rows, and the mean over the first tokens. The
+    variance may then differ from that in y.
     """
     _check(x_ND, y_ND)
     x, y = x_ND.float(), y_ND.float()
@@ -165,9 +169,11 @@ def fit_alignment(
 ) -> FittedAlignment:
     """Fit an alignment of kind `kind` from activations x, one layer's output, to activations y, another layer's input.
 
-    Rows are tokens, columns are channels; row n of x and of y is the same token. `is_held_out` [N] is true for the rows
-    of held-out texts, which are not used for fitting, only to measure the `discrepancy` and, for the kind `mlp`, to
-    choose the epoch. `first` has the texts' first tokens as in `fit_moments`. `options` are for the kind `mlp`.
+    The kind `moments` scales and shifts each channel; the kind `mlp` is a matrix and a shift that a small network
+    computes. Rows of `x_ND` and `y_ND` are tokens, columns are channels; row n of both is the same token. `is_held_out`
+    [N] is true for the rows of held-out texts, which are not used for fitting, only to measure the `discrepancy` and,
+    for the kind `mlp`, to choose the epoch. `first` has the activations of the texts' first tokens in x and in y, which
+    are not among the rows. `options` are for the kind `mlp`.
     """
     train = (x_ND[~is_held_out], y_ND[~is_held_out])
     out = (x_ND[is_held_out], y_ND[is_held_out])
@@ -189,9 +195,10 @@ def fit_mlp(
     """Train a small network that maps activations x to the distribution of y, and return the alignment it computes.
 
     `train` and `held_out` are each a pair (x, y) of activations, with a row for each token: the output of one layer,
-    and the input of the layer that follows the alignment. `first` has the texts' first tokens as in `fit_moments`. In
-    channels of x in which the first tokens are outliers, the alignment stays that of `fit_moments`. The epoch with the
-    smallest `discrepancy` on the held-out rows is kept. `seed` fixes the initial weights and the order of rows. Equal
+    and the input of the layer that follows the alignment. `first` has the activations of the texts' first tokens in x
+    and in y, which are not among the rows. In channels of x in which the first tokens are outliers, the alignment stays
+    that of `fit_moments`. The epoch with the smallest `discrepancy` on the held-out rows is kept. `options` are the
+    sizes and the learning rate; None means the defaults. `seed` fixes the initial weights and the order of rows. Equal
     arguments give equal bits on one machine with one number of threads.
     """
     _check(*train)
@@ -227,8 +234,9 @@ def fit_mlp(
 class _Projection(nn.Module):
     """Network that computes a projection [D, D] and a shift [D] from `statistics` [D, F] of the D channels.
 
-    The projection is diag(scale) + U V^T with U and V of low rank. Before training, projection and shift equal those of
-    `moments`, an alignment of kind `moments`. Channels for which `is_free` [D] is False stay as in `moments`.
+    Projection and shift are an alignment, a map of the residual stream. The projection is diag(scale) + U V^T with U
+    and V of low rank. Before training, projection and shift equal those of `moments`, an alignment that only scales and
+    shifts each channel. Channels for which `is_free` [D] is False stay as in `moments`.
     """
 
     def __init__(self, moments: Alignment, statistics: Tensor, is_free: Tensor, options: MlpOptions) -> None:
@@ -302,7 +310,8 @@ def _directions(rows: Tensor, rank: int) -> Tensor:
 def _are_outliers(first_TD: Tensor, rows_ND: Tensor) -> Tensor:
     """Channels (bool [D]) whose mean over T first tokens of texts is far from their mean over other tokens.
 
-    `first_TD` has the first tokens, `rows_ND` the others. Far means over OUTLIER standard deviations.
+    `first_TD` has the first tokens, `rows_ND` the others. Far means more than OUTLIER standard deviations of the other
+    tokens.
     """
     beyond = (first_TD.float().mean(dim=0) - rows_ND.mean(dim=0)).abs()
     return beyond > OUTLIER * rows_ND.std(dim=0)

@@ -42,7 +42,7 @@ __all__ = [
 
 
 class LayerAlignment(nn.Module):
-    """The alignment that a model applies to the input of one of its layers.
+    """The alignment (map of the residual stream) that a model applies to the input of one of its layers.
 
     `tensors` lists the names of the alignment's tensors: `projection` [hidden, hidden] or `scale` [hidden], and
     optionally `shift` [hidden]. `factor` multiplies the shift; it is 1 unless the layers' outputs have scales.
@@ -69,7 +69,10 @@ class LayerAlignment(nn.Module):
 
 
 class _Aligned:
-    """Base class of models with alignments, which applies each alignment to the input of the layer after it."""
+    """Base class of models that apply alignments to the inputs of some of their layers.
+
+    An alignment is a map of the residual stream between two layers.
+    """
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)  # type: ignore[call-arg]

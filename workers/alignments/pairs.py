@@ -31,14 +31,14 @@ PROMPT_OPTIONS = ("add_bos_token", "chat_template", "max_model_len")
 
 @dataclass(frozen=True)
 class AlignmentInputs:
-    """The inputs from which alignments are learned: models, texts, and the kind of alignment.
+    """The inputs from which alignments (maps of the residual stream between two layers) are learned.
 
-    - `family`: the models that are merged
-    - `pool`: the recipe of each model that a pair of layers may name, by the name used there; all are merges of
-      `family`
-    - `tasks`, `positions`, `options`: the texts are the prompts of each objective's samples at `positions`, built from
-      `tasks` with the engine's `options`
-    - `kind`: "moments" or "mlp"
+    - `family`: the base model and the experts that are merged
+    - `pool`: the models between whose layers there may be alignments: the recipe of each, a merge of `family`, by name
+    - `tasks`: the task of each objective, whose prompts are the texts
+    - `positions`: for each objective, the positions of the samples whose prompts are used, in the task's order
+    - `options`: the engine's options, on which prompts depend
+    - `kind`: the kind of alignment, "moments" or "mlp"
     """
 
     family: Family
@@ -51,8 +51,9 @@ class AlignmentInputs:
     def key(self, pair: LayerPair) -> str:
         """Cache key of the alignment between the layers `pair`; the cached value is the alignment's digest.
 
-        `pair` is (layer before the alignment, layer after it), each as (name of a model in `pool`, index). The key
-        depends on the models' weights, the texts and the kind, but not on the names of the models.
+        An alignment is a map of the residual stream, and its digest the sha256 of its file. `pair` is (layer before the
+        alignment, layer after it), each as (name of a model in `pool`, index). The key depends on the models' weights,
+        the texts and the kind, but not on the names of the models.
         """
         engine = self.options.model_dump(mode="json")
         document = {
@@ -67,7 +68,7 @@ class AlignmentInputs:
 
 
 def alignment_file(digest: str) -> Path:
-    """The path, in the cache, of the safetensors file of the alignment with the digest `digest`."""
+    """The path, in the cache, of the safetensors file of the alignment whose sha256 is `digest`."""
     return _directory() / f"{digest}.safetensors"
 
 
@@ -78,8 +79,9 @@ def _directory() -> Path:
 def find_alignment(inputs: AlignmentInputs, pair: LayerPair) -> tuple[str, FittedAlignment] | None:
     """Find the alignment between the two layers `pair` in the cache of alignments that were learned before.
 
-    `inputs` are the models and texts from which alignments are learned. Returns the alignment's digest and the
-    alignment, or None if none was learned from equal inputs. A damaged file counts as missing.
+    An alignment is a map from the residual stream after the first layer to the stream before the second layer. `inputs`
+    are the models and texts from which alignments are learned. Returns the alignment's digest and the alignment, or
+    None if none was learned from equal inputs. A damaged file counts as missing.
     """
     digest = cached(inputs.key(pair))
     if digest is None:
@@ -94,8 +96,9 @@ def find_alignment(inputs: AlignmentInputs, pair: LayerPair) -> tuple[str, Fitte
 def keep_alignment(inputs: AlignmentInputs, pair: LayerPair, content: bytes) -> str:
     """Store the alignment of a pair of layers in the cache, and return the digest by which recipes name it.
 
-    `find_alignment` finds the alignment again by equal `inputs` and `pair`. `content` is the result of
-    `FittedAlignment.to_bytes`. Raises OSError if the cache cannot be written.
+    An alignment is a map of the residual stream between the two layers. `find_alignment` finds the alignment again by
+    equal `inputs` and `pair`. `content` is the result of `FittedAlignment.to_bytes`. Raises OSError if the cache cannot
+    be written.
     """
     digest = store_alignment(_directory(), content)
     cached(inputs.key(pair), digest)

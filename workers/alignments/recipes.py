@@ -56,8 +56,8 @@ def alignments_before(recipe: Recipe) -> tuple[str | None, ...]:
 def _follow(layer: LayerRecipe, after: LayerRecipe) -> bool:
     """Whether layer `after` of a merge is the layer that follows `layer` in the source models.
 
-    No alignment is allowed between two such layers. The result is True if `after` has the same merges as `layer`,
-    except that each source and base is the next layer of its model.
+    No alignment (map of the residual stream) is allowed between two such layers. The result is True if `after` has the
+    same merges as `layer`, except that each source and base is the next layer of its model.
     """
 
     def next_to(source: Source) -> Source:
@@ -76,7 +76,7 @@ def _follow(layer: LayerRecipe, after: LayerRecipe) -> bool:
 
 
 def unaligned(recipe: Recipe) -> Recipe:
-    """Copy a recipe without its alignments."""
+    """Copy a recipe without its alignments, which are maps of the residual stream between layers."""
     if all(layer.alignment is None for layer in recipe.layers):
         return recipe
     return replace(recipe, layers=tuple(replace(layer, alignment=None) for layer in recipe.layers))
@@ -85,7 +85,8 @@ def unaligned(recipe: Recipe) -> Recipe:
 def read_alignments(recipe: Recipe, bank: Bank, dtype: torch.dtype) -> Mapping[int, PlacedAlignment]:
     """Read a recipe's alignments, rounded to `dtype`, by the index of the layer after each alignment.
 
-    The files are in the bank's directory of alignments (`Family.alignments_dir`).
+    An alignment is a map of the residual stream between two layers. `bank` has the weights of the recipe's models, and
+    the path of the directory with the files of alignments (`Family.alignments_dir`).
 
     Raises:
         InvalidRecipe: The recipe has an alignment at a place where none is allowed, an alignment's file is missing,

@@ -10,13 +10,16 @@ __all__ = ["base_recipe", "source_recipe"]
 
 
 def base_recipe(family: Family) -> Recipe:
-    """The recipe whose merge is the unchanged base model."""
+    """The recipe whose merge is the unchanged base model of `family`, a base model and its experts."""
     num_layers = int(read_config(family.base.directory)["num_hidden_layers"])
     return source_recipe(family, family.base.alias, num_layers=num_layers)
 
 
 def source_recipe(family: Family, alias: str, *, num_layers: int) -> Recipe:
-    """The recipe whose merge is the unchanged source model with the alias `alias`."""
+    """The recipe whose merge is one unchanged model of `family`, a base model and its experts.
+
+    `alias` is the model's name in the family, and `num_layers` its number of layers.
+    """
     return Recipe.of_model(
         alias,
         models=family.fingerprints,

@@ -29,6 +29,7 @@
 - `references`: the right answers of a task's samples as tokens, on which losses are computed
 - `overlap`: items that two tasks have in common
 - `judging`: the prompts of a judge, and the verdicts in its answers
+- `sample_texts`: prompts and right answers of samples as text
 - `lengths`: the numbers of tokens of a task's samples
 - `lm_eval`: scoring of samples: a backend answers, metrics give the values
 """

@@ -52,14 +52,14 @@ def available_confinement() -> type[Confinement]:
 def without_packages(code: str) -> list[str]:
     """Command line of a new Python process that runs `code` with the `sys.path` of this process.
 
-    The new process does not load the module `site`.
+    The new process does not load the module `site`, which would run code of installed packages at its start.
     """
     places = [*map(os.path.abspath, sys.path), OWN_PACKAGES]
     return [sys.executable, "-P", "-s", "-S", "-c", f"import sys; sys.path[:] = {places!r}\n{code}"]
 
 
 def lack_of(confinement: Confinement) -> str | None:
-    """Reason why `confinement` cannot confine a process on this machine; None if it can."""
+    """Reason why the sandbox `confinement` cannot restrict a process on this machine; None if it can."""
     try:
         command, environment = confinement.command(without_packages(PROBE), {})
         found = subprocess.run(

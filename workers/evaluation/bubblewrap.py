@@ -51,7 +51,7 @@ def bwrap() -> str:
 
 @lru_cache(maxsize=1)
 def _version(program: str) -> str:
-    """Name and version of the installed bubblewrap, as bwrap prints them, for example "bubblewrap 0.8.0"."""
+    """Name and version of bubblewrap, as `program` (bwrap) prints them, for example "bubblewrap 0.8.0"."""
     if not program:
         return "bubblewrap"
     return subprocess.run([program, "--version"], capture_output=True, text=True, check=False, env={}).stdout.strip()
@@ -107,7 +107,7 @@ class Bubblewrap(Confinement):
         return [*ALWAYS, *namespaces, *places, *READ_ONLY, *variables, "--chdir", "/"]
 
     def exit_code(self, code: int) -> int:
-        """Convert bwrap's exit code to that of the confined process.
+        """Convert bwrap's exit code to that of the process in the sandbox.
 
         bwrap reports a signal as 128 plus the signal's number. The result is then the signal's number, negated. Any
         other code is returned unchanged.

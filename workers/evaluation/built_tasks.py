@@ -30,7 +30,7 @@ __all__ = [
 class Subtask:
     """One lm-eval task; a task of a study may consist of several.
 
-    - `task`: lm-eval's object, or None if it is in a confined process
+    - `task`: lm-eval's object, or None if it exists only in the sandboxed process that runs the task's own code
     - `filter`: the name of the lm-eval filter whose results are used; `filters` has the names of all filters of the
       task
     - `prefix`: the text with which the task itself begins the answer
@@ -54,11 +54,11 @@ class Subtask:
     categories: tuple[str, ...] = ()
 
     def delimiter_before_answer(self, *, has_template: bool) -> str:
-        """The text that lm-eval puts between prompt and answer.
+        """The text that lm-eval puts between prompt and answer: the task's delimiter, or "".
 
         `has_template` says whether the prompt is rendered by a chat template. Without a chat template, the result is
-        the task's delimiter. After a chat template it is "", unless the task itself begins the answer with a text that
-        does not end in white space; then it is the delimiter too.
+        the delimiter. With one, the result is usually "". It is the delimiter if the task itself begins the answer with
+        a text (`prefix`) that does not end in white space.
         """
         if has_template and not (self.prefix and not self.prefix[-1:].isspace()):
             return ""
@@ -67,7 +67,7 @@ class Subtask:
 
 @dataclass(frozen=True)
 class Document:
-    """One document of a task: its requests (lm-eval's `Instance` objects, in order), and its right answers.
+    """One sample of a task, in lm-eval's terms: its requests (`Instance` objects, in order), and its right answers.
 
     The right answers are found when `right` is called.
     """
@@ -80,8 +80,8 @@ class Document:
 class Answers:
     """The answers of a backend to one sample of a task.
 
-    - `subtask`: the index of the sample's subtask in `BuiltTask.subtasks`
-    - `document`: lm-eval's `doc_id` in this subtask
+    - `subtask`: the index of the sample's lm-eval task in `BuiltTask.subtasks`
+    - `document`: lm-eval's `doc_id` of the sample in this task
     - `responses`: `responses[i]` has the answers to the sample's i-th request, several if lm-eval repeats the request
     """
 
@@ -108,11 +108,11 @@ class PromptSettings:
 
 
 class TaskCode(Protocol):
-    """Interface to the confined process of a task that has its own Python functions or executes completions."""
+    """Interface to the sandboxed process of a task that has its own Python functions or executes completions."""
 
     @property
     def enforced(self) -> str:
-        """Names of the mechanisms that confine the process, for example "Landlock 7, seccomp"."""
+        """Names of the mechanisms that restrict the task's process, for example "Landlock 7, seccomp"."""
         ...
 
     def documents(self, settings: PromptSettings) -> tuple[tuple[Document, ...], ...]: ...
@@ -134,7 +134,10 @@ class TaskCode(Protocol):
         ...
 
     def values(self, answers: Sequence[Answers]) -> list[float]:
-        """The task's metric for each of several samples, in the order of `answers`; all values are finite."""
+        """The task's metric for each of several samples, in the order of `answers`; all values are finite.
+
+        `answers` has the model's answers to each sample.
+        """
         ...
 
     def close(self) -> None: ...
@@ -144,8 +147,9 @@ class TaskCode(Protocol):
 class BuiltTask:
     """A task that is ready to be scored, with the order in which its samples are scored.
 
-    `order[position]` is the sample at `position`, as (index of the subtask, index of the document), both from 0. `code`
-    is the confined process that computes the metric; None if the task runs no code of its own and no completions.
+    `order[position]` is the sample that is scored as number `position`: (index of its lm-eval task among `subtasks`,
+    index of the document in this task), all counted from 0. `code` is the sandboxed process that computes the metric;
+    None if the task runs no code of its own and no completions.
     """
 
     spec: TaskSpec
@@ -162,15 +166,15 @@ class BuiltTask:
         self.close()
 
     def close(self) -> None:
-        """End the task's confined process, if it has one."""
+        """End the sandboxed process that runs the task's own code, if there is one."""
         if self.code is not None:
             self.code.close()
 
     def document(self, position: int) -> str:
-        """Name of the sample at `position` of the scoring order.
+        """Name of the sample that is scored as number `position`, counted from 0.
 
-        The name is the sample's index in the task's data. If there are several subtasks, the subtask's name comes
-        before the index.
+        The name is the sample's index in the task's data. If the task consists of several lm-eval tasks, the name of
+        the sample's task comes before the index.
         """
         subtask, index = self.order[position]
         return f"{self.subtasks[subtask].name}/{index}" if len(self.subtasks) > 1 else str(index)
@@ -197,11 +201,11 @@ class BuiltTask:
 
 
 def permutation(sizes: Mapping[str, int], *, seed: int) -> tuple[tuple[int, int], ...]:
-    """Random order of all samples, in which every prefix has the groups in proportion to their sizes.
+    """A random order of all samples, of which every beginning contains all groups in proportion to their sizes.
 
     `sizes` maps a group's name to its number of samples. The result has a pair (index of the group, index of the sample
-    in the group) for each sample. In every prefix, groups of equal size differ by at most one sample. The order depends
-    on names, sizes and seed only, not on the version of a random generator.
+    in the group) for each sample. In every beginning, groups of equal size differ by at most one sample. The order
+    depends on names, sizes and seed only, not on the version of a random generator.
     """
 
     def draw(name: str, index: int) -> bytes:
@@ -216,10 +220,10 @@ def permutation(sizes: Mapping[str, int], *, seed: int) -> tuple[tuple[int, int]
 
 
 def documents_of(task: BuiltTask, settings: PromptSettings) -> tuple[tuple[Document, ...], ...]:
-    """The documents of each subtask of a task with their requests, in document order.
+    """The documents of each subtask (lm-eval task) of a task with their requests, in the order of the data.
 
-    `settings` are the settings with which prompts are built. For a task with a confined process, the documents come
-    from this process.
+    `settings` are the settings with which prompts are built. For a task that runs code in a sandboxed process, the
+    documents come from this process.
     """
     if task.code is not None:
         return task.code.documents(settings)
@@ -227,7 +231,10 @@ def documents_of(task: BuiltTask, settings: PromptSettings) -> tuple[tuple[Docum
 
 
 def documents_here(task: BuiltTask, settings: PromptSettings) -> tuple[tuple[Document, ...], ...]:
-    """The documents of a task whose lm-eval objects exist in this process, by subtask."""
+    """The documents of a task whose lm-eval objects exist in this process, with their requests, by subtask.
+
+    `settings` are the settings with which prompts are built.
+    """
     return tuple(_documents(subtask.task, settings) for subtask in task.subtasks)
 
 
@@ -235,7 +242,7 @@ def lack_of_references(task: BuiltTask, num_documents: int) -> str | None:
     """Reason why losses cannot be computed on a task, as text; None if they can.
 
     Losses need right answers. The reason names a document without a right answer on which a model's loss can be
-    computed. The first `num_documents` documents of each subtask are checked.
+    computed. The first `num_documents` documents (samples) of each of the task's lm-eval tasks are checked.
     """
     if task.code is not None:
         return task.code.lack_of_references(num_documents)
@@ -245,8 +252,8 @@ def lack_of_references(task: BuiltTask, num_documents: int) -> str | None:
 def lack_here(task: BuiltTask, num_documents: int) -> str | None:
     """Reason why losses cannot be computed on a task whose lm-eval objects exist in this process; None if they can.
 
-    The first `num_documents` documents of each subtask are checked. The reason names a document without a right answer
-    on which a model's loss can be computed.
+    The first `num_documents` documents (samples) of each of the task's lm-eval tasks are checked. The reason names a
+    document without a right answer on which a model's loss can be computed.
     """
     for subtask in task.subtasks:
         for index in range(min(num_documents, subtask.num_samples)):

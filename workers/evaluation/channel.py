@@ -29,7 +29,7 @@ class Channel:
         self._connection = connection
 
     def send(self, message: bytes, *, limit_s: float | None = None) -> None:
-        """Send a message.
+        """Send a message, and wait until the connection has taken all of its bytes.
 
         Raises TimeoutError after `limit_s` seconds, and ConnectionError if the other end is closed.
         """

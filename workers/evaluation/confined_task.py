@@ -55,9 +55,9 @@ class _Request:
 
 
 class ConfinedTask(TaskProcess):
-    """Client of the confined process that builds one task and runs the task's own Python functions.
+    """Client of a sandboxed process that builds one task and runs the task's own Python functions.
 
-    A confined process can use only the files and resources that it needs (`Confinement`). The class implements
+    The process can use only the files and resources that it needs (`Confinement`). The class implements
     `built_tasks.TaskCode`; `built` is the task of `spec`. The metric of a sample may take `sample_limit_s` seconds, and
     building the task `task_limit_s` seconds. `confinement` replaces the sandbox in tests. Raises InvalidTask if the
     task cannot be built, and if this machine cannot confine a process.
@@ -113,20 +113,20 @@ class ConfinedTask(TaskProcess):
         return None if lack is None else str(lack)
 
     def begin(self, answers: Answers) -> None:
-        """Do nothing.
+        """Do nothing: the task's sandboxed process computes the metric of a sample only in the method `values`.
 
-        The confined process computes the metric of a sample only when `values` is called.
+        `answers` are the model's answers to the sample.
         """
 
     def forget(self) -> None:
-        """Do nothing, because `begin` starts no computations."""
+        """Do nothing: there are no pending computations to drop, because `begin` starts none."""
 
     def values(self, answers: Sequence[Answers]) -> list[float]:
         """The task's metric for each of several samples, in the order of `answers`; all values are finite.
 
-        `documents` must have been called before. If the process ends or hangs, it is replaced by a new one once. Raises
-        MetricFailed if the metric fails, and EngineUnavailable if the new process, too, ends or hangs while it builds
-        the task.
+        `answers` has the model's answers to each sample. The method `documents`, which builds the prompts, must have
+        been called before. If the process ends or hangs, it is replaced by a new one once. Raises MetricFailed if the
+        metric fails, and EngineUnavailable if the new process, too, ends or hangs while it builds the task.
         """
         found = self._values(self._spec.digest, self.built, answers)
         for value, each in zip(found, answers, strict=True):
@@ -146,7 +146,7 @@ class ConfinedTask(TaskProcess):
         self._remove()
 
     def _begin(self) -> Any:
-        """Start the process, and return the facts about the subtasks that it sends."""
+        """Start the sandboxed process, and return the facts about the task's lm-eval tasks that it sends."""
         place = str(self._directory)
         environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
         offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": f"{place}/huggingface"}
@@ -172,7 +172,7 @@ class ConfinedTask(TaskProcess):
             raise EngineUnavailable(f"building task {self._spec.task!r} again {self._how(error)}") from error
 
     def _ask(self, message: object, key: str) -> Any:
-        """Send a request to the confined process, and return the field `key` of the reply.
+        """Send the request `message` to the sandboxed process, and return the field `key` of the reply.
 
         Raises InvalidTask if the process does not reply.
         """
@@ -215,11 +215,11 @@ class ConfinedTask(TaskProcess):
         )
 
     def _answer(self, question: Mapping[str, Any]) -> object:
-        """Answer a question of the confined process, by rendering chat messages or executing programs.
+        """Answer a question of the sandboxed process, by rendering chat messages or executing programs.
 
-        The confined process asks for these because it has no tokenizer and may start no processes. The question has the
-        key "render", with (messages, whether a prompt for the answer is added), or "execute", with the programs.
-        Returns the rendered text, or the outcomes of the programs.
+        The process asks for these because it has no tokenizer and may start no processes. The question has the key
+        "render", with (messages, whether a prompt for the answer is added), or "execute", with the programs. Returns
+        the rendered text, or the outcomes of the programs.
         """
         if "execute" in question:
             return self._execute([_text(program) for program in question["execute"]], question.get("cpu_s"))
@@ -231,7 +231,7 @@ class ConfinedTask(TaskProcess):
         return self._settings.render(messages, add_generation_prompt=bool(add_generation_prompt))
 
     def _execute(self, programs: Sequence[str], cpu_s: float | None) -> list[str | None]:
-        """Execute programs, each in a separate confined process with `cpu_s` seconds of processor time.
+        """Execute programs, each in a sandboxed process of its own with `cpu_s` seconds of processor time.
 
         Returns the outcome of each program: None if it ran to its end, else the reason why it did not.
         """
@@ -267,10 +267,12 @@ class ConfinedTask(TaskProcess):
 
 
 def _streams(data: Any) -> dict[str | None, int]:
-    """Write a data set as Arrow streams, for a process that may open no files; return file descriptors by split.
+    """Write a data set to temporary files as Arrow streams, and return a file descriptor for each split, by name.
 
-    `data` is what `datasets.load_dataset` returned. The files have no names, and can only be read through the
-    descriptors. Raises InvalidTask if `data` are not the data of all splits.
+    A process that may open no files reads the data through these descriptors. The files are deleted at once, but stay
+    readable until the descriptors are closed. `data` is what `datasets.load_dataset` returned. For a data set without
+    splits, the only key of the result is None. Raises InvalidTask if `data` is neither a data set in memory nor a
+    mapping of splits to such data sets, for example if it is streamed.
     """
     import pyarrow
     from datasets import Dataset, DatasetDict

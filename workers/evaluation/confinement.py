@@ -72,22 +72,23 @@ class Confinement(ABC):
         ...
 
     def exit_code(self, code: int) -> int:
-        """Convert the exit code of the process that was started by `command` to that of the confined process.
+        """Convert the exit code of the process that was started by `command` to that of the process in the sandbox.
 
-        The two codes differ if a program such as bwrap starts the confined process. The result is negative if a signal
-        ended the process.
+        The two codes differ if a program such as bwrap starts the process in the sandbox. The result is negative if a
+        signal ended the process.
         """
         return code
 
     def of_program(self, number: int) -> Self:
-        """Sandbox for one of several programs, which a subclass may run as different users.
+        """The sandbox for the next of several programs; in this class it is this sandbox itself.
 
-        `number` is the number of programs that the calling process has started before.
+        A subclass may run each program as a different user. `number` is the number of programs that the calling process
+        has started before.
         """
         return self
 
     def apply(self) -> str:
-        """Confine the calling process for the rest of its life, and return the names of the mechanisms used.
+        """Put the calling process into the sandbox for the rest of its life; return the names of the mechanisms used.
 
         From then on the process
 
@@ -119,8 +120,9 @@ class Confinement(ABC):
 
     @abstractmethod
     def _restrict_files(self) -> str:
-        """Restrict the calling process to the files of the sandbox, and return the mechanism's name.
+        """Let the calling process access only the files of the sandbox.
 
-        Nothing is done if the process was started with this restriction.
+        The result names the mechanism that ensures this, with its version. If the process was started by a command that
+        already restricts its files (bubblewrap), nothing is left to do.
         """
         ...

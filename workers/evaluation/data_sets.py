@@ -128,7 +128,7 @@ def _has_data(place: Path) -> bool:
 
 
 def _prepared(path: str) -> Path | None:
-    """The directory of a data set that `datasets` has in its cache from an earlier load; None if there is none."""
+    """The directory in which the package `datasets` has cached the data set `path`; None if it has not."""
     from datasets import config
     from datasets.naming import camelcase_to_snakecase
 

@@ -30,7 +30,8 @@ class ExecutedTask:
     """Inline task (JSONL file) that judges each completion by executing it as a program, with tests.
 
     The class implements `built_tasks.TaskCode`. `task` is the task as lm-eval built it, and `rows` are its samples.
-    `built` is the same task with this object as its code. Raises InvalidTask if this machine cannot confine programs.
+    `built` is the same task with this object as its code. Raises InvalidTask if this machine has no sandbox for
+    programs.
     """
 
     def __init__(self, task: BuiltTask, rows: Sequence[InlineRow]) -> None:
@@ -52,7 +53,7 @@ class ExecutedTask:
         return lack_here(self._here, num_documents)
 
     def begin(self, answers: Answers) -> None:
-        """Begin to execute the completions of one sample, and return at once."""
+        """Begin to execute the completions of one sample, which are in `answers`, and return at once."""
         with contextlib.suppress(InvalidTask):  # `values` raises it
             self._begin(answers)
 
@@ -65,8 +66,9 @@ class ExecutedTask:
     def values(self, answers: Sequence[Answers]) -> list[float]:
         """The metric pass@k of each sample: an estimate of the probability that one of k completions passes its tests.
 
-        A completion passes if its program runs to its end. If the process that executes programs ends, it is started
-        again once, and all programs are executed again. Raises EngineUnavailable if it does not start or ends again.
+        `answers` has the completions of each sample. A completion passes if its program runs to its end. If the process
+        that executes programs ends, it is started again once, and all programs are executed again. Raises
+        EngineUnavailable if it does not start or ends again.
         """
         for each in answers:
             if each not in self._judged and each not in self._begun:

@@ -112,14 +112,14 @@ class Executor:
             self._begin()
 
     def close(self) -> None:
-        """Kill the separate process and all programs. May be called twice."""
+        """Kill the separate process that executes programs, and all programs that still run. May be called twice."""
         if "_end" in self.__dict__:
             self._end()
 
     def _begin(self) -> None:
         """Start the process that executes programs.
 
-        Raises EngineUnavailable if it does not start, InvalidTask if it cannot confine programs.
+        Raises EngineUnavailable if it does not start, InvalidTask if it cannot restrict programs to a sandbox.
         """
         try:
             self._start_process()

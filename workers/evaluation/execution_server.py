@@ -65,16 +65,16 @@ class NotConfinedError(RuntimeError):
 
 
 def serve() -> None:
-    """Execute programs on request until the other end of the connection closes.
+    """Execute programs that another process sends, until the other end of the connection closes.
 
-    The only command line argument is the connection's file descriptor. The first message is an ExecutionStart. The
-    reply to it has the names of the mechanisms that confine programs ("enforced"), or the reason why none can be
-    confined ("error").
+    The only command line argument is the connection's file descriptor. The first message is an ExecutionStart, which
+    has the programs' sandbox and the number of programs that run at a time. The reply to it has the names of the
+    mechanisms of the sandbox ("enforced"), or the reason why there is none ("error").
 
     Each further message is a list of programs (texts) or None. Programs are started as soon as a processor is free. The
     reply to None comes when all programs have ended. It has the key "reasons", with an entry for each program since the
-    last reply: null if the program ran to its end, else the reason why it did not. If a program could not be confined,
-    this process replies with the reason ("failed"), and ends.
+    last reply: null if the program ran to its end, else the reason why it did not. If a program could not be put into
+    its sandbox, this process replies with the reason ("failed"), and ends.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -107,7 +107,7 @@ def serve() -> None:
 
 
 class _Programs:
-    """Programs that wait for a processor, are running, or have ended."""
+    """Programs that this process executes: those that wait for a processor, are running, or have ended."""
 
     def __init__(self, start: ExecutionStart) -> None:
         self._confinement = start.confinement
@@ -136,20 +136,21 @@ class _Programs:
     def reasons(self) -> list[str | None]:
         """The reason why each submitted program did not run to its end, in order; None for a program that did.
 
-        All programs must have ended. Then the record of the programs is emptied.
+        Call this only after all programs have ended. The call also forgets the programs, so that a second call returns
+        an empty list.
         """
         found, self._reasons = self._reasons, []
         return found
 
     def watch(self, connection: socket.socket) -> None:
-        """Make `wait` also return when a message arrives at `connection`."""
+        """Make the method `wait` return also when a message arrives at the socket `connection`."""
         self._selector.register(connection, selectors.EVENT_READ)
 
     def wait(self) -> bool:
-        """Wait until a program ends or a message arrives; return whether a message has arrived.
+        """Wait until a program ends or is late, or a message arrives; return whether a message has arrived.
 
-        The method also returns when a program reaches its time limit. A waiting program is started for each one that
-        has ended.
+        A program is late when it has reached its time limit. Before the method returns, programs that wait for a
+        processor are started in place of those that have ended.
         """
         running = [key.data for key in self._selector.get_map().values() if key.data]
         limit = min((each.deadline for each in running), default=None)
@@ -181,9 +182,9 @@ class _Programs:
     def _outcome(self, running: _Running, *, is_late: bool) -> str | None:
         """Return None if a program has run to its end, else the reason why it has not.
 
-        Its process is killed if it still runs, and its exit status is collected. `is_late` says whether the program has
-        reached its time limit. Raises NotConfinedError if the process ended, or was killed, before the sandbox around
-        it was complete; then the program itself has not begun.
+        `running` is the program with its process. The process is killed if it still runs, and its exit status is
+        collected. `is_late` says whether the program has reached its time limit. Raises NotConfinedError if the process
+        ended, or was killed, before the sandbox around it was complete; then the program itself has not begun.
         """
         with contextlib.suppress(ProcessLookupError):
             os.kill(running.pid, signal.SIGKILL)
@@ -208,7 +209,7 @@ class _Programs:
 def _started(program: str, confinement: Confinement) -> tuple[int, int, bytes]:
     """Start a process that executes `program`; return (pipe with its output, process id, secret token).
 
-    The process writes the token to the pipe if the program ran to its end.
+    `confinement` is the sandbox of the process. The process writes the token to the pipe if the program ran to its end.
     """
     read, write = os.pipe()
     token = secrets.token_bytes(16)
@@ -223,7 +224,8 @@ def _started(program: str, confinement: Confinement) -> tuple[int, int, bytes]:
 def _spawn(program: str, token: bytes, confinement: Bubblewrap, pipe: int) -> int:
     """Start the process of a program under bwrap, and return its process id.
 
-    The process writes its output to the file descriptor `pipe`, with `token` if the program ran to its end.
+    `confinement` is the sandbox. The process writes its output to the file descriptor `pipe`, with `token` if the
+    program ran to its end.
     """
     command, environment = confinement.command(
         without_packages(f"from {run_confined.__module__} import run_confined; run_confined()"),
@@ -246,7 +248,7 @@ def _spawn(program: str, token: bytes, confinement: Bubblewrap, pipe: int) -> in
 
 
 def _enforced(confinement: Confinement) -> str:
-    """Names of the mechanisms that confine programs, as reported by a trial process that confines itself."""
+    """Names of the mechanisms of the sandbox `confinement`, found by starting a trial process in it."""
     read, write = os.pipe()
     if (pid := os.fork()) == 0:
         with contextlib.suppress(ConfinementUnavailable):

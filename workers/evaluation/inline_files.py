@@ -34,7 +34,7 @@ class InlineRow:
 
 
 def read_inline(task: Mapping[str, Any]) -> list[InlineRow]:
-    """Read the samples of an inline task from its JSONL file, in the order of the file.
+    """Read the samples of a task that the study file defines by a JSONL file, in the order of the file.
 
     `task` is the task's description in the study file: the path `file`, the templates `prompt` and `answer`, and
     further settings. Raises InvalidTask, whose message has the file, the line and the reason.
@@ -68,8 +68,8 @@ def read_inline(task: Mapping[str, Any]) -> list[InlineRow]:
 def program_of(task: Mapping[str, Any], row: InlineRow, completion: str) -> str:
     """The program that tests a completion of one sample.
 
-    The program is rendered from the template `program` of `task`, an inline task, with the sample's fields and the
-    completion. Raises InvalidTask if it cannot be rendered.
+    `task` is the description of a task with a JSONL file. Its template `program` is rendered with the completion and
+    with the fields of `row`, the sample. Raises InvalidTask if the template cannot be rendered.
     """
     file = str(task["file"])
     return _rendered(_template(str(task["program"]), where=file), row, completion, where=file)
@@ -165,9 +165,10 @@ def _environment() -> SandboxedEnvironment:
 
 
 def _undefined(template: str, fields: Mapping[str, Any]) -> str:
-    """Describe, for a message, what `template` uses although `fields`, the JSON object of a line, does not have it.
+    """Describe, for a message, the value that `template` uses although the line of the JSONL file does not have it.
 
-    The text does not quote values of the line, because a template could show any value.
+    `fields` is the JSON object of the line. The text does not quote values of the line, because a template could show
+    any value.
     """
     environment = _environment()
     names = meta.find_undeclared_variables(environment.parse(template)) - environment.globals.keys() - fields.keys()

@@ -33,9 +33,10 @@ class JudgedItem:
 def judged_items(spec: TaskSpec) -> tuple[JudgedItem, ...]:
     """The question and the reference answer of each sample of a task, in the order in which samples are scored.
 
-    A question is the prompt without few-shot examples. If a sample has several right answers, the first one is the
-    reference answer. Raises InvalidTask if the task cannot be built, does not generate text, draws several completions
-    of a prompt, or has a sample without a reference answer.
+    A judge (a language model) compares completions with the reference answer. `spec` is the task. A question is the
+    prompt without few-shot examples. If a sample has several right answers, the first one is the reference answer.
+    Raises InvalidTask if the task cannot be built, does not generate text, draws several completions of a prompt, or
+    has a sample without a reference answer.
     """
     with build_task(replace(spec, num_fewshot=0)) as task:
         if task.output_type != "generate_until":
@@ -69,15 +70,16 @@ def judge_prompt(template: str, item: JudgedItem, completion: str, *, is_swapped
 
 
 def prompt_digest(prompt: str) -> str:
-    """The sha256 (hex) of a judge's prompt in UTF-8."""
+    """The sha256 (hex), in UTF-8, of a prompt that asks a language model to judge an answer."""
     return hashlib.sha256(prompt.encode("utf-8", "replace")).hexdigest()
 
 
 def preference_of(answer: str, *, is_swapped: bool) -> float | None:
     """Read a judge's verdict: 1 if the completion is better than the reference answer, 0 if worse, 0.5 for a tie.
 
-    `answer` is the judge's text, in which the last verdict counts. `is_swapped` says whether the completion was the
-    second of the two answers that were compared. The result is None for a text without a verdict.
+    `answer` is the text of the judge, a language model that compares two answers; the last verdict in the text counts.
+    `is_swapped` says whether the completion was the second of the two answers. The result is None for a text without a
+    verdict.
     """
     verdicts = VERDICT.findall(answer)
     if not verdicts:

@@ -48,8 +48,9 @@ class Landlock(Confinement):
 def _restrict_files(readable: Iterable[str], writable: Iterable[str], listable: Iterable[str]) -> int:
     """Restrict the calling process to the given files by Landlock, and return the version of Landlock's interface.
 
-    The arguments are the paths that the process may read, write (and read), and list, with everything below
-    directories. Paths that do not exist are ignored. Raises ConfinementUnavailable if the system has no Landlock.
+    The process may read the paths `readable`, read and write the paths `writable`, and list the directories `listable`;
+    each directory includes everything below it. Paths that do not exist are ignored. Raises ConfinementUnavailable if
+    the system has no Landlock.
     """
     try:
         version = call("syscall", LANDLOCK_CREATE_RULESET, None, 0, LANDLOCK_CREATE_RULESET_VERSION)

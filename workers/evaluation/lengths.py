@@ -34,11 +34,12 @@ class Lengths:
 
 
 def lengths_of(spec: TaskSpec, prompts: Prompts, *, cache: str | Path | None = None) -> Lengths:
-    """Measure the mean numbers of tokens of a task's samples on the first documents of each subtask.
+    """Measure the mean numbers of tokens that a model reads and generates for one sample of the task `spec`.
 
-    Results are cached for inline tasks whose content is known, because importing the tokenizer takes seconds. `cache`
-    is the directory of the cache, or None for the default one. Raises InvalidTask if the task cannot be built or one of
-    these documents cannot be tokenized.
+    The numbers are means over the first documents of each of the task's lm-eval tasks. `prompts` has the tokenizer and
+    the options on which prompts depend. Results are cached for tasks that a JSONL file defines, if `spec` has the hash
+    of the file, because importing the tokenizer takes seconds. `cache` is the directory of the cache, or None for the
+    default one. Raises InvalidTask if the task cannot be built or one of these documents cannot be tokenized.
     """
     if spec.content is None or not isinstance(spec.task, Mapping):
         return _counted(spec, prompts)

@@ -23,8 +23,9 @@ from workers.evaluation.built_tasks import Answers, BuiltTask, Document, PromptS
 from workers.evaluation.lm_eval_tasks import MAX_TOKENS
 from workers.evaluation.metrics import Documents, LocalMetrics, Metrics
 from workers.evaluation.prompts import Backend, Completion, Continuation, Generation, Prompts
+from workers.evaluation.sample_texts import text_of
 from workers.evaluation.tasks import build_task
-from workers.types import SampleResult, Span, TaskInfo, TaskSpec
+from workers.types import SampleResult, SampleTexts, Span, TaskInfo, TaskSpec
 
 __all__ = ["BackendLM", "Scored", "TaskEvaluator", "describe", "tokenized_requests"]
 
@@ -37,10 +38,10 @@ KNOWN_ARGUMENTS = frozenset(
 
 @dataclass(frozen=True)
 class Scored:
-    """Scored samples, and a hash of the prompts of each objective (a task that is scored, by its name in the study).
+    """Scored samples, and a hash of the prompts that were used for each objective of the study.
 
-    `samples` are in the order of the requested spans. `prompts` maps an objective's name to the sha256 (hex) of the
-    tokens of all prompts that were scored.
+    `samples` are in the order of the requested spans (ranges of samples). `prompts` maps an objective's name to the
+    sha256 (hex) of the tokens of all prompts that were scored for it.
     """
 
     samples: tuple[SampleResult, ...]
@@ -62,10 +63,10 @@ class _Request:
 
 @dataclass(frozen=True)
 class _Prepared:
-    """A built task with its documents and the tokenized requests that each document needs.
+    """A built task with its documents (lm-eval's samples) and the tokenized requests of each document.
 
-    `documents[i][j]` is the document j of the subtask i, and `requests[i][j]` has its requests; both indices begin with
-    0.
+    `documents[i][j]` is document j of the task's i-th lm-eval task, and `requests[i][j]` has its requests; both indices
+    begin with 0.
     """
 
     task: BuiltTask
@@ -122,9 +123,10 @@ class _Asked:
 
 
 class BackendLM(TemplateLM):  # type: ignore[misc]
-    """Adapter that gives a backend the interface of an lm-eval model.
+    """Adapter that gives a backend (engine or transformers) the interface of an lm-eval model.
 
     With it, lm-eval's own evaluator can also use the backend. `backend` is None if requests are only tokenized.
+    `prompts` has the tokenizer, and the options by which texts become prompts.
     """
 
     def __init__(self, backend: Backend | None, prompts: Prompts) -> None:
@@ -164,7 +166,7 @@ class BackendLM(TemplateLM):  # type: ignore[misc]
         return self.prompts.encode(string, special_tokens=add_special_tokens)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Render chat messages as text.
+        """Render the chat messages `chat_history` as text with the tokenizer's chat template.
 
         With `add_generation_prompt`, the text ends where the model's answer begins. Otherwise the last message is left
         open, so that the model continues it. Raises InvalidTask if the chat template refuses the messages, for example
@@ -187,16 +189,16 @@ class BackendLM(TemplateLM):  # type: ignore[misc]
         return str(text)
 
     def documents(self, task: BuiltTask, *, limit: int | None = None) -> tuple[tuple[Document, ...], ...]:
-        """Documents of each subtask of a task, with prompts rendered for this model.
+        """Documents (samples) of each lm-eval task of a task, with prompts rendered for this model.
 
-        With `limit`, only the first `limit` documents of each subtask are rendered.
+        With `limit`, only the first `limit` documents of each lm-eval task are rendered.
         """
         options = self.prompts.options
         render = self.apply_chat_template if options.chat_template else None
         return documents_of(task, PromptSettings(options.system_prompt, render, self.tokenizer_name, limit))
 
     def tokenize(self, instance: Any) -> tuple[Generation | Continuation, bool]:
-        """Tokenize an lm-eval request for the backend, cutting the beginning of a prompt that is too long.
+        """Tokenize the lm-eval request `instance` for the backend, cutting the beginning of a prompt that is too long.
 
         Returns the tokenized request, and whether its prompt was cut to fit the model's maximum length. Raises
         InvalidTask for requests that backends cannot answer.
@@ -279,11 +281,12 @@ class BackendLM(TemplateLM):  # type: ignore[misc]
 
 
 class TaskEvaluator:
-    """Evaluator that scores samples of tasks on one backend, and keeps tokenized tasks for later calls.
+    """Evaluator that scores samples of tasks on one backend (engine), and keeps tokenized tasks for later calls.
 
-    `backend` may be None if nothing is scored. `metrics` computes the metrics of samples. By default they are computed
-    in this process; then `score` must be called in the main thread. The metric of a task with its own code is always
-    computed by the task's confined process.
+    `backend` may be None if nothing is scored. `prompts` has the tokenizer, and the options by which texts become
+    prompts. `metrics` computes the metrics of samples. By default they are computed in this process; then `score` must
+    be called in the main thread. The metric of a task with its own code is always computed by the sandboxed process of
+    this task.
 
     The most recently used tokenized tasks are kept, up to MAX_KEPT_TOKENS prompt tokens together. The tasks of one call
     of `score` are always kept.
@@ -302,7 +305,7 @@ class TaskEvaluator:
         return other
 
     def describe(self, spec: TaskSpec) -> TaskInfo:
-        """Build a task, and return facts about it, including how many prompts were cut to `max_model_len`.
+        """Build the task `spec`, and return facts about it, including how many prompts were cut to `max_model_len`.
 
         Raises InvalidTask if the task cannot be built.
         """
@@ -310,20 +313,37 @@ class TaskEvaluator:
         self._forget_all_but({spec.digest})
         return replace(prepared.task.info, num_truncated=prepared.num_truncated)
 
+    def sample_texts(self, spec: TaskSpec, start: int, stop: int) -> SampleTexts:
+        """Prompt and right answer of the samples [start, stop) of the task `spec`, in the order of scoring.
+
+        The prompt has the system prompt and the chat template, if there are any. Raises InvalidTask if the task must be
+        built and cannot be.
+        """
+        prepared = self._prepare(spec)
+        self._forget_all_but({spec.digest})
+        return tuple(text_of(prepared.documents[subtask][index]) for subtask, index in prepared.task.order[start:stop])
+
     def is_greedy(self, spec: TaskSpec) -> bool:
         first = self._prepare(spec).at(0)[0].tokenized
         return not (isinstance(first, Generation) and first.temperature > 0)
 
     def requests(self, spec: TaskSpec, position: int) -> tuple[Generation | Continuation, ...]:
-        """The tokenized requests of the sample at `position` of a task's scoring order, in lm-eval's order."""
+        """The tokenized requests of one sample of the task `spec`, in lm-eval's order.
+
+        A request is a prompt to complete, or an option of a multiple choice to score. `position` is the sample's index,
+        from 0, in the order in which the task's samples are scored.
+        """
         return tuple(request.tokenized for request in self._prepare(spec).at(position))
 
     def task(self, spec: TaskSpec) -> BuiltTask:
-        """The built task of `spec`, from the cache or built now. Raises InvalidTask if it cannot be built."""
+        """The built task of `spec`, kept from an earlier call or built now.
+
+        Raises InvalidTask if it cannot be built.
+        """
         return self._prepare(spec).task
 
     def confined_by(self, spans: Iterable[Span]) -> str:
-        """Names of the mechanisms that confine the code of the tasks in `spans`; "" if no task has its own code.
+        """Names of the mechanisms that restrict the code of the tasks in `spans`; "" if no task has its own code.
 
         A span is a range of adjacent samples of one task.
         """
@@ -331,9 +351,10 @@ class TaskEvaluator:
         return "; ".join(sorted({each for each in found if each}))
 
     def document(self, spec: TaskSpec, position: int) -> Document:
-        """The document of a task's sample at `position` of the scoring order, with lm-eval's requests for it.
+        """The document (lm-eval's sample) of one sample of the task `spec`, with lm-eval's requests for it.
 
-        The requests are in the same order as the result of the method `requests`, and must not be modified.
+        `position` is the sample's index, from 0, in the order in which the task's samples are scored. The requests are
+        in the same order as the result of the method `requests`, and must not be modified.
         """
         prepared = self._prepare(spec)
         subtask, document = prepared.task.order[position]
@@ -453,7 +474,10 @@ class TaskEvaluator:
 
 
 def tokenized_requests(lm: BackendLM, document: Document) -> tuple[_Request, ...]:
-    """The tokenized requests of a task's document. Raises InvalidTask if the document cannot be tokenized."""
+    """The requests of a task's document, tokenized by `lm`, in lm-eval's order.
+
+    Raises InvalidTask if the document cannot be tokenized.
+    """
 
     def tokenized(instance: Any) -> list[_Request]:
         request, is_truncated = lm.tokenize(instance)
@@ -470,8 +494,8 @@ def tokenized_requests(lm: BackendLM, document: Document) -> tuple[_Request, ...
 def describe(specs: Sequence[TaskSpec], *, directory: str, options: EngineOptions) -> tuple[TaskInfo, ...]:
     """Facts about tasks, such as their sizes and how many prompts are too long for the model in `directory`.
 
-    The function needs the model's tokenizer, but no engine. `options` are the engine's options, which also affect
-    prompts. Raises InvalidTask if a task cannot be built.
+    `specs` are the tasks. The function needs the model's tokenizer, but no engine. `options` are the engine's options,
+    which also affect prompts. Raises InvalidTask if a task cannot be built.
     """
     evaluator = TaskEvaluator(None, Prompts(directory, options))
     return tuple(map(evaluator.describe, specs))
@@ -480,8 +504,8 @@ def describe(specs: Sequence[TaskSpec], *, directory: str, options: EngineOption
 def _temperature(arguments: Mapping[str, Any]) -> float:
     """The sampling temperature that a task's generation arguments ask for.
 
-    The temperature is 0 (greedy) if the arguments do not ask for sampling. It is 1 if they ask for sampling
-    (`do_sample`) without a temperature.
+    It is 0 (greedy) if the arguments rule out sampling (`do_sample: false`), else the temperature that they state. If
+    they state none, it is 1 if they ask for sampling (`do_sample: true`), and 0 otherwise.
     """
     if arguments.get("do_sample") is False:
         return 0.0

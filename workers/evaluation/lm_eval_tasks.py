@@ -66,7 +66,7 @@ Loading = Callable[[Path | None, FileAccess | None], AbstractContextManager[None
 
 @dataclass(frozen=True)
 class Prepared:
-    """Files, data and task index that a confined process needs to build a task, in addition to its TaskSpec.
+    """Files, data and task index that a sandboxed process needs to build a task, in addition to its TaskSpec.
 
     - `directories`: the directories of the task's files
     - `files`: the files in these directories that the task's code may read
@@ -83,7 +83,7 @@ class Prepared:
 class LoadedTasks(dict[str, Any]):
     """lm-eval's task objects by name.
 
-    For a group of tasks, `categories` maps the name of each inner group to the names of its tasks.
+    If the study names a group of tasks, `categories` maps the name of each group within it to the names of its tasks.
     """
 
     def __init__(self, tasks: Mapping[str, Any]) -> None:
@@ -94,9 +94,9 @@ class LoadedTasks(dict[str, Any]):
 def build(spec: TaskSpec, *, prepared: Prepared | None = None) -> BuiltTask:
     """Build the lm-eval task or tasks that `spec` names, and fix the order of their samples.
 
-    `prepared` has files and data of the task, and is given only in confined processes. Then Python functions that the
-    task's files name are run. Without `prepared`, a task with Python functions raises OwnCode. Raises InvalidTask if
-    the task is unknown or cannot be scored.
+    `prepared` has files and data of the task, and is given only in sandboxed processes. Then Python functions that the
+    task's files name are run. Without `prepared`, OwnCode is raised for a task with Python functions, which must be
+    built in a sandboxed process. Raises InvalidTask if the task is unknown or cannot be scored.
     """
     _quieten()
     if isinstance(spec.task, Mapping):
@@ -125,7 +125,7 @@ def build(spec: TaskSpec, *, prepared: Prepared | None = None) -> BuiltTask:
 
 
 def prepare(spec: TaskSpec) -> Prepared:
-    """Load the data of a task without running its code, so that a confined process can `build` the task.
+    """Load the data of the task `spec` without running its code, so that a sandboxed process can `build` it.
 
     Raises InvalidTask if files or data cannot be read, or if the study may not read them.
     """
@@ -206,7 +206,7 @@ def inline_rows(spec: TaskSpec) -> list[InlineRow]:
 
 
 def inline_template(spec: TaskSpec) -> str:
-    """The Jinja template for the prompts of an inline task."""
+    """The Jinja template for the prompts of `spec`, a task that is defined by a JSONL file in the study."""
     assert isinstance(spec.task, Mapping)
     return str(spec.task.get("prompt", "{{prompt}}")) if spec.template is None else spec.template
 
@@ -250,9 +250,10 @@ def _check_content(spec: TaskSpec, file: str | Path) -> None:
 def _inline_task(name: str, rows: Sequence[InlineRow], task: Mapping[str, Any], spec: TaskSpec) -> Any:
     """Make an lm-eval task from `rows`, the samples of a JSONL file.
 
-    `name` is the name of the lm-eval task, and `task` has the settings of the inline task, such as `max_tokens`. A
-    greedy completion is right if it equals the whole answer, apart from white space at its ends. The completions of
-    tasks with a program are judged elsewhere (`executed_task`).
+    `name` is the name of the lm-eval task, and `spec` is the task of the study. `task` is the study's description of
+    the JSONL task, with settings such as `max_tokens`. A greedy completion is right if it equals the whole answer,
+    apart from white space at its ends. This does not apply if the description has a program that tests completions
+    (`executed_task`).
     """
     from datasets import Dataset
     from lm_eval.api.task import ConfigurableTask
@@ -299,8 +300,8 @@ def _inline_task(name: str, rows: Sequence[InlineRow], task: Mapping[str, Any], 
 def _load(spec: TaskSpec, loading: Loading) -> dict[str, Any]:
     """Load the tasks of `spec` with lm-eval, from a YAML file or by a registered name.
 
-    `loading` is a function of `task_loading`. Its context manager decides what lm-eval may read while it loads. Returns
-    lm-eval's task objects by name.
+    `loading` is one of the context managers of `task_loading`, which decides what lm-eval may read while it loads.
+    Returns lm-eval's task objects by name.
     """
     assert isinstance(spec.task, str)
     return _from_yaml(spec.task, spec, loading) if is_file(spec.task) else _from_name(spec.task, loading)
@@ -421,8 +422,8 @@ def _subtask(name: str, task: Any, spec: TaskSpec) -> Subtask:
 def _check_metric(task: Any, spec: TaskSpec, where: str) -> None:
     """Raise InvalidTask if the metric of `spec` is unknown to `task`, or is not a mean over samples.
 
-    `where` begins the message. If `spec` asks for the accuracy, and `task` is a multiple choice that does not list it,
-    the accuracy is added to `task`.
+    `where` begins the message. A multiple choice that does not list the accuracy among its metrics can be scored by it
+    nevertheless: the accuracy is then added to `task`.
     """
     from lm_eval.api.registry import AGGREGATION_REGISTRY
 
@@ -451,8 +452,9 @@ def _check_metric(task: Any, spec: TaskSpec, where: str) -> None:
 def _check_value(subtask: Subtask, spec: TaskSpec, where: str) -> None:
     """Raise InvalidTask if the metric of `spec` gives something else than a number for a sample.
 
-    Some metrics give values that only their own aggregation can use, so that they have no mean. The metric is computed
-    once, on a placeholder answer to the first document. `where` begins the message.
+    `subtask` is one of the task's lm-eval tasks. Some metrics give values that only their own aggregation can use, so
+    that they have no mean. The metric is computed once, on a placeholder answer to the first document. `where` begins
+    the message.
     """
     task = subtask.task
     if task.config.process_results is not None or any(
@@ -476,7 +478,7 @@ def _check_value(subtask: Subtask, spec: TaskSpec, where: str) -> None:
 
 
 def _made_up(task: Any, document: Any) -> tuple[tuple[Any, ...], ...]:
-    """Placeholder answers to the requests of a document, with which a metric is tried.
+    """Placeholder answers to the requests of a document of `task`, on which a metric is tried.
 
     The result has a tuple of answers for each request. The requests are not built, because that would draw few-shot
     examples.

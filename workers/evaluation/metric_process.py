@@ -44,8 +44,8 @@ class TaskProcess(ABC):
     """Client of a separate process that builds tasks and computes the metrics of answers.
 
     The process is replaced by a new one if it ends, or if computing the metric of a sample takes longer than
-    `sample_limit_s` seconds. The new process computes the missing values sample by sample. If one of these events
-    happens again, MetricFailed is raised for the sample at which it happens.
+    `sample_limit_s` seconds. The new process computes the missing values sample by sample. If it also ends or takes too
+    long, MetricFailed is raised for the sample at which this happens.
 
     The process is killed by `stop`, and when this object is garbage-collected. Building a task may take `task_limit_s`
     seconds. Only one thread may use the object at a time. Linux kills the process when the thread that started it ends.
@@ -100,9 +100,10 @@ class TaskProcess(ABC):
     def _values(self, digest: str, task: BuiltTask, answers: Sequence[Answers]) -> list[float]:
         """Compute the metric of `task` for each of several samples; `digest` names the task to the process.
 
-        All values are finite. If the process ends or hangs, it is replaced by a new one once, which computes the
-        missing values. Raises MetricFailed if the metric fails, InvalidTask if the process cannot build the task, and
-        EngineUnavailable if the new process, too, ends or hangs while it builds the task.
+        `answers` has the model's answers to each sample. All values are finite. If the process ends or hangs, it is
+        replaced by a new one once, which computes the missing values. Raises MetricFailed if the metric fails,
+        InvalidTask if the process cannot build the task, and EngineUnavailable if the new process, too, ends or hangs
+        while it builds the task.
         """
         values: list[float] = []
         is_retry = False
@@ -143,16 +144,16 @@ class TaskProcess(ABC):
         """Start the process again, and give it the tasks that the earlier process had."""
 
     def _last_words(self) -> str:
-        """The end of the process's standard error, for messages."""
+        """The end of what the process has written to its standard error, for messages."""
         size = self._errors.seek(0, os.SEEK_END)
         self._errors.seek(max(0, size - SHOWN))
         text = self._errors.read(SHOWN).decode(errors="replace").strip()
         return f"\n{text}" if text else ""
 
     def _distrust(self) -> None:
-        """Kill the process because it sent something wrong.
+        """Kill the process because it sent a message of a wrong form.
 
-        A new process is started before the next message.
+        A new process is started before the next message is sent to it.
         """
         self._process.kill()
         self._is_distrusted = True
@@ -166,8 +167,8 @@ class TaskProcess(ABC):
     def _receive(self, key: str, limit_s: float) -> Any:
         """Wait for the process's reply, and return the reply's field `key`.
 
-        If the reply has an error instead, the error is raised. Questions of the process that arrive before the reply
-        are answered by `_answer`. Raises TimeoutError if a message does not arrive within `limit_s` seconds.
+        If the reply has an error instead, the error is raised. The process may ask questions before it replies; they
+        are answered here. Raises TimeoutError if a message does not arrive within `limit_s` seconds.
         """
         while True:
             try:
@@ -203,9 +204,9 @@ class TaskProcess(ABC):
 
     @abstractmethod
     def _check(self) -> None:
-        """Check the process for misuse, about once a second while a reply is awaited.
+        """Check that the process does not misuse resources, such as space on disk; raise a WorkerError if it does.
 
-        The method may raise a WorkerError.
+        This is called about once a second while a reply of the process is awaited.
         """
 
     def _error(self, kind: str, message: str, field: str) -> WorkerError:
@@ -215,8 +216,8 @@ class TaskProcess(ABC):
 class MetricProcess(TaskProcess):
     """A separate process that computes the metrics of tasks that have no code (`metrics.Metrics`).
 
-    The process is started at once. It is not confined, and has this process's environment. The metric of a sample may
-    take `sample_limit_s` seconds, and building a task `task_limit_s` seconds.
+    The process is started at once. It has no sandbox, and has this process's environment variables. The metric of a
+    sample may take `sample_limit_s` seconds, and building a task `task_limit_s` seconds.
     """
 
     def __init__(self, *, sample_limit_s: float = SAMPLE_LIMIT_S, task_limit_s: float = TASK_LIMIT_S) -> None:
@@ -252,7 +253,7 @@ class MetricProcess(TaskProcess):
             self._send_task(task, documents)
 
     def _check(self) -> None:
-        """Do nothing, because the process runs no code of tasks."""
+        """Do nothing: the process runs no code of tasks, so that it need not be checked for misuse of resources."""
 
     def _send_task(self, task: BuiltTask, documents: Documents) -> None:
         try:

@@ -27,7 +27,8 @@ Documents = tuple[Mapping[int, Any], ...]
 class Metrics(Protocol):
     """Interface for computing a task's metric for samples.
 
-    A task must have been opened before, and is named by the digest of its TaskSpec.
+    Before values are requested, the task must be passed to the method `open`. Afterwards it is named by the digest of
+    its TaskSpec.
     """
 
     def open(self, task: BuiltTask, documents: Documents) -> None: ...
@@ -37,16 +38,17 @@ class Metrics(Protocol):
     def values(self, digest: str, answers: Sequence[Answers]) -> list[float]:
         """A task's metric for each of several samples, in the order of `answers`; all values are finite.
 
-        `digest` names the task. Raises MetricFailed if the metric fails.
+        `digest` names the task, and `answers` has the model's answers to each sample. Raises MetricFailed if the metric
+        fails.
         """
         ...
 
 
 class LocalMetrics:
-    """Computes the metrics of tasks in the calling process, which must have built the tasks itself.
+    """Metrics of tasks, computed in the calling process, which must have built the tasks itself.
 
-    A task with its own code is refused, except in the task's confined process. The methods must be called in the main
-    thread, because metrics may set timers.
+    A task with its own code is refused, except in the sandboxed process that is made for this task. The methods must be
+    called in the main thread, because metrics may set timers.
     """
 
     def __init__(self) -> None:
@@ -66,7 +68,8 @@ class LocalMetrics:
     def value(self, digest: str, answers: Answers) -> float:
         """A task's metric for one sample; `digest` names the task, and `answers` are the model's answers.
 
-        Raises MetricFailed for an error of the metric or of a filter, and for a result that is not a finite number.
+        Raises MetricFailed for an error of the metric or of the task's filter, which extracts the answer from a model's
+        text, and for a result that is not a finite number.
         """
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError("metrics may set timers, which only a main thread can: use MetricProcess")
@@ -97,9 +100,9 @@ def failure(task: BuiltTask, answers: Answers, what: str) -> MetricFailed:
 def results_of(subtask: Subtask, document: Any, answers: Answers, *, metric: str) -> Mapping[str, Any]:
     """Apply a filter and metrics to the answers to one document, and return the results by metric.
 
-    The filter of `subtask` extracts the answer from a model's text. Usually the result has each of the subtask's own
-    metrics. If `metric` is a sample metric (`sample_metrics`) that the subtask does not have, the result has only
-    `metric`.
+    `subtask` is the lm-eval task of the document. Its filter extracts the answer from a model's text. Usually the
+    result has each of the metrics of `subtask`. If `metric` is a metric of this project (`sample_metrics`) that
+    `subtask` does not have, the result has only `metric`.
     """
     from lm_eval.api.instance import Instance
 
@@ -123,5 +126,8 @@ def results_of(subtask: Subtask, document: Any, answers: Answers, *, metric: str
 
 
 def _text(answer: Any) -> str:
-    """Text of a completion after lm-eval's filter; if the filter gives several texts, the first."""
+    """Text of the completion `answer`, after lm-eval's filter has extracted the answer from it.
+
+    If the filter gives several texts, the result is the first of them.
+    """
     return str(answer[0]) if isinstance(answer, list) else str(answer)

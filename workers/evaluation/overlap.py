@@ -89,7 +89,10 @@ class SearchItems:
             self._ngrams[name] = different[counts <= most]
 
     def overlapping(self, items: Iterable[Item]) -> OverlappingItems:
-        """Count the items of another task that overlap with the items in this index."""
+        """Count the items (samples as text) of another task that overlap with the items in this index.
+
+        Two items overlap if their texts are equal or have 13 consecutive words in common.
+        """
         by_other: Counter[str] = Counter()
         num_items = num_exact = 0
         names: list[str] = []
@@ -107,8 +110,9 @@ class SearchItems:
 def overlapping(search: Mapping[str, TaskSpec], tasks: Mapping[str, TaskSpec]) -> dict[str, OverlappingItems]:
     """Count, for each of `tasks`, the items that share text with items of any task in `search`.
 
-    An item is a sample's text. `search` has the tasks that a search uses. Both arguments map names to tasks. Results
-    are cached by the content of the tasks. Raises InvalidTask if a task cannot be built.
+    An item is a sample's text. `search` has the tasks on which a study searches, and `tasks` has others, such as
+    held-out tasks and benchmarks. Both arguments map names to tasks; the keys of the result are the names in `tasks`.
+    Results are cached by the content of the tasks. Raises InvalidTask if a task cannot be built.
     """
     keys = {name: _key(search, task) for name, task in tasks.items()}
     stored = {name: cached(key) for name, key in keys.items()}
@@ -122,7 +126,7 @@ def overlapping(search: Mapping[str, TaskSpec], tasks: Mapping[str, TaskSpec]) -
 
 
 def items_of(spec: TaskSpec) -> Iterator[Item]:
-    """Yield the items of a task (its samples as text), in document order.
+    """Yield the items of the task `spec` (its samples as text), in the order of its data.
 
     Raises InvalidTask if the task cannot be built.
     """
@@ -151,7 +155,7 @@ def _text(document: Document) -> str:
 
 
 def _key(search: Mapping[str, TaskSpec], task: TaskSpec) -> str:
-    """Cache key for the overlap of `task` with the tasks in `search`.
+    """Cache key for the number of items (samples as text) of `task` that overlap with items of the tasks in `search`.
 
     The key depends on the settings that determine the items of a task, and leaves out other settings. For a task of the
     hub or of lm-eval it depends on the name only: its data are assumed not to change.
@@ -176,7 +180,8 @@ def _whole(text: str) -> bytes:
 def _ngrams(text: str) -> NDArray[np.uint64]:
     """Eight-byte digests of the distinct word n-grams of a text (13 consecutive words), in ascending order.
 
-    An n-gram does not cross lines. Otherwise the end of a template and a short answer after it would form one.
+    The words of an n-gram are in the same line. Otherwise the last words of a template would form n-grams together with
+    short answers that follow them.
     """
     found: set[str] = set()
     for line in text.lower().splitlines():
@@ -187,7 +192,7 @@ def _ngrams(text: str) -> NDArray[np.uint64]:
 
 
 def _has_common(known: NDArray[np.uint64], others: NDArray[np.uint64]) -> bool:
-    """Whether two sorted arrays have a common element."""
+    """Whether the sorted arrays `known` and `others` have a common element."""
     places = np.searchsorted(known, others)
     is_within = places < len(known)
     return bool(np.any(known[places[is_within]] == others[is_within]))

@@ -45,7 +45,8 @@ def start_message(
 def run_confined() -> None:
     """Confine this process, which bwrap has started, and execute the program given on its standard input.
 
-    The standard input has a `start_message`. The outcome is written to the standard output, as `run` describes.
+    The standard input has a `start_message`. The function `run` executes the program, and writes to the standard output
+    whether it ran to its end.
     """
     program, token, user, limits, is_filtered = marshal.load(sys.stdin.buffer)
 
@@ -74,8 +75,8 @@ def become(user: int | None) -> None:
 def run(program: str, confine: Callable[[], object], pipe: int, token: bytes) -> None:
     """Execute a program in this process, write its outcome to `pipe`, and exit.
 
-    `confine` confines the process. When the process is confined and the program begins, BEGUN is written to `pipe`. At
-    the end, `token` is written if the program ran to its end, else the reason why it did not.
+    `confine` puts the process into its sandbox. When this is done and the program begins, BEGUN is written to `pipe`.
+    At the end, `token` is written if the program ran to its end, else the reason why it did not.
     """
     outcome = token
     try:

@@ -16,7 +16,7 @@ from search_spaces.study.engine import EngineOptions
 from workers.models.config import read_config
 from workers.models.tokenizers import load_tokenizer
 
-__all__ = ["LOGPROB_TOLERANCE", "Backend", "Completion", "Continuation", "Generation", "Prompts"]
+__all__ = ["LOGPROB_TOLERANCE", "Backend", "Completion", "Continuation", "Generation", "Prompts", "Stream"]
 
 # Largest difference of a log-probability (natural log) between the engine and transformers that rounding explains.
 # bfloat16 has 8 significant bits: logits near 32 are 0.125 apart, and both sides round.
@@ -63,8 +63,32 @@ class Completion:
     tokens: tuple[int, ...]
 
 
+class Stream(Protocol):
+    """Interface of a running completion that receives its text piece by piece while the text is generated."""
+
+    @property
+    def generation(self) -> Generation:
+        """The prompt and the options of the completion."""
+        ...
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether nobody waits for the completion any more."""
+        ...
+
+    def add(self, text: str, num_tokens: int, finish_reason: str | None) -> None:
+        """Pass on `text`, which a step of the engine has added to the completion, and the number of its tokens.
+
+        `finish_reason` is "stop" or "length" at the end of the completion, and None before.
+        """
+        ...
+
+
 class Backend(Protocol):
-    """Interface of a backend that generates and scores: the vLLM engine, or plain transformers."""
+    """Interface of a backend: the program that runs a model to complete prompts and to compute log-likelihoods.
+
+    The vLLM engine is a backend, and so is a model of plain transformers.
+    """
 
     def generate(
         self, requests: Sequence[Generation], *, finished: Callable[[int, Completion], None] | None = None
@@ -77,17 +101,21 @@ class Backend(Protocol):
         ...
 
     def loglikelihoods(self, requests: Sequence[Continuation]) -> list[tuple[float, bool]]:
-        """Score the ends of texts; return (log-likelihood, is greedy) for each request.
+        """Score the ends of texts; return (log-likelihood, is greedy) for each of `requests`.
 
-        The scored tokens of a request are those after its first `num_context`. The log-likelihood is the sum of their
-        natural log-probabilities. The second value says whether greedy decoding gives exactly these tokens.
+        A request is a text whose beginning is given: its first `num_context` tokens. The log-likelihood is the sum of
+        the natural log-probabilities of the other tokens. The second value says whether greedy decoding gives exactly
+        these tokens.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """The tokenizer and the configuration of the model in `directory`, with the study's options that affect prompts."""
+    """The properties of a model and of a study's options that determine how texts become prompts of tokens.
+
+    `directory` has the model's tokenizer and configuration. `options` are the study's options, such as `max_model_len`.
+    """
 
     directory: str
     options: EngineOptions

@@ -78,7 +78,7 @@ class References:
         self._units: dict[str, float] = {}
 
     def targets(self, spec: TaskSpec) -> tuple[Target, ...]:
-        """Texts from which the loss of each sample of a task is computed, in scoring order.
+        """Texts from which the loss of each sample of the task `spec` is computed, in scoring order.
 
         Raises InvalidTask if a sample has no right answer that a model could read.
         """
@@ -89,10 +89,10 @@ class References:
         return known
 
     def unit(self, spec: TaskSpec) -> float:
-        """The mean `Target.size` of a task's samples, by which the task's losses are divided.
+        """The number by which losses on the task `spec` are divided, so that losses on several tasks are comparable.
 
-        The quotients are comparable between tasks. For completions they are nats per token of an answer. For a multiple
-        choice they are 1 at chance level.
+        The number is the mean `Target.size` of the task's samples. After the division, losses on completions are in
+        nats per token of an answer. Losses on a multiple choice are 1 at chance level.
         """
         known = self._units.get(spec.digest)
         if known is None:
@@ -103,8 +103,8 @@ class References:
     def of_completion(self, spec: TaskSpec, position: int, tokens: Sequence[int]) -> Target:
         """The texts from which a sample's loss is computed if a model's completion counts as the right answer.
 
-        `position` is the sample's place in the task's scoring order. `tokens` is the completion, with the token that
-        ended it. Raises InvalidTask if the sample is a multiple choice.
+        `position` is the sample's index in the order in which the samples of the task `spec` are scored. `tokens` is
+        the completion, with the token that ended it. Raises InvalidTask if the sample is a multiple choice.
         """
         (request, *_) = self._evaluator.requests(spec, position)
         if not isinstance(request, Generation):
@@ -155,10 +155,10 @@ class References:
 
 
 def lack_of_references(spec: TaskSpec) -> str | None:
-    """Reason why a task's samples have no right answers on which a loss can be computed; None if they have.
+    """Reason why no loss can be computed on the right answers of the task `spec`, as text; None if one can.
 
-    Only the first samples are checked, and no tokenizer is needed. Raises InvalidTask in the cases of
-    `tasks.check_task`.
+    Only the first samples are checked, and no tokenizer is needed. Raises InvalidTask if the task cannot be built or
+    scored (`tasks.check_task`).
     """
     with build_task(spec) as task:
         return built_tasks.lack_of_references(task, CHECKED)

@@ -98,7 +98,8 @@ def _sari_of(
     """The three scores of SARI for n-grams of one length: (kept, deleted, added).
 
     The arguments are the counts of n-grams in each text. Counts of the source and of the answer are multiplied by the
-    number of references. In this way an n-gram that only some references keep counts in part.
+    number of references, and compared with the sum of the references' counts. For example, an n-gram that half of the
+    references keep counts as half kept.
     """
     total = sum(references, Counter[str]())
     source_total = Counter({gram: count * len(references) for gram, count in source.items()})
@@ -118,10 +119,10 @@ def _sari_of(
 
 
 def _share(right: Counter[str], made: Counter[str]) -> float:
-    """Share of a text's kept (or deleted) n-grams that was rightly kept (or deleted), as a mean over distinct n-grams.
+    """The share of n-grams that a text was right to keep (or to delete), as a mean over its distinct kept n-grams.
 
-    `made` has the count of each kept or deleted n-gram, and `right` the count that the references agree with. The
-    result is 1 if there are no n-grams.
+    `made` has the count of each n-gram that was kept (or deleted), and `right` the part of this count that the
+    references agree with. The result is 1 if there are no n-grams.
     """
     return _ratio(sum(right[gram] / count for gram, count in made.items()), len(made))
 
@@ -149,10 +150,10 @@ def _contains(_: str, references: Sequence[str], answer: str) -> float:
 
 
 def _edit_similarity(_: str, references: Sequence[str], answer: str) -> float:
-    """Similarity, from 0 to 1, of a line of code and the most similar reference, as CodeXGLUE judges py150.
+    """The similarity, from 0 to 1, of the line of code `answer` and the most similar of the `references`.
 
-    The similarity is that of `difflib.SequenceMatcher`, rounded to 0.01. The placeholders for literals in py150 are
-    replaced before.
+    This is the metric of CodeXGLUE for the data set py150: the similarity of `difflib.SequenceMatcher`, rounded to
+    0.01, after the data set's placeholders for literals are replaced.
     """
     text = _without_marks(answer)
     return max(round(100 * SequenceMatcher(None, text, _without_marks(each)).ratio()) for each in references) / 100

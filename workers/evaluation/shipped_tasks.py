@@ -22,7 +22,7 @@ class ShippedTask:
     """Facts about a shipped evaluation task, from its YAML file.
 
     - `sizes`: the number of samples of each split, or a description
-    - `metric`: the paper's metric
+    - `metric`: the metric that the paper from which the task comes reports
     - `data`: the names of the task's data sets
     - `places`: for each data set, the directory of this machine that has at least a part of it, or None; only loading
       shows whether a data set is complete
@@ -107,7 +107,10 @@ def _shipped(file: Path) -> ShippedTask:
 
 
 def _download(paths: set[str]) -> None:
-    """Download all files of data sets into the hub client's cache, where `data_sets` finds them as snapshots."""
+    """Download all files of the data sets named in `paths` into the cache of the hub's client.
+
+    The functions of `data_sets` find them there.
+    """
     from huggingface_hub import constants, snapshot_download
 
     constants.HF_HUB_OFFLINE = False

@@ -183,7 +183,7 @@ COMMANDS: Mapping[tuple[int, int], tuple[int, ...]] = {
 
 
 class ConfinementUnavailable(RuntimeError):
-    """Raised if this machine cannot confine a process; the message says what the machine's operator must allow."""
+    """Raised if this machine has no sandbox for a process; the message says what the machine's operator must allow."""
 
 
 def refuse_threads() -> None:

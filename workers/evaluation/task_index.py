@@ -49,7 +49,7 @@ _given: dict[str, Any] = {}
 
 
 class IndexNeeded(BaseException):
-    """Raised while a task is loaded that refers to another task by name, if the names are not known yet.
+    """Raised if a task that is being loaded refers to another task by name, and the index of names is not loaded.
 
     The caller must call `task_index`, and load the task again. The class does not derive from Exception, because
     lm-eval skips files whose loading raises an Exception.
@@ -67,14 +67,18 @@ def task_index() -> Mapping[str, Any]:
 
 
 def index_if_loaded() -> Mapping[str, Any] | None:
-    """The index of named tasks if this process has already loaded it; None otherwise."""
+    """The index of all named tasks, if this process has already loaded it; None otherwise.
+
+    The index has lm-eval's object `Entry` for each name, which says where the task is defined.
+    """
     return task_index() if _given or _loaded_index.cache_info().currsize else None
 
 
 def index_at_hand() -> Mapping[str, Any]:
-    """Return the index of named tasks if it is loaded; raise IndexNeeded if it is not.
+    """Return the index of all named tasks if it is loaded; raise IndexNeeded if it is not.
 
-    This is for callers that cannot load the index themselves, because they have patched how lm-eval reads files.
+    The index has lm-eval's object `Entry` for each name. This function is for callers that cannot load the index
+    themselves, because they have patched how lm-eval reads files.
     """
     found = index_if_loaded()
     if found is None:
@@ -85,21 +89,25 @@ def index_at_hand() -> Mapping[str, Any]:
 def index_to_send() -> PlainIndex | None:
     """The index of named tasks in plain types, to send to another process; None if it is not loaded.
 
-    The result maps each name to (kind, path of the YAML file or None, tags). A process that reads plain types imports
-    nothing. This is needed because a process is confined before it imports modules that start threads.
+    The result maps each name to (kind, path of the YAML file or None, tags). lm-eval's own objects are not sent,
+    because a process imports lm-eval when it receives them. A sandboxed process receives the index before it is
+    confined, and a process that has started threads, as imports may do, cannot be confined any more.
     """
     index = index_if_loaded()
     return None if index is None else {name: _plain(entry) for name, entry in index.items()}
 
 
 def use_index(index: PlainIndex) -> None:
-    """Replace this process's index of named tasks by one that another process has loaded."""
+    """Replace this process's index of named tasks by `index`, which another process has loaded and sent."""
     _given.clear()
     _given.update((name, _entry(name, *each)) for name, each in index.items())
 
 
 def manager_of(index: Mapping[str, Any]) -> Any:
-    """lm-eval's TaskManager for the tasks of `index`."""
+    """Make lm-eval's TaskManager, the object that finds and loads tasks, for the tasks in `index`.
+
+    `index` has lm-eval's object `Entry` for each name of a task, group or tag.
+    """
     from lm_eval.tasks import TaskManager
 
     manager = TaskManager(include_defaults=False)

@@ -50,7 +50,7 @@ FORMATS = ("arrow", "cache", "csv", "json", "parquet", "text")
 
 
 class OwnCode(Exception):
-    """Raised if a task's files name a Python function, so that the task must be built in a confined process."""
+    """Raised if a task's files name a Python function, so that the task must be built in a sandboxed process."""
 
 
 @dataclass
@@ -58,7 +58,7 @@ class Recording:
     """Directories and data of tasks, as `recorded_loading` found them.
 
     `directories` are the directories of all YAML files that were read. `datasets` has the data of each task, as
-    `datasets.load_dataset` returned them. Its keys are those of `data_key`.
+    `datasets.load_dataset` returned them; a key stands for the arguments of the call (`data_key`).
     """
 
     directories: set[Path] = field(default_factory=set)
@@ -89,10 +89,11 @@ def guarded_loading(directory: Path | None, access: FileAccess | None) -> Iterat
 
 @contextlib.contextmanager
 def recorded_loading(recording: Recording, directory: Path | None, access: FileAccess | None) -> Iterator[None]:
-    """Context manager in which lm-eval only loads the data of tasks, and builds no real tasks.
+    """Context manager in which lm-eval loads the data sets of tasks, but builds placeholders in place of tasks.
 
-    The data are stored in `recording`; for each task lm-eval gets a placeholder. Python functions are not imported.
-    `directory` and `access` limit what may be read, as in `guarded_loading`.
+    The data sets are stored in `recording`. Python functions that the files of tasks name are not imported.
+    `access` limits the files that may be read; None means no limit. Relative paths of data files start at `directory`,
+    or at the current directory if it is None.
     """
     from lm_eval.tasks import _factory, _yaml_loader
 
@@ -127,7 +128,7 @@ def recorded_loading(recording: Recording, directory: Path | None, access: FileA
 
 @contextlib.contextmanager
 def confined_loading(directory: Path | None, data: Mapping[str, Any]) -> Iterator[None]:
-    """Context manager of a confined process that lets lm-eval build tasks that have their own Python functions.
+    """Context manager in which lm-eval builds tasks that have their own Python functions, in a sandboxed process.
 
     `data` has the data sets that another process has loaded (`Recording.datasets`), because this process cannot load
     data itself. Inside the context, a task that needs another data set raises InvalidTask. `directory` is the current
@@ -161,7 +162,10 @@ def confined_loading(directory: Path | None, data: Mapping[str, Any]) -> Iterato
 
 
 def data_key(path: str | None, name: str | None, options: Mapping[str, Any]) -> str:
-    """A key for a data set: a text that is equal for equal arguments of `datasets.load_dataset`."""
+    """A key for a data set: a text that is equal for equal arguments of `datasets.load_dataset`.
+
+    `path`, `name` and `options` are the arguments: the data set, its configuration, and the keyword arguments.
+    """
     return json.dumps([path, name, dict(options)], sort_keys=True, default=str)
 
 
@@ -250,13 +254,12 @@ def _yaml_guard(access: FileAccess) -> Wrapper:
 
 
 def _function_guard(access: FileAccess | None, *, name: Callable[[str], Any] | None = None) -> Callable[..., Any]:
-    """Make a replacement of lm-eval's `_import_func_in_yml(name, directory)` that imports no code.
+    """Make a replacement of lm-eval's `_import_func_in_yml(function, directory)` that imports no code.
 
-    lm-eval calls `_import_func_in_yml` for each Python function (`!function`) that a YAML file in `directory` names.
-    The replacement raises InvalidTask for a directory that is not trusted. `access` says which directories are trusted;
-    with None all are. The directories of shipped tasks are always trusted. For a trusted directory, the replacement
-    raises OwnCode. If the function `name` is given, the replacement returns the result of `name` for the Python
-    function's name instead.
+    lm-eval calls it for each Python function (`!function`) that a YAML file in `directory` names. The replacement
+    raises InvalidTask if code in the directory must not run: `access` says which directories are trusted, and None
+    trusts all of them. The directories of shipped tasks are always trusted. For a trusted directory, the replacement
+    raises OwnCode, or, if `name` is given, returns what `name` returns for the function's name.
     """
 
     def guarded(function: str, directory: Path) -> Any:
@@ -351,7 +354,10 @@ def _is_address(text: str) -> bool:
 
 
 def _address_problem(address: str) -> str | None:
-    """Reason why a study with limited access may not read the data file at `address`; None for a file of the hub."""
+    """Reason why the data file at `address` may not be read by a study whose file access is limited; None if it may.
+
+    Only files on the hub may be read by address.
+    """
     if address.startswith(HUB) and "::" not in address:
         return None
     return (
@@ -361,9 +367,10 @@ def _address_problem(address: str) -> str | None:
 
 
 def _format_guard(factory: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrapper of `dataset_module_factory` of `datasets` that raises InvalidTask for file formats outside FORMATS.
+    """Wrapper of `factory` that raises InvalidTask for data sets in file formats outside FORMATS.
 
-    Files of other formats may refer to further files, which the study may not be allowed to read.
+    `factory` is the function `dataset_module_factory` of the package `datasets`, which selects the loader of a data
+    set. Files of other formats may refer to further files, which the study may not be allowed to read.
     """
 
     @functools.wraps(factory)

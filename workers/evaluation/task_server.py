@@ -67,10 +67,11 @@ class ConfinedStart:
 def serve() -> None:
     """Answer the parent's requests until the other end of the connection closes.
 
-    The only command line argument is the connection's file descriptor. The first message is a ConfinedStart, or None
-    for a process that runs no code of tasks. Each further message is a request: a tuple of the name of a method of
-    `_Server` and its arguments. Every reply has one key. If the request failed, the key is "error". An error of an
-    unexpected kind ends the process.
+    The only command line argument is the connection's file descriptor. The first message is a ConfinedStart, which has
+    a task with its data and the sandbox for the task's code, or None for a process that runs no code of tasks. Each
+    further message is a request: a tuple of the name of a method of this module's server class, such as "values", and
+    its arguments. Every reply has one key. If the request failed, the key is "error". An error of an unexpected kind
+    ends the process.
     """
     _prepare_signals()
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
@@ -121,9 +122,10 @@ class _Server:
             self.reply(built=[_facts(subtask) for subtask in self._task.subtasks])
 
     def open(self, spec: TaskSpec, documents: Documents) -> None:
-        """Build a task that has no code of its own, whose values will be requested.
+        """Build the task `spec`, which has no code of its own and whose values will be requested.
 
-        `documents` are the task's documents. An error is reported when values of the task are first requested.
+        `documents` are the task's documents (lm-eval's samples). An error is reported when values of the task are first
+        requested.
         """
         self._refused.pop(spec.digest, None)
         try:
@@ -139,10 +141,11 @@ class _Server:
         self._local.close(digest)
 
     def documents(self, system_prompt: str | None, has_template: bool, tokenizer: str, limit: int | None) -> None:
-        """Build the requests of the confined task's documents, and send them as the reply.
+        """Build the requests of the documents of the task that this process runs, and send them as the reply.
 
-        The arguments are those of `PromptSettings`. `has_template` says whether prompts are rendered by a chat
-        template, which the parent does.
+        A document is lm-eval's sample, a request a prompt to complete or to score. `has_template` says whether prompts
+        are rendered by a chat template, which the parent process does. `system_prompt` may be None, `tokenizer` is the
+        tokenizer's name, and `limit` is the number of documents; None means all.
         """
         task = self._built
         settings = PromptSettings(system_prompt, self._render if has_template else None, tokenizer, limit)
@@ -163,8 +166,9 @@ class _Server:
     def values(self, digest: str, answers: Sequence[Answers], one_by_one: bool) -> None:
         """Compute a task's metric for each of several samples, and send the values in one or more replies.
 
-        A first reply, {"ready": true}, says that the task is built. With `one_by_one`, each value is a separate reply.
-        `digest` names the task; it is ignored in a process that runs code of one task.
+        `answers` has the model's answers to each sample. A first reply, {"ready": true}, says that the task is built.
+        With `one_by_one`, each value is a separate reply. `digest` names the task; it is ignored in a process that runs
+        code of one task.
         """
         if self._task is not None:
             digest = self._task.spec.digest
@@ -253,7 +257,10 @@ def _prepare_signals() -> None:
 
 
 def _loaded(splits: Mapping[str | None, int]) -> Any:
-    """Map Arrow streams into memory as the data set that `datasets.load_dataset` would return."""
+    """Map Arrow streams into memory as the data set that `datasets.load_dataset` would return.
+
+    `splits` has the file descriptor of each split's stream; the split is None for data without splits.
+    """
     import pyarrow
     from datasets import Dataset, DatasetDict, DatasetInfo
 

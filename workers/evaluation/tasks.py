@@ -20,11 +20,14 @@ __all__ = ["build_task", "check_task"]
 
 
 def check_task(spec: TaskSpec) -> TaskInfo:
-    """Check a task without an engine or tokenizer, and return facts about it.
+    """Check the task `spec` without an engine or tokenizer, and return facts about it.
 
-    Prompts that are too long are not counted, because that needs a tokenizer. Raises InvalidTask for an unknown task,
-    metric, filter or split; for malformed or missing data; for a metric that is not a mean over samples; for a file
-    outside the task's `access`; and for a task with its own code if this machine cannot confine it.
+    Prompts that are too long are not counted, because that needs a tokenizer. Raises InvalidTask in these cases:
+
+    - the task, its metric, its split, or its filter (lm-eval's rule that extracts answers from texts) is unknown
+    - data are malformed or missing, or are in a file that `spec.access` does not allow
+    - the metric is not a mean over samples
+    - the task has its own code, and this machine has no sandbox for it
     """
     if isinstance(spec.task, Mapping) and spec.task.get("program") is None:
         rows = inline_rows(spec)
@@ -36,9 +39,9 @@ def check_task(spec: TaskSpec) -> TaskInfo:
 def build_task(spec: TaskSpec) -> BuiltTask:
     """Build the lm-eval task or tasks that `spec` names, and fix the order of their samples.
 
-    A task whose files name Python functions is built by a confined process (`confined_task`). A task that executes
-    completions has a confined process for them (`executed_task`). The process lives as long as the returned object, or
-    until the object is closed. Raises InvalidTask if the task is unknown or cannot be scored (see `check_task`).
+    A task whose files name Python functions is built by a sandboxed process (`confined_task`). A task that executes
+    completions has a sandboxed process for them (`executed_task`). The process lives as long as the returned object, or
+    until the object is closed. Raises InvalidTask if the task is unknown or cannot be scored.
     """
     try:
         task = build(spec)

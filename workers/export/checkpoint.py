@@ -26,9 +26,9 @@ from search_spaces.recipe import Recipe
 from workers.alignments.export import MODELING_FILE, aligned_parts
 from workers.alignments.recipes import unaligned
 from workers.directories import appearing, partial_directories
-from workers.export.model_card import Score, lineage, model_card, source_name
+from workers.export.model_card import Score, lineage, model_card
 from workers.export.shards import DTYPES, Progress, plan_shards, write_shards
-from workers.mergekit.exporter import Inexpressible, mergekit_config
+from workers.mergekit.exporter import Inexpressible, family_config
 from workers.merging.bank import Bank
 from workers.merging.plan import merged_names
 from workers.models.chat_templates import write_template
@@ -40,9 +40,6 @@ from workers.types import digest_of
 __all__ = ["MAX_SHARD_BYTES", "check_place", "export", "is_written", "left_behind_bytes"]
 
 MAX_SHARD_BYTES = 5 * 10**9
-
-# Methods that compute each element from one element of each source, so that experts may be stacked or not.
-ELEMENT_BY_ELEMENT = {"passthrough", "linear", "weighted_sum", "task_arithmetic", "nearswap"}
 
 
 def export(
@@ -59,15 +56,17 @@ def export(
 ) -> Path:
     """Write the merged model of a recipe as a Hugging Face checkpoint to `out_dir`, and return the directory.
 
-    The files are tensors, config.json, tokenizer, README.md, recipe.json and, if mergekit can express the recipe,
-    mergekit_config.yml. If the merge has alignments (maps of the residual stream between layers), there are also their
-    tensors and the file of the model class that computes them, which transformers loads with trust_remote_code.
+    `bank` has the weights of the recipe's models. The files are tensors, config.json, tokenizer, README.md, recipe.json
+    and, if mergekit can express the recipe, mergekit_config.yml. If the merge has alignments (maps of the residual
+    stream between layers), there are also their tensors and the file of the model class that computes them, which
+    transformers loads with trust_remote_code.
 
     The tensors are bit for bit the result of `merged_tensors` for `dtype`, in files of at most `max_shard_bytes`. The
-    tokenizer is that of the source models' family. `scores` maps an objective to its held-out value, and `study` is the
-    name of the study; both are shown in the model card, README.md. `chat_template` replaces the tokenizer's chat
-    template. `progress` is called for every tensor. An existing export of the same recipe, dtype and template is left
-    unchanged. If an earlier export was killed or interrupted, its complete files of tensors are checked and kept.
+    tokenizer is that of the vocabulary to which `bank` has converted the models. `scores` maps an objective to its
+    value on held-out samples, and `study` is the name of the study; both are shown in the model card, README.md.
+    `chat_template` replaces the tokenizer's chat template. `progress` is called for every tensor. An existing export of
+    the same recipe, dtype and template is left unchanged. If an earlier export was killed or interrupted, its complete
+    files of tensors are checked and kept.
 
     Raises:
         FileExistsError: `out_dir` has other content, or another process writes to it.
@@ -110,11 +109,13 @@ def export(
                 **lineage(recipe, bank.family),
             },
         )
-        configuration = _mergekit(recipe, bank, dtype) if aligned is None else "it has no alignments between layers"
-        if isinstance(configuration, dict):
-            configuration |= template
+        configuration: dict[str, Any] | str
+        try:
+            configuration = family_config(recipe, bank.sources, dtype=_name(dtype)) | template
             text = yaml.safe_dump(configuration, sort_keys=False)
             (directory / "mergekit_config.yml").write_text(text)
+        except Inexpressible as error:
+            configuration = str(error) if aligned is None else "it has no alignments between layers"
         card = model_card(
             recipe, bank.family, dtype=_name(dtype), scores=scores or {}, study=study, mergekit=configuration
         )
@@ -125,8 +126,9 @@ def export(
 def is_written(recipe: Recipe, out_dir: str | Path, dtype: torch.dtype, *, chat_template: str | None = None) -> bool:
     """Whether `out_dir` contains the complete export of the given recipe, dtype and chat template.
 
-    Returns False if `out_dir` is missing or empty. Raises FileExistsError if it contains anything else, such as an
-    incomplete export or an export of another recipe, and PermissionError if it cannot be created.
+    `chat_template` is the chat template that was given to `export`, or None. Returns False if `out_dir` is missing or
+    empty. Raises FileExistsError if it contains anything else, such as an incomplete export or an export of another
+    recipe, and PermissionError if it cannot be created.
     """
     out = Path(out_dir).resolve()
     wanted_export = f"an export of recipe {recipe.digest[:12]} in {_name(dtype)}"
@@ -146,8 +148,8 @@ def is_written(recipe: Recipe, out_dir: str | Path, dtype: torch.dtype, *, chat_
 def _check_weights(out: Path, recipe: Recipe) -> None:
     """Check that an export has all files from which a model is loaded, and that its weight files are complete.
 
-    For a recipe with alignments, the file of the model class is required too. Raises OSError or ValueError if a file is
-    missing or damaged.
+    `out` is the directory of the export. If `recipe` has alignments (maps of the residual stream between layers), the
+    file of the model class is required too. Raises OSError or ValueError if a file is missing or damaged.
     """
     if all(layer.alignment is None for layer in recipe.layers):
         open_checkpoint(out)
@@ -168,10 +170,10 @@ def _check_weights(out: Path, recipe: Recipe) -> None:
 
 
 def check_place(out_dir: str | Path, *, expected: str = "an export") -> bool:
-    """Check whether `out_dir` is the directory of an export (has a recipe.json); False if it is missing or empty.
+    """Whether the directory `out_dir` has an export (a recipe.json); False if it is missing or empty.
 
-    Raises FileExistsError if the path contains anything else; the message says that `expected` was expected. Raises
-    PermissionError if the directory is missing and cannot be created.
+    Raises FileExistsError if the path contains anything else; `expected` names, for the message, what the caller
+    expected there. Raises PermissionError if the directory is missing and cannot be created.
     """
     out = Path(out_dir).resolve()
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
@@ -195,43 +197,11 @@ def left_behind_bytes(out_dir: str | Path) -> int:
     return sum(file.stat().st_size for place in places for file in place.rglob("*") if file.is_file())
 
 
-def _mergekit(recipe: Recipe, bank: Bank, dtype: torch.dtype) -> dict[str, Any] | str:
-    """Content of the mergekit_config.yml that computes the recipe or, if there is none, the reason as a string.
-
-    `dtype` is the dtype in which mergekit stores the merge. Models are named by their hub ids, or by directories if
-    they have no hub id.
-    """
-    held = {}
-    for alias, checkpoint in bank.sources.checkpoints.items():
-        parts = (checkpoint,) if checkpoint.base is None else (checkpoint.base, checkpoint)
-        held[alias] = "+".join(source_name(part.directory.resolve()) for part in parts)
-    directories = {alias: held[bank.alias(content) or alias] for alias, content in recipe.models.items()}
-    alignment, tokenizer = bank.token_alignment, bank.family.tokenizer
-    if alignment.tensors and alignment.num_unnamed:
-        return f"{alignment.num_unnamed} rows of the embedding stand for no token, which mergekit drops"
-    if bank.family.vocabulary.keys() - {"by_id"}:
-        return "rows of single tokens are chosen, or the vocabulary is padded"
-    of_mlps = {layer.mlp.method for layer in recipe.canonical().layers}
-    if bank.layout.stacks and not recipe.stacks_experts and (whole := of_mlps - ELEMENT_BY_ELEMENT):
-        return (
-            f"experts are merged one by one, by {', '.join(sorted(whole))}, and mergekit merges a layer's as one tensor"
-        )
-    try:
-        layout = bank.layout.stacked if recipe.stacks_experts else bank.layout
-        document = mergekit_config(recipe, layout, directories, dtype=_name(dtype))
-        if recipe.stacks_experts:
-            document["experts"] = "stacked"  # mergekit ignores it
-        if alignment.tensors or tokenizer != "base":
-            document["tokenizer_source"] = held.get(tokenizer, tokenizer)
-        return document
-    except Inexpressible as error:
-        return str(error)
-
-
 def _content_key(recipe: Recipe, bank: Bank, dtype: torch.dtype, max_shard_bytes: int) -> str:
-    """Key of an export, which is equal for two exports if one can continue from the incomplete files of the other.
+    """Key of an export's content; an export may continue from files that an interrupted export with the same key left.
 
-    The key depends on the recipe, the sources, the dtype, the size of the files and the version of mergesearch.
+    The key depends on the recipe, the sources in `bank`, the dtype, the largest size of a weight file
+    (`max_shard_bytes`) and the version of mergesearch.
     """
     return digest_of([recipe.digest, bank.fingerprint, _name(dtype), max_shard_bytes, version("mergesearch")])[:16]
 

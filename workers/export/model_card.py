@@ -12,10 +12,10 @@ import yaml
 from search_spaces.methods import METHODS
 from search_spaces.recipe import COMPONENTS, Merge, Recipe, Source
 from workers.models.adapters import is_adapter
-from workers.models.remote import commit_of, id_of
+from workers.models.remote import id_of, source_name
 from workers.types import Family
 
-__all__ = ["Score", "licence", "lineage", "model_card", "recipe_rows", "source_name"]
+__all__ = ["Score", "licence", "lineage", "model_card", "recipe_rows"]
 
 ALIGNED = """Alignments stand between some of its layers, which no ordinary model class computes. The file
 `modeling_aligned.py` beside the weights does, which transformers runs when it may:
@@ -60,9 +60,9 @@ def model_card(
 ) -> str:
     """Text of an export's README.md: its sources, recipe, held-out scores and licences.
 
-    `dtype` is the dtype of the tensors. `scores` maps an objective to its held-out value. `study` is the name of the
-    study, or None if the export is not of a study. `mergekit` is the mergekit configuration, or the reason why there is
-    none.
+    `family` is the base model and its experts, with their directories. `dtype` is the dtype of the tensors. `scores`
+    maps an objective to its value on held-out samples. `study` is the name of the study, or None if the export is not
+    of a study. `mergekit` is the mergekit configuration, or the reason why there is none.
     """
     held = {model.fingerprint: model for model in family.models}
     sources = [(alias, Path(held[content].directory), content) for alias, content in recipe.models.items()]
@@ -124,7 +124,8 @@ def recipe_rows(recipe: Recipe) -> list[tuple[str, ...]]:
     """Rows of the table that describes a recipe: (layers, component, method, sources, coefficients).
 
     Adjacent layers with equal merges form one group. A group has a row for each component, and a row for each scale
-    that is not 1. Merges of single tensors come last.
+    (factor on the residual stream after a layer, or on the output of its MLP) that is not 1. Merges of single tensors
+    come last.
     """
     recipe = recipe.canonical()
     rows = [("embedding", "embedding", *_described(recipe.embedding))]
@@ -161,19 +162,11 @@ def licence(directory: Path) -> str | None:
     return ", ".join(map(str, stated)) if isinstance(stated, list) and stated else str(stated) if stated else None
 
 
-def source_name(directory: Path) -> str:
-    """Name of a source model in a model card: ID@COMMIT for a hub model, the directory for other models.
-
-    Hub names are preferred because they are valid on any machine.
-    """
-    name = id_of(directory)
-    return f"{name}@{commit_of(directory)}" if name else str(directory)
-
-
 def lineage(recipe: Recipe, family: Family) -> dict[str, Any]:
-    """Recipes of those source models that are merges themselves, for the file recipe.json of an export.
+    """Recipes of those source models of `recipe` that are merges themselves, for the file recipe.json of an export.
 
-    The result is {"lineage": {alias: recipe}}. It is empty if no source model is an export of mergesearch.
+    `family` is the base model and its experts, with their directories. The result is {"lineage": {name of the source
+    model in `recipe`: the source model's own recipe}}. It is empty if no source model is an export of mergesearch.
     """
     held = {model.fingerprint: Path(model.directory) for model in family.models}
     found = {alias: _recipe_document(held[content]) for alias, content in recipe.models.items()}
@@ -192,9 +185,10 @@ def _recipe_document(directory: Path) -> dict[str, Any] | None:
 
 
 def _merge_name(directory: Path) -> str | None:
-    """Name that a model card gives a source model which is itself an export; None if `directory` is not an export.
+    """Name that a model card gives a source model that is itself an export; None if `directory` is no export.
 
-    The name has the digest, the models and, if known, the study of the source's recipe.
+    The name consists of the digest and the models of the source's recipe and, if it is known, the study that found the
+    recipe.
     """
     document = _recipe_document(directory)
     if document is None:
@@ -216,11 +210,11 @@ def _relative(merge: Merge, index: int) -> object:
 
 
 def _described(merge: Merge, index: int | None = None, length: int = 1) -> tuple[str, str, str]:
-    """Method, sources and coefficients of a merge, each as text for a row of the table of a recipe.
+    """The method, sources and coefficients of a merge as texts, for a row in the recipe's table.
 
-    The row is for `length` adjacent layers from index `index` on that have this merge, each with the corresponding
-    layers of the sources. `index` is None outside layers. The text names a source's layers only if their numbers differ
-    from those of the merged layers.
+    The row is for `length` adjacent layers of the merged model, the first of which has the index `index`; all of them
+    have this merge, each from the corresponding layers of the sources. `index` is None outside layers. The text names a
+    source's layers only if their numbers differ from those of the merged layers.
     """
 
     def described(source: Source) -> str:

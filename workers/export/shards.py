@@ -37,7 +37,7 @@ CHECKSUM = xxhash.xxh3_128
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress of an export: the number of bytes of tensors that are written, of `total` bytes.
+    """Progress of an export: the number of bytes of tensors that are written so far, out of `total` bytes.
 
     `kept` is the number of written bytes that are from an earlier, killed export.
     """
@@ -89,11 +89,11 @@ def write_shards(
 ) -> None:
     """Write the tensors of a merge to safetensors files (shards), and then the index of these files.
 
-    `shards` are the files with the names and shapes of their tensors, and `dtype` is the dtype of the tensors. A file's
-    checksum is recorded, in a state file next to `directory`, once the file is on disk. Files that an earlier, killed
-    export completed are kept if they still have the recorded checksum. The tensors in `added`, such as the tensors of
-    alignments, come after the tensors of the merge. `progress` is called at the beginning and for every tensor. A
-    single file has no index.
+    `recipe` describes the merge, and `bank` has the weights of its models. `shards` are the files with the names and
+    shapes of their tensors, and `dtype` is the dtype of the tensors. A file's checksum is recorded, in a state file
+    next to `directory`, once the file is on disk. Files that an earlier, killed export completed are kept if they still
+    have the recorded checksum. The tensors in `added`, such as those of maps between layers (alignments), come after
+    the tensors of the merge. `progress` is called at the beginning and for every tensor. A single file has no index.
     """
     state = directory.parent / STATE
     checksums = _complete_shards(shards, directory, state)
@@ -128,8 +128,9 @@ def write_shards(
 def _complete_shards(shards: Sequence[Shard], directory: Path, state: Path) -> dict[str, str]:
     """Find the files that an earlier, killed export completed, and return their checksums by file name.
 
-    The file `state` lists checksums. A file in `directory` counts as complete if it still has the listed checksum. The
-    result is empty if `state` is missing or damaged.
+    `shards` are the files of the export, with the names and shapes of their tensors. The file `state` lists checksums.
+    A file in `directory` counts as complete if it still has the listed checksum. The result is empty if `state` is
+    missing or damaged.
     """
     try:
         checksums = dict(json.loads(state.read_text()))
@@ -152,7 +153,8 @@ def _write_shard(
 ) -> str:
     """Write the next tensors of `stream` as one safetensors file, and return its checksum (hex).
 
-    `shapes` has the expected names and shapes, in order. Only one tensor is in memory at a time.
+    `shapes` has the expected names and shapes, in order, and `dtype` is the dtype of all tensors. Only one tensor is in
+    memory at a time.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0

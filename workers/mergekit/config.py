@@ -42,8 +42,8 @@ class Condition:
         """Value of the parameter at a layer; None if `values` is empty.
 
         `t` is the position of the layer in its slice: 0 for the first layer, 1 for the last. `values` are at equal
-        distances from 0 to 1. Numbers are interpolated linearly between them. For a flag, the result is the value at
-        `t` or, if there is none, the last value before `t`.
+        distances from 0 to 1. Between two numbers the result is interpolated linearly. True and false are not
+        interpolated: the result is the value at `t` or, if there is none, the last value before `t`.
         """
         if not self.values:
             return None
@@ -157,7 +157,7 @@ class MergekitConfig:
     def unmerged(self) -> Mapping[str, str]:
         """Models that are not merged but provide the tokenizer or embedding rows of tokens.
 
-        The values of the result are the keys of the file that name the models.
+        The result maps each model to the key of the file that names it, such as "tokenizer.tokens.TOKEN.source".
         """
         places = {token.model: f"tokenizer.tokens.{name}.source" for name, token in self.tokens.items()}
         places |= {self.tokenizer_source: self.tokenizer_place}
@@ -174,6 +174,6 @@ class MergekitConfig:
 
 
 def split_adapter(model: str) -> tuple[str, str | None]:
-    """Split MODEL+LORA into model and LoRA adapter; the second is None for a model without adapter."""
+    """Split the name MODEL+LORA into the names of the model and of the LoRA adapter, which is None without "+"."""
     name, plus, adapter = model.partition("+")
     return name, adapter if plus else None

@@ -10,7 +10,7 @@ configuration format, but not its code.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,8 +19,13 @@ from search_spaces.methods.base import MergeMethod
 from search_spaces.recipe import COMPONENTS, Merge, Recipe
 from workers.merging.residual_scales import BranchFactors
 from workers.models.components import Layout
+from workers.models.family import ResolvedFamily
+from workers.models.remote import source_name
 
-__all__ = ["Inexpressible", "mergekit_config"]
+__all__ = ["Inexpressible", "family_config", "mergekit_config"]
+
+# Methods that compute each element from one element of each source, so that experts may be stacked or not.
+ELEMENT_BY_ELEMENT = {"passthrough", "linear", "weighted_sum", "task_arithmetic", "nearswap"}
 
 # A filter applies to the tensors whose names contain it. The first that fits is used, so norms inside attention are
 # first.
@@ -30,7 +35,14 @@ SUMS = ("passthrough", "linear", "task_arithmetic")
 
 
 class Inexpressible(ValueError):
-    """Raised if no mergekit configuration computes the tensors of a recipe; the message has the reason."""
+    """Raised if no mergekit configuration computes the tensors of a recipe; `reasons` lists all reasons."""
+
+    def __init__(self, *reasons: str) -> None:
+        super().__init__(*reasons)
+        self.reasons = reasons
+
+    def __str__(self) -> str:
+        return "; ".join(self.reasons)
 
 
 @dataclass(frozen=True)
@@ -62,37 +74,25 @@ def mergekit_config(
     merged in float32; the merge is stored in `dtype`. `layout` has the names of the models' tensors. Raises
     Inexpressible if mergekit would compute other tensors.
     """
-    recipe = _with_scaled_mlps(recipe.canonical(), layout)
-    merges = recipe.merges()
-    if any(layer.scale != 1 or layer.alignment is not None for layer in recipe.layers):
-        raise Inexpressible("layers are scaled or aligned")
-    if any(merge.base is not None for merge in merges):
-        raise Inexpressible("task vectors are relative to several bases, or to another layer of the base")
-    methods = {merge.method for merge in merges}
-    if recipe.trim == "model":
-        raise Inexpressible("shares of task vectors are kept of the whole model; mergekit keeps those of each tensor")
+    recipe = recipe.canonical()
+    if reasons := _general_reasons(recipe):
+        raise Inexpressible(*reasons)
+    recipe = _with_scaled_mlps(recipe, layout)
+    methods = {merge.method for merge in recipe.merges()}
     if (path := _path_slices(recipe)) is not None:
         method, slices = "passthrough", path
     elif methods <= set(SUMS):
         models = _models(recipe)
-        is_linear = any(merge.method == "linear" or merge.coefficients.get("scale", 1) != 1 for merge in merges)
-        method = "task_arithmetic" if "task_arithmetic" in methods and not is_linear else "linear"
-        slices = [_sum_slice(recipe, index, models, method, layout) for index in range(len(recipe.layers))]
+        is_linear = any(
+            merge.method == "linear" or merge.coefficients.get("scale", 1) != 1 for merge in recipe.merges()
+        )
+        method = summed = "task_arithmetic" if "task_arithmetic" in methods and not is_linear else "linear"
+        slices = _slices(recipe, lambda index: _sum_slice(recipe, index, models, summed, layout))
     elif methods <= {"slerp", "passthrough"}:
         method = "slerp"
-        slices = [_slerp_slice(recipe, index, layout) for index in range(len(recipe.layers))]
-    elif different := sorted(name for name in methods if _always_differs(METHODS[name])):
-        raise Inexpressible(f"{different[0]} {METHODS[different[0]].mergekit_difference}")
-    elif random := sorted(name for name in methods if METHODS[name].takes_seed):
-        raise Inexpressible(f"{random[0]} has random masks, which mergekit draws differently")
-    elif absent := sorted(name for name in methods if METHODS[name].mergekit is None):
-        raise Inexpressible(f"mergekit has no {absent[0]}")
-    elif len(methods) == 1:
-        return _counterpart_config(recipe, merges[0].method, layout, directories, dtype=dtype)
+        slices = _slices(recipe, lambda index: _slerp_slice(recipe, index, layout))
     else:
-        raise Inexpressible(
-            f"mergekit applies one method to a whole model; this recipe has {', '.join(sorted(methods))}"
-        )
+        return _counterpart_config(recipe, methods.pop(), layout, directories, dtype=dtype)
     filters = _filters(recipe, layout)
     document: dict[str, Any] = {
         "merge_method": method,
@@ -108,11 +108,89 @@ def mergekit_config(
     return document
 
 
-def _with_scaled_mlps(recipe: Recipe, layout: Layout) -> Recipe:
-    """Replace the MLP scale of each layer by scaled tensors of its MLP, because mergekit has no such scales.
+def family_config(recipe: Recipe, sources: ResolvedFamily, *, dtype: str) -> dict[str, Any]:
+    """Convert a recipe over the models `sources` to a mergekit configuration that computes the same merge.
 
-    An MLP scale is a factor on what a layer's MLP adds to the residual stream. The last tensors of the MLP become
-    scaled copies of the source's tensors. Raises Inexpressible for a scaled MLP that is merged from several models.
+    The merge is stored in `dtype`. Models are named by their hub ids, or by directories if they have no hub id; an
+    adapter is named with its base, as BASE+ADAPTER. Raises Inexpressible if mergekit would compute other tensors.
+    """
+    held = {}
+    for alias, checkpoint in sources.checkpoints.items():
+        parts = (checkpoint,) if checkpoint.base is None else (checkpoint.base, checkpoint)
+        held[alias] = "+".join(source_name(part.directory.resolve()) for part in parts)
+    aliases = {content: alias for alias, content in sources.fingerprints.items()}
+    directories = {alias: held[aliases.get(content, alias)] for alias, content in recipe.models.items()}
+    alignment, stacks = sources.token_alignment, sources.layout.stacks
+    reasons = []
+    if alignment.tensors and alignment.num_unnamed:
+        reasons.append(f"{alignment.num_unnamed} rows of the embedding stand for no token, which mergekit drops")
+    if sources.vocabulary.keys() - {"by_id"}:
+        reasons.append("rows of single tokens are chosen, or the vocabulary is padded")
+    of_mlps = {layer.mlp.method for layer in recipe.canonical().layers}
+    if stacks and not recipe.stacks_experts and (whole := of_mlps - ELEMENT_BY_ELEMENT):
+        reasons.append(
+            f"experts are merged one by one, by {', '.join(sorted(whole))}, and mergekit merges a layer's as one tensor"
+        )
+    try:
+        layout = sources.layout.stacked if recipe.stacks_experts else sources.layout
+        document = mergekit_config(recipe, layout, directories, dtype=dtype)
+    except Inexpressible as error:
+        raise Inexpressible(*reasons, *error.reasons) from error
+    if reasons:
+        raise Inexpressible(*reasons)
+    if recipe.stacks_experts:
+        document["experts"] = "stacked"  # mergekit ignores it
+    if alignment.tensors or sources.tokenizer != "base":
+        document["tokenizer_source"] = held.get(sources.tokenizer, sources.tokenizer)
+    return document
+
+
+def _general_reasons(recipe: Recipe) -> list[str]:
+    """Reasons why mergekit cannot express a recipe that do not depend on single layers or on names of tensors."""
+    merges = recipe.merges()
+    reasons = []
+    if any(layer.scale != 1 or layer.alignment is not None for layer in recipe.layers):
+        reasons.append("layers are scaled or aligned")
+    if any(merge.base is not None for merge in merges):
+        reasons.append("task vectors are relative to several bases, or to another layer of the base")
+    if recipe.trim == "model":
+        reasons.append("shares of task vectors are kept of the whole model; mergekit keeps those of each tensor")
+    methods = {merge.method for merge in merges}
+    if methods <= set(SUMS) or methods <= {"slerp", "passthrough"}:
+        return reasons
+    for name in sorted(methods):
+        method = METHODS[name]
+        if _always_differs(method):
+            reasons.append(f"{name} {method.mergekit_difference}")
+        elif method.takes_seed:
+            reasons.append(f"{name} has random masks, which mergekit draws differently")
+        elif method.mergekit is None and name not in SUMS:
+            reasons.append(f"mergekit has no {name}")
+    if len(methods) > 1:
+        reasons.append(f"mergekit applies one method to a whole model; this recipe has {', '.join(sorted(methods))}")
+    return reasons
+
+
+def _slices(recipe: Recipe, slice_of: Callable[[int], _Slice]) -> list[_Slice]:
+    """Make the slice of each merged layer by `slice_of`; raise Inexpressible with the reasons of all layers."""
+    slices: list[_Slice] = []
+    reasons: dict[str, None] = {}
+    for index in range(len(recipe.layers)):
+        try:
+            slices.append(slice_of(index))
+        except Inexpressible as error:
+            reasons |= dict.fromkeys(error.reasons)
+    if reasons:
+        raise Inexpressible(*reasons)
+    return slices
+
+
+def _with_scaled_mlps(recipe: Recipe, layout: Layout) -> Recipe:
+    """Copy `recipe`, and replace its MLP scales by scaled tensors, because mergekit has no MLP scales.
+
+    An MLP scale is a factor on what a layer's MLP adds to the residual stream. Instead, the last tensors of the MLP
+    become copies of the source's tensors that are multiplied by the scale; `layout` has the names of the models'
+    tensors. Raises Inexpressible for an MLP with a scale that is merged from several models.
     """
     if all(layer.mlp_scale == 1 for layer in recipe.layers):
         return recipe
@@ -146,7 +224,7 @@ def _counterpart_config(
     """
     counterpart = METHODS[method].mergekit
     assert counterpart is not None
-    slices = [_counterpart_slice(recipe, index, METHODS[method], layout) for index in range(len(recipe.layers))]
+    slices = _slices(recipe, lambda index: _counterpart_slice(recipe, index, METHODS[method], layout))
     if len({len(slice_.models) for slice_ in slices}) > 1:
         raise Inexpressible("mergekit merges the same number of models in all layers")
     filters = _filters(recipe, layout)
@@ -190,11 +268,12 @@ def _counterpart_slice(recipe: Recipe, index: int, method: MergeMethod, layout: 
 
 
 def _pieces(recipe: Recipe, index: int, layout: Layout) -> dict[str, Merge]:
-    """List the merges that a mergekit slice states for one layer, by part ("piece") of the layer.
+    """List the merges that a mergekit slice states for one merged layer, by part ("piece") of the layer.
 
-    A piece is a component, such as "mlp". If single tensors of the recipe have separate merges, a piece is a tensor, by
-    its name within the layer. The first layer also has the embedding and the last layer the head, because mergekit
-    takes their parameters from the first and the last slice.
+    `index` is the index of the layer in `recipe`. A piece is a component, such as "mlp". If single tensors of the
+    recipe have separate merges, a piece is a tensor, by its name within the layer; `layout` has the names of the
+    models' tensors. The first layer also has the embedding and the last layer the head, because mergekit takes their
+    parameters from the first and the last slice.
     """
     parts: dict[str, tuple[Merge, int | None]] = {
         name: (recipe.layers[index].component(name), index) for name in COMPONENTS
@@ -215,7 +294,7 @@ def _pieces(recipe: Recipe, index: int, layout: Layout) -> dict[str, Merge]:
 def _models(recipe: Recipe) -> tuple[str, ...]:
     """Aliases of all models that the recipe uses; the base is first if it is used.
 
-    If the merges are weighted sums, every slice of the mergekit file lists all of these models.
+    A mergekit file for merges that are weighted sums lists all of these models in every slice.
     """
     used = {source.model for merge in recipe.merges() for source in merge.sources}
     if any(merge.method == "task_arithmetic" for merge in recipe.merges()):
@@ -317,7 +396,8 @@ def _slerp_slice(recipe: Recipe, index: int, layout: Layout) -> _Slice:
 def _joined(slices: list[_Slice]) -> list[_Slice]:
     """Join adjacent slices of the same models and consecutive layers, if their settings agree.
 
-    Slices may have settings for different pieces (components or single tensors), which are then combined.
+    A setting of a slice is for one piece (a component or a single tensor). A joined slice has the settings of both
+    slices.
     """
     joined = slices[:1]
     for slice_ in slices[1:]:
@@ -336,8 +416,9 @@ def _compatible(
 ) -> dict[tuple[str, str], dict[str, float]] | None:
     """Combine the settings of two slices of a mergekit file; return None if they contradict each other.
 
-    The settings have the form of `_Slice.settings`: the values of each parameter by piece (a component or a single
-    tensor). Two slices contradict each other if they set different parameters, or different values for the same piece.
+    `first` and `second` are the settings of the two slices. A setting maps (model, name of a parameter) to the
+    parameter's value in each piece (a component or a single tensor); the model is "" for all models. Two slices
+    contradict each other if they set different parameters, or different values for the same piece.
     """
     if first.keys() != second.keys():
         return None

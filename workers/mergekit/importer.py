@@ -66,10 +66,10 @@ Parts = tuple[tuple[LayerRecipe, ...], Merge, Merge, Mapping[str, Merge]]
 
 
 class _Builder:
-    """Builder of a recipe's parts (layers, embedding, head, single tensors) from a mergekit configuration.
+    """Object that makes a recipe's parts (layers, embedding, head, single tensors) from a mergekit configuration.
 
-    The builder determines the merge of every tensor. The merge that most tensors of a component have becomes the
-    component's merge; tensors with another merge are listed one by one.
+    It determines the merge of every tensor. The merge that most tensors of a component have becomes the component's
+    merge; tensors with another merge are listed one by one.
 
     - `aliases`: the alias of each model of the configuration in the recipe
     - `layout`, `layouts`: the tensor names of the base, and of models with another number of layers, by alias
@@ -123,11 +123,11 @@ class _Builder:
         return tuple(layers), embedding, head, self._tensors
 
     def _with_all_inputs(self, slice_: Slice) -> Slice:
-        """Copy a slice of a mergekit file with the base model among its inputs, as mergekit itself adds it.
+        """Copy a slice of a mergekit file, and add the base model to its inputs where mergekit does so.
 
-        The base is that of the slice or, if the slice names none, of the file. It is added if the file lists `models`
-        without it. If the file lists `slices`, it is not added; with a method that uses a base, each slice must then
-        list the base. Problems with the slice's models and layer ranges are added to `problems`.
+        The base is that of the slice or, if the slice names none, of the file. If the file lists `models`, a base that
+        is not among them is added. If the file lists `slices`, nothing is added; if the method uses a base, each slice
+        must list it. Problems with the slice's models and layer ranges are added to `problems`.
         """
         where = f"{slice_.place}.base_model" if slice_.base else "base_model"
         base = slice_.base or self._configuration.base_model
@@ -179,9 +179,9 @@ class _Builder:
         """Find the most frequent merge among the tensors of one component, such as "mlp", of one merged layer.
 
         `name` is the component. `index` is the index of the merged layer, and `offset` its index within the slice. `t`
-        is its relative place in the slice, from 0 to 1, at which gradients are evaluated. `index` and `offset` are None
-        for the embedding and the head. The component's tensors with other merges are added to the recipe's merges of
-        single tensors.
+        is its relative place in the slice, from 0 to 1, at which parameters that vary over the slice's layers are
+        interpolated. `index` and `offset` are None for the embedding and the head. The component's tensors with other
+        merges are added to the recipe's merges of single tensors.
         """
         layers = [None if offset is None else self._range(source)[0] + offset for source in slice_.inputs]
         merges = {
@@ -276,7 +276,10 @@ class _Builder:
 
 
 def _placeholder() -> Merge:
-    """Dummy merge that replaces an invalid one, so that the import can find more problems; never computed."""
+    """Merge that takes the place of an invalid one, so that the import goes on and can find more problems.
+
+    The merge is never computed, because the import fails.
+    """
     return Merge("passthrough", (Source(""),))
 
 

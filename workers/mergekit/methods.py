@@ -57,10 +57,11 @@ class MergekitMethod:
         return "unused" if bases == {"none"} else "optional"
 
     def to_merge(self, inputs: Inputs) -> Merge:
-        """Convert the merge of one tensor to a merge by the method of this project that gives the same result.
+        """Convert mergekit's merge of one tensor to a merge of this project that gives the same tensor.
 
-        If there are no sources, a method that adds task vectors to a base gives the base itself. Raises InvalidRecipe
-        if no method of this project gives the same result.
+        `inputs` has the tensor's sources and base model and the values of mergekit's parameters. If there are no
+        sources, a method that adds task vectors to a base gives the base itself. Raises InvalidRecipe if no method of
+        this project gives the same tensor.
         """
         method, counterpart = self._variant(inputs)
         sources = inputs.sources

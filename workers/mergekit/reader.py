@@ -438,7 +438,7 @@ class _Reader:
 
 
 def _number(node: Any) -> float | None:
-    """Convert a YAML value to a number by pydantic's rules; None if it is not a number.
+    """Convert the YAML value `node` to a number by pydantic's rules; None if it is not a number.
 
     Texts of numbers are accepted, because YAML reads 1e-5 as a text. True counts as 1.
     """

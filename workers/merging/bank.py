@@ -90,9 +90,9 @@ class Bank:
     more is merged on the CPU (`workers.merging.devices`).
 
     `sources` are models that are already opened, or a description of models. Described models are opened here and must
-    have the fingerprints that the description states. Weights are searched for NaN and infinity once for each content.
-    The results are cached in the directory `cache`, or in the default one if `cache` is None. Raises InvalidModel if
-    models cannot be opened, have changed, or contain NaN or infinity.
+    have the fingerprints that the description states. Weights are searched for NaN and infinity once for each content;
+    the results of this search are cached in the directory `cache`, or in the default one if `cache` is None. Raises
+    InvalidModel if models cannot be opened, have changed, or contain NaN or infinity.
     """
 
     def __init__(
@@ -156,7 +156,10 @@ class Bank:
 
     @property
     def family(self) -> Family:
-        """Description of the models whose weights the bank holds."""
+        """Description of the models whose weights the bank holds.
+
+        It names the base and the experts, and selects the vocabulary of merges.
+        """
         return self.sources.family
 
     @property
@@ -169,24 +172,25 @@ class Bank:
 
     @cached_property
     def base(self) -> Checkpoint:
-        """The base model, with its embedding and output head converted to the family's vocabulary.
+        """The base model, with the rows of its embedding and output head converted to the vocabulary of merges.
 
         Merged models have the configuration, tensor shapes and layout of this model.
         """
         return self.sources.base
 
     def view(self, alias: str) -> Checkpoint:
-        """The model `alias`, with its embedding and output head converted to the family's vocabulary.
+        """The model `alias`, with the rows of its embedding and output head converted to the vocabulary of merges.
 
         In this form, the rows of embedding and head stand for the same tokens in all models, which merges require.
         """
         return self._checkpoints[alias]
 
     def views(self, models: Mapping[str, str]) -> dict[str, Checkpoint]:
-        """Look up the models of a recipe, by the recipe's aliases; models that the bank does not have are left out.
+        """Look up the models of a recipe in this bank (source weights), by the recipe's aliases.
 
-        `models` maps the recipe's aliases to content fingerprints. In the result, each model has its embedding and
-        output head converted to the family's vocabulary.
+        `models` maps the recipe's aliases to content fingerprints; models that the bank does not have are left out of
+        the result. In the result, the rows of each model's embedding and output head are converted to the vocabulary of
+        merges.
         """
         return {name: self._checkpoints[held] for name, print_ in models.items() if (held := self.alias(print_))}
 
@@ -195,7 +199,10 @@ class Bank:
         return self.base.layout
 
     def alias(self, fingerprint: str) -> str | None:
-        """The bank's alias for the model with the content hash `fingerprint`; None if the bank lacks the model."""
+        """The alias (name) under which this bank (source weights) holds a model; None if it does not hold the model.
+
+        `fingerprint` is the hash of the model's content.
+        """
         return self._aliases.get(fingerprint)
 
     @property
@@ -206,9 +213,10 @@ class Bank:
     def get(self, alias: str, name: str, shard: Shard | None = None) -> torch.Tensor:
         """Return the tensor `name` of the model `alias`, on the bank's device.
 
-        The whole tensor is returned, even with `shard`. `shard` has the elements that the caller reads; then only these
-        elements are counted in `elements_read`. The result may share memory with the bank and must not be written to. A
-        tensor of an adapter is computed at every call. Raises InvalidModel if the bank has no tensor of this name.
+        The result is always the whole tensor. `shard` says which of its elements the caller will read, so that only
+        these are counted in `elements_read`; None counts all. The result may share memory with the bank and must not be
+        written to. A tensor of an adapter is computed at every call. Raises InvalidModel if the bank has no tensor of
+        this name.
         """
         found = self._at_hand.get((alias, name))
         if found is None:
@@ -220,9 +228,9 @@ class Bank:
         return found
 
     def cosine(self, first: Key, second: Key) -> float:
-        """The cosine of the angle between two tensors, for the merge method SLERP.
+        """The cosine of the angle between the tensors `first` and `second`, for the merge method SLERP.
 
-        Each tensor is given as (alias, name). The cosine is computed once and then cached.
+        Each tensor is given as (alias of its model, name). The cosine is computed once and then cached.
         """
         return cosine_of(self.products((first, second), None), 0, 1)
 
@@ -230,7 +238,7 @@ class Bank:
         """The inner products of all pairs of the N tensors `sources`, as a matrix [N, N].
 
         With `base`, each tensor is replaced by its difference from the base. Each product is computed once and then
-        cached. Tensors are given as (alias, name).
+        cached. Tensors are given as (alias of the model, name).
         """
         keys = [[(frozenset((first, second)), base) for second in sources] for first in sources]
         known = [[self._products.get(key) for key in row] for row in keys]
@@ -249,10 +257,11 @@ class Bank:
         return products
 
     def importance(self, first: Key, second: Key) -> Importance | None:
-        """The rule by which Arcee Fusion selects the elements to take from `second`: row factors and a threshold.
+        """The rule by which the method Arcee Fusion selects elements of `second`: row factors and a threshold.
 
-        The other elements of the merge are those of `first`. Tensors are given as (alias, name). Returns None for empty
-        tensors. The result is cached while it is recently used.
+        The importance of an element is |second - first|, times the factor of its row. Elements whose importance is at
+        least the threshold are taken from `second`, all others from `first`. Tensors are given as (alias of the model,
+        name). Returns None for empty tensors. The result is cached while it is recently used.
         """
 
         def made() -> Importance:
@@ -266,12 +275,13 @@ class Bank:
         return self._recent.value(("importance", first, second), made, lambda known: known.rows.nbytes)
 
     def variances(self, sources: Sequence[Key], base: Key) -> Ranked | None:
-        """Return an object that finds the n-th largest of the elements' variances across task vectors (for SCE).
+        """Return an object that finds the n-th largest of the elements' variances across task vectors, for any n.
 
-        The variance of an element is computed over its values in the task vectors, the differences of `sources` from
-        `base`. Tensors are given as (alias, name). With `keeps_statistics=True` in the bank, the object is a table of
-        the variances, and the bank caches recently used tables. Otherwise the object selects the n-th largest variance
-        at each call. Returns None for empty tensors.
+        The n-th largest variance is the threshold by which the merge method SCE selects elements. The variance of an
+        element is computed over its values in the task vectors, the differences of `sources` from `base`. Tensors are
+        given as (alias of the model, name). With `keeps_statistics=True` in the bank, the object is a table of the
+        variances, and the bank caches recently used tables. Otherwise the object searches all variances at each call.
+        Returns None for empty tensors.
         """
 
         def made() -> MagnitudeTable:
@@ -289,11 +299,12 @@ class Bank:
         return self._recent.value(("variances", *sources, base), made, lambda table: table.num_bytes)
 
     def magnitudes(self, sources: Sequence[Key], base: Key) -> tuple[Ranked | None, ...]:
-        """Return objects, one for each source, that find the n-th largest of the magnitudes |source - base|.
+        """Return objects, one for each source, that find the n-th largest magnitude |source - base| for any n.
 
-        Tensors are given as (alias, name). The objects are tables, each computed once and then cached. If the bank has
-        `keeps_statistics=False`, the objects have no tables and select the n-th largest magnitude at each call. For
-        empty tensors the result has None for each source.
+        The n-th largest magnitude is the threshold of merge methods that keep the n largest elements. Tensors are given
+        as (alias of the model, name). The objects are tables, each computed once and then cached. If the bank has
+        `keeps_statistics=False`, the objects have no tables and search all magnitudes at each call. For empty tensors
+        the result has None for each source.
         """
         if 0 in self._source(*base).shape:
             return (None,) * len(sources)
@@ -316,10 +327,11 @@ class Bank:
         )
 
     def num_elements(self, *, stacks_experts: bool = False) -> int:
-        """The number of elements of all merged tensors together.
+        """The number of elements of all merged tensors of a model together.
 
-        `stacks_experts` says whether the experts of a layer's mixture count as one tensor. It does not change the
-        number.
+        `stacks_experts` says whether the merge joins the matrices of all experts of a mixture-of-experts layer in one
+        tensor. This does not change the number. It is a parameter because the number is computed and cached together
+        with the list of merged tensors, which depends on it.
         """
         return self._merged_names(stacks_experts)[1]
 
@@ -333,10 +345,10 @@ class Bank:
         stacks_experts: bool = False,
         compiles: bool = True,
     ) -> tuple[ModelMagnitudes, ...]:
-        """Magnitude thresholds of each source tensor for merges that trim whole models (`trim: model`).
+        """Magnitude thresholds of one tensor of each source, for merges that trim whole models (`trim: model`).
 
-        Such a merge keeps the largest elements of the task vector over all tensors of a model. Tensors are given as
-        (alias, name).
+        Such a merge keeps the largest elements of the task vector over all tensors of a model. `sources` and `base` are
+        the tensor in each model, given as (alias of the model, name).
 
         - `ranks`: for each source, the numbers of elements that the whole model keeps; there is a threshold for each
           number
@@ -365,11 +377,17 @@ class Bank:
         """Number of elements of the whole model with a positive elected sign, minus the number with a negative one.
 
         The sign of the result is the majority sign, which some methods use for elements whose task vectors sum to zero.
-        `sources` names the models. First the task vector of each whole model is trimmed: its largest elements, the
-        share in `shares`, are kept. Then the sign of each element is elected among the trimmed task vectors. All
-        tensors of the models are counted as if they were merged in the same way. The other arguments are those of
-        `whole_magnitudes`. The result is computed by plain torch, tensor by tensor on `device`, once for each
-        combination of arguments, and then cached.
+        `sources` and `base` name the models; a model is given as (alias, name of any of its tensors). First the task
+        vector of each whole model is trimmed: its largest elements, the share in `shares`, are kept. Then the sign of
+        each element is elected among the trimmed task vectors: it is the sign of their sum. All tensors of the models
+        are counted as if they were merged in the same way.
+
+        - `masks`: for each source, the (density, seed) of a random mask that its task vector gets first, or None for no
+          mask
+        - `stacks_experts`: whether all experts of a layer's mixture are one tensor
+        - `compiles`: whether compiled kernels may be used, which give the same result
+
+        The result is computed tensor by tensor on `device`, once for each combination of arguments, and then cached.
         """
         aliases = tuple(alias for alias, _ in sources)
         key = aliases, base[0], tuple(shares), tuple(masks), stacks_experts
@@ -411,7 +429,8 @@ class Bank:
     def _merged_names(self, stacks_experts: bool) -> tuple[list[str], int]:
         """The sorted names of all merged tensors, and the number of all their elements together.
 
-        `stacks_experts` says whether the experts of a layer's mixture count as one tensor.
+        With `stacks_experts`, the matrices of all experts of a mixture-of-experts layer are one tensor; otherwise each
+        matrix is a tensor of its own.
         """
         if stacks_experts not in self._of_model:
             names = sorted((self.layout.stacked if stacks_experts else self.layout).places)
@@ -421,14 +440,17 @@ class Bank:
         return self._of_model[stacks_experts]
 
     def _mask_of(self, key: Key, mask: Mask | None) -> tuple[float, int] | None:
-        """Convert a random mask given as (density, seed) to (density, 64-bit key) for one tensor; None stays None."""
+        """Convert a random mask, given as (density, seed), to (density, 64-bit key) for one tensor; None stays None.
+
+        The key follows from the seed and from `key`, the tensor's (alias of the model, name).
+        """
         return None if mask is None else (mask[0], mask_key(mask[1], self.sources.fingerprints[key[0]], key[1]))
 
     def norms(self, sources: Sequence[Key], base: Key) -> tuple[float, ...]:
         """The L1 norm of each task vector: the sum of |source - base| over the tensor.
 
-        The result has a norm for each of `sources`. Tensors are given as (alias, name). Norms are computed once and
-        then cached.
+        The result has a norm for each of `sources`. Tensors are given as (alias of the model, name). Norms are computed
+        once and then cached.
         """
         norms = {source: self._norms[source, base] for source in sources if (source, base) in self._norms}
         for source in sources:
@@ -444,9 +466,9 @@ class Bank:
     def order(self, key: Key) -> TieOrder:
         """Rule that breaks ties between elements of equal magnitude in the task vector of a tensor.
 
-        `key` is the tensor's (alias, name). If the alias is that of the base, the rule breaks ties between elements
-        whose variance across the task vectors is equal, for the merge method SCE. The rule depends on the model's
-        content and the tensor's name.
+        `key` is (alias of the tensor's model, name of the tensor). With the base's alias, the rule is for the merge
+        method SCE: it breaks ties between elements whose variance across the task vectors is equal. The rule depends on
+        the model's content and the tensor's name.
         """
         order = self._orders.get(key)
         if order is None:
@@ -482,7 +504,7 @@ class Bank:
         """Placement and size of the source weights, as a JSON document for the statistics of engines.
 
         The keys are placement, bytes (size of the sources), statistics_bytes (size of cached statistics), models
-        (number of models) and fingerprint (of the family).
+        (number of models) and fingerprint (a digest of the contents of all models).
         """
         return {
             "placement": self.placement.value,
@@ -493,10 +515,10 @@ class Bank:
         }
 
     def ranks(self, sources: Sequence[Key], base: Key) -> tuple[torch.Tensor, ...]:
-        """The rank of each magnitude |source - base| within its row of the tensor, as a tensor for each source.
+        """The rank of each magnitude |source - base| within its row of the tensor, as a tensor for each of `sources`.
 
-        The smallest magnitude has rank 0. Tensors are given as (alias, name). Ranks are computed at every call unless
-        `keep_ranks` was called before.
+        The smallest magnitude has rank 0. Tensors are given as (alias of the model, name). Ranks are computed at every
+        call unless `keep_ranks` was called before.
         """
         known = []
         for source in sources:
@@ -512,7 +534,8 @@ class Bank:
     def keep_ranks(self) -> None:
         """Enable caching, in host memory, of the magnitude ranks that the method `ranks` computes.
 
-        Ranks take two bytes for each element of a source, or four bytes in rows longer than 65536.
+        The method DELLA needs these ranks, which say where each magnitude is in its row. They take two bytes for each
+        element of a source, or four bytes in rows longer than 65536.
         """
         self._keeps_ranks = True
 
@@ -540,9 +563,10 @@ class Bank:
         return stored.to(self.device, non_blocking=self.device.type != "cpu")
 
     def _on_cpu(self, key: Key) -> torch.Tensor:
-        """Copy a source tensor, given as (alias, name), to the CPU, where it is sorted for statistics.
+        """Copy a source tensor to the CPU, where it is sorted for statistics.
 
-        Sorting on a GPU takes many times the tensor's memory, which an engine does not leave free.
+        `key` is (alias of the model, name of the tensor). Sorting on a GPU takes many times the tensor's memory, which
+        an engine does not leave free.
         """
         source = self._source(*key)
         # An adapter's tensor is computed on `device`, as for merging: a product of matrices has other bits on CPU.
@@ -553,10 +577,11 @@ class Bank:
 
 
 def content_name(family: Family, device_type: str) -> str:
-    """Name of a bank's content, by which the processes of a node find the memory that they share.
+    """Name by which the processes of a node find the shared memory with the source weights of the models in `family`.
 
-    `device_type` is the type of the device that computes merges, such as "cuda"; processes with other types have
-    another name. The name also depends on the models' aliases, because statistics are named by them.
+    The name depends on the fingerprints of these models (a base and its experts), and on their aliases, by which
+    statistics in shared memory are named. `device_type` is the type of the device that computes merges, such as "cuda";
+    processes with another type use another name.
     """
     models = sorted((model.alias, model.fingerprint) for model in family.models)
     content = repr((models, family.tokenizer, sorted(family.vocabulary.items()), device_type))
@@ -595,7 +620,7 @@ def _placing(placement: Placement, device: torch.device, num_bytes: int) -> Call
 
 
 class _Reads:
-    """Thread-safe counter of the elements that were read."""
+    """Thread-safe counter of the elements of source tensors that were read."""
 
     def __init__(self) -> None:
         self.total = 0

@@ -31,10 +31,11 @@ RANK_BYTES = 4
 
 
 def bank_for(tensor: MergedTensor, plan: TensorPlan, bank: Bank, dtype: torch.dtype) -> Bank:
-    """Choose the bank that computes one merged tensor: `bank`, or its copy that computes on the CPU.
+    """Choose the bank (the source weights in memory) with which one merged tensor is computed.
 
-    `dtype` is the dtype of the result. The CPU is used if computing the tensor of `plan` takes more memory
-    (`peak_bytes`) than the bank's device has for merging (`Bank.room_bytes`).
+    The result is `bank` itself, which computes on its device, or its copy that computes on the CPU. The CPU is used if
+    computing `tensor`, one of the merged tensors that `plan` lists, takes more memory (`peak_bytes`) than the bank's
+    device has for merging (`Bank.room_bytes`). `dtype` is the dtype of the result.
     """
     if bank.room_bytes is None or bank.device.type == "cpu" or peak_bytes(tensor, plan, bank, dtype) <= bank.room_bytes:
         return bank
@@ -42,7 +43,11 @@ def bank_for(tensor: MergedTensor, plan: TensorPlan, bank: Bank, dtype: torch.dt
 
 
 def devices_of(plan: TensorPlan, bank: Bank, dtype: torch.dtype) -> dict[str, str]:
-    """Type of the device, such as "cuda", that computes each tensor of the merged model, by tensor name."""
+    """Type of the device, such as "cuda", that computes each tensor of the merged model, by tensor name.
+
+    `plan` lists the tensors of the merge, and `bank` has the weights of its sources. A tensor for which the bank's
+    device has too little memory is computed on the CPU. `dtype` is the dtype of the results.
+    """
     return {
         name: bank_for(tensor, plan, bank, dtype).device.type for tensor in plan.tensors for name in tensor.shapes()
     }
@@ -51,7 +56,8 @@ def devices_of(plan: TensorPlan, bank: Bank, dtype: torch.dtype) -> dict[str, st
 def peak_bytes(tensor: MergedTensor, plan: TensorPlan, bank: Bank, dtype: torch.dtype) -> int:
     """Largest number of bytes that computing one merged tensor of `plan` allocates on the bank's device.
 
-    The result of the merge, in `dtype`, is counted. Sources that are on the device already are not counted.
+    `plan` lists the tensors of the merge, and `bank` has the weights of its sources. The result of the merge, in
+    `dtype`, is counted. Sources that are on the device already are not counted.
     """
     merge = tensor.merge
     operands = [*merge.sources, *([merge.base_in(plan.recipe.base)] if METHODS[merge.method].needs_base else [])]

@@ -45,7 +45,8 @@ GPU_CHUNK = 1 << 22
 def mask_key(seed: int, model: str, name: str) -> int:
     """The 64-bit key of a random mask, from a seed, a model and the name of a tensor.
 
-    `model` is the fingerprint of the model's content. Therefore the mask does not depend on the model's alias.
+    `model` is the fingerprint of the model's content. Therefore the mask does not depend on the model's name in the
+    recipe (alias).
     """
     text = f"{seed}\x1f{model}\x1f{name}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
@@ -57,10 +58,10 @@ def key_words(key: int) -> tuple[int, int]:
 
 
 def threshold(probability: float) -> int:
-    """The bound on hashes with which a random mask keeps elements with `probability`: floor(probability * 2^32).
+    """The number below which an element's hash must be so that a random mask keeps the element with `probability`.
 
-    The mask keeps an element if the element's hash is below the bound. The result is exact for a probability with at
-    most six decimals.
+    Hashes are in [0, 2^32), so the number is floor(probability * 2^32). It is exact for a probability with at most six
+    decimals.
     """
     scale: int = 10**COEFFICIENT_DECIMALS
     return min(scale, max(0, round(probability * scale))) * 2**32 // scale

@@ -46,7 +46,7 @@ class Scratch:
     """Memory that is reused for one merged tensor after another, to save allocations.
 
     Pass the method `tensor` to `merged_tensors` as `into`. Then each tensor must be copied before the next one is
-    computed. The memory is on the device of `bank`.
+    computed. The memory is on the device of `bank`, the source weights.
     """
 
     def __init__(self, bank: Bank, dtype: torch.dtype) -> None:
@@ -55,7 +55,8 @@ class Scratch:
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Memory for a tensor of the shape `shape`, valid until the next call.
 
-        `name` is ignored: all tensors share this memory.
+        All tensors share this memory, so the tensor's `name` is not used. It is a parameter because merges ask for
+        memory by name and shape.
         """
         size = math.prod(shape)
         if size > self._memory.numel():
@@ -74,8 +75,9 @@ def merged_tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Compute a recipe's merged model tensor by tensor; yield (name, tensor) for embedding, layers in order, and head.
 
-    `bank` has the source weights. An output head that is tied to the embedding is left out. With `names`, only the
-    tensors of these names are computed.
+    `recipe` may also be a plan, the checked recipe with the list of tensors to compute. `bank` has the source weights.
+    An output head that is tied to the embedding is left out. With `names`, only the tensors of these names are
+    computed.
 
     Each tensor is computed in float32 and rounded once, to `dtype`. Recipes with equal digests give equal bits. A
     tensor may share memory with the bank and must not be written to. It is on the bank's device, or on the CPU if that
@@ -86,8 +88,8 @@ def merged_tensors(
     filling it. If the memory for all tensors exists already, `merge_into` is faster.
 
     With `compiles=False` all methods are computed by plain torch functions. These give the same bits and are slower,
-    but do not load Numba, which saves time for small merges (`is_small`). Raises the errors of `plan_tensors`, before
-    the first tensor.
+    but do not load Numba, which saves time for small merges (`is_small`). Raises InvalidRecipe, InvalidModel or
+    EvidenceMismatch, before the first tensor, if the recipe cannot be merged from these sources (`plan_tensors`).
     """
     plan = plan_tensors(recipe, bank)
 
@@ -107,7 +109,8 @@ def is_small(recipe: Recipe | TensorPlan, bank: Bank) -> bool:
 
     A process that computes only this merge needs more time to load the kernels than they save. A merge is small if it
     is computed on the CPU, and all operands together have few elements: at most `SMALL`, or `SMALL_SUM` if the method
-    is a weighted sum. Raises the errors of `plan_tensors`.
+    is a weighted sum. `recipe` is the recipe of the merge, or a plan made from it; `bank` has the weights of its
+    models. Raises InvalidRecipe, InvalidModel or EvidenceMismatch if they do not fit together.
     """
     share = 0.0
     for tensor in plan_tensors(recipe, bank).tensors:
@@ -124,9 +127,10 @@ def merge_into(
 ) -> dict[str, str]:
     """Compute the merged tensors named in `destinations`, and write them to the memory given there.
 
-    This is the fastest way to merge, because several tensors are computed at a time. The memory is contiguous, of one
-    dtype, and on the device of `bank`. A tensor for which this device has too little memory is computed on the CPU and
-    copied (`devices`). Raises the errors of `plan_tensors`.
+    `recipe` is the recipe of the merge, or a plan (checked recipe with the list of tensors). This is the fastest way to
+    merge, because several tensors are computed at a time. The memory is contiguous, of one dtype, and on the device of
+    `bank`. A tensor for which this device has too little memory is computed on the CPU and copied (`devices`). Raises
+    InvalidRecipe, InvalidModel or EvidenceMismatch if the recipe cannot be merged from the sources in `bank`.
 
     `shards` has, for some tensors, the part of the elements to write, for example the part that one rank of an engine
     holds. Then only these elements are computed, with the bits that they have in the whole tensor. If this is not
@@ -184,7 +188,11 @@ def _copy(merged: torch.Tensor, destination: torch.Tensor, shard: Shard | None) 
 
 
 def _whole_because(tensor: MergedTensor, plan: TensorPlan, bank: Bank, dtype: torch.dtype) -> str:
-    """Reason why a shard of a planned tensor cannot be computed without the rest of the tensor; "" if it can."""
+    """Reason why no part (shard) of a merged tensor can be computed alone, as text; "" if each can.
+
+    `plan` lists the tensors of the merge, among them `tensor`; `bank` has the weights of its sources. `dtype` is the
+    dtype of the result.
+    """
     method = tensor.merge.method
     if bank.device.type != "cpu":
         return "no kernel for shards on a GPU"
@@ -206,8 +214,9 @@ def sources_of(
 ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
     """Stored tensors from which a merged tensor is computed: (tensors of the sources, tensor of the base).
 
-    The base's tensor is None if the method needs no base. The tensors are whole. `shard` has the elements that the
-    caller reads; None means that all are read.
+    `tensor` is one of the merged tensors that `plan` lists. The base's tensor is None if the method needs no base. The
+    results are always whole tensors. `bank` has the weights of the source models, and counts the elements that are read
+    from them. `shard` says which elements the caller will read, so that only these are counted; None counts all.
     """
 
     def get(source: Source) -> torch.Tensor:
@@ -219,19 +228,23 @@ def sources_of(
 
 
 def operands_of(tensor: MergedTensor, plan: TensorPlan, bank: Bank) -> Operands:
-    """Operands of a merged tensor of `plan` in their stored dtypes, with the statistics that its method uses."""
+    """Operands of a merged tensor in their stored dtypes, with the statistics that its method uses.
+
+    `tensor` is one of the merged tensors that `plan` lists, and `bank` has the weights and statistics of the source
+    models.
+    """
     return _Computation.of(tensor, plan, bank).operands(bank)
 
 
 @dataclass(frozen=True)
 class _Computation:
-    """A merged tensor to compute, with the bank keys and the statistics of its source tensors.
+    """A merged tensor to compute, with the names of its source tensors and their statistics.
 
-    `sources` and `base` are bank keys (alias, name); `base` is None if the method needs no base. `keys` are the keys of
-    random masks, one per source; None if the method draws no masks. The fields from `cosine` to `variances` are
-    statistics of the sources, as in `Operands`; a statistic that the method does not use is None. If `keeps_equal` is
-    True, elements of equal magnitude have the same rank, as in recipes of format 1. `compiles` says whether a compiled
-    kernel may compute the tensor.
+    `sources` and `base` are names of source tensors as (model's alias, tensor's name); `base` is None if the method
+    needs no base. `keys` are the keys of random masks, one per source; None if the method draws no masks. The fields
+    from `cosine` to `variances` are statistics of the sources, as in `Operands`; a statistic that the method does not
+    use is None. If `keeps_equal` is True, elements of equal magnitude have the same rank, as in recipes of format 1.
+    `compiles` says whether a compiled kernel may compute the tensor.
     """
 
     tensor: MergedTensor
@@ -250,10 +263,11 @@ class _Computation:
 
     @classmethod
     def of(cls, tensor: MergedTensor, plan: TensorPlan, bank: Bank, *, compiles: bool = True) -> Self:
-        """Prepare the computation of a planned tensor: look up its source tensors and their statistics in the bank.
+        """Prepare the computation of a merged tensor: look up its source tensors and their statistics in the bank.
 
-        With `compiles=False` the plain torch function of the method computes the tensor. It also computes the
-        statistics of single tensors, so these are not taken from the bank.
+        `tensor` is one of the merged tensors that `plan` lists, and `bank` has the weights of the source models. With
+        `compiles=False` the plain torch function of the method computes the tensor. Statistics of single tensors are
+        then not looked up, because this function computes them itself.
         """
         recipe, aliases = plan.recipe, plan.aliases
         merge, declared = tensor.merge, METHODS[tensor.merge.method]
@@ -298,9 +312,9 @@ class _Computation:
     ) -> torch.Tensor:
         """Compute the merged tensor, rounded to `dtype`.
 
-        If `into` is given, it is a function that returns memory for a tensor, from its name and shape. The result is in
-        this memory if a kernel writes the result directly. Otherwise the result is in newly allocated memory or, for a
-        copy of a source, in the bank's memory.
+        `bank` has the weights of the source models. `into` is a function that returns memory for a tensor from its name
+        and shape, or None. The result is in memory from `into` only if a kernel writes the result directly. Otherwise
+        it is in newly allocated memory or, for a copy of a source, in the bank's memory.
         """
         merge, shape = self.tensor.merge, self.tensor.shape
         if _is_copy(self.tensor):
@@ -324,7 +338,8 @@ class _Computation:
     def operands(self, bank: Bank, shard: Shard | None = None) -> Operands:
         """Whole operands of the merge in their stored dtypes, with the statistics that the method uses.
 
-        `shard` has the elements that the caller reads; None means that all are read.
+        `bank` has the weights of the source models, and counts the elements that are read from them. `shard` says which
+        elements the caller will read, so that only these are counted; None counts all.
         """
         # Ranks are half as large as a source, so they are read for one tensor at a time.
         uses_ranks = "ranks" in PLAIN[self.tensor.merge.method].uses
@@ -362,7 +377,10 @@ def _is_copy(tensor: MergedTensor) -> bool:
 
 @dataclass(frozen=True)
 class _ShardComputation:
-    """Computation, on CPU, of those elements of a planned tensor that belong to one shard."""
+    """Computation, on CPU, of those elements of a merged tensor that belong to one shard.
+
+    `tensor` is one of the merged tensors that `plan` lists. `shard` says which of its elements are computed.
+    """
 
     tensor: MergedTensor
     plan: TensorPlan
@@ -371,7 +389,7 @@ class _ShardComputation:
     def write(self, bank: Bank, destination: torch.Tensor) -> None:
         """Compute the shard's elements, and write them to the contiguous memory `destination`.
 
-        The elements are rounded once, to the dtype of `destination`.
+        `bank` has the weights of the source models. The elements are rounded once, to the dtype of `destination`.
         """
         tensor, shard, merge = self.tensor, self.shard, self.tensor.merge
         if _is_copy(tensor):
@@ -392,7 +410,12 @@ class _ShardComputation:
             destination.copy_(merged * tensor.factor)
 
     def _rule_of_whole(self, bank: Bank) -> Rule:
-        """The merge's rule (a formula with its numbers), for a method whose numbers depend on whole tensors."""
+        """The kernel rule of the merge (the numbers of its formula), computed from the whole tensors of the sources.
+
+        The whole tensors are needed if a number, such as a threshold, depends on elements outside the shard. `bank` has
+        the weights of the source models. The processes of a node share the rule, so that one of them computes it,
+        except for methods that use ranks.
+        """
 
         def made() -> Rule:
             return exact_rule(self.tensor.merge, _Computation.of(self.tensor, self.plan, bank).operands(bank))
@@ -405,12 +428,13 @@ class _ShardComputation:
 def _of_whole_models(
     tensor: MergedTensor, recipe: Recipe, bank: Bank, sources: Sequence[Key], base: Key, *, compiles: bool
 ) -> tuple[tuple[Ranked, ...], int | None]:
-    """Statistics of whole models for one tensor of a merge with `trim: model`: thresholds and majority sign.
+    """Thresholds and majority sign for one tensor of a merge that trims whole models (`trim: model`).
 
-    The merge trims the task vector of a whole model instead of each tensor. The first result has the magnitude
-    thresholds of each source. The second is a number whose sign is the majority sign (`Bank.majority`), or None if the
-    method uses no majority sign. Tensors are given as (alias, name). `compiles` says whether compiled kernels may be
-    used.
+    Such a merge keeps a share of the task vector of the whole model, not of each tensor. `tensor` is a merged tensor of
+    `recipe`; `sources` and `base` are its operands, as (alias of the model, name of the tensor) in `bank`, which has
+    the weights. The first result finds the magnitude thresholds of each source. The second is a number whose sign is
+    the majority sign (`Bank.majority`), or None if the method uses no majority sign. `compiles` says whether compiled
+    kernels may be used.
     """
     merge = tensor.merge
     masks: list[Mask | None] = [None] * len(sources)

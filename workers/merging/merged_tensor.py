@@ -55,8 +55,8 @@ class MergedTensor:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes, by name, of the merged model's tensors that this merge gives.
 
-        A stack (the matrices of all experts of a layer's mixture of experts) is split into its pieces. Any other tensor
-        is not split, and its own name and shape are returned.
+        A stack (the matrices of all experts of a layer's mixture of experts) is split into its pieces, which are
+        tensors of the merged model. Any other tensor is not split, and its own name and shape are returned.
         """
         if not self.pieces:
             return {self.name: self.shape}
@@ -65,8 +65,8 @@ class MergedTensor:
     def split(self, merged: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """Split the computed tensor `merged` into tensors of the merged model.
 
-        A stack (the matrices of all experts of a layer's mixture of experts) gives its pieces, and any other tensor
-        only itself. Yields (name, tensor) in the order of the method `shapes`.
+        A stack (the matrices of all experts of a layer's mixture of experts) gives the parts that it was joined from,
+        and any other tensor only itself. Yields (name, tensor) in the order of the method `shapes`.
         """
         if not self.pieces:
             yield self.name, merged

@@ -69,11 +69,11 @@ class SharedDirectory:
             os.close(self._users)
 
     def fill(self, num_bytes: int, write: Callable[[torch.Tensor], None]) -> torch.Tensor:
-        """Return shared memory of `num_bytes`, as uint8, which one of the processes fills by calling `write`.
+        """Return `num_bytes` of shared memory, as uint8, which one of the node's processes fills by calling `write`.
 
-        The other processes wait until the memory is full. If the process that fills the memory is killed, another one
-        fills it from the beginning. The memory must not be written to afterwards. Raises NoRoom if there is too little
-        shared memory.
+        All processes that use the directory call this method. One of them fills the memory, and the others wait until
+        it is full. If the process that fills the memory is killed, another one fills it from the beginning. The memory
+        must not be written to afterwards. Raises NoRoom if there is too little shared memory.
         """
         while not (self.path / FILLED).exists():
             fcntl.flock(self._users, fcntl.LOCK_UN)
@@ -133,7 +133,10 @@ def free_shared_bytes() -> int:
 
 
 def shared_bytes(name: str) -> int:
-    """Bytes of shared memory that the sources in this user's SharedDirectory `name` take; 0 for none."""
+    """Bytes of the source weights in the shared directory `name` of this user; 0 if there is no such directory.
+
+    The processes of a node share the weights in such a directory in shared memory (`SharedDirectory`).
+    """
     try:
         return (SHARED_MEMORY / f"{OWN}{os.getuid()}" / name / SOURCES).stat().st_blocks * 512
     except OSError:
@@ -166,9 +169,9 @@ def remove_unused(directory: Path, *, except_for: str = "") -> list[str]:
 class Node:
     """Cache of values that one process of a node computes and the other processes read.
 
-    The values are in the directory `shared`. With None, nothing is shared and every value is computed by this process.
-    A value is named by a tuple of plain values, which is the same in all processes. The first element of the tuple is
-    the kind of value, such as "norm" or "rule". Computing a value of the kind "rule" may need values of other kinds.
+    The values are in the directory `shared`. With None, nothing is shared and this process computes every value. The
+    name of a value is a tuple of plain values, which is the same in all processes. The first element of the tuple is
+    the kind of value, such as "norm" or "rule".
     """
 
     def __init__(self, shared: SharedDirectory | None = None) -> None:
@@ -176,9 +179,11 @@ class Node:
         self.num_made = 0  # values that this process computed
 
     def value(self, name: tuple[Any, ...], made: Callable[[], T]) -> T:
-        """Return the value `name`; if no process has computed it, compute it with `made`.
+        """Return a value that the processes of a node share: the first process that needs it computes it with `made`.
 
-        Without a shared directory, `made` is called every time.
+        `name` identifies the value in all processes. Other processes wait while one of them computes the value, and
+        then read it from the shared directory. Without a shared directory, `made` is called every time, and nothing is
+        stored.
         """
         if self.shared is None:
             return made()
@@ -201,7 +206,7 @@ class Node:
 
 
 def _own_directory(root: Path) -> Path:
-    """Directory of this user in shared memory.
+    """Directory of this user in shared memory; `root` is the directory of the shared memory.
 
     Raises NoRoom if the directory cannot be made, or if another user has made a directory of this name.
     """
@@ -254,16 +259,20 @@ def _locked(path: Path, waits_for: str) -> Iterator[None]:
 
 
 def _read(file: Path) -> list[Any]:
-    """Read a stored value as a list with this one value; the list is empty if no value can be read."""
+    """Read the value that another process stored in `file`; the result is a list that contains only this value.
+
+    The list is empty if no value can be read.
+    """
     with suppress(OSError, EOFError, pickle.UnpicklingError):
         return [pickle.loads(file.read_bytes())]
     return []
 
 
 def _write(file: Path, value: list[Any]) -> None:
-    """Store a value in `file`, so that other processes need not compute it; `value` is a list with this one value.
+    """Store a value in `file` for the other processes of the node; `value` is a list that contains only this value.
 
-    If there is no room, nothing is stored, and each of the other processes computes the value.
+    If there is no room, a warning is logged and nothing is stored. Each of the other processes then computes the value
+    itself.
     """
     new = file.with_name(f"{file.name}.{os.getpid()}.new")
     try:

@@ -59,10 +59,10 @@ FEW = 1 << 20
 
 @dataclass(frozen=True, order=True)
 class Threshold:
-    """A magnitude threshold that cuts between elements of equal magnitude, too.
+    """A magnitude threshold that can also divide elements of equal magnitude.
 
-    The threshold consists of the magnitude and the tie-breaking hash ("mark") of one element. Elements are compared by
-    magnitude; marks decide between elements of equal magnitude.
+    The threshold consists of the magnitude and the tie-breaking hash ("mark") of one element. An element reaches it if
+    its magnitude is larger, or if its magnitude is equal and its mark is not smaller.
     """
 
     magnitude: float
@@ -70,7 +70,10 @@ class Threshold:
 
     @property
     def key(self) -> int:
-        """The threshold as one integer, comparable with the integers that `magnitude_keys` computes for elements."""
+        """The threshold as one integer, for comparison with the integers of elements (`magnitude_keys`).
+
+        An element reaches the threshold if its integer is at least this one.
+        """
         return int(np.float32(self.magnitude).view(np.uint32)) << 32 | self.mark
 
     def reached_by(self, magnitudes: torch.Tensor, order: TieOrder) -> torch.Tensor:
@@ -101,7 +104,7 @@ class TieOrder:
 
     @property
     def factor(self) -> int:
-        """The odd number by which an element's hash is multiplied to give its tie-breaking mark.
+        """The odd number by which the hash of an element's index is multiplied to give its tie-breaking mark.
 
         The factor is the hash of index 0 with the key `key`, with the last bit set.
         """
@@ -112,18 +115,18 @@ class TieOrder:
         return (hashes(0, positions) * self.factor) & LARGEST_MARK
 
     def lowest(self, threshold: Threshold) -> Threshold:
-        """The threshold as this rule applies it: the lowest threshold that keeps the same elements as `threshold`.
+        """The lowest threshold that keeps the same elements as `threshold`.
 
-        With `keeps_equal`, all elements of equal magnitude have the same rank. Then the result has the magnitude of
-        `threshold` and the lowest mark, 0. Otherwise the result is `threshold` itself.
+        With `keeps_equal`, elements of equal magnitude are all kept or all dropped. Then the result has the magnitude
+        of `threshold` and the lowest tie-breaking mark, 0. Otherwise the result is `threshold` itself.
         """
         return Threshold(threshold.magnitude, 0) if self.keeps_equal else threshold
 
     def above(self, threshold: Threshold) -> Threshold:
-        """The lowest threshold that excludes the element at `threshold` and all smaller elements.
+        """The lowest threshold that drops the element at `threshold`.
 
-        Usually the result has the same magnitude and the next larger tie-breaking mark. With `keeps_equal`, when
-        elements of equal magnitude have the same rank, the result has the next larger magnitude.
+        Usually the result has the same magnitude and the next larger tie-breaking mark. With `keeps_equal`, elements of
+        equal magnitude are all kept or all dropped. The result then has the next larger magnitude.
         """
         if self.keeps_equal or threshold.mark == LARGEST_MARK:
             return Threshold(float(np.nextafter(np.float32(threshold.magnitude), np.float32(np.inf))), 0)
@@ -134,11 +137,11 @@ class TieOrder:
 class Trim:
     """Lower and upper bound (`low`, `high`) of the magnitude threshold that keeps a given number of elements.
 
-    To keep n elements, the threshold is the magnitude and tie-breaking mark of the n-th largest element. If the bounds
-    are equal, they are the threshold. Otherwise the threshold is at one of the elements strictly between the bounds.
-    There are fewer than `SPACING` of these elements, and `num_smaller` of them are smaller than the threshold's
-    element. `is_tied` is true if more than `MOST_LEFT` elements may have magnitudes from that of `low` to that of
-    `high`.
+    Elements are ordered by magnitude, and equal magnitudes by a mark, a number that breaks ties. To keep n elements,
+    the threshold is the magnitude and the mark of the n-th largest one. If the bounds are equal, they are the
+    threshold. Otherwise the threshold is at one of the elements strictly between the bounds, which are fewer than
+    `SPACING`. `num_smaller` is the number of elements between the bounds that are smaller than the threshold's element.
+    `is_tied` is true if more than `MOST_LEFT` elements may have magnitudes from that of `low` to that of `high`.
     """
 
     low: Threshold
@@ -148,12 +151,12 @@ class Trim:
 
     @property
     def magnitudes(self) -> tuple[float, float]:
-        """Two float32 numbers with which most elements can be compared with the threshold.
+        """Two float32 numbers with which most elements can be compared with the threshold by magnitude alone.
 
         An element whose magnitude is at most the first number is below the threshold. An element whose magnitude is at
-        least the second number is at the threshold or above. The other elements have a magnitude from that of `low` to
-        that of `high`; they can only be decided by their tie-breaking marks. The second number is NaN if the bounds
-        keep no element.
+        least the second number reaches the threshold. All other elements must be compared by magnitude and tie-breaking
+        mark: their magnitudes are from that of `low` to that of `high`. If no element reaches the threshold, the second
+        number is NaN, with which every comparison is false.
         """
         if self == NOTHING:
             return float("inf"), float("nan")
@@ -186,9 +189,10 @@ class Ranked(Protocol):
     def num_not_zero(self) -> int: ...
 
     def trim(self, rank: int) -> Trim:
-        """Two bounds of the threshold that keeps the `rank` largest magnitudes; the bounds may be equal.
+        """A lower and an upper bound of the threshold that keeps the `rank` largest magnitudes.
 
-        A threshold is a magnitude with a tie-breaking mark. `rank` is at least 1.
+        A threshold is a magnitude with a tie-breaking mark. If it is known exactly, the bounds are equal. `rank` is at
+        least 1.
         """
         ...
 
@@ -204,10 +208,10 @@ class Ranked(Protocol):
 
 @dataclass(frozen=True)
 class Selection:
-    """Magnitudes of a tensor from which the n-th largest is found by selection, without a table.
+    """The magnitudes of a tensor's elements, of which one of a given rank is found by a selection algorithm.
 
-    `select(n)` returns the element that n other elements precede in ascending order. `num_zeros()` counts the elements
-    that are zero.
+    `select(n)` returns the element that n others precede in ascending order of magnitude, so `select(0)` is the
+    smallest one. `num_zeros()` counts the elements that are zero, and `num_elements` is the number of all.
     """
 
     num_elements: int
@@ -219,17 +223,19 @@ class Selection:
         return self.num_elements - self.num_zeros()
 
     def trim(self, rank: int) -> Trim:
-        """The exact threshold that keeps the `rank` largest magnitudes, as both the lower and the upper bound.
+        """The threshold that keeps the `rank` largest magnitudes, as two equal bounds.
 
-        `rank` is at least 1.
+        The threshold is known exactly, so it is both the lower and the upper bound. A threshold is a magnitude with a
+        tie-breaking mark. `rank` is at least 1.
         """
         found = self.select(self.num_elements - rank)
         return Trim.at(found.threshold, is_tied=found.num_equal > MOST_LEFT)
 
     def threshold(self, rank: int, sizes: torch.Tensor, order: TieOrder) -> Threshold:
-        """The threshold that keeps the `rank` largest magnitudes.
+        """The exact threshold that keeps the `rank` largest magnitudes: the `rank`-th largest, and its mark.
 
-        `sizes` and `order` are not used.
+        The mark is a hash that breaks ties between equal magnitudes. The parameters `sizes` and `order` are not used;
+        they belong to the interface `Ranked`.
         """
         return self.trim(rank).high
 
@@ -278,10 +284,11 @@ class MagnitudeTable:
         return self._magnitudes.nbytes + self._marks.nbytes
 
     def trim(self, rank: int) -> Trim:
-        """Two bounds of the threshold that keeps the `rank` largest magnitudes.
+        """A lower and an upper bound of the threshold that keeps the `rank` largest magnitudes.
 
-        `rank` is at least 1. The bounds are adjacent entries of the table. They are equal if the element of this rank
-        is itself an entry.
+        `rank` is at least 1. A threshold is a magnitude with a tie-breaking mark: those of the `rank`-th largest
+        element. If the table has an entry for this element, both bounds are the threshold. Otherwise they are the
+        table's entries before and after the element.
         """
         cut, after = divmod(self.num_elements - rank, SPACING)
         low = self._threshold(cut)
@@ -307,10 +314,11 @@ class MagnitudeTable:
         return _threshold(int(keys[(keys > trim.low.key) & (keys < trim.high.key)].sort().values[trim.num_smaller]))
 
     def _is_tied(self, first: int, last: int) -> bool:
-        """Whether many elements may have the magnitude of one of two entries of the table.
+        """Whether many elements may have the magnitude of the entry `first` of the table, or that of the entry `last`.
 
-        `first` and `last` are the entries' indices. The result is True if the entry before `first` has the same
-        magnitude as `first`, or the entry after `last` the same magnitude as `last`.
+        `first` and `last` are indices of entries. The table has an entry for every 128th element only. If two adjacent
+        entries have the same magnitude, all elements between them have it, too. Therefore the result is True if the
+        entry before `first` has the magnitude of `first`, or the entry after `last` that of `last`.
         """
         sizes = self._magnitudes
         return bool(
@@ -325,19 +333,20 @@ class MagnitudeTable:
 class Words(Protocol):
     """Interface of a tensor's elements as 64-bit sort keys ("words"), which can be counted and read by prefix.
 
-    The upper 32 bits of a word are the element's magnitude as a float32. The lower 32 bits are the element's mark,
-    which orders equal magnitudes. A prefix is the number that remains of a word without its last `shift` bits.
+    The upper 32 bits of a word are the element's magnitude as a float32. The lower 32 bits are the element's mark, a
+    number that orders elements of equal magnitude. A prefix is the first bits of a word, as a number: the word without
+    its last `shift` bits.
     """
 
     def counts(self, prefix: int, shift: int) -> np.ndarray:
-        """Count the words that begin with `prefix` by the value of their next 16 bits; int64 [65536].
+        """Count the words (sort keys) that begin with `prefix`, by the value of their next 16 bits; int64 [65536].
 
-        The last `shift` bits of a word come after these 16 bits.
+        A word consists of the prefix, these 16 bits and `shift` further bits.
         """
         ...
 
     def with_prefix(self, prefix: int, shift: int, most: int) -> np.ndarray:
-        """The words (uint64) that begin with `prefix`, which is followed by `shift` further bits.
+        """The words (sort keys, uint64) that begin with `prefix`, which is followed by `shift` further bits.
 
         At most `most` words may begin with `prefix`.
         """
@@ -346,10 +355,10 @@ class Words(Protocol):
 
 @dataclass(frozen=True)
 class Selected:
-    """The element that `selected` found.
+    """The n-th largest element of several tensors, as the function `selected` found it.
 
-    `threshold` has its magnitude and tie-breaking mark, and `tensor` is the index of its tensor. `num_equal` is the
-    number of elements of all tensors that have the same magnitude.
+    `threshold` has the element's magnitude and its tie-breaking mark, and `tensor` is the index of the tensor that
+    contains it. `num_equal` is the number of elements of all tensors that have the same magnitude.
     """
 
     threshold: Threshold
@@ -358,11 +367,13 @@ class Selected:
 
 
 def selected(tensors: Sequence[Words], num_smaller: int, *, first: np.ndarray | None = None) -> Selected:
-    """Find the element that `num_smaller` others precede when the elements of all tensors are sorted together.
+    """Find the element that is at the index `num_smaller` when the elements of all tensors are sorted together.
 
-    Elements are sorted in ascending order by magnitude, then by tie-breaking mark, then by the index of their tensor.
-    Each step is a pass over all tensors, and needs the memory of one tensor. `first` are the counts of the first pass,
-    summed over the tensors (`Words.counts` with prefix 0 and shift 48); if it is None, they are counted here.
+    Elements are sorted in ascending order by magnitude, then by tie-breaking mark, then by the index of their tensor;
+    the first has the index 0. The result has the element's magnitude, mark and tensor, and the number of elements of
+    the same magnitude. Each step is a pass over all tensors, and needs the memory of one tensor. `first` are the counts
+    of the first pass, summed over the tensors (`Words.counts` with prefix 0 and shift 48); if it is None, they are
+    counted here.
     """
     prefix, shift, count, num_equal = 0, 64, 0, 0
     while shift == 64 or (count > FEW and shift > 0):
@@ -391,8 +402,8 @@ def threshold_of_rank(sizes: torch.Tensor, rank: int, order: TieOrder, table: Ra
     """The threshold that keeps the `rank` largest of the magnitudes `sizes`: the `rank`-th largest, with its mark.
 
     `rank` is at least 1. `sizes` are in float32. `order` breaks ties between equal magnitudes by numbers called marks.
-    `table` is an object that knows the order of the magnitudes; if it is None, the threshold is searched for in
-    `sizes`.
+    `table` is an object that finds the threshold faster because statistics of the magnitudes are known; if it is None,
+    the threshold is searched for in `sizes`.
     """
     if table is not None:
         return table.threshold(rank, sizes, order)

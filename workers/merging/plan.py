@@ -34,9 +34,9 @@ __all__ = [
 class TensorPlan:
     """A recipe that was checked against the source models, with the ordered list of all tensors to compute.
 
-    Functions that accept a recipe also accept its plan for the same bank of source weights. So a swap, which writes a
-    merge into an engine in several steps, makes the plan only once. `aliases` maps the recipe's aliases to those of the
-    bank.
+    Functions that accept a recipe also accept its plan, which saves them the check. For example, writing a merge into
+    an engine takes several calls with one plan. A plan is valid for the bank (source weights in memory) for which it
+    was made. `aliases` maps the recipe's aliases to those of the bank.
     """
 
     recipe: Recipe
@@ -47,16 +47,17 @@ class TensorPlan:
 def merged_names(recipe: Recipe | TensorPlan, bank: Bank) -> dict[str, tuple[int, ...]]:
     """The name and shape of every merged tensor, in the order of `materialize.merged_tensors`.
 
-    Raises the errors of `plan_tensors`.
+    `recipe` is the recipe of the merge, or a plan made from it; `bank` has the weights of its models. Raises
+    InvalidRecipe, InvalidModel or EvidenceMismatch if they do not fit together (`plan_tensors`).
     """
     return {name: shape for tensor in plan_tensors(recipe, bank).tensors for name, shape in tensor.shapes().items()}
 
 
 def computations(recipe: Recipe | TensorPlan, bank: Bank) -> dict[str, Hashable]:
-    """Descriptions of how the merged tensors are computed from the sources, by tensor name.
+    """Descriptions of how the merged tensors of a recipe are computed from the sources, by tensor name.
 
     A description is a hashable value. Descriptions of several recipes can be compared: tensors with equal descriptions
-    are equal bit for bit.
+    are equal bit for bit. `recipe` may also be a plan; `bank` has the weights of the recipe's models.
     """
     plan = plan_tensors(recipe, bank)
     return {
@@ -65,15 +66,15 @@ def computations(recipe: Recipe | TensorPlan, bank: Bank) -> dict[str, Hashable]
 
 
 def check_recipe(recipe: Recipe, bank: Bank) -> None:
-    """Check that a recipe can be merged from the source models in `bank`.
+    """Check that a recipe can be merged from the source models whose weights are in `bank`.
 
-    Raises the errors of `plan_tensors` if it cannot: InvalidRecipe, InvalidModel or EvidenceMismatch.
+    Raises InvalidRecipe, InvalidModel or EvidenceMismatch if it cannot.
     """
     plan_tensors(recipe, bank)
 
 
 def plan_tensors(recipe: Recipe | TensorPlan, bank: Bank) -> TensorPlan:
-    """Check a recipe against the source models in `bank`, and list the tensors to compute.
+    """Check a recipe against the source models in `bank`, and list the tensors to compute: make the recipe's plan.
 
     If a plan is given instead of a recipe, it is returned.
 
@@ -88,9 +89,10 @@ def plan_tensors(recipe: Recipe | TensorPlan, bank: Bank) -> TensorPlan:
 def plan_as_stated(recipe: Recipe, bank: Bank) -> TensorPlan:
     """Plan a recipe without leaving out sources that have no influence, such as those with weight 0.
 
-    Gradients need this plan, because they also have derivatives with respect to the coefficients of these sources. The
-    merged model is the same as with `plan_tensors`, except for rounding, because sums may be computed in another order.
-    Raises the errors of `plan_tensors`.
+    A plan lists the tensors of the merge, each with the sources from which it is computed; `bank` has the weights of
+    the sources. Gradients need this plan, because they also have derivatives with respect to the coefficients of these
+    sources. The merged model is the same as with `plan_tensors`, except for rounding, because sums may be computed in
+    another order. Raises InvalidRecipe, InvalidModel or EvidenceMismatch if the recipe cannot be merged.
     """
     recipe.check()
     return _plan(recipe, recipe, bank)
@@ -119,12 +121,13 @@ def _plan(given: Recipe, recipe: Recipe, bank: Bank) -> TensorPlan:
 def _part(
     recipe: Recipe, merge: Merge, component: str, index: int | None, bank: Bank, aliases: Mapping[str, str]
 ) -> list[MergedTensor]:
-    """Plan the tensors of one component of a merged layer, or of the embedding or head.
+    """List the tensors to compute for one component of a merged layer, or for the embedding or head.
 
     `component` is the name of the component, such as "embedding". `index` is the index of the merged layer, or None
     outside layers. `merge` is the component's merge in `recipe`; the recipe may have other merges for single tensors.
-    `aliases` maps the recipe's aliases to those of the bank. Raises InvalidRecipe if the models do not have the
-    tensors, or have them in different shapes.
+    `bank` has the weights of the source models. `aliases` maps the names of models in the recipe to their names in the
+    bank (the source weights in memory). Raises InvalidRecipe if the models do not have the tensors, or have them in
+    different shapes.
     """
     where = component if index is None else f"layer {index}, {component}"
     _check_merge(merge, recipe, where, index, bank, aliases)
@@ -223,9 +226,9 @@ def _vocabulary(tokenizer: str, fingerprints: Mapping[str, str]) -> str:
 
 
 def computation(tensor: MergedTensor, plan: TensorPlan) -> tuple[Hashable, ...]:
-    """Description of how a planned tensor is computed from the bank's sources, as a hashable value.
+    """Description of how a merged tensor is computed from the source weights, as a hashable value.
 
-    Tensors with equal descriptions are equal bit for bit.
+    `tensor` is one of the merged tensors that `plan` lists. Tensors with equal descriptions are equal bit for bit.
     """
     merge, recipe, aliases = tensor.merge, plan.recipe, plan.aliases
     sources = tuple((aliases[source.model], source.layer) for source in merge.sources)

@@ -44,7 +44,7 @@ class Usual:
     """A common merge whose kernel is compiled in advance, with operands and result in `dtype`.
 
     If `is_tied` is True, many elements have the magnitude of a threshold. Another kernel, which also compares
-    tie-breaking marks, handles this case.
+    tie-breaking marks (hashes that order equal magnitudes), handles this case.
     """
 
     merge: Merge
@@ -53,7 +53,10 @@ class Usual:
 
 
 def usual() -> Iterator[Usual]:
-    """Yield the merges whose kernels most users need, with two and three sources, in bfloat16 and float32."""
+    """Yield the merges for which kernels are compiled in advance, because most users need them.
+
+    They are merges of two and of three sources, in bfloat16 and float32.
+    """
     for name, numbers in COEFFICIENTS.items():
         uses = PLAIN[name].uses
         for count in NUM_SOURCES:
@@ -66,7 +69,10 @@ def usual() -> Iterator[Usual]:
 
 
 def operands(case: Usual) -> Operands:
-    """Make random operands for compiling the kernel of a merge, with the statistics that its method uses."""
+    """Make random operands for compiling the kernel of a merge, with the statistics that its method uses.
+
+    `case` is the merge, with its dtype and whether many elements have the magnitude of a threshold.
+    """
     generator = torch.Generator().manual_seed(0)
     finest = torch.bfloat16 if case.is_tied else torch.float32
     base = torch.randn(SHAPE, generator=generator).to(finest)
@@ -93,9 +99,10 @@ def operands(case: Usual) -> Operands:
 
 
 def compile_kernels() -> None:
-    """Compile the kernels of the merges in `usual`, and the kernels that compute the statistics of these merges.
+    """Compile the kernels of common merges, and the kernels that compute statistics for these merges.
 
-    Code that is on disk already is not compiled again.
+    The merges are those of two and three sources, in bfloat16 and float32, with the methods that most users need.
+    Kernels whose compiled code is already on disk are not compiled again.
     """
     for case in usual():
         merge_stored(case.merge, operands(case), torch.empty(SHAPE, dtype=case.dtype))

@@ -26,7 +26,10 @@ T = TypeVar("T")
 
 
 class Recent:
-    """Thread-safe LRU cache of values by key, with at most `max_bytes` in total."""
+    """Thread-safe cache of values by key, with at most `max_bytes` in total.
+
+    Beyond this limit, the least recently used values are dropped.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -62,7 +65,7 @@ class Recent:
 
 
 def recent_bytes(sources: ResolvedFamily) -> int:
-    """Bytes of host memory for cached statistics of several sources: an eighth of the size of the family's models.
+    """Bytes of host memory for cached statistics of several sources: an eighth of the size of all models in `sources`.
 
     Each model is counted as a whole model in the base's dtypes, even if it is an adapter.
     """
@@ -72,7 +75,7 @@ def recent_bytes(sources: ResolvedFamily) -> int:
 
 
 def statistics_bytes(sources: ResolvedFamily) -> int:
-    """Upper limit, in bytes of host memory, for cached statistics of a family's sources.
+    """Upper limit, in bytes of host memory, for cached statistics of the models in `sources`.
 
     The result is the size of the tables of each expert's magnitudes, which are always cached, plus `recent_bytes` for
     statistics of several sources. Ranks of magnitudes within rows are not counted.

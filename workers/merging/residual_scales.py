@@ -59,17 +59,22 @@ MLP_END = re.compile(
 
 @dataclass(frozen=True)
 class BranchFactors:
-    """Factors on the attention and MLP outputs of one layer, which replace the scales of a recipe's layers.
+    """Factors on the outputs of one layer's attention and MLP, which replace the scales of a recipe's layers.
 
-    `stream` is one over the product of the scales of all earlier layers. It multiplies the residual stream before the
-    layer, and the output of the layer's attention. `mlp` multiplies the output of the layer's MLP.
+    A scale is a factor on the residual stream after a layer. The factors have the same effect, because they divide what
+    all later layers add to the stream by the scale. `stream` multiplies the output of the layer's attention, and is one
+    over the product of the scales of all earlier layers. `mlp` multiplies the output of the layer's MLP. It is `stream`
+    times the layer's MLP scale, a factor on the MLP's output alone.
     """
 
     stream: float = 1.0
     mlp: float = 1.0
 
     def of(self, suffix: str) -> float:
-        """The factor for the layer's tensor `suffix`, a name within the layer; 1 for an unchanged tensor."""
+        """The factor by which the tensor `suffix` of the layer is multiplied; 1 for a tensor that stays unchanged.
+
+        `suffix` is the tensor's name within the layer.
+        """
         if MLP_END.fullmatch(suffix):
             return self.mlp
         return self.stream if ATTENTION_END.fullmatch(suffix) else 1.0
@@ -79,14 +84,15 @@ UNSCALED = BranchFactors()
 
 
 def branch_factors(layers: Sequence[LayerRecipe], *, model_type: str) -> tuple[BranchFactors, ...]:
-    """Convert the scales of layers to factors on the attention and MLP outputs of each layer.
+    """Convert the scales of a recipe's `layers` to factors on the attention and MLP outputs of each layer.
 
-    The factors are multiplied into weights, so that the merged model needs no scales. A layer's scale multiplies the
-    residual stream after the layer. Dividing the last weights of the branches (attention and MLP) of all later layers
-    by the scale has the same effect. A layer's MLP scale multiplies the last weights of its MLP.
+    With these factors multiplied into the weights, the merged model needs no scales. A layer's scale multiplies the
+    residual stream after the layer. It has the same effect to divide everything that later layers add to the stream by
+    the scale, that is, the last weights of their attention and MLP. A layer's MLP scale multiplies the last weights of
+    its MLP. `model_type` is the models' type in transformers.
 
     Raises:
-        InvalidRecipe: A layer has an alignment (a map of the residual stream before the layer), or a scale that cannot
+        InvalidRecipe: A layer has an alignment (a map of the residual stream after the layer), or a scale that cannot
             be multiplied into weights; the message names the layer. A scale must be above 0, and 1 in models of a type
             that is not in `SCALABLE`. float64 must be able to represent the product of the scales. An MLP scale must be
             finite, and 1 in models of a type that is not in `MLP_SCALABLE`.

@@ -58,7 +58,7 @@ class Shard:
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> Self:
-        """All elements of a tensor of the shape `shape`."""
+        """The shard that has all elements of a tensor of the shape `shape`."""
         size = math.prod(shape)
         return cls(0, size, size, tuple(shape))
 

@@ -52,16 +52,18 @@ def inner_products(tensors: Sequence[torch.Tensor], base: torch.Tensor | None = 
 
 
 def importance_of(first: torch.Tensor, second: torch.Tensor) -> Importance:
-    """The rule by which the merge method Arcee Fusion selects elements of `second`: row factors and a threshold.
+    """The rule by which the method Arcee Fusion selects elements of `second`: row factors and a threshold.
 
-    The result is that of `methods.fusions.importance_of`, but is computed with little memory. The tensors are on CPU
-    and have at least one element.
+    The importance of an element is |second - first|, times the factor of its row. Elements whose importance is at least
+    the threshold are taken from `second`, all others from `first`. The result is that of
+    `methods.fusions.importance_of`, but is computed with little memory. The tensors are on CPU and have at least one
+    element.
     """
     return fusions.importance_of(first, second, _importances_at)
 
 
 def magnitude_table(source: torch.Tensor, base: torch.Tensor, order: TieOrder) -> MagnitudeTable:
-    """Make the table from which the n-th largest of the magnitudes |source - base| (float32) is found.
+    """Make the table from which the n-th largest of the magnitudes |source - base| (float32) is found, for any n.
 
     `order` is the rule that breaks ties between equal magnitudes. The tensors have at least one element.
     """
@@ -73,10 +75,11 @@ def magnitude_table(source: torch.Tensor, base: torch.Tensor, order: TieOrder) -
 
 
 def magnitude_selection(source: torch.Tensor, base: torch.Tensor, order: TieOrder) -> Ranked:
-    """Make an object that finds the n-th largest of the magnitudes |source - base| (float32) without sorting them.
+    """Make an object that finds the n-th largest of the magnitudes |source - base| without sorting, for any n.
 
-    The object selects the n-th largest at each call. On a GPU, and for 2^32 elements or more, the object is a table
-    instead. `order` is the rule that breaks ties between equal magnitudes. The tensors have at least one element.
+    Magnitudes are in float32. The object searches all magnitudes each time it is asked for the threshold of a number n.
+    For tensors on a GPU, or with 2^32 elements or more, it is a table that is computed once (`magnitude_table`).
+    `order` is the rule that breaks ties between equal magnitudes. The tensors have at least one element.
     """
     if source.is_cuda or source.numel() >= 2**32:
         return magnitude_table(source, base, order)
@@ -86,12 +89,13 @@ def magnitude_selection(source: torch.Tensor, base: torch.Tensor, order: TieOrde
 
 
 def variance_selection(sources: Sequence[torch.Tensor], base: torch.Tensor, order: TieOrder) -> Ranked:
-    """Make an object that finds the n-th largest of the elements' variances across task vectors, without sorting them.
+    """Make an object that finds the n-th largest of the elements' variances across task vectors for any n.
 
     The variance of an element is computed over its values in the task vectors, the differences of `sources` from
-    `base`. The n-th largest variance is the threshold by which the merge method SCE selects elements. The object
-    selects it at each call. On a GPU, and for 2^32 elements or more, the object is a table instead. `order` is the rule
-    that breaks ties between equal variances. The tensors have at least one element.
+    `base`. The n-th largest variance is the threshold by which the merge method SCE selects elements. Nothing is
+    sorted: the object searches all variances each time it is asked for the threshold of a number n. For tensors on a
+    GPU, or with 2^32 elements or more, it is a table that is computed once (`variance_table`). `order` is the rule that
+    breaks ties between equal variances. The tensors have at least one element.
     """
     if base.is_cuda or base.numel() >= 2**32:
         return variance_table(sources, base, order)
@@ -101,7 +105,7 @@ def variance_selection(sources: Sequence[torch.Tensor], base: torch.Tensor, orde
 
 
 def variance_table(sources: Sequence[torch.Tensor], base: torch.Tensor, order: TieOrder) -> MagnitudeTable:
-    """Make the table from which the n-th largest of the elements' variances across task vectors is found.
+    """Make the table from which the n-th largest of the elements' variances across task vectors is found, for any n.
 
     The n-th largest variance is the threshold by which the merge method SCE selects elements. The variance of an
     element is computed over its values in the task vectors, the differences of `sources` from `base`
@@ -140,11 +144,12 @@ def row_ranks(source: torch.Tensor, base: torch.Tensor, order: TieOrder) -> torc
 def _importances_at(
     indices: Sequence[int], first: torch.Tensor, second: torch.Tensor, rows: torch.Tensor
 ) -> list[torch.Tensor]:
-    """Find the importances at given `indices` in the ascending list of all importances (merge method Arcee Fusion).
+    """Find the importances at given `indices` in the ascending list of the importances of all elements.
 
-    The result has a tensor with one number for each of `indices`; index 0 is the smallest importance. The importance of
-    an element is the absolute difference of `first` and `second`, times the factor of its row in `rows`. The
-    importances are sorted in pieces, which needs little memory.
+    The importance of an element is the absolute difference of `first` and `second`, times the factor of its row in
+    `rows`. The merge method Arcee Fusion takes elements of high importance from the second model. The result has a
+    tensor with one number for each of `indices`; index 0 is the smallest importance. The importances are sorted in
+    pieces, which needs little memory.
     """
     from workers.merging.kernels.sorting import ascending_importances
 

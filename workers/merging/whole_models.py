@@ -52,7 +52,7 @@ class ModelTensor(NamedTuple):
     mask: tuple[float, int] | None = None
 
     def task_vector(self) -> torch.Tensor:
-        """Compute the tensor's task vector after the random mask, in float32."""
+        """Compute the tensor's task vector, source minus base, in float32, after its random `mask` if it has one."""
         source, base = self.source.float(), self.base.float()
         if self.mask is None:
             return source - base
@@ -65,9 +65,9 @@ class ModelMagnitudes:
     """Magnitude thresholds of one tensor for merges that trim whole models.
 
     A whole model keeps its largest elements over all tensors, so the thresholds depend on all tensors. The class
-    implements `Ranked`, but ranks count the elements of the model, not of the tensor. `num_elements` is the number of
-    elements of the model. `trims` maps each rank that a merge uses (the number of elements that the model keeps) to the
-    threshold of this tensor.
+    implements `Ranked`, the interface of objects that find the n-th largest magnitude, but ranks count the elements of
+    the model, not of the tensor. `num_elements` is the number of elements of the model. `trims` maps each rank that a
+    merge uses (the number of elements that the model keeps) to the threshold of this tensor.
     """
 
     num_elements: int
@@ -78,27 +78,28 @@ class ModelMagnitudes:
         raise NotImplementedError("zeros of whole models are not counted")
 
     def trim(self, rank: int) -> Trim:
-        """Threshold of this tensor if the whole model keeps its `rank` largest elements.
+        """Threshold of this tensor for a merge that keeps the `rank` largest elements of the whole model.
 
-        Both bounds of the result are this threshold.
+        The merge keeps the elements of this tensor that reach the threshold. The result has a lower and an upper bound;
+        both are the threshold.
         """
         return self.trims[rank]
 
     def threshold(self, rank: int, sizes: torch.Tensor, order: TieOrder) -> Threshold:
-        """Threshold of this tensor if the whole model keeps its `rank` largest elements.
+        """Threshold of this tensor for a merge that keeps the `rank` largest elements of the whole model.
 
-        `sizes` and `order` are not used.
+        The parameters `sizes` and `order` are not used; they belong to the interface `Ranked`.
         """
         return self.trims[rank].high
 
 
 class WholeTaskVector:
-    """Task vector of an expert over all tensors, whose n-th largest magnitude is found by selection.
+    """Task vector of an expert over all of its tensors, whose n-th largest magnitude is found without sorting.
 
     `names` are the names of the tensors, and `num_elements` is their number of elements. `read` returns a tensor by its
-    name. `compiles` says whether compiled kernels may be used. The result for each rank is kept, and so are the counts
-    of the first pass, which take 512 KiB. Therefore the first rank takes two to five passes over the expert and the
-    base, and each further rank one pass less.
+    name. `compiles` says whether compiled kernels may be used. Finding the magnitude of a rank n takes two to five
+    passes over the expert and the base. The first pass counts elements, and is the same for all ranks. Its counts (512
+    KiB) are kept, so that each further rank takes one pass less. The result for each rank is kept, too.
     """
 
     def __init__(
@@ -116,11 +117,11 @@ class WholeTaskVector:
         return 0 if self._first is None else self._first.nbytes
 
     def of_tensor(self, name: str, order: TieOrder, ranks: Iterable[int]) -> ModelMagnitudes:
-        """Find the thresholds that trim the tensor `name` as a part of the whole model.
+        """Find thresholds of the tensor `name` for merges that keep the largest elements of the whole model.
 
-        For each number in `ranks`, that many elements of the whole model are kept: the largest ones of all tensors
-        together. The result has the threshold for each number. The numbers are at least 1. `order` is the rule that
-        breaks ties between the tensor's elements of equal magnitude.
+        Each of `ranks` is a number, at least 1, of elements of all tensors together that a merge keeps. For each of
+        `ranks` the result has a magnitude threshold: the elements of this tensor that reach it are kept. `order` is the
+        rule that breaks ties between the tensor's elements of equal magnitude.
         """
         return ModelMagnitudes(self.num_elements, {rank: self._trim(name, order, rank) for rank in ranks})
 
@@ -146,18 +147,21 @@ class WholeTaskVector:
 def balance_of(tensors: Sequence[ModelTensor], shares: Sequence[float], known: Sequence[ModelMagnitudes]) -> int:
     """Number of elements of one tensor with a positive elected sign, minus the number with a negative one.
 
-    `tensors` has this tensor of each expert. The signs are elected among the experts' task vectors, after trimming.
-    Trimming keeps the largest elements of each expert's whole task vector; their share is in `shares`. `known` has the
-    thresholds of the trimming.
+    The elected sign of an element is the sign of the sum of the experts' trimmed task vectors. Trimming keeps the
+    largest elements of each expert's whole task vector. Each argument has an entry for each expert: `tensors` this
+    tensor of the expert, `shares` the share of the whole task vector to keep, and `known` the magnitude threshold that
+    follows from the share.
     """
     each = zip(tensors, shares, known, strict=True)
     return elected_balance([trimmed(of.task_vector(), share, of.order, table) for of, share, table in each])
 
 
 class _Words:
-    """The 64-bit sort keys (`order_statistics.Words`) of a tensor's elements, for a tensor that is not kept in memory.
+    """The elements of one tensor as 64-bit sort keys, by magnitude; each pass over the keys reads the tensor again.
 
-    `read` returns the tensor of the name `name`; it is called at each pass.
+    The keys serve to find the n-th largest element of a whole model, by counting the keys that begin with certain bits.
+    The class implements `order_statistics.Words`. `read` returns the tensor of the name `name`, which is not kept in
+    memory. `compiles` says whether compiled kernels may be used.
     """
 
     def __init__(self, name: str, read: Callable[[str], ModelTensor], *, compiles: bool) -> None:
@@ -183,7 +187,11 @@ class _Words:
 
 
 class _PlainWords:
-    """The 64-bit sort keys (`order_statistics.Words`) of a tensor's elements, computed by PyTorch on any device."""
+    """A tensor's elements as 64-bit sort keys, computed by PyTorch on any device.
+
+    The n-th largest of a whole model's elements is found by counting the keys that begin with certain bits. The class
+    implements `order_statistics.Words`. The elements are those of the task vector of `tensor`, by magnitude.
+    """
 
     def __init__(self, tensor: ModelTensor) -> None:
         self._sizes = tensor.task_vector().abs_().flatten()

@@ -13,5 +13,6 @@
 - `tokenizers`: tokenizers that agree with their tokenizer.json
 - `chat_templates`: chat templates of models, and published chat formats by name
 - `merged_files`: configuration and tokenizer of a merged model
+- `listing`: models in the directories that a study may read
 - `remote`: models on the Hugging Face hub and in object stores
 """

@@ -83,7 +83,7 @@ class Checkpoint:
         return tensor.value(self.read_stored)
 
     def read_stored(self, info: TensorInfo) -> torch.Tensor:
-        """Map a stored tensor from its file into memory, in its own dtype.
+        """Map the stored tensor `info` from its file into memory, in its own dtype.
 
         Raises InvalidModel if the model's weights are not on this machine.
         """
@@ -107,14 +107,19 @@ class Checkpoint:
 
     @cached_property
     def stored(self) -> frozenset[TensorInfo]:
-        """Stored tensors from which the checkpoint's tensors are computed, including stored tensors of other models."""
+        """All tensors in files from which the checkpoint's tensors are computed.
+
+        Some of the files may belong to other models: to the base of an adapter, or to models whose embedding rows are
+        used.
+        """
         return frozenset(info for tensor in self.tensors.values() for info in tensor.stored())
 
     @property
     def own(self) -> frozenset[TensorInfo]:
-        """Stored tensors in the checkpoint's own files.
+        """Stored tensors that are in the checkpoint's own directory.
 
-        The checkpoint's other tensors come from the model that it adapts, or are made of rows of other models.
+        The values of the checkpoint's tensors may also depend on stored tensors elsewhere: in the model that an adapter
+        changes, or in models of which embedding rows are used.
         """
         return frozenset(info for info in self.stored if info.file.parent == self.directory)
 
@@ -122,8 +127,7 @@ class Checkpoint:
 def open_checkpoint(directory: str | Path) -> Checkpoint:
     """Open a checkpoint by reading its configuration and every safetensors header.
 
-    `directory` may also be a hub id or the URL of a folder in an object store (see `remote.locations.locate`). Raises
-    InvalidModel with all problems.
+    `directory` may also be a hub id or the URL of a folder in an object store. Raises InvalidModel with all problems.
     """
     return read_checkpoint(locate(directory))
 
@@ -169,10 +173,14 @@ def aligned(
 ) -> tuple[dict[str, Checkpoint], TokenAlignment]:
     """Give all checkpoints one common vocabulary in their embeddings and output heads.
 
-    `checkpoints` are by alias, the base first. `tokenizer` selects the vocabulary: BASE, UNION or an alias. Returns the
-    aligned checkpoints, and the tensors that the alignment changes. `vocabulary.align` describes how rows are aligned.
-    The aligned base states the common vocabulary's size in its configuration, and, if `tokenizer` is the alias of an
-    expert, the expert's special tokens. Raises InvalidModel if the vocabularies cannot be aligned.
+    `checkpoints` are by alias, the base first. `tokenizer` selects the vocabulary: BASE is that of the base, UNION is
+    that of the base with the tokens that other models added, and an alias is that of the model with this alias.
+    `options` are further options, such as the rows of single tokens. Raises InvalidModel if the vocabularies cannot be
+    aligned.
+
+    Returns the aligned checkpoints, and the tensors that the alignment changes. `vocabulary.align` describes how rows
+    are aligned. The aligned base states the common vocabulary's size in its configuration, and, if `tokenizer` is the
+    alias of an expert, the expert's special tokens.
     """
     models = {
         alias: Vocabulary(

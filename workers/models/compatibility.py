@@ -43,11 +43,11 @@ MAX_SHAPES = 5
 
 
 def foreign_adapters(opened: Mapping[str, Checkpoint], given: Mapping[str, str]) -> Iterator[str]:
-    """Yield problems of LoRA adapters that were trained on another model of the family than the base.
+    """Yield a problem for each LoRA adapter that was trained on an expert, not on the base model.
 
-    Only an adapter's configuration shows this problem, because the shapes of its matrices fit the base as well.
-    `opened` are the models by alias, the base first. `given` has the directory or hub id by which the caller named each
-    model; the model that an adapter's configuration states is compared with these names.
+    The shapes of its matrices fit the base as well, so only the base model that its configuration states shows the
+    problem. `opened` are the models by alias, the base first. `given` has the directory or hub id by which the caller
+    named each model; the stated base model is compared with these names.
     """
     base_alias = next(iter(opened))
     for alias, adapter in opened.items():

@@ -84,11 +84,11 @@ class Layout:
 
     @cached_property
     def stacks(self) -> Mapping[str, tuple[tuple[str, ...], ...]]:
-        """Map the name of each stacked MoE tensor (as in transformers) to the names of its stored tensors.
+        """The stored tensors of which each stacked MoE tensor consists, by the stacked tensor's name in transformers.
 
         A stack joins one matrix of each expert of a layer's mixture of experts (such as all down projections) in one
-        tensor. The value of a stack is a tuple that has, for each expert of the mixture, the names of the stored
-        tensors. Stacks that a file stores as one tensor are not included.
+        tensor. The value has, for each expert of the mixture, a tuple of the names of its stored tensors. Stacks that a
+        file stores as one tensor are not included.
         """
         mixtures: dict[str, dict[int, set[str]]] = {}
         for name in self.places:
@@ -115,7 +115,11 @@ class Layout:
         return Layout(places, self.num_layers, self.layer_prefix, self.tied_head)
 
     def suffixes(self, component: str, layer: int | None = None) -> tuple[str, ...]:
-        """Sorted names that a component's tensors have within a layer, or outside layers if `layer` is None."""
+        """Names of a component's tensors within the layer `layer`, sorted.
+
+        With `layer` None, the result has the full names of the component's tensors outside layers, such as those of the
+        embedding.
+        """
         return self._groups.get((component, layer), ())
 
     def name(self, suffix: str, layer: int | None) -> str:
@@ -176,6 +180,7 @@ def layout(config: Mapping[str, Any], names: Iterable[str]) -> Layout:
 def _assign_final_norm(places: dict[str, TensorPlace]) -> None:
     """Assign the norms outside layers to the head, if all of them were assigned to the embedding by their names.
 
+    `places` has the part of the model that each tensor was assigned to, by the tensor's name; it is changed in place.
     Every decoder ends in a norm, which belongs to the head even if its name looks like a part of the embedding.
     """
     norms = {
@@ -194,7 +199,7 @@ def is_output_head(name: str) -> bool:
 
 
 def first_few(names: Iterable[str]) -> str:
-    """Text for messages: the first few of `names`, and the number of the other names."""
+    """Text for messages that lists the first few of `names`, and says how many names it leaves out."""
     names = sorted(names)
     rest = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
     return ", ".join(names[:MAX_NAMED]) + rest
@@ -203,7 +208,8 @@ def first_few(names: Iterable[str]) -> str:
 def _component(suffix: str) -> Component | None:
     """Component of a tensor by the names of its modules; None if no name indicates a component.
 
-    The innermost module whose name indicates a component decides: `norm_attn_norm.attn.Wqkv.weight` is attention.
+    `suffix` is the tensor's name within its layer. The innermost module whose name indicates a component decides:
+    `norm_attn_norm.attn.Wqkv.weight` is attention.
     """
     modules = suffix.split(".")[:-1]
     return next((kind for module in reversed(modules) for kind, name in COMPONENT_OF if name.search(module)), None)

@@ -49,7 +49,7 @@ class SourceTensor(Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
     def stored(self) -> Iterator[TensorInfo]:
-        """Yield the stored tensors that the method `value` reads."""
+        """Yield the tensors in files that are read when the values of this tensor are computed."""
         ...
 
     def value(self, read: Read) -> torch.Tensor:
@@ -134,8 +134,8 @@ class LowRankStack(_Changed):
     """Stacked weights of all experts in an MoE layer, to which a LoRA adapter adds products of matrices, in float32.
 
     The weight of expert e becomes weight + scaling x B_e A_e, where A_e and B_e are the expert's parts of the adapter's
-    matrices `a` and `b` (as in `LowRankExpert`). The tensor is [experts, outputs, inputs], or [experts, inputs,
-    outputs] if `is_transposed`.
+    matrices `a` [experts x rank, inputs] and `b` [outputs, rank x experts]. The tensor is [experts, outputs, inputs],
+    or [experts, inputs, outputs] if `is_transposed`.
     """
 
     is_transposed: bool
@@ -155,8 +155,9 @@ class LowRankStack(_Changed):
 class Dora:
     """A weight after the change by a DoRA adapter, which scales each output to a given length.
 
-    See arXiv:2402.09353, equation 5. `magnitude` [outputs] has the lengths. `changed` is the weight after the low-rank
-    change. An output is a row of the weight, or a column if the weight is transposed. The result is in float32.
+    The method is that of arXiv:2402.09353, equation 5. `magnitude` [outputs] has the lengths. `changed` is the weight
+    after the low-rank change. An output is a row of the weight, or a column if the weight is transposed. The result is
+    in float32.
     """
 
     changed: LowRank

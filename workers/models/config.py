@@ -37,10 +37,10 @@ def read_config(directory: str | Path) -> dict[str, Any]:
 
 
 def in_common_names(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Add to a config.json the key names that all model types share, with the model type's defaults.
+    """A config.json with the key names that all model types share added to its own, and with the model type's defaults.
 
-    Examples are num_hidden_layers, hidden_size, num_attention_heads and tie_word_embeddings. Raises InvalidModel if
-    transformers does not know the model type: code that comes with a model is never run.
+    Shared names are, for example, num_hidden_layers, hidden_size, num_attention_heads and tie_word_embeddings. Raises
+    InvalidModel if transformers does not know the model type: code that comes with a model is never run.
     """
     model_type = config.get("model_type")
     common_names, defaults = _known(model_type if isinstance(model_type, str) else "")
@@ -49,10 +49,11 @@ def in_common_names(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def of_each_layer(config: Mapping[str, Any], num_layers: int) -> dict[str, list[Any]]:
-    """Fields of a config.json that have an entry for each layer, such as `layer_types`.
+    """The entries of a config.json that are lists with one value for each layer, such as `layer_types`, by key.
 
-    The result is by the field's name. It includes fields that transformers derives from a layer's index, but not lists
-    of layer indices.
+    `config` is the content of the file, and `num_layers` the number of layers. If the file leaves out such a list, and
+    transformers computes it, the computed list is included. A list of the indices of certain layers is not included,
+    even if it has `num_layers` entries.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -65,7 +66,10 @@ def of_each_layer(config: Mapping[str, Any], num_layers: int) -> dict[str, list[
 
 
 def _with_all_numbers(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace infinite and NaN numbers, which transformers writes as {"__float__": "Infinity"}, by floats."""
+    """Copy `config`, and replace transformers' notation for infinite numbers and NaN by floats.
+
+    transformers writes such numbers to config.json as {"__float__": "Infinity"}.
+    """
 
     def decoded(entry: dict[str, Any]) -> Any:
         return float(entry["__float__"]) if entry.keys() == {"__float__"} else entry
@@ -76,7 +80,7 @@ def _with_all_numbers(config: Mapping[str, Any]) -> dict[str, Any]:
 
 @lru_cache
 def _known(model_type: str) -> tuple[Mapping[str, str], Mapping[str, Any]]:
-    """Read the names that transformers has for common configuration keys of a model type, and the keys' defaults.
+    """The names that transformers has for common configuration keys in the model type `model_type`, and key defaults.
 
     The first result maps a common key, such as num_hidden_layers, to the model type's name for it. The second result
     has the defaults of configuration keys. Both are cached on disk, because importing transformers' configurations

@@ -118,12 +118,12 @@ class ResolvedFamily:
 
     @property
     def num_parameters(self) -> int:
-        """Number of parameters of a merged model."""
+        """Number of parameters (elements of all tensors) of a merged model with as many layers as the base."""
         return sum(math.prod(tensor.shape) for tensor in self.base.tensors.values())
 
     @property
     def stored_bytes(self) -> int:
-        """Total bytes of the stored tensors from which the family's models are made."""
+        """Total bytes of the stored tensors from which the base model and its experts are made."""
         return stored_bytes(self.views.values())
 
     @cached_property
@@ -138,7 +138,7 @@ class ResolvedFamily:
 
     @cached_property
     def fingerprints(self) -> Mapping[str, str]:
-        """Content fingerprint of each model, by alias (`fingerprints.fingerprint`).
+        """Fingerprint of each model, a hash of its files' contents, by alias.
 
         Raises InvalidModel if a file cannot be read.
         """
@@ -184,7 +184,7 @@ class ResolvedFamily:
 
     @cached_property
     def family(self) -> Family:
-        """Short description of the family, which is sent to other processes.
+        """Short description of the base model and its experts (the family), which is sent to other processes.
 
         Raises InvalidModel if the weights of a model are not valid.
         """
@@ -234,7 +234,7 @@ class ResolvedFamily:
 
     @property
     def result_dir(self) -> str:
-        """Directory with the config.json, tokenizer and generation_config.json of all merges of the family.
+        """Directory with the config.json, tokenizer and generation_config.json of all merges of these models.
 
         If merges have the base's vocabulary, the result is the base's directory. Otherwise the result is a temporary
         directory without weights, which exists as long as this object. Raises InvalidModel if the files cannot be made.
@@ -249,7 +249,7 @@ class ResolvedFamily:
 
     @property
     def absent_bytes(self) -> int:
-        """Number of bytes that `fetched` would download, that is, of the weights that are not on this machine."""
+        """Number of bytes of the models' weights that are not on this machine, and must still be downloaded."""
         return absent_bytes((*self.directories.values(), *self.adapted.values()))
 
     @property
@@ -258,9 +258,9 @@ class ResolvedFamily:
         return lack_of_space((*self.directories.values(), *self.adapted.values()))
 
     def fetched(self, *, note: Callable[[str], None] = log.info) -> ResolvedFamily:
-        """Download the weights that are not on this machine, and return the family, opened again.
+        """Download the models' weights that are not on this machine, and return the same models, opened again.
 
-        Returns the family itself if nothing is missing. `note` is called with lines about downloads. Raises
+        Returns this object itself if nothing is missing. `note` is called with lines about downloads. Raises
         InvalidModel if a download fails or the downloaded models have problems.
         """
         before = [*self.directories.values(), *self.adapted.values()]
@@ -277,11 +277,12 @@ class ResolvedFamily:
 
 @dataclass(frozen=True)
 class LocatedFamily:
-    """Directories of a base model and its experts, by alias; the first entry is the base.
+    """The places where a base model and its experts were found, before the models are opened.
 
-    `problems` has the reasons why models were not found, by alias. `given` has the directory or hub id by which the
-    caller named each model. An adapter may change another model than the base; `adapted` then has the directory of that
-    model, by the adapter's alias.
+    All fields are by alias; the first alias of `given` is that of the base. `given` has the directory or hub id by
+    which the caller named each model, `directories` the directory of each model that was found, and `problems` the
+    reasons why the others were not found. `adapted` has an entry for each adapter that changes another model than the
+    base: the directory of that model.
     """
 
     given: Mapping[str, str]
@@ -302,11 +303,11 @@ class LocatedFamily:
         cache: str | Path | None = None,
         names: Mapping[str, str] | None = None,
     ) -> ResolvedFamily:
-        """Open and check all models of the family.
+        """Open and check the base model and all experts.
 
         `tokenizer` and `vocabulary` select the vocabulary of merges. With `any_depth` the models may have different
-        numbers of layers. `cache` is the directory of the cache, or None for the default directory. `names` has, by
-        alias, the names that messages use for models that are not experts. Raises InvalidModel with every problem of
+        numbers of layers. `cache` is the directory of the cache, or None for the default directory. `names` has the
+        names by which messages call models that are not experts, by alias. Raises InvalidModel with every problem of
         every model.
         """
         base_alias, *experts = self.given
@@ -432,7 +433,7 @@ def resolve_model(
     vocabulary: Mapping[str, Any] | None = None,
     cache: str | Path | None = None,
 ) -> ResolvedFamily:
-    """Locate, open and check one model, which is returned as a family without experts.
+    """Locate, open and check one model, which is returned as a family: a base model, here without experts.
 
     `model` is a directory or a hub id, and `alias` the name that it gets in the family. If the model is an adapter,
     `adapts` is the model that it changes. `vocabulary` has options of the vocabulary, as in a recipe. `cache` is the
@@ -443,10 +444,10 @@ def resolve_model(
 
 
 def open_sources(family: Family, *, cache: str | Path | None = None) -> ResolvedFamily:
-    """Open and check a family's models again, from the description that was sent to this process.
+    """Open and check a base model and its experts again, from the description that was sent to this process.
 
-    The function does not check whether the contents of the models are still the same. Raises InvalidModel with every
-    problem.
+    `family` is the description. `cache` is the directory of the cache, or None for the default directory. The function
+    does not check whether the contents of the models are still the same. Raises InvalidModel with every problem.
     """
     experts = {model.alias: model.directory for model in family.experts}
     adapted = {model.alias: model.adapts for model in family.models if model.adapts is not None}
@@ -455,12 +456,13 @@ def open_sources(family: Family, *, cache: str | Path | None = None) -> Resolved
 
 
 def on_this_machine(family: Family, *, note: Callable[[str], None] = log.info) -> Family:
-    """Replace the directories in a family's description by the directories of the models on this machine.
+    """Replace the directories in a description of models by the directories of these models on this machine.
 
-    Another machine may have sent the description. A model whose directory does not exist here is looked up by its
-    origin (a hub id or URL), and downloaded unless this machine has it. If a model is looked up, the contents of all
-    models are compared with the fingerprints in `family`. `note` is called with lines about downloads. Raises
-    InvalidModel if a model cannot be found, or if its contents differ from the fingerprint.
+    `family` describes a base model and its experts, and may have been sent by another machine. A model whose directory
+    does not exist here is looked up by its origin (a hub id or URL), and downloaded unless this machine has it. If a
+    model is looked up, the contents of all models are compared with the fingerprints in `family`. `note` is called with
+    lines about downloads. Raises InvalidModel if a model cannot be found, or if its contents differ from the
+    fingerprint.
     """
     base, *experts = (_on_this_machine(model, note) for model in family.models)
     found = replace(family, base=base, experts=tuple(experts))
@@ -501,7 +503,7 @@ def open_family(
     cache: str | Path | None = None,
     note: Callable[[str], None] = log.info,
 ) -> Family:
-    """Locate, check and, if needed, download a family's models, and return their short description.
+    """Locate, check and, if needed, download a base model and its experts, and return their short description.
 
     The description can be sent to other processes. `base` and `experts` (by alias) are directories or hub ids.
     `tokenizer` selects the vocabulary of merges. `cache` is the directory of the cache, or None for the default

@@ -37,7 +37,7 @@ class FileState:
 
     @classmethod
     def of(cls, file: Path) -> FileState:
-        """Read the current state of `file`. Raises OSError if the file does not exist."""
+        """Read the current size, modification time and inode of `file`. Raises OSError if the file does not exist."""
         found = file.stat()
         return cls(found.st_size, found.st_mtime_ns, found.st_ino)
 
@@ -61,7 +61,10 @@ class FileState:
 
 
 def file_states(checkpoint: Checkpoint) -> dict[Path, FileState]:
-    """States, by path, of the checkpoint's own files on which its fingerprint depends."""
+    """State (size, time, inode) of each file on which the checkpoint's fingerprint depends, by path.
+
+    The files of an adapter's base are not included.
+    """
     return {file: FileState.of(file) for file in _defining_files(checkpoint)}
 
 

@@ -102,9 +102,9 @@ def read_headers(path: Path, problems: list[str], *, stem: str = "model") -> dic
 def _shards(path: Path, stem: str, problems: list[str]) -> tuple[list[Path], Mapping[str, str] | None]:
     """Weight files (safetensors) of a model, and the index that maps each tensor's name to its file.
 
-    The index is None if the model has a single file, or if there is no index that can be read. `stem` is the beginning
-    of the files' names. Problems are appended to `problems`, for example that there are only pickles, or that files in
-    the index are missing. Missing files are left out of the result.
+    `path` is the directory of the model. The index is None if the model has a single file, or if there is no index that
+    can be read. `stem` is the beginning of the files' names. Problems are appended to `problems`, for example that
+    there are only pickles, or that files in the index are missing. Missing files are left out of the result.
     """
     single, index = path / f"{stem}.safetensors", path / f"{stem}.safetensors.index.json"
     if single.is_file():
@@ -202,8 +202,9 @@ def _read_header(file: Path, problems: list[str]) -> dict[str, TensorInfo]:
 def _entry(name: str, entry: object, file: Path) -> tuple[TensorInfo, tuple[int, int]]:
     """Check the entry of the tensor `name` in a safetensors header; return the tensor's description and byte range.
 
-    The range is (begin, end) after the header. Raises ValueError if the entry is wrong; the error's text completes a
-    message that begins with the tensor's name.
+    `entry` is the value that the header of `file` has for this name. The range is (begin, end), counted from the end of
+    the header. Raises ValueError if the entry is wrong; the error's text completes a message that begins with the
+    tensor's name.
     """
     if not name or not name.isprintable():  # it will be printed, and named in an index
         raise ValueError(": its name is not printable text")

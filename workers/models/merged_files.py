@@ -37,7 +37,7 @@ FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 def make_result_dir(
     sources: Mapping[str, Checkpoint], config: Mapping[str, Any], alignment: TokenAlignment, tokenizer: str
 ) -> TemporaryDirectory[str]:
-    """Make a temporary directory with config.json, tokenizer and generation_config.json for merges.
+    """Make a temporary directory with the files that merges share: config.json, tokenizer and generation_config.json.
 
     `sources` are the models by alias, the base first. `config` is the content of config.json. `tokenizer` selects the
     vocabulary, and `alignment` has the tokens that are added to it. Raises InvalidModel if the files cannot be made.
@@ -57,13 +57,13 @@ def make_result_dir(
 
 
 def merged_config(recipe: Recipe, base: Checkpoint, models: Mapping[str, Checkpoint], *, dtype: str) -> dict[str, Any]:
-    """The config.json of a merged model: the base's, with `dtype` (such as "float32") and the recipe's layers.
+    """The config.json of a merged model: a copy of the base's, adapted to `dtype` and to the recipe's layers.
 
-    The fields for layers change if the number or order of layers is not the base's. Some fields, such as the kinds of
-    attention, have an entry for each layer. For each merged layer they get the entry of the source layer from which
-    attention is merged, or of the first one if there are several. `models` are by the recipe's aliases, and may have
-    another number of layers than the base. Raises InvalidRecipe for an order of layers that the configuration cannot
-    express.
+    `dtype` is a name such as "float32". The fields for layers change if the number or order of layers is not the
+    base's. Some fields, such as the kinds of attention, have an entry for each layer. For each merged layer they get
+    the entry of the source layer from which attention is merged, or of the first one if there are several. `models` are
+    by the recipe's aliases, and may have another number of layers than the base. Raises InvalidRecipe for an order of
+    layers that the configuration cannot express.
     """
     config = {key: value for key, value in base.config.items() if key != "_name_or_path"}
     for key in {"dtype", "torch_dtype"} & config.keys() or {"dtype"}:
@@ -108,10 +108,10 @@ def _each_layer(model: Checkpoint) -> Mapping[str, Sequence[Any]]:
 def _save_union(place: Path, base: Path, added: tuple[str, ...], sources: Mapping[str, Checkpoint]) -> None:
     """Save a tokenizer with additional tokens to the directory `place`.
 
-    `base` is the directory of the tokenizer, and `added` are the additional tokens. A token may be described by the
-    models that have it (`sources` by alias, the base first), for example as a special token. If several models describe
-    it differently, the choice does not depend on the order of the models. Raises InvalidModel if the saved tokenizer
-    has other ids than expected.
+    `base` is the directory of the tokenizer, and `added` are the additional tokens. `sources` are models by alias, the
+    base first. A token may have properties in the tokenizers of these models, for example that it is a special token;
+    the saved tokenizer keeps them. If models disagree, the choice does not depend on the order of the models. Raises
+    InvalidModel if the saved tokenizer has other ids than expected.
     """
     from tokenizers import AddedToken
 

@@ -62,9 +62,10 @@ def load_tokenizer(directory: str | Path) -> Any:
 def check_tokenizer(directory: str | Path, *, cache: str | Path | None = None) -> tuple[str, ...]:
     """Check that a checkpoint's tokenizer can be loaded, and return the names of its chat templates.
 
-    A single template is called "default". Logs the warnings and raises the InvalidModel of `load_tokenizer`. Results
-    are cached on disk by the contents of the files, because importing transformers' tokenizers takes seconds. `cache`
-    is the directory of the cache, or None for the default directory.
+    A single template is called "default". Logs a warning if the tokenizer class that transformers chooses disagrees
+    with tokenizer.json. Raises InvalidModel if no tokenizer can be loaded that agrees. Results are cached on disk by
+    the contents of the files, because importing transformers' tokenizers takes seconds. `cache` is the directory of the
+    cache, or None for the default directory.
     """
     path = Path(directory)
     key = f"tokenizer {tokenizer_digest(path)}"
@@ -80,10 +81,10 @@ def check_tokenizer(directory: str | Path, *, cache: str | Path | None = None) -
 
 
 def tokenizer_digest(directory: str | Path) -> str:
-    """The sha256 (hex) of everything that a loaded tokenizer depends on.
+    """The sha256 (hex) of everything on which the tokenizer in `directory` depends when it is loaded.
 
-    The digest depends on the names and contents of the files from which a tokenizer may be loaded, and the versions of
-    the libraries that load it. Raises InvalidModel for a file that cannot be read.
+    These are the names and contents of the files from which a tokenizer may be loaded, and the versions of the
+    libraries that load it. Raises InvalidModel for a file that cannot be read.
     """
     path = Path(directory)
     versions = (f"{name} {version(name)}" for name in ("transformers", "tokenizers"))
@@ -104,10 +105,11 @@ def _warn(path: Path, difference: str) -> None:
 
 
 def _found(path: Path) -> tuple[Any, str]:
-    """Load the tokenizer in the directory `path` so that it agrees with tokenizer.json.
+    """Load the tokenizer in the directory `path`, with a class of transformers that agrees with tokenizer.json.
 
-    The second result is a text about how the tokenizer that transformers chooses by default differs from
-    tokenizer.json, or "" if it does not. Raises InvalidModel if there is no tokenizer that agrees.
+    Returns the tokenizer and a text. If the class that transformers chooses by default does not agree, the plain class
+    that only reads tokenizer.json is used, and the text says how the default differs. Otherwise the text is "". Raises
+    InvalidModel if there is no tokenizer, or if the plain class does not agree either.
     """
     if not any((path / name).is_file() for name in TOKENIZER_FILES):
         raise InvalidModel((f"{path}: no tokenizer; expected one of {', '.join(TOKENIZER_FILES)}",))
@@ -122,10 +124,11 @@ def _found(path: Path) -> tuple[Any, str]:
 
 
 def stated_directory(directory: str | Path, tokenizer: Any) -> TemporaryDirectory[str] | None:
-    """Temporary directory with a tokenizer whose files state its class, for programs that load it themselves.
+    """Temporary directory with a tokenizer that transformers' AutoTokenizer loads as `load_tokenizer` does.
 
-    `tokenizer` is the tokenizer that `load_tokenizer` loaded from `directory`. Returns None if no temporary directory
-    is needed, because transformers' AutoTokenizer loads the same class from `directory`.
+    It is for programs that load the tokenizer themselves. `tokenizer` is the result of `load_tokenizer` for
+    `directory`; the files in the temporary directory name its class. Returns None if no temporary directory is needed,
+    because AutoTokenizer loads the same class from `directory`.
     """
     if type(_loaded("AutoTokenizer", Path(directory))) is type(tokenizer):
         return None

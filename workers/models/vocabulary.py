@@ -82,8 +82,14 @@ class VocabularyOptions:
     def from_json(cls, document: Mapping[str, Any]) -> VocabularyOptions:
         """Read vocabulary options from the field `vocabulary` of a recipe.
 
-        The document is {"tokens": {TOKEN: {"model", "token", "id", "force"}}, "multiple_of", "by_id"}. Raises
-        InvalidModel for any other document.
+        `document` has these keys, all of which may be missing:
+
+        - tokens: the sources of the embedding rows of single tokens, by token; each is {"model", "token", "id",
+          "force"}, with the meaning of the fields of `TokenRow`
+        - multiple_of: the number to a multiple of which the number of rows is rounded up
+        - by_id: whether tokens that other models add to the base's vocabulary are in the order of their ids
+
+        Raises InvalidModel for any other document.
         """
         try:
             tokens = {
@@ -141,7 +147,8 @@ def align(models: Mapping[str, Vocabulary], tokenizer: str, options: VocabularyO
     The models are by alias, the base first. `tokenizer` selects the vocabulary: BASE, UNION (the base's tokens and the
     tokens that others added) or the alias of the model whose vocabulary is used. `options` are further options, such as
     the sources of single rows. A model without a tokenizer.json that has as many rows as the base is assumed to have
-    the tokens of the base. Raises InvalidModel with every problem.
+    the tokens of the base. The result has the size of the vocabulary, the tokens that are added, and the embeddings and
+    output heads that change. Raises InvalidModel with every problem.
     """
     base, *_ = models
     tokens, problems = _tokens_with_rows(models)
@@ -185,7 +192,7 @@ def align(models: Mapping[str, Vocabulary], tokenizer: str, options: VocabularyO
 
 
 def token_ids(directory: Path) -> Mapping[str, int] | None:
-    """Ids of all tokens of the tokenizer in `directory`, including added ones.
+    """The id of each token of the tokenizer in `directory`, including added tokens, by the token's text.
 
     Returns None if there is no readable tokenizer.json.
     """
@@ -202,17 +209,20 @@ def token_ids(directory: Path) -> Mapping[str, int] | None:
 
 
 def added_tokens(directory: Path) -> Mapping[str, Mapping[str, Any]]:
-    """Tokens that were added to a tokenizer's own vocabulary, by text, with their entries in tokenizer.json."""
+    """Tokens that the tokenizer in `directory` has in addition to its original vocabulary.
+
+    The keys are the texts of the tokens, the values their entries in tokenizer.json.
+    """
     file = directory / TOKENIZER
     document = json.loads(file.read_bytes()) if file.is_file() else {}
     return {str(token["content"]): token for token in document.get("added_tokens", ())}
 
 
 def _tokens_with_rows(models: Mapping[str, Vocabulary]) -> tuple[dict[str, Mapping[str, int]], list[str]]:
-    """The tokens that have an embedding row in each model, and a list of problems.
+    """The ids of the tokens that have an embedding row in each of `models`, and a list of problems.
 
-    The first result has the ids of the tokens by the model's alias and the token, the base first. A problem is a text
-    about a model whose tokens are unknown.
+    `models` are by alias, the base first. The first result maps each model's alias to a mapping from its tokens to
+    their ids. A problem is a text about a model whose tokens are unknown.
     """
     base, *_ = models
     tokens: dict[str, Mapping[str, int]] = {}
@@ -239,11 +249,11 @@ Chosen = Mapping[str, tuple[tuple[str, int] | None, bool]]
 def _chosen_rows(
     models: Mapping[str, Vocabulary], tokens: Mapping[str, Mapping[str, int]], options: VocabularyOptions
 ) -> Chosen:
-    """Embedding rows that the vocabulary options choose for single tokens, by token.
+    """Embedding rows of single tokens that the vocabulary options name, by token.
 
-    The result maps each token to (row, is_forced): the row is (alias of the model, index), or None for a row of zeros.
-    If `is_forced`, all models get the row; otherwise, only models without the token get it. `tokens` are the ids of
-    each model's tokens, by alias. Raises InvalidModel if a model does not have the row that the options name.
+    A value is (row, is_forced). The row is (alias of the model, index), or None for a row of zeros. If `is_forced`, all
+    models get the row; otherwise, only models without the token get it. `tokens` are the ids of each model's tokens, by
+    alias. Raises InvalidModel if a model does not have the row that the options name.
     """
     found: dict[str, tuple[tuple[str, int] | None, bool]] = {}
     problems = []
@@ -265,10 +275,12 @@ def _added_by_others(
 ) -> list[str]:
     """Tokens of other models that the base's vocabulary lacks, in the order in which the union vocabulary adds them.
 
-    `models` are by alias, the base first; `tokens` has the ids of each model's tokens by alias. The union vocabulary
-    has the tokens of all models. The result is sorted by token, or with `by_id` by the smallest id of each token. It
-    does not depend on the order of the models. Raises InvalidModel if a model has one of these tokens in its
-    tokenizer's own vocabulary, not as an added token, or if the base's tokenizer has tokens without a row.
+    The union vocabulary has the tokens of all models. `models` are by alias, the base first; `tokens` has the ids of
+    each model's tokens by alias. The result is sorted by token, or with `by_id` by the smallest id of each token. It
+    does not depend on the order of the models.
+
+    Raises InvalidModel if the base's tokenizer has tokens without a row in the embedding. Raises it also if a token of
+    the result is not an added token of another model's tokenizer, but part of that tokenizer's own vocabulary.
     """
     base, *others = models
     problems = []
@@ -295,13 +307,13 @@ def _added_by_others(
 
 
 class _Plan:
-    """Plan of one model's alignment: where each row of its new embedding and output head comes from.
+    """Plan for converting one model to a new vocabulary: the source of each row of its embedding and output head.
 
-    - `alias`: the model that is aligned
+    - `alias`: the model that is converted
     - `owner`: the model whose rows are used where a row of the new vocabulary stands for no token
     - `base`: the alias of the base model, whose row is preferred for a token that the model lacks
     - `tokens`: the ids of each model's tokens, by alias
-    - `target`: the vocabulary to which the model is aligned, as the ids by token
+    - `target`: the new vocabulary, as the ids by token
     - `num_rows`: the number of rows of the new embedding
     - `chosen`: the rows that options choose for single tokens (`_chosen_rows`)
     """
@@ -345,7 +357,10 @@ class _Plan:
         return not self._others and np.array_equal(self._index, np.arange(num_rows))
 
     def applied(self, name: str, models: Mapping[str, Vocabulary]) -> SourceTensor:
-        """Tensor `name` (embedding or output head) with its rows in the order of the common vocabulary."""
+        """The model's tensor `name` (embedding or output head) with its rows in the order of the common vocabulary.
+
+        `models` has the tensors of all models by alias, because rows that the model lacks are taken from others.
+        """
         others = tuple(
             RowsOfOthers(positions, tuple(models[donor].tensors[name] for donor in donors), rows)
             for donors, (positions, rows) in self._others.items()

@@ -2,6 +2,9 @@
 
 - `deployment`: start the replicas of a family
 - `serve_scorer`: the handle through which studies score
+- `completions`: requests for completions, their parts, and the batch in which an engine generates them
+- `completion_prompts`: from a request for a completion to the tokens of its prompt
+- `serve_completer`: the handle through which prompts are completed
 - `application`: the state of the Serve application that runs the replicas
 - `replica`: the class that Serve runs: one worker, with its lock, health checks and metrics
 - `engine_worker`: the worker of a replica: swap, score, describe tasks, verify

@@ -27,8 +27,8 @@ PAUSE_S = 0.5
 def answered(ask: Callable[[], T], *, deadline: float) -> T:
     """Call `ask`, a query of Serve's controller, again and again until the controller answers; return the answer.
 
-    `ask` raises ServeUnavailable while the controller does not answer. From `deadline` on, a time of `time.monotonic`,
-    the ServeUnavailable is raised to the caller.
+    `ask` raises ServeUnavailable while the controller does not answer. `deadline` is a time of `time.monotonic`; if the
+    controller has not answered by then, ServeUnavailable is raised to the caller.
     """
     while True:
         try:
@@ -40,7 +40,7 @@ def answered(ask: Callable[[], T], *, deadline: float) -> T:
 
 
 def num_replicas(name: str) -> Counter[str]:
-    """Number of replicas of a Serve application by state ("RUNNING", "STARTING", ...).
+    """Number of replicas of the Serve application `name`, by state ("RUNNING", "STARTING", ...).
 
     The result is empty if there is no such application. Raises ServeUnavailable if Serve's controller does not answer.
     """
@@ -50,7 +50,7 @@ def num_replicas(name: str) -> Counter[str]:
 
 
 def replica_state(name: str, replica_id: str) -> str | None:
-    """State of a replica of a Serve application; None if Serve does not know the replica any more."""
+    """State of the replica `replica_id` of the Serve application `name`; None if Serve does not know it any more."""
     application = _applications().get(name)
     deployments = application.deployments.values() if application else ()
     replicas = (replica for deployment in deployments for replica in deployment.replicas)
@@ -58,17 +58,17 @@ def replica_state(name: str, replica_id: str) -> str | None:
 
 
 def is_deployed(name: str) -> bool:
-    """Whether a Serve application runs or is being deployed."""
+    """Whether the Serve application `name` runs or is being deployed."""
     application = _applications().get(name)
     return application is not None and application.status.value in ("RUNNING", "DEPLOYING")
 
 
 def application_state(name: str) -> str:
-    """State of a Serve application, such as "RUNNING".
+    """State of the Serve application `name`, such as "RUNNING".
 
-    Raises EngineUnavailable if there is no application, or if its deployment failed. EngineUnavailable is also raised
-    if no replica runs and the reason is that the models cannot be used any more; Serve would try to start replicas
-    forever. Raises ServeUnavailable, a subclass, if Serve's controller does not answer; the application may be running.
+    Raises EngineUnavailable in three cases: there is no application, its deployment failed, or no replica runs because
+    the models cannot be used any more. In the third case Serve itself would try to start replicas forever. Raises
+    ServeUnavailable, a subclass, if Serve's controller does not answer; the application may be running.
     """
     application = _applications().get(name)
     if application is None:
@@ -79,7 +79,7 @@ def application_state(name: str) -> str:
 
 
 def failure_reason(name: str) -> str:
-    """Reason why a Serve application failed, or why its state is unknown.
+    """Reason why the Serve application `name` failed, or why its state is unknown.
 
     Serve's message about the failure is shortened to the error of `workers.errors` that it contains or, if there is
     none, to its last line.

@@ -22,9 +22,9 @@ KEY = "chunk of replica "
 
 @dataclass(frozen=True)
 class CurrentChunk:
-    """Record of the chunk of samples that a replica began last, for clients whose requests failed.
+    """Record of the samples that a replica began to score last, for clients whose requests failed.
 
-    - `chunk`: the chunk's id
+    - `chunk`: the id of these samples, which are those of one request
     - `replica`, `log_file`: the replica's name, and the path of its log
     - `scored_others`: whether the replica had scored another recipe before
     - `overdue`: the reason why the replica counts as hung (`watchdog`), or None
@@ -41,15 +41,16 @@ class CurrentChunk:
 
 
 def chunk_id(request: ScoreRequest) -> str:
-    """Id of a scoring request for one chunk of samples; equal requests of a study have equal ids."""
+    """Id of the chunk, the samples that one scoring request asks for; equal requests of a study have equal ids."""
     spans = [[span.objective, span.task.digest, span.start, span.stop] for span in request.spans]
     return digest_of([request.study, request.recipe.digest, spans])
 
 
 def note_chunk(current: CurrentChunk) -> None:
-    """Record in Ray's key-value store that this replica begins to score a chunk of samples.
+    """Record in Ray's key-value store that this replica begins to score the samples of one request (a chunk).
 
-    This is called in the replica's process. Nothing is recorded without Ray, or while Ray's head node does not answer.
+    `current` is the record; the Ray node is filled in here. This is called in the replica's process. Nothing is
+    recorded without Ray, or while Ray's head node does not answer.
     """
     import ray
     from ray.exceptions import RayError
@@ -66,12 +67,19 @@ def note_chunk(current: CurrentChunk) -> None:
 
 
 def current_chunk(actor: str | None) -> CurrentChunk | None:
-    """Read the record of the chunk that a replica began last; None if unknown. `actor` is its Ray actor id (hex)."""
+    """Read which samples (chunk) a replica began to score last, as the replica stored it; None if unknown.
+
+    `actor` is the Ray actor id (hex) of the replica.
+    """
     return _read(f"{KEY}{actor}")
 
 
 def scored_last(chunk: str) -> CurrentChunk | None:
-    """Find the record of the replica that was the last to begin the chunk of samples `chunk`; None if there is none."""
+    """Find the replica whose last begun chunk of samples is `chunk`; None if there is none.
+
+    `chunk` is the id of the chunk (`chunk_id`), the samples of one request. The result is what the replica stored when
+    it began to score them.
+    """
     from ray.exceptions import RayError
     from ray.experimental.internal_kv import _internal_kv_list
 

@@ -18,13 +18,15 @@ from workers.serving.engine_worker import EngineWorker
 from workers.serving.replica import ScoringReplica, Worker
 from workers.serving.serve_scorer import DEPLOYMENT, ServeScorer
 from workers.serving.watchdog import TIME_LIMITS, TimeLimits
+from workers.telemetry import logs
+from workers.telemetry.environment import passed_on
 from workers.types import (
     CHUNKS_IN_FLIGHT_PER_REPLICA,
     Family,
     digest_of,
 )
 
-__all__ = ["app_name", "deploy_scorer", "serving"]
+__all__ = ["app_name", "deploy_scorer", "serving", "stop"]
 
 
 # One chunk is scored while the next ones wait at the replica. At 1 the router's back-off idles the engine for up to
@@ -46,7 +48,11 @@ DEPLOYING = "deploying"
 
 
 def app_name(family: Family, options: EngineOptions) -> str:
-    """Name of the Serve application for a model family; studies with equal models and options share its replicas."""
+    """Name of the Serve application with the replicas (processes with an engine) that score merges of `family`.
+
+    `family` is a base model and its experts, and `options` are the options of the engines. The name contains a hash of
+    both, so that studies with equal models and options share replicas.
+    """
     models = [(model.alias, model.origin or model.directory, model.fingerprint) for model in family.models]
     others = [family.alignments_dir] if family.alignments_dir else []
     return f"scorer-{digest_of([models, family.tokenizer, options.document(), *others])[:12]}"
@@ -59,6 +65,8 @@ def deploy_scorer(
     replicas: int = 1,
     name: str | None = None,
     keep_idle_s: float | None = None,
+    max_replicas: int | None = None,
+    max_ongoing: int = MAX_ONGOING_REQUESTS,
     make_worker: Callable[[], Worker] | None = None,
     health_check_period_s: float = 5.0,
     health_check_timeout_s: float = 30.0,
@@ -67,10 +75,13 @@ def deploy_scorer(
 ) -> ServeScorer:
     """Start scoring replicas on the Ray cluster of this process, and wait until they are ready.
 
+    A replica scores merges of `family`, a base model and its experts, with an engine that has the given `options`.
     `name` is the name of the Serve application, by default that of `app_name`; a running application of this name is
-    used unchanged. With `keep_idle_s`, studies share the application: the number of its replicas follows the number of
-    requests, up to the number for which there are GPUs. Replicas that are idle for `keep_idle_s` seconds are stopped,
-    down to none, and the next request starts them again. `make_worker` replaces the engine in tests.
+    used unchanged. The number of replicas is `replicas`. With `keep_idle_s`, studies share the application, and
+    `replicas` is only the number at first: it then follows the number of requests, up to the number for which there are
+    GPUs, or up to `max_replicas`. Replicas that are idle for `keep_idle_s` seconds are stopped, down to none, and the
+    next request starts them again. Serve sends at most `max_ongoing` requests to a replica at the same time.
+    `make_worker` replaces the engine in tests.
 
     Serve checks the health of replicas every `health_check_period_s` seconds, and waits `health_check_timeout_s`
     seconds for an answer. It replaces a replica after three failed checks in a row. By default this takes at most two
@@ -85,10 +96,12 @@ def deploy_scorer(
     with _deploying(deadline):
         serve.start(proxy_location="Disabled", controller_options={"runtime_env": {"env_vars": CONTROLLER_ENVIRONMENT}})
         if not answered(functools.partial(is_deployed, name), deadline=deadline):
-            scaling = _scaling(replicas, options, keep_idle_s)
+            scaling = _scaling(replicas, options, keep_idle_s, max_replicas)
             processes = replicas * options.tensor_parallel_size
             threads = options.threads or max(1, ((os.cpu_count() or 2) - 1) // processes)
-            environment = engine_environment(options.model_copy(update={"threads": threads}))
+            environment = passed_on() | engine_environment(options.model_copy(update={"threads": threads}))
+            if logs.is_json():
+                environment["VLLM_CONFIGURE_LOGGING"] = "0"  # its messages are written as those of others
 
             class Scorer(ScoringReplica):  # Serve looks for the decorated method when it deploys
                 @serve.multiplexed(max_num_models_per_replica=1)
@@ -99,11 +112,12 @@ def deploy_scorer(
                 Scorer,
                 name=DEPLOYMENT,
                 **scaling,
-                max_ongoing_requests=MAX_ONGOING_REQUESTS,
+                max_ongoing_requests=max_ongoing,
                 health_check_period_s=health_check_period_s,
                 health_check_timeout_s=health_check_timeout_s,
                 graceful_shutdown_timeout_s=FINISH_CHUNK_S,
                 max_constructor_retry_count=1,
+                **({"logging_config": {"encoding": "JSON"}} if logs.is_json() else {}),
                 ray_actor_options={
                     "num_cpus": 0.1,
                     "num_gpus": options.tensor_parallel_size if _num_gpus() else 0,
@@ -123,9 +137,10 @@ def deploy_scorer(
 
 @contextmanager
 def serving(family: Family, options: EngineOptions, *, replicas: int = 1) -> Iterator[ServeScorer]:
-    """Context manager that starts scoring replicas, and deletes their Serve application at the end.
+    """Context manager that starts replicas that score merges, and deletes their Serve application at the end.
 
-    Raises EngineUnavailable if a replica does not start.
+    `family` is the base model and its experts, `options` are the options of the replicas' engines, and `replicas` is
+    the number of replicas. Raises EngineUnavailable if a replica does not start.
     """
     import ray.serve  # noqa: F401  (sets the level of its log to INFO)
 
@@ -134,11 +149,11 @@ def serving(family: Family, options: EngineOptions, *, replicas: int = 1) -> Ite
     try:
         yield scorer
     finally:
-        _stop(scorer.app_name)
+        stop(scorer.app_name)
 
 
-def _stop(name: str) -> None:
-    """Delete a Serve application, and wait at most STOP_S seconds until its replicas are gone.
+def stop(name: str) -> None:
+    """Delete the Serve application `name`, and wait at most STOP_S seconds until its replicas are gone.
 
     If Serve's controller does not answer, or a replica is finishing a chunk of samples, Serve stops replicas later.
     """
@@ -157,12 +172,15 @@ def _num_gpus() -> int:
     return int(ray.cluster_resources().get("GPU", 0))
 
 
-def _scaling(replicas: int, options: EngineOptions, keep_idle_s: float | None) -> dict[str, Any]:
+def _scaling(
+    replicas: int, options: EngineOptions, keep_idle_s: float | None, max_replicas: int | None
+) -> dict[str, Any]:
     """Ray Serve settings for the number of replicas: fixed, or autoscaled with the load.
 
     If `keep_idle_s` is None, there are always `replicas` replicas. Otherwise the number is `replicas` at first, and
-    then follows the number of requests, up to the number for which there are GPUs. After `keep_idle_s` seconds without
-    a request, a replica is stopped; there may be none left. `options` has the number of GPUs that a replica uses.
+    then follows the number of requests, up to `max_replicas`. If `max_replicas` is None, the limit is the number of
+    replicas for which there are GPUs, or `replicas` if that is more. A replica that gets no request for `keep_idle_s`
+    seconds is stopped, even if it is the last one. `options` has the number of GPUs that a replica uses.
     """
     if keep_idle_s is None:
         return {"num_replicas": replicas}
@@ -170,7 +188,7 @@ def _scaling(replicas: int, options: EngineOptions, keep_idle_s: float | None) -
         "autoscaling_config": {
             "min_replicas": 0,
             "initial_replicas": replicas,
-            "max_replicas": max(replicas, _num_gpus() // options.tensor_parallel_size),
+            "max_replicas": max_replicas or max(replicas, _num_gpus() // options.tensor_parallel_size),
             "target_ongoing_requests": CHUNKS_IN_FLIGHT_PER_REPLICA,
             "downscale_delay_s": keep_idle_s,
             "downscale_to_zero_delay_s": keep_idle_s,

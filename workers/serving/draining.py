@@ -21,8 +21,8 @@ log = logging.getLogger(__name__)
 def is_being_moved() -> bool:
     """Whether Ray drains this process's node, and Serve has begun to stop the replica in this process.
 
-    Serve is queried only if Ray drains the node. If Ray or Serve does not answer, the result is False, because
-    beginning one more chunk does no harm.
+    Serve is queried only if Ray drains the node. If Ray or Serve does not answer, the result is False, because it does
+    no harm if the replica then accepts one more request.
     """
     import ray
     from ray._private.state import state

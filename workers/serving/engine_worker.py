@@ -7,21 +7,26 @@ import secrets
 import socket
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from search_spaces.recipe import Recipe
 from search_spaces.study.engine import EngineOptions
 from workers.engines.source_recipes import base_recipe
 from workers.engines.vllm.engine import Engine
+from workers.errors import InvalidPrompt
 from workers.evaluation.metric_process import MetricProcess
-from workers.evaluation.prompts import LOGPROB_TOLERANCE
+from workers.evaluation.prompts import LOGPROB_TOLERANCE, Generation
+from workers.serving.completion_prompts import generation_of
+from workers.serving.completions import CompletionBatch, CompletionPart, LiveCompletion
 from workers.serving.process_logs import log_file
 from workers.types import (
     CanaryReport,
     Evidence,
     Family,
     SampleResult,
+    SampleTexts,
     ScoreRequest,
     ScoreResult,
     Span,
@@ -33,10 +38,32 @@ from workers.types import (
 __all__ = ["EngineWorker"]
 
 
-class EngineWorker:
-    """Worker of a replica that owns a warm inference engine and the evaluation tasks prepared for it.
+@dataclass(frozen=True)
+class _Stream:
+    """Adapter that passes the text that the engine generates on to the completion `live`.
 
-    Raises EngineUnavailable if the engine does not start.
+    The engine sees it as a `workers.evaluation.prompts.Stream`. `generation` has the prompt's tokens and the options,
+    and `digest` is the digest of the recipe whose merge the engine holds.
+    """
+
+    live: LiveCompletion
+    generation: Generation
+    digest: str
+
+    @property
+    def is_cancelled(self) -> bool:
+        return self.live.is_cancelled
+
+    def add(self, text: str, num_tokens: int, finish_reason: str | None) -> None:
+        self.live.add(CompletionPart(text, num_tokens, len(self.generation.tokens), self.digest, finish_reason))
+
+
+class EngineWorker:
+    """The part of a replica that does its work: it has an inference engine, and scores merges with it.
+
+    The engine starts when the object is made, and then serves all requests. The most recently used evaluation tasks
+    stay loaded. `family` has the base model and its experts, and `options` are the options of the engine. Raises
+    EngineUnavailable if the engine does not start.
     """
 
     def __init__(self, family: Family, options: EngineOptions) -> None:
@@ -86,15 +113,57 @@ class EngineWorker:
             timings_s={"materialise": swap.materialise_s, "swap": swap.swap_s, "score": score_s, "wait": 0.0},
         )
 
+    def complete(self, batch: CompletionBatch, check: Callable[[], None]) -> None:
+        """Write the merge of the batch's recipe into the engine, and generate completions until none runs or waits.
+
+        `check` is called before each step of the engine; an error that it raises ends the completions. Raises
+        TrialFailed if the merge cannot be computed or its logits are not finite. Raises EngineFault if the engine holds
+        another recipe or failed a check.
+        """
+        digest = batch.recipe.digest
+        swap = self.engine.swap(batch.recipe)
+        started = time.perf_counter()
+
+        def take(is_generating: bool) -> list[_Stream]:
+            check()
+            return list(self._begun(batch, closes=not is_generating))
+
+        try:
+            self.engine.stream(take)
+        finally:
+            self.busy_s += swap.materialise_s + swap.swap_s + time.perf_counter() - started
+        if (held := self.engine.held_digest) != digest:
+            raise self.engine.fault(f"asked for recipe {digest}; the engine held {held} after completions with it")
+
+    def _begun(self, batch: CompletionBatch, *, closes: bool) -> Iterator[_Stream]:
+        """Yield the completions that have joined `batch` since the last call, with tokenized prompts.
+
+        A completion whose prompt is invalid ends with the error. If `closes` is True and no valid completion has
+        joined, the batch is closed, so that no further one can join it.
+        """
+        while taken := batch.take(closes=closes):
+            for live in taken:
+                try:
+                    yield _Stream(live, generation_of(live.request, self.engine.prompts), batch.recipe.digest)
+                    closes = False
+                except InvalidPrompt as error:
+                    live.fail(error)
+            if not closes:
+                return
+
     def describe(self, tasks: tuple[TaskSpec, ...]) -> tuple[TaskInfo, ...]:
         return tuple(map(self.evaluator.describe, tasks))
 
-    def verify(self, recipe: Recipe, samples: tuple[SampleResult, ...], spans: tuple[Span, ...]) -> VerificationReport:
-        """Score samples again by plain transformers on the exported recipe, and compare with `samples`.
+    def sample_texts(self, task: TaskSpec, start: int, stop: int) -> SampleTexts:
+        return self.evaluator.sample_texts(task, start, stop)
 
-        The checkpoint is computed on the CPU, and transformers computes in float32. A recipe with alignments, which has
-        no ordinary checkpoint, is built in transformers instead. Returns a report of 0 samples if nothing can be
-        compared.
+    def verify(self, recipe: Recipe, samples: tuple[SampleResult, ...], spans: tuple[Span, ...]) -> VerificationReport:
+        """Score samples of a merge again with plain transformers, and compare with the engine's results in `samples`.
+
+        `spans` are the ranges of samples to compare. The merge of `recipe` is computed on the CPU and written to a
+        checkpoint, which transformers loads and runs in float32. If the recipe has alignments (maps between layers), it
+        has no ordinary checkpoint, and the merged model is built in transformers directly. Returns a report of 0
+        samples if nothing can be compared.
         """
         import torch
 

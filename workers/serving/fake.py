@@ -14,7 +14,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -22,11 +22,14 @@ from typing import Any, Literal
 from search_spaces.recipe import Merge, Recipe
 from workers.errors import EngineCrashed, EngineFault, EngineUnavailable, InvalidTask, TrialFailed
 from workers.evaluation.inline_files import read_inline
+from workers.evaluation.sample_texts import sample_texts
+from workers.serving.completions import CompletionBatch, CompletionPart, CompletionRequest, LiveCompletion
 from workers.types import (
     CanaryReport,
     Evidence,
     SampleDifference,
     SampleResult,
+    SampleTexts,
     ScoreRequest,
     ScoreResult,
     Span,
@@ -44,11 +47,11 @@ class FakeScorer:
     """Fake `workers.types.Scorer` for tests: it computes answers without models, and can delay and fail.
 
     The object is picklable. Calls are counted by the lines of `log_file`, so that counts survive the end of a process.
-    Every finished or failed call appends one JSON line: {call, recipe, spans: [[objective, start, stop], ...], outcome,
-    process}.
+    Every finished or failed call appends one JSON line: {call, recipe, spans (ranges of samples): [[objective, start,
+    stop], ...], outcome, process}.
 
     - `num_samples`: the number of samples of tasks that are not inline
-    - `sample_delay_s`, `swap_delay_s`: seconds to wait for each sample and for each swap
+    - `sample_delay_s`, `swap_delay_s`: seconds to wait for each sample, and for each change of the recipe (swap)
     - `failing`: digests of recipes for which TrialFailed is raised
     - `fails_above`: TrialFailed is also raised for every recipe with a coefficient above this number
     - `exits_at_call`: the call of `score` that ends the process without clean-up, counted from 1 over all processes
@@ -63,6 +66,7 @@ class FakeScorer:
     - `skips_canaries`: the reason why `check` compares nothing, if it should not
     - `replica`: the name of the replica in results; the default is a name for each process
     - `bank_fingerprint`: the fingerprint of the source weights in results
+    - `seed`: the seed of the pseudorandom numbers from which values are computed
 
     Only the first of the processes that share `log_file` fails a canary or gives wrong values.
     """
@@ -146,10 +150,39 @@ class FakeScorer:
                 timings_s={"materialise": 0.0, "swap": swap_s, "score": score_s, "wait": 0.0},
             )
 
-    def describe(self, tasks: tuple[TaskSpec, ...]) -> tuple[TaskInfo, ...]:
-        """Describe tasks: an inline task has as many samples as its file, another task has `num_samples`.
+    def complete(self, batch: CompletionBatch, check: Callable[[], None]) -> None:
+        """Complete the prompts of `batch` with made-up words.
 
-        Raises InvalidTask if a file cannot be read.
+        A completion has the beginning of the recipe's digest, then the words of the prompt. Each word is a token, and
+        takes `sample_delay_s` seconds. `check` is called before each word; an error that it raises ends the call.
+        """
+        digest = batch.recipe.digest
+        live: list[tuple[LiveCompletion, list[str]]] = []
+        with self._lock:
+            self._refuse_after_a_fault()
+            if self._held != digest:
+                self._held, self._swaps = digest, self._swaps + 1
+            if digest in self.crashing:
+                self._crash()
+            if reason := self._failure(batch.recipe):
+                raise TrialFailed(reason)
+            while True:
+                check()
+                live += [(each, fake_words(each.request)) for each in batch.take(closes=not live)]
+                live = [(each, words) for each, words in live if not each.is_cancelled]
+                if not live:
+                    return
+                time.sleep(self.sample_delay_s)
+                for each, words in live:
+                    word = words.pop(0)
+                    each.add(CompletionPart(word, 1, 3, digest, None if words else "stop"))
+                live = [(each, words) for each, words in live if words]
+
+    def describe(self, tasks: tuple[TaskSpec, ...]) -> tuple[TaskInfo, ...]:
+        """Return facts about tasks, such as their numbers of samples, without building them.
+
+        A task in a JSONL file has as many samples as the file; any other task has `num_samples` of this scorer. Raises
+        InvalidTask if a file cannot be read.
         """
         return tuple(
             TaskInfo(
@@ -159,6 +192,10 @@ class FakeScorer:
             )
             for task in tasks
         )
+
+    def sample_texts(self, task: TaskSpec, start: int, stop: int) -> SampleTexts:
+        """Prompts and right answers of samples; unlike other methods, this one builds the task."""
+        return sample_texts(task, start, stop)
 
     def verify(self, recipe: Recipe, samples: tuple[SampleResult, ...], spans: tuple[Span, ...]) -> VerificationReport:
         known = {(sample.objective, sample.position): sample for sample in samples}
@@ -302,16 +339,24 @@ def expected_value(recipe: Recipe, objective: str) -> float:
     return min(max(total, 0.05), 0.95)
 
 
+def fake_words(request: CompletionRequest) -> list[str]:
+    """Words with which the fake scorer completes a prompt: the beginning of the recipe's digest, then the prompt."""
+    said = request.prompt if request.messages is None else request.messages[-1]["content"]
+    words = [request.recipe.digest[:8], *(f" {word}" for word in str(said).split())]
+    return words[: request.max_tokens or len(words)]
+
+
 def prompt_hash(span: Span) -> str:
-    """Fake hash of the prompts of a span of samples, which depends only on the task and the positions."""
+    """Fake hash of the prompts of a range of samples (`span`), which depends only on the task and the positions."""
     return digest_of([span.task.digest, span.start, span.stop])
 
 
 def _shares(recipe: Recipe) -> dict[str, float]:
-    """Mean coefficient of each model in a recipe, over all its merges. The keys are the models' fingerprints.
+    """The mean coefficient of each model in a recipe, by the model's fingerprint.
 
-    In SLERP the coefficients of the two models are 1 - t and t. If a method has no coefficients, each of its sources
-    counts as 1.
+    A recipe has a merge for each component of each layer and for other tensors; the mean is over all of them. In SLERP
+    the coefficients of the two models are 1 - t and t. If a method has no coefficients, each of its sources counts as
+    1.
     """
     shares: dict[str, float] = {}
     merges = recipe.merges()

@@ -25,8 +25,9 @@ READ_S = 30.0
 def fatal_error(current: CurrentChunk) -> str | None:
     """Report of the fatal signal that ended a replica, such as "Fatal Python error: Segmentation fault".
 
-    Returns None if there is no report, for example after SIGKILL, and if the log cannot be read, for example because
-    its node is gone. A Ray task on the replica's node reads the log, so that no dashboard is needed.
+    `current` says which samples the replica began to score last, and names the replica's log and node. Returns None if
+    there is no report, for example after SIGKILL, and if the log cannot be read, for example because its node is gone.
+    A Ray task on the replica's node reads the log, so that no dashboard is needed.
     """
     import ray
     from ray.exceptions import GetTimeoutError, RayError

@@ -11,10 +11,10 @@ __all__ = ["RecipeLock"]
 
 
 class RecipeLock:
-    """Asyncio lock that prefers waiters for the recipe held last, so that the engine swaps merges less often.
+    """Asyncio lock of an engine that prefers waiters for the recipe held last, which saves swaps of merges.
 
-    When the lock is released, it goes to the longest waiter for this recipe. If no one waits for it, the longest waiter
-    for any recipe gets the lock.
+    A swap writes the merge of another recipe into the engine. When the lock is released, it goes to the longest waiter
+    for this recipe. If no one waits for it, the longest waiter for any recipe gets the lock.
     """
 
     def __init__(self) -> None:
@@ -22,9 +22,17 @@ class RecipeLock:
         self._is_taken = False
         self._waiting: deque[tuple[str, asyncio.Future[None]]] = deque()
 
+    @property
+    def has_waiters(self) -> bool:
+        return any(not ready.done() for _, ready in self._waiting)
+
     @asynccontextmanager
     async def hold(self, digest: str) -> AsyncIterator[None]:
-        """Async context manager that holds the lock for the recipe `digest`. "" stands for work without a recipe."""
+        """Async context manager that waits for the lock of an engine, and holds it for work with the recipe `digest`.
+
+        When the lock is released, waiters for the recipe that held it last come first. `digest` is "" for work without
+        a recipe.
+        """
         if self._is_taken:
             ready = asyncio.get_running_loop().create_future()
             self._waiting.append((digest, ready))

@@ -11,19 +11,22 @@ A replica ends when its engine raises an error or its work is overdue. Any other
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import functools
 import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 from search_spaces.errors import SearchSpaceError
 from search_spaces.recipe import Recipe
 from workers.errors import (
+    EngineBusy,
     EngineCrashed,
     EngineFault,
     EngineUnavailable,
@@ -32,14 +35,17 @@ from workers.errors import (
     TrialFailed,
     WorkerError,
 )
+from workers.serving.completions import CompletionBatch, CompletionPart, CompletionRequest, LiveCompletion
 from workers.serving.current_chunk import CurrentChunk, chunk_id, note_chunk
 from workers.serving.draining import is_being_moved
 from workers.serving.process_logs import error_log, keeping_serve_log, log_file
 from workers.serving.recipe_lock import RecipeLock
 from workers.serving.watchdog import TIME_LIMITS, TimeLimits, Watchdog
+from workers.telemetry import logs, tracing
 from workers.types import (
     CanaryReport,
     SampleResult,
+    SampleTexts,
     ScoreRequest,
     ScoreResult,
     Span,
@@ -70,9 +76,18 @@ class Worker(Protocol):
 
     def describe(self, tasks: tuple[TaskSpec, ...]) -> tuple[TaskInfo, ...]: ...
 
+    def sample_texts(self, task: TaskSpec, start: int, stop: int) -> SampleTexts: ...
+
     def verify(
         self, recipe: Recipe, samples: tuple[SampleResult, ...], spans: tuple[Span, ...]
     ) -> VerificationReport: ...
+
+    def complete(self, batch: CompletionBatch, check: Callable[[], None]) -> None:
+        """Generate the completions of `batch` until none runs or waits.
+
+        `check` is called before each step of the engine; an error that it raises ends the completions.
+        """
+        ...
 
     def check(self) -> tuple[CanaryReport, ...]: ...
 
@@ -80,10 +95,10 @@ class Worker(Protocol):
 
 
 class ReplicaMetrics:
-    """Ray metrics of one replica, each with a tag for the study. Serve adds the deployment and the replica.
+    """Ray metrics of one replica, each with a tag for the study.
 
-    `mergesearch_samples` is a counter, whose rate is samples per second. A recipe's digest is not a tag, because each
-    new digest would start a time series that is never dropped.
+    Serve adds tags for the deployment and the replica. `mergesearch_samples` is a counter, whose rate is samples per
+    second. A recipe's digest is not a tag, because each new digest would start a time series that is never dropped.
     """
 
     def __init__(self) -> None:
@@ -124,19 +139,25 @@ class ReplicaMetrics:
 
 
 class ScoringReplica:
-    """Ray Serve deployment class: a scoring replica with one worker.
+    """Ray Serve deployment class whose replicas merge recipes and score the merges on samples of tasks.
 
-    `make_worker` is called once, in the thread that does all the work. Raises EngineUnavailable if the worker does not
-    start within `limits.start_s` seconds.
+    A replica has one worker, the object with the inference engine. `make_worker` makes it, once, in the thread in which
+    the worker does all its work. `limits` has the seconds that each part of the work may take. Raises EngineUnavailable
+    if the worker does not start within `limits.start_s` seconds.
     """
 
     def __init__(self, make_worker: Callable[[], Worker], limits: TimeLimits = TIME_LIMITS) -> None:
         started = time.monotonic()
+        logs.log_in_worker()
+        tracing.start_tracing("replica")
         self._limits = limits
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
         self._lock = RecipeLock()
         self._fault: str | None = None
         self._scored: set[str] = set()
+        self._num_of_searches = 0  # requests of searches that are here
+        self._batches: dict[str, CompletionBatch] = {}  # by recipe: completions that are generated or wait
+        self._tasks: set[asyncio.Task[None]] = set()
         self._current: CurrentChunk | None = None
         self._overdue: CurrentChunk | None = None
         with keeping_serve_log():
@@ -156,10 +177,17 @@ class ScoringReplica:
         return digest
 
     async def score(self, request: ScoreRequest) -> ScoreResult:
+        with logs.fields(job=request.study, trial=request.trial), _span_of(request, self._worker.name) as span:
+            began_ns = time.time_ns()
+            result = await self._score_in_turn(request)
+            _record_phases(span, result, began_ns=began_ns, ended_ns=time.time_ns())
+            return result
+
+    async def _score_in_turn(self, request: ScoreRequest) -> ScoreResult:
         arrived = time.perf_counter()
         self._metrics.queue(request.study, +1)
         try:
-            async with self._lock.hold(request.recipe.digest):
+            async with self._for_search(request.recipe.digest):
                 waited = time.perf_counter() - arrived
                 await self.hold(request.recipe.digest)
                 result = await self._in_thread(self._score, request)
@@ -170,18 +198,84 @@ class ScoringReplica:
         return result
 
     async def describe(self, tasks: tuple[TaskSpec, ...]) -> tuple[TaskInfo, ...]:
-        async with self._lock.hold(""):
+        async with self._for_search(""):
             return await self._in_thread(self._other, "describing tasks", self._worker.describe, tasks)
+
+    async def sample_texts(self, task: TaskSpec, start: int, stop: int) -> SampleTexts:
+        async with self._for_search(""):
+            return await self._in_thread(self._other, "reading texts", self._worker.sample_texts, task, start, stop)
 
     async def verify(
         self, recipe: Recipe, samples: tuple[SampleResult, ...], spans: tuple[Span, ...]
     ) -> VerificationReport:
-        async with self._lock.hold(recipe.digest):
+        async with self._for_search(recipe.digest):
             return await self._in_thread(self._other, "verification", self._worker.verify, recipe, samples, spans)
 
     async def check(self) -> tuple[CanaryReport, ...]:
-        async with self._lock.hold(""):
+        async with self._for_search(""):
             return await self._in_thread(self._worker.check)
+
+    async def complete(self, request: CompletionRequest) -> AsyncIterator[CompletionPart]:
+        """Complete a prompt, and yield the parts of the completion as the engine generates them.
+
+        If `request.yields` is True, searches come first: the completion is generated alone, and ends as soon as a
+        search uses the replica. Other requests for the same merge are completed together. If the caller does not wait
+        any more, the engine ends the completion before its next step.
+
+        Raises:
+            EngineBusy: `request.yields` is True, and a search uses the replica, or the replica completes another
+                prompt.
+            InvalidPrompt: The prompt cannot be completed.
+            TrialFailed: The merge cannot be computed, or its logits are not finite.
+        """
+        live = LiveCompletion(request)
+        if request.yields and (self._num_of_searches or self._batches):
+            raise EngineBusy(f"{self._worker.name} works for a search or completes another prompt")
+        batch = self._batches.get(request.recipe.digest)
+        if batch is None or (self._lock.has_waiters and not batch.is_waiting) or not batch.join(live):
+            batch = CompletionBatch(request.recipe)
+            batch.join(live)
+            self._batches[request.recipe.digest] = batch
+            task = asyncio.create_task(self._run_batch(batch, yields=request.yields))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        try:
+            async for part in live.parts():
+                yield part
+        finally:
+            live.cancel()
+
+    async def _run_batch(self, batch: CompletionBatch, *, yields: bool) -> None:
+        """Wait until no other work uses the engine, and generate the completions of a batch.
+
+        If `yields` is True, the completions end with EngineBusy as soon as a search needs the engine.
+        """
+        digest = batch.recipe.digest
+        try:
+            async with self._lock.hold(digest):
+                batch.is_waiting = False
+                await self.hold(digest)
+                await self._in_thread(self._complete, batch, yields)
+            batch.close()
+        except Exception as error:
+            batch.close(error)
+        finally:
+            if self._batches.get(digest) is batch:
+                del self._batches[digest]
+
+    @asynccontextmanager
+    async def _for_search(self, digest: str) -> AsyncIterator[None]:
+        """Async context manager that gives a search's request sole use of the engine for work with the recipe `digest`.
+
+        Requests that are not of a search complete prompts. Completions that yield to searches end while a search is in
+        this context or waits to enter it. `digest` is "" for work without a recipe.
+        """
+        self._num_of_searches += 1
+        try:
+            async with self._lock.hold(digest):
+                yield
+        finally:
+            self._num_of_searches -= 1
 
     async def statistics(self) -> dict[str, Any]:
         return {**self._worker.statistics(), "replica": os.getpid(), "log_file": log_file()}
@@ -189,7 +283,7 @@ class ScoringReplica:
     async def check_health(self) -> None:
         """Raise RuntimeError if the engine has failed or its work is overdue; Serve then replaces the replica.
 
-        This runs in the event loop, also while a chunk is scored.
+        This runs in the event loop, so that it also answers while samples are scored.
         """
         if self._fault is not None:
             raise RuntimeError(self._fault)
@@ -201,7 +295,7 @@ class ScoringReplica:
 
     async def _in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(
-            self._thread, functools.partial(self._run, function, *arguments)
+            self._thread, functools.partial(contextvars.copy_context().run, self._run, function, *arguments)
         )
 
     # -- in the engine's thread ------------------------------------------------------------------------------------
@@ -258,6 +352,18 @@ class ScoringReplica:
         with self._watchdog.work(self._limits.other_s, what):
             return function(*arguments)
 
+    def _complete(self, batch: CompletionBatch, yields: bool) -> None:
+        if is_being_moved():
+            raise NodeDraining(f"{self._worker.name} completes no prompt: its node is drained, and Serve stops it")
+
+        def check() -> None:
+            if yields and self._num_of_searches:
+                raise EngineBusy(f"{self._worker.name} is needed by a search, and ended its completions")
+
+        if batch.is_abandoned:
+            return
+        self._other("completions", self._worker.complete, batch, check)
+
     def _has_scored_others(self, digest: str) -> bool:
         return bool(self._scored - {digest})
 
@@ -287,8 +393,46 @@ class ScoringReplica:
             log.warning("the base was not scored: %s", error)
 
 
+def _span_of(request: ScoreRequest, replica: str) -> AbstractContextManager[tracing.Span]:
+    """Context manager of the trace span of a request to score samples; `replica` is the name of the replica.
+
+    If the sender of the request does not trace it, the span records nothing.
+    """
+    if request.traceparent is None:
+        return nullcontext(tracing.NOTHING)
+    attributes: tracing.Attributes = {
+        "mergesearch.job": request.study,
+        "mergesearch.trial": request.trial,
+        "mergesearch.replica": replica,
+        "mergesearch.recipe": request.recipe.digest[:12],
+        "mergesearch.samples": request.num_samples,
+    }
+    return tracing.span("score", attributes, parent=request.traceparent, kind="server")
+
+
+def _record_phases(span: tracing.Span, result: ScoreResult, *, began_ns: int, ended_ns: int) -> None:
+    """Record a trace span for each phase of a request to score samples, with its measured duration.
+
+    The phases are the wait, the merge (computing tensors), the swap (writing them into the engine), and the scoring.
+    The first three follow each other from `began_ns` on; the scoring ends at `ended_ns`. Both times are in nanoseconds
+    since the epoch. `span` is the span of the request, and `result` has the durations. Merging and swapping may overlap
+    in fact, because some tensors are written while others are computed. Therefore the recorded beginning of a phase is
+    not always exact.
+    """
+    if span.traceparent is None:
+        return
+    seconds, start_ns = result.timings_s, began_ns
+    for phase in ("wait", "materialise", "swap"):
+        if seconds.get(phase, 0.0) > 0:
+            tracing.record(phase, {}, parent=span.traceparent, start_ns=start_ns, seconds=seconds[phase])
+            start_ns += round(seconds[phase] * 1e9)
+    scored_s = seconds.get("score", 0.0)
+    start_ns = ended_ns - round(scored_s * 1e9)
+    tracing.record("generate and score", {}, parent=span.traceparent, start_ns=start_ns, seconds=scored_s)
+
+
 def _base_alone(recipe: Recipe) -> Recipe:
-    """Recipe over the models of `recipe` that gives the unchanged base model."""
+    """Recipe that gives the unchanged base model, with the same models as `recipe`."""
     return Recipe.of_model(
         recipe.base,
         models=recipe.models,

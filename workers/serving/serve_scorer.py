@@ -27,6 +27,7 @@ from workers.serving.fatal_errors import fatal_error
 from workers.types import (
     CanaryReport,
     SampleResult,
+    SampleTexts,
     ScoreRequest,
     ScoreResult,
     Span,
@@ -50,12 +51,12 @@ MAX_TRIES = 3
 class ServeScorer:
     """Client of the scoring replicas in a Ray Serve application; it implements `workers.types.Scorer`.
 
-    The client is picklable, and connects at the first call. `app_name` is the name of the application. When a replica
-    dies or fails, Serve replaces the replica, and the client sends the request again. If the replica was scoring the
-    request and the request counts crashes (`ScoreRequest.crashes`), EngineCrashed is raised instead. If sending fails
-    for `deadline_s` seconds, EngineUnavailable is raised with the reason. Time in which the request waits behind other
-    requests does not count. Errors of the merge or its task (TrialFailed, InvalidTask) and a replica's EngineFault are
-    raised as they are.
+    The client is picklable, and connects at the first call. `app_name` is the name of the application. While a request
+    is waited for, the application's state is checked every `poll_s` seconds. When a replica dies or fails, Serve
+    replaces the replica, and the client sends the request again. If the replica was scoring the request and the request
+    counts crashes (`ScoreRequest.crashes`), EngineCrashed is raised instead. If sending fails for `deadline_s` seconds,
+    EngineUnavailable is raised with the reason. Time in which the request waits behind other requests does not count.
+    Errors of the merge or its task (TrialFailed, InvalidTask) and a replica's EngineFault are raised as they are.
 
     Serve's controller may be unavailable for a while. Requests are answered meanwhile; calls that need the controller
     wait for it, at most `deadline_s` seconds. An application that was deleted or cannot start is not waited for.
@@ -74,6 +75,10 @@ class ServeScorer:
     def describe(self, tasks: tuple[TaskSpec, ...]) -> tuple[TaskInfo, ...]:
         infos: tuple[TaskInfo, ...] = self._call("describe", tasks)
         return infos
+
+    def sample_texts(self, task: TaskSpec, start: int, stop: int) -> SampleTexts:
+        texts: SampleTexts = self._call("sample_texts", task, start, stop)
+        return texts
 
     def verify(self, recipe: Recipe, samples: tuple[SampleResult, ...], spans: tuple[Span, ...]) -> VerificationReport:
         report: VerificationReport = self._call("verify", recipe, samples, spans, model_id=recipe.digest)
@@ -113,7 +118,7 @@ class ServeScorer:
         return found
 
     def _known_replicas(self) -> Counter[str]:
-        """Number of replicas in each state ("RUNNING", ...). Waits while Serve's controller recovers them.
+        """Number of replicas in each state ("RUNNING", ...), once Serve's controller knows all of them.
 
         A controller that was restarted must find its replicas again first. This method waits for it, at most
         `deadline_s` seconds. Raises ServeUnavailable if the controller does not answer within that time.
@@ -128,7 +133,8 @@ class ServeScorer:
     def statistics(self) -> Mapping[str, Any]:
         """Statistics of all replicas that answer now; dead replicas are left out.
 
-        Numbers such as "swaps" are sums over the replicas. Lists such as "swap_s" have the entries of all replicas.
+        Numbers such as "swaps" (merges written into engines) are sums over the replicas. Lists such as "swap_s"
+        (seconds of each swap) have the entries of all replicas.
         """
         found = self._ask_each("statistics", lambda answer: answer["replica"])
         every = list(found.values())
@@ -242,11 +248,10 @@ def _raise_if_scoring(request: ScoreRequest, error: Exception) -> None:
 
 @functools.lru_cache(maxsize=8)
 def _handle(name: str) -> Any:
-    """Ray Serve handle to the replicas of the application `name`.
+    """Ray Serve's handle to the replicas of the application `name`, with which requests are sent to them.
 
-    Unlike `ray.serve.get_app_handle`, this function does not ask Serve's controller for the application, because it
-    would wait for the answer without limit. Requests through the handle of an application that does not exist are never
-    answered.
+    The handle is made without a query of Serve's controller, to which `ray.serve.get_app_handle` would wait for an
+    answer without limit. Therefore the application may be missing; requests through its handle are then never answered.
     """
     from ray import serve
 

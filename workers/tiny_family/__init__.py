@@ -6,17 +6,28 @@ trained the shipped models is in the repository (tests/benchmarks/family_trainin
 
 from __future__ import annotations
 
+import json
 import pathlib
+import re
 
-__all__ = ["RETRAIN_FILE", "STUDY_FILE", "family_dir"]
+__all__ = ["RETRAIN_FILE", "STUDY_FILE", "family_dir", "study_text"]
 
 STUDY_FILE, RETRAIN_FILE = "study.yaml", "retrain.yaml"
 
 
 def family_dir() -> pathlib.Path:
-    """Directory of the tiny model family within the package.
+    """Directory of the tiny models that this package ships: a base model and experts, with evaluation tasks.
 
     It contains base/, experts/<skill>/, tasks/<skill>_{search,holdout,train}.jsonl, study.yaml (merges the experts) and
     retrain.yaml (trains new ones).
     """
     return pathlib.Path(__file__).resolve().parent
+
+
+def study_text() -> str:
+    """Text of study.yaml, with its comments, in which all paths are absolute, as servers need them."""
+    text = (family_dir() / STUDY_FILE).read_text("utf-8")
+    # A string of JSON is one of YAML, whatever characters the path has.
+    return re.sub(
+        r"(?<=: )(base|(?:experts|tasks)/[\w.]+)(?=[,}\n])", lambda path: json.dumps(str(family_dir() / path[1])), text
+    )

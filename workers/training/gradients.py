@@ -54,13 +54,13 @@ log = logging.getLogger(__name__)
 
 
 class CoefficientGradients:
-    """Computes losses of a family's merges, and their derivatives with respect to the merges' coefficients.
+    """The losses of a family's merges, and their derivatives with respect to the merges' coefficients.
 
-    A family is a base model and its experts. Merges are written, one at a time, into a transformers model, which is
-    replaced if a merge has other layers. Sums over tensors are in float32 or finer. If a GPU is full, forward passes
-    have fewer tokens from then on; if this does not suffice, activations are recomputed. Both change only the rounding
-    of sums. Equal calls give equal bits on the same device with the same number of threads, independent of earlier
-    calls, as long as no GPU is full.
+    A family is a base model and its experts. Methods compute losses and derivatives for a given merge. Merges are
+    written, one at a time, into a transformers model, which is replaced if a merge has other layers. Sums over tensors
+    are in float32 or finer. If a GPU is full, forward passes have fewer tokens from then on; if this does not suffice,
+    activations are recomputed. Both change only the rounding of sums. Equal calls give equal bits on the same device
+    with the same number of threads, independent of earlier calls, as long as no GPU is full.
 
     - `tasks`: the task of each objective; all tasks must have right answers (`references.lack_of_references`)
     - `options`: the options of the study's engines, which define prompts and dtype; float32 replaces float16, in which
@@ -163,8 +163,10 @@ class CoefficientGradients:
     ) -> GradientResult:
         """Compute the result of `loss_and_gradient`, but with 0 in the field `seconds`.
 
-        `targets` has the texts from which the losses are computed, by objective. The other arguments are as in
-        `loss_and_gradient`.
+        The result has the mean loss of each objective on the merge of `recipe`, and the gradient of the sum of these
+        losses times their `weights`. `batch` has the positions of the samples, and `targets` the texts from which the
+        losses are computed, both by objective. With `by_scales` there are also derivatives with respect to the scales
+        of layers.
         """
         plan = plan_as_stated(recipe, self.bank)
         self._fit(recipe)
@@ -194,7 +196,7 @@ class CoefficientGradients:
     def losses(
         self, recipe: Recipe, batch: Batch, *, completions: Collection[str] = ()
     ) -> dict[str, tuple[float, ...]]:
-        """Compute the loss of each sample in `batch`, by objective.
+        """Compute the loss of the merge of `recipe` on each sample in `batch`, by objective.
 
         `batch` has the positions of samples by objective, and the losses of an objective are in the same order. The
         objectives named in `completions` are measured on the completions given to `set_completions`, all other
@@ -367,12 +369,12 @@ def _by_objective(
 
 
 class _Reducer:
-    """Accumulates the derivatives of the loss with respect to the coefficients of one merged tensor.
+    """Accumulator of the derivatives of a loss with respect to the coefficients of one merged tensor.
 
     The method `add` is called with gradients of the loss with respect to the tensor. `stated` are the coefficients.
-    `plan` is the plan of the merge, and `bank` has the weights of its sources. If `merged`, the computed tensor, is
-    given, the inner products of gradient and tensor are also accumulated, in `along`; the derivatives with respect to
-    layer scales follow from them.
+    `plan` lists the tensors of the merge with their sources, and `bank` has the weights of the sources. `merged` is the
+    computed tensor, or None. If it is given, the attribute `along` accumulates the inner products of the gradients with
+    it, from which derivatives with respect to layer scales are computed.
     """
 
     def __init__(
@@ -436,9 +438,10 @@ def _by_coefficient(reducers: Any) -> tuple[Slopes, Slopes]:
 def _by_scale(recipe: Recipe, reducers: Iterable[_Reducer]) -> dict[int, float]:
     """Derivative of the loss with respect to each layer's scale, by the layer's index.
 
-    A layer's scale is a factor on the residual stream after the layer. The scale is folded into the weights: a scale s
-    divides the last weight of each branch (attention or MLP) in all later layers. The derivative is therefore -1 / s
-    times the sum, over these weights, of the inner product of gradient and weight, which the reducers have computed.
+    `recipe` has the scales. A layer's scale is a factor on the residual stream after the layer. The scale is folded
+    into the weights: a scale s divides the last weight of each branch (attention or MLP) in all later layers. The
+    derivative is therefore -1 / s times a sum over these weights: the sum of the inner products of gradient and weight.
+    The inner products were added up by `reducers`, one for each merged tensor.
     """
     after = [0.0] * len(recipe.layers)
     for reducer in reducers:

@@ -48,9 +48,10 @@ def minibatches(targets: Sequence[Target], max_tokens: int) -> Iterator[list[int
 
 
 def sample_losses(model: ModelOfLogits, targets: Sequence[Target]) -> torch.Tensor:
-    """Compute the loss of each target (the texts of one sample) by one forward pass, in float32: [len(targets)].
+    """Compute the loss of `model` on each target by one forward pass, in float32: [len(targets)].
 
-    The losses have gradients if gradients are enabled in torch.
+    A target has the texts from which the loss of one sample is computed. The losses have gradients if gradients are
+    enabled in torch.
     """
     rows = [reading for target in targets for reading in target.readings]
     positions = _ScoredPositions.of(rows)

@@ -25,8 +25,8 @@ def keep_freed_memory() -> bool:
 
     If a training step frees each gradient after its use, no memory is in use at the end of the heap after the step.
     glibc then returns the memory of the step's activations to the system, and in the next step every page causes a page
-    fault. This takes about a tenth of a step of a model with 1M parameters. Allocations larger than 32 MB are always
-    returned. Without glibc, or if environment variables already set its limits, the function changes nothing and
+    fault. The page faults take about a tenth of a step of a model with 1M parameters. Allocations larger than 32 MB are
+    always returned. Without glibc, or if environment variables already set its limits, the function changes nothing and
     returns False.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

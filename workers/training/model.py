@@ -144,9 +144,9 @@ def _origins(bank: Bank, like: Recipe | None) -> dict[str, str]:
 def _loaded(bank: Bank, dtype: torch.dtype, origins: Mapping[str, str], of_layers: Mapping[str, Any]) -> Any:
     """Make a transformers model from tensors of the base model, whose weights `bank` holds.
 
-    `origins` maps the name of each of the model's tensors to the name of the base tensor that initialises it.
-    `of_layers` has the fields of the model's configuration that differ from the base's. The model's parameters are
-    copies, because otherwise transformers would use the bank's memory.
+    The parameters have the dtype `dtype`. `origins` maps the name of each of the model's tensors to the name of the
+    base tensor that initialises it. `of_layers` has the fields of the model's configuration that differ from the
+    base's. The model's parameters are copies, because otherwise transformers would use the bank's memory.
     """
     import transformers
 
@@ -176,9 +176,9 @@ def _settled(config: Any) -> Any:
 
 
 def _attention(config: Any) -> str | None:
-    """Attention implementation for a model: "eager" if its attention scores are capped, else None.
+    """Attention implementation for a model with the configuration `config`: "eager" if attention scores are capped.
 
-    Fused attention silently ignores the cap. With None, transformers chooses the implementation.
+    Fused attention silently ignores the cap. Otherwise the result is None, and transformers chooses the implementation.
     """
     return "eager" if getattr(config, "attn_logit_softcapping", None) else None
 
@@ -187,8 +187,9 @@ def _parts(module: Any, bank: Bank, dtype: torch.dtype, origins: Mapping[str, st
     """Map the name of each merged tensor to the parameter of `module`, or the part of one, that corresponds to it.
 
     A part is found by the tensor's name or, if this fails, by its values. Therefore the model must hold the base's
-    weights, in `dtype`. `origins` maps the name of each merged tensor to the name of the base tensor that initialises
-    it. Raises InvalidModel if a part is not found, or if several parts have the tensor's values.
+    weights, in `dtype`; `bank` has the weights of the base and the experts. `origins` maps the name of each merged
+    tensor to the name of the base tensor that initialises it. Raises InvalidModel if a part is not found, or if several
+    parts have the tensor's values.
     """
     named = dict(module.named_parameters())
     prefix = f"{module.base_model_prefix}."
@@ -220,11 +221,11 @@ def _layer(name: str) -> str | None:
 
 
 def _with_content(tensor: torch.Tensor, parameters: Sequence[torch.nn.Parameter]) -> Iterator[ParameterPart]:
-    """Yield the parts of `parameters` whose values equal those of `tensor`.
+    """Yield the parameters, or parts of parameters, whose values equal those of `tensor`.
 
-    A part is a whole parameter, or the rows of one expert of a mixture of experts. This search is needed if
-    transformers gives a parameter another name than the stored tensor has, or joins the matrices of a mixture's experts
-    in one parameter.
+    A part consists of rows of one expert of a mixture of experts. Parameters are compared by value where names do not
+    help: transformers may give a parameter another name than the stored tensor has, or join the matrices of all experts
+    of a mixture in one parameter.
     """
     for leaf in parameters:
         if leaf.shape == tensor.shape and torch.equal(leaf, tensor):

@@ -34,14 +34,14 @@ CHUNK = 1 << 22  # elements of a difference at a time, where no kernel computes
 
 
 def stated_coefficients(tensor: MergedTensor) -> tuple[Coefficient, ...]:
-    """The coefficients in a tensor's merge for which derivatives can be computed.
+    """The coefficients of a tensor's merge by which a loss can be differentiated.
 
-    The merge must state the coefficient, and the method must be differentiable with respect to it. The result is empty
-    for an unchanged source model, which has no such coefficient.
+    These are the coefficients that the merge states and for which the merge method has derivatives. The result may be
+    empty, for example for an unchanged source model.
 
     Raises:
-        InvalidRecipe: The method is differentiable with respect to no coefficient, or a coefficient has one value for
-            each source and two sources are layers of the same model. The message names the method.
+        InvalidRecipe: The merge method has derivatives for no coefficient, or a coefficient has one value for each
+            source and two sources are layers of the same model. The message names the method.
     """
     merge, declared = tensor.merge, METHODS[tensor.merge.method]
     if not declared.gradients_by:
@@ -63,7 +63,7 @@ def derivatives(tensor: MergedTensor, plan: TensorPlan, bank: Bank, gradient: to
     """Derivatives of the loss with respect to the coefficients of one merged tensor, by the coefficient's name.
 
     Each derivative is a float64 tensor with one number for each source, or with a single number if the sources share
-    the coefficient. The coefficients are those of `stated_coefficients`. `plan` is the plan of the merge to which
+    the coefficient. The coefficients are those of `stated_coefficients`. `plan` lists the tensors of the merge to which
     `tensor` belongs, and `bank` has the weights of its sources. `gradient` is the gradient of the loss with respect to
     the merged tensor.
     """
@@ -76,7 +76,7 @@ def derivatives(tensor: MergedTensor, plan: TensorPlan, bank: Bank, gradient: to
 
 
 def inner_product(first: torch.Tensor, second: torch.Tensor) -> float:
-    """Inner product of two tensors, computed in float32 within chunks and summed over chunks in float64."""
+    """Inner product of `first` and `second`, computed in float32 within chunks and summed over chunks in float64."""
     parts = zip(torch.split(first.flatten(), CHUNK), torch.split(second.flatten(), CHUNK), strict=True)
     return math.fsum(float(one.float() @ other.float()) for one, other in parts)
 
@@ -84,10 +84,10 @@ def inner_product(first: torch.Tensor, second: torch.Tensor) -> float:
 def _linear(tensors: Tensors, base: torch.Tensor | None, merge: Merge, gradient: torch.Tensor) -> Derivatives:
     """Derivatives of a loss with respect to the weights of the merge method `linear`.
 
-    The merge is m = sum_t w_t theta_t / W with the sources theta_t, their weights w_t, and W = sum_t w_t. Let G be the
-    gradient of the loss with respect to m. The derivative with respect to w_j is <G, theta_j - m> / W. This inner
-    product is computed from the sources' differences from the first source, because the inner products of G with whole
-    tensors are almost equal, and their difference would lose digits.
+    The merge is m = sum_t w_t theta_t / W with the sources theta_t, their weights w_t, and W = sum_t w_t. The sources
+    are `tensors`; there is no base. Let G be the gradient of the loss with respect to m. The derivative with respect to
+    w_j is <G, theta_j - m> / W. This inner product is computed from the sources' differences from the first source,
+    because the inner products of G with whole tensors are almost equal, and their difference would lose digits.
     """
     weights = merge.per_source("weight")
     products = _projections(gradient, tensors, tensors[0])

@@ -6,7 +6,6 @@ Artifacts are results, so none is removed automatically to make room; users dele
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -14,50 +13,61 @@ from service.disk import gib
 from service.errors import Conflict
 from service.store import Store
 from service.store.artifacts import ArtifactStore
+from service.types import JobRecord
 
-__all__ = ["ArtifactQuota"]
+__all__ = ["ArtifactQuota", "missing_bytes"]
 
 Made = TypeVar("Made")
 
 
 class ArtifactQuota:
-    """Limit on the total size in bytes of the artifacts, such as trained experts, of all jobs.
+    """Limit on the total size in bytes of the artifacts of all jobs.
 
-    The limit is `quota_bytes`. If it is None, the limit is a tenth of the disk, and artifacts in an object store have
-    no limit.
+    Artifacts are the models and policies that jobs have trained and stored. The limit is `quota_bytes`. If it is None,
+    the limit is a tenth of the disk, and artifacts in an object store have no limit.
     """
 
     def __init__(self, store: Store, artifacts: ArtifactStore, quota_bytes: int | None = None) -> None:
         self._store, self._artifacts, self._quota = store, artifacts, quota_bytes
-        # Held from the comparison until the job that it admits is stored.
-        self._lock = threading.Lock()
 
-    def admit(self, num_bytes: int, make: Callable[[], Made]) -> Made:
-        """Store a job by calling `make`, if the job's `num_bytes` of artifacts fit into the quota.
+    def admit(self, num_bytes: int, make: Callable[[], Made], *, check: Callable[[], None] = lambda: None) -> Made:
+        """Store a job by calling `make`, if the models that it will train, of `num_bytes` in all, fit into the quota.
 
-        The artifacts that are stored already, and those that unfinished jobs will still store, take up the quota too.
-        Returns the result of `make`. Raises Conflict, without calling `make`, if the job's artifacts do not fit.
+        Stored artifacts, such as trained models, and those that unfinished jobs will still store take up the quota too.
+        `check` is called first, and may refuse the job by an error. No server with this database admits another job
+        while it checks and stores the job. Returns the result of `make`. Raises Conflict, without calling `make`, if
+        the job's artifacts do not fit.
+
+        The stored files are measured before, because other requests wait while a job is stored. What unfinished jobs
+        store in the meantime counts as missing still.
         """
-        with self._lock:
-            used, reserved, quota = self._artifacts.num_bytes(), self._reserved(), self._quota_bytes()
-            if num_bytes and used + reserved + num_bytes > quota:
-                raise Conflict(
-                    f"the experts need {gib(num_bytes)}; of the {gib(quota)} of --artifact-quota, stored experts and "
-                    f"policies take {gib(used)}, and unfinished fine-tunings will take {gib(reserved)}; delete "
-                    "jobs that are no longer needed"
-                )
+        missing = self._missing() if num_bytes else {}  # before the files, or what is stored now would count nowhere
+        used, quota = (self._artifacts.num_bytes(), self._quota_bytes()) if num_bytes else (0, math.inf)
+        with self._store.admission():
+            check()
+            if num_bytes:
+                now = self._missing()
+                reserved = sum(max(missing.get(job, 0), now.get(job, 0)) for job in missing.keys() | now.keys())
+                if used + reserved + num_bytes > quota:
+                    raise Conflict(
+                        f"the experts need {gib(num_bytes)}; of the {gib(quota)} of --artifact-quota, stored experts "
+                        f"and policies take {gib(used)}, and unfinished fine-tunings will take {gib(reserved)}; delete "
+                        "jobs that are no longer needed"
+                    )
             return make()
 
-    def _reserved(self) -> int:
-        found = 0
-        for record in self._store.unfinished_jobs():
-            if record.accepted.get("artifact_bytes"):
-                stored = sum(artifact.num_bytes for artifact in self._artifacts.of(record.id))
-                found += max(0, record.accepted.get("artifact_bytes", 0) - stored)
-        return found
+    def _missing(self) -> dict[str, int]:
+        """Number of bytes that each unfinished job is still expected to store, by job id."""
+        return {job.id: missing_bytes(job, self._artifacts) for job in self._store.unfinished_jobs()}
 
     def _quota_bytes(self) -> float:
         if self._quota is not None:
             return self._quota
         capacity = self._artifacts.capacity()
         return math.inf if capacity is None else capacity // 10
+
+
+def missing_bytes(job: JobRecord, artifacts: ArtifactStore) -> int:
+    """Number of bytes that an unfinished job is still expected to store as artifacts, such as trained experts."""
+    expected = int(job.accepted.get("artifact_bytes", 0))
+    return max(0, expected - sum(artifact.num_bytes for artifact in artifacts.of(job.id))) if expected else 0

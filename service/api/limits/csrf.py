@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from service.auth.sessions import is_csrf_token
 
-__all__ = ["CSRF_HEADER", "csrf_problem"]
+__all__ = ["CSRF_HEADER", "csrf_problem", "foreign_problem"]
 
 CSRF_HEADER = "X-CSRF-Token"
 
@@ -21,17 +21,28 @@ SAFE_METHODS = frozenset(("GET", "HEAD", "OPTIONS"))
 OWN_SITES = ("same-origin", "none")
 
 
+def foreign_problem(method: str, headers: Mapping[str, str]) -> str | None:
+    """Reason why a request of a browser is refused as that of a page of another server; None if it is accepted.
+
+    Requests that only read (GET, HEAD, OPTIONS) are accepted.
+    """
+    site = headers.get("sec-fetch-site", "none")
+    if method in SAFE_METHODS or site in OWN_SITES:
+        return None
+    return f"Sec-Fetch-Site {site!r:.40}: pages of other servers may not use the session of this one"
+
+
 def csrf_problem(method: str, headers: Mapping[str, str], *, secret: str) -> str | None:
     """Reason why a request with a session's cookie is refused as a possible forgery; None if the request is accepted.
 
-    A request that changes something must not come from a page of another server, and must have the session's CSRF token
-    in a header. `secret` is the value of the session's cookie.
+    `method` and `headers` are those of the request. Requests that only read (GET, HEAD, OPTIONS) are accepted. Any
+    other request must not come from a page of another server, and must have the session's CSRF token in a header.
+    `secret` is the value of the session's cookie.
     """
     if method in SAFE_METHODS:
         return None
-    site = headers.get("sec-fetch-site", "none")
-    if site not in OWN_SITES:
-        return f"Sec-Fetch-Site {site!r:.40}: pages of other servers may not use the session of this one"
+    if problem := foreign_problem(method, headers):
+        return problem
     token = headers.get(CSRF_HEADER.lower())
     if token is None:
         return f"{CSRF_HEADER}: is missing; a session changes something only with the `csrf_token` of GET /v1/session"

@@ -14,7 +14,7 @@ DAY_S = 86400.0
 
 @dataclass(frozen=True)
 class ExportLimits:
-    """Limits on the age and the total size of exports.
+    """Limits on the age and the total size of exports (merged models that are kept for download).
 
     An export is removed `lifetime_s` seconds after it was written. While all exports together take more than
     `quota_bytes`, the oldest is removed. If `quota_bytes` is None, the limit is a tenth of the disk, and exports in an
@@ -27,7 +27,7 @@ class ExportLimits:
 
 @dataclass(frozen=True)
 class KeptExport:
-    """An export with the age and size of its files.
+    """The record of an export (a merged model for download), with the age and size of its files.
 
     `written_at` is the time at which the files were last written, in seconds since the epoch. `num_bytes` is their
     total size.
@@ -47,9 +47,9 @@ def to_remove(
 ) -> Iterator[ExportRecord]:
     """Yield the exports to remove, oldest first: all expired exports, and more until the rest fits into the quota.
 
-    `kept` has all exports. An export expires `lifetime_s` seconds after it was written. `quota_bytes` is the total size
-    that may be kept. Exports that are queued or being written are not removed. The newest complete export is removed
-    only when it expires. `now` is in seconds since the epoch.
+    Exports are merged models for download; `kept` has all of them. An export expires `lifetime_s` seconds after it was
+    written. `quota_bytes` is the total size that may be kept. Exports that are queued or being written are not removed.
+    The newest complete export is removed only when it expires. `now` is in seconds since the epoch.
     """
     total = sum(export.num_bytes for export in kept)
     oldest_first = sorted(kept, key=lambda export: export.written_at)

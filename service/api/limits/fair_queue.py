@@ -15,14 +15,14 @@ __all__ = ["FairQueue"]
 class FairQueue:
     """Queue of requests, of which at most `num_places` run at a time; clients with waiting requests take turns.
 
-    One client runs at most `num_places - 1` requests at a time (but at least one), so that other clients need not wait
-    for it. A queue is bound to one asyncio event loop.
+    If `num_places` is above 1, one client runs at most `num_places - 1` requests at a time, so that requests of other
+    clients can start. A queue is bound to one asyncio event loop.
     """
 
     def __init__(self, num_places: int, *, max_waiting: int, max_clients: int) -> None:
-        """Create a queue that runs `num_places` requests at a time.
+        """Create a queue that runs at most `num_places` requests at a time.
 
-        At most `max_clients` clients may wait, each with at most `max_waiting` requests.
+        At most `max_clients` clients may have waiting requests, each at most `max_waiting` of them.
         """
         self._free = num_places
         self._per_client = max(1, num_places - 1)
@@ -34,9 +34,9 @@ class FairQueue:
 
     @asynccontextmanager
     async def turn(self, client: str) -> AsyncIterator[None]:
-        """Context in which a request of `client` runs; entering it waits for the client's turn.
+        """Context in which a request of `client` runs; entering the context waits until the request may run.
 
-        Raises Unavailable if too many requests wait already.
+        Raises Unavailable if the client has too many waiting requests, or too many clients have waiting requests.
         """
         await self._wait(client)
         try:

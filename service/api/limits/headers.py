@@ -23,9 +23,10 @@ HSTS = "max-age=31536000"
 
 
 class SecureHeaders:
-    """ASGI middleware that adds the security headers `HEADERS` to responses, unless a response has them already.
+    """ASGI middleware that adds security headers, such as Content-Security-Policy, to every response.
 
-    Responses to HTTPS requests also get the header Strict-Transport-Security.
+    A header that the response has already is not changed. Responses to HTTPS requests also get the header
+    Strict-Transport-Security.
     """
 
     def __init__(self, app: ASGIApp) -> None:

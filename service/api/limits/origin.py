@@ -22,9 +22,10 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 class CheckOrigin:
     """ASGI middleware that refuses requests whose header Host or Origin names another server.
 
-    Host must be one of `hosts`, a loopback name, or the address at which the request arrived; other requests get
-    status 421. Origin, if it is sent, must equal Host or be one of `hosts` that is not a loopback name; other requests
-    get status 403. `hosts` are compared without ports, because a proxy may use another port than this server.
+    `hosts` are further names of this server. Host must be one of them, a loopback name, or the address at which the
+    request arrived; other requests get status 421. Origin, if it is sent, must equal Host or be one of `hosts` that is
+    not a loopback name; other requests get status 403. `hosts` are compared without ports, because a proxy may use
+    another port than this server.
     """
 
     def __init__(self, app: ASGIApp, hosts: Iterable[str] = ()) -> None:
@@ -65,7 +66,7 @@ class CheckOrigin:
 
 
 def _host_of(authority: str) -> str:
-    """Host name in `authority`, which is HOST or HOST:PORT; empty if there is none.
+    """Host name in `authority`, which has the form HOST or HOST:PORT; empty if `authority` is not valid.
 
     The name is in lower case and without the brackets of an IPv6 address.
     """

@@ -7,61 +7,108 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-__all__ = ["Rate", "RateLimits"]
+__all__ = ["Rate", "RateLimits", "TeamRates"]
 
-# Senders that are remembered at most; those that may send a whole burst again are forgotten first.
+# Senders that are remembered at most.
 MAX_SENDERS = 10_000
+
+# Senders that are forgotten at once when there are more.
+FORGOTTEN = MAX_SENDERS // 10
+
+
+class _Buckets:
+    """Token buckets that count the requests that each sender may still send.
+
+    `clock` is a monotonic clock in seconds. If there are too many senders to remember, those with the most requests
+    left are forgotten. When they come back, they have their full number of requests, which gives them only few more.
+    Therefore many new senders do not help a sender that has used up its requests.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._left: dict[str, tuple[float, float]] = {}  # requests left, and when
+
+    def wait_s(self, sender: str, *, per_s: float, burst: float) -> float:
+        """Count a request of `sender`. Returns 0.0 if it is accepted, else the seconds until one is accepted again.
+
+        A sender may send `per_s` requests a second in the long run, and `burst` requests at once.
+        """
+        now = self._clock()
+        left = self._refilled(sender, now, per_s, burst)
+        if left < 1:
+            return (1 - left) / per_s
+        if len(self._left) >= MAX_SENDERS and sender not in self._left:
+            by_left = sorted(self._left, key=lambda name: -self._refilled(name, now, per_s, burst))
+            for name in by_left[:FORGOTTEN]:
+                del self._left[name]
+        self._left[sender] = left - 1, now
+        return 0.0
+
+    def _refilled(self, sender: str, now: float, per_s: float, burst: float) -> float:
+        left, at = self._left.get(sender, (burst, now))
+        return min(burst, left + (now - at) * per_s)
 
 
 class Rate:
-    """Limit on the requests of each sender (a token bucket): `per_s` a second in the long run, and `burst` at once.
+    """Limit on the requests of each sender: `per_s` a second in the long run, and `burst` at once.
 
-    Each server counts by itself. `clock` is a monotonic clock in seconds, which tests replace.
+    Each server counts by itself. `clock` returns seconds from a monotonic clock; tests replace it.
     """
 
     def __init__(self, per_s: float, burst: float, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.per_s = per_s
         self._burst = burst
-        self._clock = clock
-        self._left: dict[str, tuple[float, float]] = {}  # requests left, and when
+        self._buckets = _Buckets(clock)
 
     def wait_s(self, sender: str) -> float:
-        """Count a request of `sender`. Returns 0.0 if it is accepted, else the seconds until one is accepted again."""
+        """Count a request of `sender`, and return 0.0 if the request is accepted.
+
+        If the sender has sent too many requests, the result is the number of seconds until the next is accepted.
+        """
         if math.isinf(self.per_s):
             return 0.0
-        now = self._clock()
-        left = self._refilled(sender, now)
-        if left < 1:
-            return (1 - left) / self.per_s
-        if len(self._left) >= MAX_SENDERS and sender not in self._left:
-            self._left = {name: at for name, at in self._left.items() if self._refilled(name, now) < self._burst}
-            if len(self._left) >= MAX_SENDERS:
-                self._left.clear()
-        self._left[sender] = left - 1, now
-        return 0.0
+        return self._buckets.wait_s(sender, per_s=self.per_s, burst=self._burst)
 
-    def _refilled(self, sender: str, now: float) -> float:
-        left, at = self._left.get(sender, (self._burst, now))
-        return min(self._burst, left + (now - at) * self.per_s)
+
+class TeamRates:
+    """Limit on the requests of each team: a number a minute in the long run, and as many at once.
+
+    Each server counts by itself. `clock` is a monotonic clock in seconds, which tests replace.
+    """
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._buckets = _Buckets(clock)
+
+    def wait_s(self, team: str, per_minute: int) -> float:
+        """Count a request of `team`. Returns 0.0 if it is accepted, else the seconds until one is accepted again.
+
+        A team may send `per_minute` requests a minute in the long run, and as many at once.
+        """
+        return self._buckets.wait_s(team, per_s=per_minute / 60, burst=per_minute)
 
 
 @dataclass(frozen=True)
 class RateLimits:
-    """Limits on the number of requests, each for one kind of sender.
+    """Limits on the number of requests, one for each kind of sender.
 
-    - `tokens`: limit on the requests of each token and session
+    - `tokens`: limit on the requests of each API token and of each browser session
     - `open`: limit on the requests of each address at a server without accounts; by default there is no limit, since
       all users may have one address
-    - `refused`: limit on the requests of each address without a valid token
+    - `refused`: limit on the requests of each address that have no valid token
     - `logins`: limit on the requests of each address that begin or end a login
+    - `teams`: limits on the requests of teams, for those teams that have the quota `requests_per_minute`
     """
 
     tokens: Rate = field(default_factory=lambda: Rate(100.0, 1000.0))
     open: Rate = field(default_factory=lambda: Rate(math.inf, math.inf))
     refused: Rate = field(default_factory=lambda: Rate(5.0, 50.0))
     logins: Rate = field(default_factory=lambda: Rate(5.0, 100.0))
+    teams: TeamRates = field(default_factory=TeamRates, kw_only=True)
 
     @classmethod
     def of(cls, per_s: float) -> RateLimits:
-        """Create limits of `per_s` requests a second for a token, and for an address at a server without accounts."""
+        """Create limits of `per_s` requests a second for each token, and for each address at a server without accounts.
+
+        The limits on refused requests and on logins keep their defaults.
+        """
         return cls(Rate(per_s, 10 * per_s), Rate(per_s, 10 * per_s))

@@ -1,11 +1,17 @@
 """Routes of the API by topic. Routes only translate between HTTP and the packages that do the work.
 
 - `jobs`: the routes that every kind of job has: create, list, show, cancel, resume, delete, its log
-- `events`: the events of a job, as a stream or a list
+- `models`: the models that jobs may read
+- `events`: the events of one job or of all jobs, as a stream or a list
+- `checks`: checks of a study file, without creating a study, and an example of one
 - `finetunes`: curves, analysis and report of a fine-tuning, its experts to download
 - `results`: trials, recipes, front, summary, report and plots of a study
 - `exports`: merged models to download
+- `queue`: the jobs that run and wait, and moves of waiting jobs
+- `served`: prompts that trials of a study complete, at routes like those of OpenAI's API
 - `accounts`: users, teams, tokens, the sender's own account, and the audit log
+- `notifications`: webhooks and e-mail addresses that are notified of jobs
 - `login`: logins of browsers with an identity provider, and their sessions
 - `operations`: health, readiness, metrics
+- `ray_dashboard`: Ray's dashboard
 """

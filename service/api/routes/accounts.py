@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Path, Query, Request
 from fastapi.concurrency import run_in_threadpool
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
-from service.api.dependencies import MAX_ID, Context, Reader, Services
+from service.api.dependencies import MAX_ID, MAX_NUMBER, Context, Reader, Services
 from service.api.permissions import Right, Rule, Sender, check_admin, declares, needs, sender_with
-from service.api.presenters import audit_document, team_document, token_document, user_document
+from service.api.presenters import audit_document, limits_document, team_document, token_document, user_document
 from service.api.problems import Json, Refusal, refusals
 from service.api.protocols import Principal
 from service.api.requests import body_of, read_object
 from service.auth.tokens import new_token
 from service.errors import NotFound
+from service.jobs.registry import kind_of
+from service.jobs.serving.kind import SERVING
 from service.schemas.api import (
     AuditDocument,
     DeletedDocument,
@@ -26,13 +28,14 @@ from service.schemas.api import (
     ScopeName,
     TeamDocument,
     TeamsDocument,
+    TeamUsageDocument,
     TokenDocument,
     TokensDocument,
     UserDocument,
     UsersDocument,
 )
 from service.store.accounts import NAME_PATTERN
-from service.types import Account, Role, Scope, TeamRecord, TokenRecord
+from service.types import Account, Role, Scope, TeamRecord, TeamUsage, TokenRecord
 
 __all__ = ["router"]
 
@@ -47,11 +50,17 @@ Admin = Annotated[Principal, needs(Scope.ADMIN, is_for_admins=True)]
 
 # The sender where another dependency declares the rule of the route.
 Checked = Annotated[Principal, sender_with(Scope.ADMIN)]
+Seeing = Annotated[Principal, sender_with(Scope.READ)]
 
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 UserName = Annotated[str, Path(description="The name of the user.", pattern=NAME_PATTERN)]
 TeamName = Annotated[str, Path(description="The name of the team.", pattern=NAME_PATTERN)]
 TokenId = Annotated[str, Path(description="The `id` of the token.", pattern="^[0-9a-f]{32}$")]
+
+
+# Values of quotas: the largest are those of the database's columns.
+Count = Annotated[int, Field(ge=1, le=MAX_NUMBER)]
+Bytes = Annotated[int, Field(ge=1, le=MAX_ID)]
 
 
 class _Body(BaseModel):
@@ -75,6 +84,19 @@ class NewTeam(_Body):
     name: Name
 
 
+class ChangedTeam(_Body):
+    """Weight and quotas that change; a quota that is null (None) is lifted."""
+
+    weight: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] = 1.0
+    max_running: Count | None = None
+    max_replicas: Count | None = None
+    max_served: Count | None = None
+    gpu_hours: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    artifact_bytes: Bytes | None = None
+    export_bytes: Bytes | None = None
+    requests_per_minute: Count | None = None
+
+
 class Member(_Body):
     role: RoleName
 
@@ -91,7 +113,7 @@ class NewToken(_Body):
 
 @router.get("/me", response_model=None, responses={200: {"model": MeDocument}})
 def get_me(services: Context, sender: Reader) -> Response:
-    """Show the sender's user, teams and token."""
+    """Show who sends this request: the user with its teams, and the token."""
     if sender.account is None:
         return Json(MeDocument(user=None, token=None))
     user = services.accounts.user(sender.account.user)
@@ -116,7 +138,11 @@ def list_users(services: Context, _: Admin) -> Response:
     openapi_extra=body_of(NewUser),
 )
 async def add_user(request: Request, services: Context, sender: Admin) -> Response:
-    """Add a user. The first user of a server must be an administrator; requests need a token from then on."""
+    """Add a user. Only administrators of the server may do this.
+
+    The first user is added by a command on the server's machine, and is an administrator; requests need a token from
+    then on.
+    """
     body = await read_object(request, NewUser)
     user = await run_in_threadpool(services.accounts.add_user, body.name, is_admin=body.is_admin, actor=sender.actor)
     services.authenticator.forget()
@@ -132,8 +158,9 @@ async def add_user(request: Request, services: Context, sender: Admin) -> Respon
 async def change_user(request: Request, user: UserName, services: Context, sender: Admin) -> Response:
     """Disable or enable a user, or change whether the user administers the server.
 
-    The last administrator can be neither disabled nor demoted (409). With `identity`, which must be null, another
-    identity of the identity provider may log in as the user.
+    The last administrator can be neither disabled nor demoted (409). If the body has `identity`, which must be null,
+    the user is unbound from the present identity at the identity provider, so that this identity alone no longer logs
+    in as the user. The next identity that logs in under the user's name is bound to the user.
     """
     body = await read_object(request, ChangedUser)
     if "identity" in body.model_fields_set:
@@ -154,7 +181,7 @@ async def change_user(request: Request, user: UserName, services: Context, sende
 
 @router.get("/teams", response_model=None, responses={200: {"model": TeamsDocument}})
 def list_teams(services: Context, sender: Reader) -> Response:
-    """List the teams of the sender with their members; all teams for administrators of the server."""
+    """List the teams of which the sender is a member, with all members; for administrators of the server, all teams."""
     teams = [team for team in services.accounts.teams() if _may_see(sender.account, team.name)]
     return Json(TeamsDocument(teams=[team_document(team) for team in teams]))
 
@@ -173,6 +200,26 @@ async def add_team(request: Request, services: Context, sender: Admin) -> Respon
     return Json(team_document(team), status_code=201)
 
 
+@router.patch(
+    "/teams/{team:segment}",
+    response_model=None,
+    responses={200: {"model": TeamDocument}, **refusals(404, 413, 415, 422)},
+    openapi_extra=body_of(ChangedTeam),
+)
+async def change_team(request: Request, team: TeamName, services: Context, sender: Admin) -> Response:
+    """Change the weight and quotas of a team. Only administrators of the server may do this.
+
+    What is left out keeps its value; null lifts a quota. Jobs that run go on, unless the team has used up its
+    GPU-hours.
+    """
+    body = await read_object(request, ChangedTeam)
+    changes = {name: getattr(body, name) for name in body.model_fields_set}
+    changed = await run_in_threadpool(services.accounts.set_limits, team, changes, actor=sender.actor)
+    services.authenticator.forget()
+    services.cluster.wake()
+    return Json(team_document(changed))
+
+
 @router.delete(
     "/teams/{team:segment}",
     response_model=None,
@@ -185,18 +232,73 @@ def remove_team(team: TeamName, services: Context, sender: Admin) -> Response:
     return Json(DeletedDocument(deleted=team))
 
 
-def _managed(team: TeamName, services: Context, sender: Checked) -> TeamRecord:
-    """Return the team that the path names, after checking that the sender administers the team or the server.
-
-    Raises Refusal with status 404 if the team does not exist or the sender may not see it. Raises Refusal with status
-    403 if the sender may see the team but not administer it.
-    """
+def _found_team(team: str, services: Services, sender: Principal) -> TeamRecord:
+    """Return a team. Raises Refusal with status 404 if it does not exist or the sender may not see it."""
     try:
         record = services.accounts.team(team)
     except NotFound:
         record = None
     if record is None or not _may_see(sender.account, team):
         raise Refusal(404, f"team {team!r}: there is no such team")
+    return record
+
+
+def _seen(team: TeamName, services: Context, sender: Seeing) -> TeamRecord:
+    """Read the team that the path of a request names, after checking that the sender may see it.
+
+    Raises Refusal with status 404 if there is no such team, or the sender may not see it.
+    """
+    return _found_team(team, services, sender)
+
+
+Seen = Annotated[TeamRecord, declares(Rule(Scope.READ, Right.SEE), _seen)]
+
+
+@router.get(
+    "/teams/{team:segment}",
+    response_model=None,
+    responses={200: {"model": TeamDocument}, **refusals(404)},
+)
+def get_team(team: Seen) -> Response:
+    """Show a team: its members, its weight and its quotas. Members of the team may do this."""
+    return Json(team_document(team))
+
+
+@router.get(
+    "/teams/{team:segment}/usage",
+    response_model=None,
+    responses={200: {"model": TeamUsageDocument}, **refusals(404)},
+)
+def get_team_usage(team: Seen, services: Context) -> Response:
+    """Show how much the jobs of a team use of its quotas, and its GPU-hours that count for the fair share.
+
+    The fair share decides the order in which jobs of different teams start. Members of the team may do this.
+    """
+    queue, usage = services.cluster.queue(), services.store.team_usage().get(team.name, TeamUsage())
+    jobs = [job for job in services.store.unfinished_jobs() if job.team == team.name]
+    running = [job for job in jobs if job.id in queue.running]
+    used: TeamUsageDocument = {
+        "team": team.name,
+        "limits": limits_document(team.limits),
+        "running": len(running),
+        "waiting": sum(job.id in queue.choice.waiting for job in jobs),
+        "replicas": sum(kind_of(job.kind).demand(job).replicas for job in running),
+        "served": sum(job.kind == SERVING.name for job in jobs),
+        "gpu_hours": round(usage.month, 3),
+        "recent_gpu_hours": round(usage.recent, 3),
+        "artifact_bytes": services.team_bytes.artifacts(team.name),
+        "export_bytes": services.team_bytes.exports(team.name),
+    }
+    return Json(used)
+
+
+def _managed(team: TeamName, services: Context, sender: Checked) -> TeamRecord:
+    """Return the team that the path names, after checking that the sender administers the team or the server.
+
+    Raises the errors of `_found_team`, and Refusal with status 403 if the sender may see the team but not administer
+    it.
+    """
+    record = _found_team(team, services, sender)
     account = sender.account
     if account is not None and not account.is_admin and account.roles.get(team) is not Role.ADMIN:
         raise Refusal(403, f"team {team!r}: only its administrators may change its members")
@@ -213,7 +315,10 @@ Managed = Annotated[TeamRecord, declares(Rule(Scope.ADMIN, Right.MANAGE), _manag
     openapi_extra=body_of(Member),
 )
 async def set_role(request: Request, team: Managed, user: UserName, services: Context, sender: Sender) -> Response:
-    """Give a user a role in a team. Administrators of the team and of the server may do this."""
+    """Give a user a role in a team; a user who is not a member becomes one.
+
+    Administrators of the team and of the server may do this.
+    """
     role = Role((await read_object(request, Member)).role)
     changed = await run_in_threadpool(_set_role, services, team.name, user, role, sender)
     return Json(team_document(changed))
@@ -225,7 +330,7 @@ async def set_role(request: Request, team: Managed, user: UserName, services: Co
     responses={200: {"model": TeamDocument}, **refusals(404)},
 )
 def remove_member(team: Managed, user: UserName, services: Context, sender: Sender) -> Response:
-    """End the membership of a user in a team."""
+    """Remove a user from a team. Administrators of the team and of the server may do this."""
     return Json(team_document(_set_role(services, team.name, user, None, sender)))
 
 
@@ -250,7 +355,10 @@ def list_tokens(
         str | None, Query(description="Only tokens of this user; others' need an administrator.", pattern=NAME_PATTERN)
     ] = None,
 ) -> Response:
-    """List the sender's tokens, without their secrets; for administrators of the server all tokens."""
+    """List the sender's tokens, without their secrets; for administrators of the server, the tokens of all users.
+
+    With the parameter `user`, only the tokens of this user are listed.
+    """
     account = sender.account
     own = None if account is None or account.is_admin else account.user
     if own is not None and user not in (None, own):
@@ -270,7 +378,10 @@ def list_tokens(
     openapi_extra=body_of(NewToken),
 )
 async def create_token(request: Request, services: Context, sender: Manager) -> Response:
-    """Create a token of the sender or, for administrators of the server, of another user. The token is shown once."""
+    """Create a token of the sender or, for administrators of the server, of another user.
+
+    The token is in the response to this request only: the server stores just a hash of it.
+    """
     body = await read_object(request, NewToken)
     account = sender.account
     user = body.user or (None if account is None else account.user)
@@ -293,10 +404,10 @@ async def create_token(request: Request, services: Context, sender: Manager) -> 
 
 
 def _own_token(token_id: TokenId, services: Context, sender: Checked) -> TokenRecord:
-    """Return the token that the path names, after checking the sender's right on the token.
+    """Return the token that the path names, after checking that the sender may revoke it.
 
-    The right belongs to the token's user and to administrators. Raises Refusal with status 404 if the token does not
-    exist, or is another user's and the sender is no administrator.
+    Only the token's user and administrators of the server may. Raises Refusal with status 404 if the token does not
+    exist, or if it belongs to another user and the sender is no administrator.
     """
     try:
         record = services.accounts.token(token_id)
@@ -333,12 +444,19 @@ def list_audit(
     services: Context,
     _: Admin,
     after: Annotated[int, Query(description="Only entries with a larger id.", ge=0, le=MAX_ID)] = 0,
+    before: Annotated[int | None, Query(description="Only entries with a smaller id.", ge=0, le=MAX_ID)] = None,
+    sort: Annotated[Literal["id", "-id"], Query(description="-id: newest entries first.")] = "id",
     limit: Annotated[int, Query(description="Maximum number of entries.", ge=1, le=MAX_ENTRIES)] = MAX_ENTRIES,
     user: Annotated[str | None, Query(description="Only entries of this user.", pattern=NAME_PATTERN)] = None,
     target: Annotated[
         str | None, Query(description='Only entries about this, such as "job 5f0c...".', max_length=128)
     ] = None,
 ) -> Response:
-    """List who changed what: the audit log, oldest entries first. Only administrators of the server may do this."""
-    entries = services.accounts.audit(after=after, limit=limit, user=user, target=target)
+    """List who changed what: the audit log, oldest entries first. Only administrators of the server may do this.
+
+    With `sort=-id`, newest entries are first; `before` is the smallest id of the page before.
+    """
+    entries = services.accounts.audit(
+        after=after, before=before, limit=limit, user=user, target=target, newest_first=sort == "-id"
+    )
     return Json(AuditDocument(entries=[audit_document(entry) for entry in entries]))

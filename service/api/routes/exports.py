@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Path, Request
@@ -75,10 +76,11 @@ UsedExport = Annotated[ExportRecord, Depends(_used_export)]
     openapi_extra=EXPORT_BODY,
 )
 async def create_export(request: Request, study: UsedStudy, services: Context, sender: Sender) -> Response:
-    """Export the merged model of a trial for download. A trial has at most one export for each dtype.
+    """Export the merged model of a trial, so that it can be downloaded.
 
-    If the request has weights of the objectives in `prefer`, these weights pick the trial, and the field `preferred` of
-    the response names the trial.
+    A trial has at most one export for each dtype. The body may have `prefer`, which are weights of the objectives. In
+    this case the trial of the Pareto front that is best by these weights is exported, and the field `preferred` of the
+    response names it.
     """
     sent_as_json(request.headers, accepted=JSON_TYPES)
     trial, dtype, weights = _asked(await read_body(request))
@@ -93,8 +95,9 @@ async def create_export(request: Request, study: UsedStudy, services: Context, s
         number = picked["trial"]
     if dtype is None:
         dtype = await services.preflight.engine_dtype(study.document, client=sender.name)
-    record = await services.exports.request(study.id, trial=number, dtype=dtype)
-    await run_in_threadpool(_record, services, sender, "export.create", record)
+    check = partial(services.team_bytes.check_export, study, dtype)
+    note = partial(_record, services, sender, "export.create")
+    record = await services.exports.request(study.id, trial=number, dtype=dtype, check=check, note=note)
     document = await run_in_threadpool(_document, services, record)
     if picked is not None:
         document["preferred"] = picked
@@ -107,7 +110,7 @@ async def create_export(request: Request, study: UsedStudy, services: Context, s
     responses={200: {"model": ExportsDocument}, **refusals(404)},
 )
 def list_exports(study: Study, services: Context) -> Response:
-    """List the exports of a study, oldest first."""
+    """List the exports of a study, which are merged models for download, oldest first."""
     records = services.store.exports(study.id)
     return Json(ExportsDocument(exports=[_document(services, record) for record in records]))
 
@@ -118,7 +121,7 @@ def list_exports(study: Study, services: Context) -> Response:
     responses={200: {"model": ExportDocument}, **refusals(404)},
 )
 def get_export(export: Export, services: Context) -> Response:
-    """Show an export, with a download link once it is COMPLETE."""
+    """Show an export (a merged model for download), with a download link once it is COMPLETE."""
     return Json(_document(services, export))
 
 
@@ -128,9 +131,11 @@ def get_export(export: Export, services: Context) -> Response:
     responses={200: {"model": DeletedDocument}, **refusals(404, 409)},
 )
 async def delete_export(export: UsedExport, services: Context, sender: Sender) -> Response:
-    """Delete an export and its files. An export that is being written or downloaded is not deleted (409)."""
-    await services.exports.delete(export)
-    await run_in_threadpool(_record, services, sender, "export.delete", export)
+    """Delete an export (a merged model for download) and its files.
+
+    An export that is being written or downloaded is not deleted (409).
+    """
+    await services.exports.delete(export, note=partial(_record, services, sender, "export.delete", export))
     return Json(DeletedDocument(deleted=export.id))
 
 
@@ -146,7 +151,7 @@ async def delete_export(export: UsedExport, services: Context, sender: Sender) -
     },
 )
 def download_export(export: Export, services: Context) -> Response:
-    """Download the model of an export as a tar archive."""
+    """Download the merged model of an export as a tar archive."""
     if export.state is not ExportState.COMPLETE:
         raise Conflict(f"export {export.id} is {export.state.value}; it can be downloaded once it is COMPLETE")
     files = services.exports.files(export)
@@ -166,7 +171,7 @@ def download_export(export: Export, services: Context) -> Response:
 def _record(services: Services, sender: Principal, action: str, export: ExportRecord) -> None:
     """Add the request or deletion of an export to the audit log.
 
-    `action` is the kind of change; "export.delete" is a deletion.
+    `action` says what was done: "export.create" or "export.delete".
     """
     described = {"study": export.study, "trial": export.trial, "dtype": export.dtype}
     before, after = (described, None) if action == "export.delete" else (None, described)
@@ -180,7 +185,7 @@ def _document(services: Services, export: ExportRecord) -> ExportDocument:
 def _asked(content: bytes) -> tuple[Any, str | None, dict[str, float] | None]:
     """Read the trial ("best" or a number), the dtype and the objectives' weights from the body of an export request.
 
-    The dtype or the weights are None if the body does not state them. Raises InvalidRequest with every problem.
+    The dtype and the weights are None if the body does not state them. Raises InvalidRequest with every problem.
     """
     try:
         document = parse_document(content, "the request's body", is_json=True)
@@ -210,7 +215,10 @@ def _are_weights(value: Any) -> bool:
 
 
 def _choices(record: RunRecord) -> tuple[int | None, int]:
-    """Number of a study's best trial (None if there is no best trial), and the total number of trials."""
+    """Number of a study's best trial, or None if there is none, and the number of all its trials.
+
+    `record` has all stored data of the study.
+    """
     best = record.best
     return (None if best is None else best.number), len(record.trials)
 

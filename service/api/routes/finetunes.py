@@ -26,7 +26,10 @@ PLACE = "/finetunes/{finetune_id:segment}"
 
 @router.get(f"{PLACE}/curves", response_model=None, responses={200: {"model": CurvesDocument}, **refusals(404)})
 def get_curves(finetune: Finetune, services: Context) -> Response:
-    """The training losses and evaluations of every expert so far, with at most 1000 points per curve."""
+    """The training losses and evaluations so far of every expert (model that this fine-tuning trains).
+
+    A curve has at most 1000 points.
+    """
     return Json(_curves(services, finetune))
 
 
@@ -36,9 +39,10 @@ def get_curves(finetune: Finetune, services: Context) -> Response:
 def get_analysis(finetune: Finetune, services: Context, against: Against) -> Response:
     """The distributions of the experts' task vectors, and the losses of merges of the experts.
 
-    The analysis is computed once all experts are trained, if the specification of the fine-tuning has the key
-    `analysis`. With the parameter `against`, the response also contains the analyses of other fine-tunings for
-    comparison. The experts of these fine-tunings must have the same names and tasks.
+    An expert is a model that the fine-tuning trains, and a task vector is the difference between its weights and those
+    of its base. The analysis is computed once all experts are trained, if the specification of the fine-tuning has the
+    key `analysis`. With the parameter `against`, the response also has the analyses of other fine-tunings for
+    comparison. Their experts must have the same names and tasks.
     """
     return Json(_analysis(services, [finetune, *against]))
 
@@ -49,10 +53,10 @@ def get_analysis(finetune: Finetune, services: Context, against: Against) -> Res
     responses={200: {"description": "The report.", "content": {"text/html": {}}}, **refusals(404, 409, 422)},
 )
 def get_training_report(finetune: Finetune, services: Context, against: Against) -> Response:
-    """The fine-tuning's losses, evaluations and analysis as charts, on one page that works offline.
+    """The fine-tuning's losses, evaluations and analysis as charts, on one HTML page that works offline.
 
-    With `against`, the analysis also has the distributions and losses of other fine-tunings, which trained the same
-    experts.
+    With `against`, the charts of the analysis also show other fine-tunings, which trained models of the same names on
+    the same tasks.
     """
     pipeline = parse_pipeline(finetune.document)
     analysis = _analysis(services, [finetune, *against]) if against else stored_analysis(services.store, finetune.id)
@@ -80,7 +84,10 @@ def get_training_report(finetune: Finetune, services: Context, against: Against)
 def download_expert(
     finetune: Finetune, alias: Annotated[str, Path(description="The expert's alias.")], services: Context
 ) -> Response:
-    """Download a trained expert as a tar archive. The request is refused (409) if the expert is not trained yet."""
+    """Download an expert, a model that this fine-tuning has trained, as a tar archive.
+
+    The request is refused (409) if the expert is not trained yet.
+    """
     aliases = parse_pipeline(finetune.document).experts
     if alias not in aliases:
         raise Refusal(404, f"expert {alias!r:.80}: fine-tuning {finetune.name!r} has {', '.join(aliases)}")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from inspect import cleandoc
 from typing import Annotated, Any, Literal, TypeAlias
+from urllib.parse import urlencode
 
 from fastapi import APIRouter, Header, Query, Request
 from fastapi.concurrency import run_in_threadpool
@@ -17,22 +18,25 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import PlainTextResponse, Response
 
 from search_spaces.errors import Problem
-from service.api.dependencies import REASON, Context, Reader, Services, Submitter, given
+from service.api.dependencies import MAX_NUMBER, REASON, Context, Reader, Services, Submitter, given
 from service.api.permissions import Right, Sender
+from service.api.prefix import below_root
 from service.api.presenters import job_document
 from service.api.problems import InvalidRequest, Json, Refusal, Unavailable, refusals
 from service.api.protocols import Principal
 from service.api.requests import JSON_TYPES, YAML_TYPES, body_of, read_body, read_object, sent_as_json
 from service.api.routes.events import add_events_route
+from service.api.serving import check_move, check_resume, check_serving, served_jobs, usable_served
 from service.disk import DRAINED
-from service.errors import Conflict, StaleAttempt
-from service.jobs.base import JobKind
+from service.errors import Conflict, NotFound, StaleAttempt
+from service.jobs.base import Accepted, JobKind
 from service.jobs.edit import LABELS, JobEdit, differences
 from service.jobs.registry import KINDS, kind_of
 from service.retention.cleaning import clean_up
 from service.schemas.api import DeletedDocument, SharingName, list_document
 from service.store.accounts import NAME_PATTERN
 from service.types import RESUMED_BY_REQUEST, EventKind, JobRecord, JobState, Role, Sharing, Steering
+from workers.telemetry import tracing
 
 __all__ = ["routers"]
 
@@ -47,9 +51,10 @@ IdempotencyKey = Annotated[
 
 
 class SharedJob(BaseModel):
-    """Body of the request that shares a job.
+    """Body of the request that changes who may read a job (`sharing`), and the team that the job belongs to.
 
-    Without `team`, the job stays in its team. With `team` null, it leaves its team.
+    Without the key `team`, the job stays in its team. With `team` null, it belongs to no team; only an administrator of
+    the server may send this for a job that is in a team.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -62,11 +67,16 @@ TEAM = Query(description="The team of the job; needed by a sender who may submit
 SHARING = Query(description="Who may read the job besides its owner and administrators; by default its team.")
 IF_MATCH = Header(alias="If-Match", description="The `ETag` of the job as it was read, or *.", max_length=100)
 ETAG = {"ETag": {"description": "Version of what users may edit.", "schema": {"type": "string"}}}
+TEXT = Query(description="Text that the name, the description or the owner has, or the id begins with.", max_length=200)
+SORT = Query(description="What to sort by, then by age; with `-`, the largest is first.")
+OFFSET = Query(description="Number of jobs to leave out at the beginning.", ge=0, le=MAX_NUMBER)
+MAX_PAGE = 1000
+JobSort = Literal["created", "-created", "name", "-name", "state", "-state", "owner", "-owner", "priority", "-priority"]
 StateFilter = Literal["CREATED", "RUNNING", "STOPPED", "PAUSED", "COMPLETE", "FAILED", "CANCELLED"]
 
 
 def routers() -> Sequence[APIRouter]:
-    """FastAPI routers of the jobs, one for each kind of job."""
+    """FastAPI routers with the routes that every job has: one router for each kind of job, such as studies."""
     return [_router(kind) for kind in KINDS.values()]
 
 
@@ -94,9 +104,9 @@ def _add_collection(router: APIRouter, kind: JobKind) -> None:
         team: Annotated[str | None, TEAM] = None,
         sharing: Annotated[Sharing | None, SHARING] = None,
     ) -> Response:
-        place = _place(sender, team, sharing)
+        place = _place(sender, team, sharing) if kind.study_of is None else _Asked(team, sharing)
         record, is_new = await _created(request, services, sender, kind=kind, key=idempotency_key, place=place)
-        document = await run_in_threadpool(_document, services, record, kind)
+        document = await run_in_threadpool(_document, services, sender, record, kind)
         if not is_new:
             return Json(document)
         return Json(document, status_code=201, headers={"Location": kind.path_of(record.id)})
@@ -104,13 +114,34 @@ def _add_collection(router: APIRouter, kind: JobKind) -> None:
     # Defaults instead of annotations: FastAPI cannot evaluate annotations that name local variables.
     in_state = Query(None, description=f"Only {kind.plural} in this state.")
     of_name = Query(None, description=f"Only {kind.plural} with this name.")
+    maximum = Query(None, description=f"Maximum number of {kind.plural}; by default all.", ge=1, le=MAX_PAGE)
 
     def list_all(
-        services: Context, sender: Reader, state: StateFilter | None = in_state, name: str | None = of_name
+        services: Context,
+        sender: Reader,
+        state: StateFilter | None = in_state,
+        name: str | None = of_name,
+        q: Annotated[str | None, TEXT] = None,
+        sort: Annotated[JobSort, SORT] = "created",
+        offset: Annotated[int, OFFSET] = 0,
+        limit: int | None = maximum,
     ) -> Response:
         wanted = None if state is None else JobState(state)
-        jobs = services.store.jobs(kind.name, state=wanted, name=name, reader=sender.account)
-        return Json({kind.collection: _documents(services, jobs, kind)})
+        found, total = services.store.job_page(
+            kind.name,
+            state=wanted,
+            name=name,
+            text=q,
+            reader=sender.account,
+            sort=sort,
+            offset=offset,
+            limit=limit,
+        )
+        stop = offset + len(found)
+        given = {"state": state, "name": name, "q": q, "sort": sort, "limit": limit, "offset": stop}
+        query = urlencode({key: value for key, value in given.items() if value is not None}, errors="replace")
+        more = below_root(f"{kind.path}?{query}") if found and stop < total else None
+        return Json({kind.collection: _documents(services, sender, found, kind), "total": total, "next": more})
 
     location = {"Location": {"description": f"The address of the {noun}.", "schema": {"type": "string"}}}
     router.add_api_route(
@@ -132,14 +163,14 @@ def _add_collection(router: APIRouter, kind: JobKind) -> None:
         "",
         list_all,
         name=f"list_{kind.collection}",
-        description=f"Every {noun} that the sender may read, oldest first.",
+        description=f"The {kind.plural} that the sender may read, by default all of them, oldest first.",
         response_model=None,
         responses={200: {"model": list_document(kind.collection, model)}, **refusals(422)},
     )
 
 
 def _body(kind: JobKind) -> dict[str, Any]:
-    """OpenAPI description of the request body that creates a job of this `kind`.
+    """OpenAPI description of the body of the request that submits a job of this `kind`, as JSON or YAML.
 
     Only the JSON body is described by a schema. A YAML body has the same keys.
     """
@@ -159,8 +190,8 @@ def _add_one(router: APIRouter, kind: JobKind, one: str) -> None:
     noun, (model, _), found = kind.noun, kind.documents(), given(kind)
     changed = given(kind, Right.CHANGE)
 
-    def get(services: Context, record: JobRecord = found) -> Response:
-        return _shown(services, record, kind)
+    def get(services: Context, sender: Sender, record: JobRecord = found) -> Response:
+        return _shown(services, sender, record, kind)
 
     async def edit(
         request: Request,
@@ -172,7 +203,7 @@ def _add_one(router: APIRouter, kind: JobKind, one: str) -> None:
         body = await read_object(request, kind.edit())
         edited = await run_in_threadpool(_edit, services, sender, kind, record, body, if_match)
         services.cluster.wake()
-        return await run_in_threadpool(_shown, services, edited, kind)
+        return await run_in_threadpool(_shown, services, sender, edited, kind)
 
     def get_submitted(record: JobRecord = found) -> Response:
         return Json(record.document)
@@ -181,9 +212,9 @@ def _add_one(router: APIRouter, kind: JobKind, one: str) -> None:
         return PlainTextResponse(services.cluster.log(record).encode("utf-8", "replace"))
 
     async def delete(services: Context, sender: Sender, record: JobRecord = changed) -> Response:
-        await services.exports.delete_job(record.id, noun=noun)
+        note = partial(_record, services, sender, "job.delete", record, None)
+        await services.exports.delete_job(record.id, noun=noun, note=note)
         await run_in_threadpool(clean_up, services.store, services.artifacts, services.data_dir, record.id)
-        await run_in_threadpool(_record, services, sender, "job.delete", record, None)
         return Json(DeletedDocument(deleted=record.id))
 
     router.add_api_route(
@@ -235,10 +266,17 @@ def _add_one(router: APIRouter, kind: JobKind, one: str) -> None:
         body = await read_object(request, SharedJob)
         team = body.team if "team" in body.model_fields_set else record.team
         _check_team(sender, record, team)
-        shared = await run_in_threadpool(
-            services.accounts.share, record.id, actor=sender.actor, sharing=Sharing(body.sharing), team=team
-        )
-        return Json(await run_in_threadpool(_document, services, shared, kind))
+        change = partial(_share, services, sender, kind, record, _Place(team, Sharing(body.sharing)))
+        if team is None or team == record.team:
+            shared = await run_in_threadpool(change)
+        else:
+
+            def check() -> None:
+                services.team_bytes.check_move(record, team)
+                check_move(services, sender, record, team)
+
+            shared = await run_in_threadpool(services.quota.admit, 0, change, check=check)
+        return Json(await run_in_threadpool(_document, services, sender, shared, kind))
 
     router.add_api_route(
         f"{one}/sharing",
@@ -275,10 +313,13 @@ def _add_verbs(router: APIRouter, kind: JobKind, one: str) -> None:
             reason: Annotated[str | None, REASON] = None,
         ) -> Response:
             user = None if sender.account is None else sender.account.user
-            changed = action(services, record.id, Steering(verb, user, reason))
-            _record(services, sender, f"job.{verb}", record, changed)
+            with services.store.admission() if verb == "resume" else services.store.unit_of_work():
+                if verb == "resume":
+                    check_resume(services, sender, record)
+                changed = action(services, record.id, Steering(verb, user, reason))
+                _record(services, sender, f"job.{verb}", record, changed)
             services.cluster.wake()
-            return Json(_document(services, changed, kind), status_code=202)
+            return Json(_document(services, sender, changed, kind), status_code=202)
 
         return change
 
@@ -303,23 +344,30 @@ def _add_verbs(router: APIRouter, kind: JobKind, one: str) -> None:
 # -- the work of the routes --------------------------------------------------------------------------------------------
 
 
-def _documents(services: Services, jobs: Sequence[JobRecord], kind: JobKind) -> list[dict[str, Any]]:
+def _documents(services: Services, sender: Principal, jobs: Sequence[JobRecord], kind: JobKind) -> list[dict[str, Any]]:
     views = kind.view(jobs, services.store, services.artifacts) if jobs else ()
-    return [job_document(job, kind, view, cluster=services.cluster) for job, view in zip(jobs, views, strict=True)]
+    sees = services.guard.may_read_dashboard(sender)
+    return [
+        job_document(job, kind, view, cluster=services.cluster, reader=sender.account, sees_dashboard=sees)
+        for job, view in zip(jobs, views, strict=True)
+    ]
 
 
-def _document(services: Services, job: JobRecord, kind: JobKind) -> dict[str, Any]:
-    (document,) = _documents(services, [job], kind)
-    return document
+def _document(services: Services, sender: Principal, job: JobRecord, kind: JobKind) -> dict[str, Any]:
+    # Read before the job, so that a client which follows the events after this id misses no change of the document.
+    last_event_id = services.store.last_event_id(job.id)
+    (document,) = _documents(services, sender, [services.store.job(job.id)], kind)
+    return {**document, "last_event_id": last_event_id}
 
 
-def _shown(services: Services, job: JobRecord, kind: JobKind) -> Response:
-    headers = {"ETag": _tag(job), "Cache-Control": "no-store"}  # the tag is that of edits, not of the progress
-    return Json(_document(services, job, kind), headers=headers)
+def _shown(services: Services, sender: Principal, job: JobRecord, kind: JobKind) -> Response:
+    document = _document(services, sender, job, kind)
+    # The tag is that of edits, not of the progress.
+    return Json(document, headers={"ETag": _tag(document["version"]), "Cache-Control": "no-store"})
 
 
-def _tag(job: JobRecord) -> str:
-    return f'"{job.version}"'
+def _tag(version: int) -> str:
+    return f'"{version}"'
 
 
 def _edit(
@@ -327,21 +375,21 @@ def _edit(
 ) -> JobRecord:
     """Edit a job as the request's `body` says, and return the job. An edit that changes nothing is not stored.
 
-    `if_match` is the request's header If-Match, which names the version of the job that the sender has read. Raises
-    Refusal with one of these statuses:
+    `kind` is the job's kind, which says what can be edited. `if_match` is the request's header If-Match, which names
+    the version of the job that the sender has read. Raises Refusal with one of these statuses:
 
     - 428: the header is missing
     - 412: the job was edited after the sender had read it
-    - 403: the priority is above 0 and the sender is no administrator
+    - 403: the priority is above 0 and the sender does not administer the server
     """
     if if_match is None:
         raise Refusal(
-            428, f"the header If-Match is missing; send the ETag of the {kind.noun} as you read it: {_tag(job)}"
+            428, f"the header If-Match is missing; send the ETag of the {kind.noun} as you read it: {_tag(job.version)}"
         )
     known = {part.strip() for part in if_match.split(",")}
-    if not known & {_tag(job), "*"}:
+    if not known & {_tag(job.version), "*"}:
         raise Refusal(
-            412, f"the {kind.noun} was edited meanwhile: it has the ETag {_tag(job)}; read it and edit it again"
+            412, f"the {kind.noun} was edited meanwhile: it has the ETag {_tag(job.version)}; read it and edit it again"
         )
     account = sender.account
     if "priority" in body.model_fields_set and body.priority > 0 and account is not None and not account.is_admin:
@@ -359,77 +407,178 @@ def _edit(
     changes = {name: [old, new] for name, old, new in changed}
     steering = Steering("edit", None if account is None else account.user, changes=changes)
     document = edited if options or "name" in labels else None
-    stored = services.store.edit_job(job, labels, document=document, restarts=bool(options), steering=steering)
-    if stored is None:
-        raise Refusal(412, f"the {kind.noun} was edited at this moment; read it and edit it again")
     was, is_now = ({name: values[place] for name, values in changes.items()} for place in (0, 1))
-    services.accounts.record(sender.actor, "job.edit", f"job {job.id}", before=was, after=is_now)
+    with services.store.unit_of_work():
+        stored = services.store.edit_job(job, labels, document=document, restarts=bool(options), steering=steering)
+        if stored is None:
+            raise Refusal(412, f"the {kind.noun} was edited at this moment; read it and edit it again")
+        services.accounts.record(sender.actor, "job.edit", f"job {job.id}", before=was, after=is_now)
     return stored
 
 
 async def _created(
-    request: Request, services: Services, sender: Principal, *, kind: JobKind, key: str | None, place: _Place
+    request: Request, services: Services, sender: Principal, *, kind: JobKind, key: str | None, place: _Place | _Asked
 ) -> tuple[JobRecord, bool]:
     """Store the job of this `kind` that the request's body describes, if it passes every check.
 
-    `key` is the request's idempotency key, and `place` the team and the sharing of the job. Returns the job, and
-    whether the job is new. The job is not new if an earlier request with the same key created it.
+    `key` is the request's idempotency key, or None. `place` has the job's team and who may read the job; for a kind
+    whose jobs have the team and sharing of a study, it has what the request asks for. Returns the job, and whether the
+    job is new: it is not if an earlier request with the same key created it.
 
     Raises:
         Refusal, InvalidStudy: The body is not accepted.
         Unavailable: The body cannot be checked at the moment.
-        Conflict: The key was sent before with another body.
+        Conflict: The key was sent before with another body, or the study is served already.
     """
     is_json = sent_as_json(request.headers, accepted=(*JSON_TYPES, *YAML_TYPES))
     content = await read_body(request)
     digest = hashlib.sha256(content).hexdigest()
     key = _own_key(sender, key)
     async with services.key_locks.setdefault(key, asyncio.Lock()) if key is not None else nullcontext():
-        found = record = await run_in_threadpool(services.store.job_of_key, key) if key is not None else None
-        if record is None and await run_in_threadpool(services.store.is_drained):
+        known = await run_in_threadpool(services.store.job_of_key, key) if key is not None else None
+        if known is not None:
+            record, is_new = known, False
+        elif await run_in_threadpool(services.store.is_drained):
             raise Unavailable(f"{DRAINED}; send the {kind.noun} again then")
-        if record is None:
-            accepted = await services.preflight.accept(
-                content, is_json=is_json, kind=kind, client=sender.name, reader=sender.account
-            )
-            create = partial(
-                services.store.create_job,
-                kind=kind.name,
-                name=accepted.name,
-                document=accepted.document,
-                accepted=accepted.stored_facts(),
-                idempotency_key=key,
-                request_digest=digest,
-                owner=None if sender.account is None else sender.account.user,
-                team=place.team,
-                sharing=place.sharing,
-                keeps=services.artifacts.kept_names(kind.models(accepted)),
-            )
-            record = await run_in_threadpool(services.quota.admit, accepted.artifact_bytes, create)
+        else:
+            with tracing.span("check", {"mergesearch.kind": kind.name}):
+                accepted = await services.preflight.accept(
+                    content, is_json=is_json, kind=kind, client=sender.name, reader=sender.account
+                )
+            request_key = _RequestKey(key, digest)
+            record, is_new = await run_in_threadpool(_admitted, services, sender, kind, accepted, place, request_key)
     if record.request_digest != digest or record.kind != kind.name:
         raise Conflict(
             f"Idempotency-Key {key!r} was sent before with another body, which created "
             f"{kind_of(record.kind).noun} {record.id}; use another key for another {kind.noun}"
         )
-    if found is None:
-        await run_in_threadpool(_record, services, sender, "job.create", None, record)
+    if is_new:
+        tracing.describe({"mergesearch.job": record.id, "mergesearch.name": record.name})
         services.cluster.wake()
-    return record, found is None
+    return record, is_new
+
+
+@dataclass(frozen=True)
+class _RequestKey:
+    """Idempotency key of a request, or None, and the hash of its body."""
+
+    key: str | None
+    digest: str
+
+
+def _admitted(
+    services: Services,
+    sender: Principal,
+    kind: JobKind,
+    accepted: Accepted,
+    place: _Place | _Asked,
+    request: _RequestKey,
+) -> tuple[JobRecord, bool]:
+    """Store a job that has passed its checks, if it fits into the quotas, with its entry in the audit log.
+
+    Returns the job, and whether it is new: it is not if another server has stored it for the same idempotency key.
+    """
+    with services.store.admission():
+        if request.key is not None and (known := services.store.job_of_key(request.key)) is not None:
+            return known, False
+        found = _place_of_study(services, sender, kind, accepted, place) if isinstance(place, _Asked) else place
+
+        def create() -> JobRecord:
+            return services.store.create_job(
+                kind=kind.name,
+                name=accepted.name,
+                document=accepted.document,
+                accepted=accepted.stored_facts(),
+                idempotency_key=request.key,
+                request_digest=request.digest,
+                owner=None if sender.account is None else sender.account.user,
+                team=found.team,
+                sharing=found.sharing,
+                traceparent=tracing.current(),
+                keeps=services.artifacts.kept_names(kind.models(accepted)),
+            )
+
+        check = partial(services.team_bytes.check_artifacts, found.team, accepted.artifact_bytes)
+        record = services.quota.admit(accepted.artifact_bytes, create, check=check)
+        _record(services, sender, "job.create", None, record)
+        return record, True
 
 
 @dataclass(frozen=True)
 class _Place:
-    """The team of a new job, and who may read it."""
+    """Ownership of a new job: the team that it belongs to (None for no team), and who may read it."""
 
     team: str | None
     sharing: Sharing
 
 
-def _place(sender: Principal, team: str | None, sharing: Sharing | None) -> _Place:
-    """Find the team of a new job: the given `team`, or the only team for which the sender may submit jobs.
+@dataclass(frozen=True)
+class _Asked:
+    """Team and sharing that a request asks for, for a job that has those of a study; None if it asks for none."""
 
-    Raises InvalidRequest if the sender may submit jobs for several teams and names none, or may not submit jobs for
-    `team`. `sharing` None means that the team may read the job.
+    team: str | None
+    sharing: Sharing | None
+
+
+def _place_of_study(services: Services, sender: Principal, kind: JobKind, accepted: Accepted, asked: _Asked) -> _Place:
+    """Find the team and sharing of a new job that serves a study, and check that the job may be created.
+
+    Such a job has the team and sharing of its study. `accepted` is the checked job, and `asked` has the team and
+    sharing that the request asks for. Raises InvalidRequest if these differ from the study's. Raises Conflict or
+    Refusal if the study is served already, or may not be served now.
+    """
+    assert kind.study_of is not None
+    try:
+        study = services.store.job(kind.study_of(accepted.document))
+    except NotFound as error:  # it was deleted after the checks
+        raise InvalidRequest((Problem("study", str(error)),)) from error
+    place = _Place(study.team, study.sharing)
+    _check_place(kind, place, team=asked.team or place.team, sharing=asked.sharing or place.sharing)
+    if (job := usable_served(services, sender, study)) is not None:
+        raise Conflict(f"study {study.name} is served already, by {job.name} ({job.id}); use it, or cancel it")
+    check_serving(services, sender, study)
+    return place
+
+
+def _check_place(kind: JobKind, place: _Place, *, team: str | None, sharing: Sharing) -> None:
+    """Raise InvalidRequest if a job that serves a study is to have another team or sharing than the study.
+
+    `place` has the study's team and sharing, and `team` and `sharing` are those that the job is to have. `kind` is the
+    job's kind, for the message.
+    """
+    fields = (("team", team, place.team), ("sharing", sharing.value, place.sharing.value))
+    rule = f"a {kind.noun} has the team and sharing of its study"
+    problems = [
+        Problem(name, f"{given!r:.80} is not accepted; {rule}, here {known!r}")
+        for name, given, known in fields
+        if given != known
+    ]
+    if problems:
+        raise InvalidRequest(tuple(problems))
+
+
+def _share(services: Services, sender: Principal, kind: JobKind, job: JobRecord, place: _Place) -> JobRecord:
+    """Change the team of a job and who may read it, and return the job. Jobs that serve a study change with it.
+
+    `place` has the new team and says who may read the job. Raises InvalidRequest if the job itself serves a study, and
+    `place` differs from the study's team and sharing.
+    """
+    if kind.study_of is not None:
+        with suppress(NotFound):  # the study was deleted
+            study = services.store.job(kind.study_of(job.document))
+            _check_place(kind, _Place(study.team, study.sharing), team=place.team, sharing=place.sharing)
+    with services.store.admission():  # or a job that serves the study could be created without this change
+        for each in (job, *served_jobs(services.store, job.id)):
+            services.accounts.share(each.id, actor=sender.actor, sharing=place.sharing, team=place.team)
+        return services.store.job(job.id)
+
+
+def _place(sender: Principal, team: str | None, sharing: Sharing | None) -> _Place:
+    """Find the team of a new job, and who may read the job.
+
+    The team is the given `team` or, if it is None, the only team for which the sender may submit jobs. `sharing` says
+    who may read the job; None means its team. Raises InvalidRequest if the sender may submit jobs for several teams and
+    names none, or may not submit jobs for `team`.
     """
     account = sender.account
     if account is None:
@@ -447,11 +596,18 @@ def _place(sender: Principal, team: str | None, sharing: Sharing | None) -> _Pla
 
 
 def _check_team(sender: Principal, job: JobRecord, team: str | None) -> None:
-    """Raise InvalidRequest if the sender may not move a job to `team`: only members may, and administrators."""
+    """Raise InvalidRequest if the sender may not move a job to `team`.
+
+    Members of the team and administrators of the server may do so. Jobs without a team have no quotas. Therefore only
+    administrators of the server may take a job out of its team without moving it to another one (`team` is None).
+    """
     account = sender.account
-    if account is None or account.is_admin or team in (None, job.team):
+    if account is None or account.is_admin or team == job.team:
         return
-    if account.roles.get(team or "") not in (Role.MEMBER, Role.ADMIN):
+    if team is None:
+        message = "null is not accepted; only an administrator of the server can take a job out of its team"
+        raise InvalidRequest((Problem("team", message),))
+    if account.roles.get(team) not in (Role.MEMBER, Role.ADMIN):
         message = f"{team!r:.80} is not accepted; only a member of a team can move a job to it"
         raise InvalidRequest((Problem("team", message),))
 
@@ -459,8 +615,9 @@ def _check_team(sender: Principal, job: JobRecord, team: str | None) -> None:
 def _own_key(sender: Principal, key: str | None) -> str | None:
     """Idempotency key in the form in which it is stored, so that equal keys of two users do not collide.
 
-    At a server with accounts, the stored key is the user's name, a space and a hash of `key`. A client cannot send a
-    key with a space, so no key that a client sends equals a stored one.
+    `key` is the key that the client sent. At a server with accounts, the stored key consists of the word "user", the
+    user's name and a hash of `key`, separated by spaces. A client cannot send a key with a space, so it cannot send a
+    stored key.
     """
     if key is None or sender.account is None:
         return key
@@ -472,8 +629,8 @@ def _record(
 ) -> None:
     """Add a change of a job to the audit log.
 
-    `action` is the kind of change. `before` and `after` are the job before and after the change; `before` is None for a
-    new job, `after` for a deleted one.
+    `action` names the change, such as "job.cancel". `before` and `after` are the job before and after it; `before` is
+    None for a new job, `after` for a deleted one.
     """
     job = before or after
     assert job is not None
@@ -486,7 +643,7 @@ def _record(
 
 
 def _cancel(services: Services, job_id: str, steering: Steering) -> JobRecord:
-    """Cancel a job permanently, and end its driver now. The results so far are kept.
+    """Cancel a job permanently, and end its driver (the process that works on it) now. The results so far are kept.
 
     A job that is already CANCELLED is not changed. Raises Conflict (409) if the job is COMPLETE or FAILED.
     """
@@ -506,10 +663,11 @@ def _cancel(services: Services, job_id: str, steering: Steering) -> JobRecord:
 
 
 def _pause(services: Services, job_id: str, steering: Steering) -> JobRecord:
-    """Pause a job until it is resumed. Its driver ends as soon as the samples that are being scored are stored.
+    """Pause a job until it is resumed.
 
-    The job is PAUSED when its driver has ended. A fine-tuning continues from its last checkpoint. A job that is asked
-    to pause already is not changed. Raises Conflict (409) if the job has ended.
+    The job's driver (the process that works on it) first stores the samples that are being scored, and then ends. The
+    job is PAUSED when its driver has ended. A fine-tuning that is resumed continues from its last checkpoint. If the
+    job was asked to pause before, nothing changes. Raises Conflict (409) if the job has ended.
     """
     record = services.store.pause(job_id, steering=steering)
     _check_unfinished(record, "paused")
@@ -519,8 +677,8 @@ def _pause(services: Services, job_id: str, steering: Steering) -> JobRecord:
 def _stop(services: Services, job_id: str, steering: Steering) -> JobRecord:
     """Stop the search of a study early. Running evaluations finish; held-out data and benchmarks are scored as always.
 
-    Trials that are not being evaluated are pruned. A search that was stopped already is not changed. Raises Conflict
-    (409) if the study has ended.
+    Trials that are not being evaluated at this moment are pruned. A search that was stopped already is not changed.
+    Raises Conflict (409) if the study has ended.
     """
     record = services.store.stop_search(job_id, steering=steering)
     _check_unfinished(record, "stopped")
@@ -530,10 +688,10 @@ def _stop(services: Services, job_id: str, steering: Steering) -> JobRecord:
 def _resume(services: Services, job_id: str, steering: Steering) -> JobRecord:
     """Let a failed or paused job continue, or let a waiting job try again now.
 
-    The job continues from its stored results or its last checkpoint. Stored samples are not scored again, unless the
-    engine that scored them failed a check afterwards. A COMPLETE study with such samples can be resumed too. A job that
-    is running or about to start is not changed. Raises Conflict (409) if the job is CANCELLED, or COMPLETE without such
-    samples.
+    The job continues from its stored results or its last checkpoint. Samples that are stored are not scored again,
+    unless they are void: the engine that scored them failed a check afterwards. A COMPLETE study that has void samples
+    can be resumed too. A job that is running or about to start is not changed. Raises Conflict (409) if the job is
+    CANCELLED, or is COMPLETE and has no void samples.
     """
     record = services.store.resume(job_id, reason=RESUMED_BY_REQUEST, steering=steering)
     if record.state in (JobState.COMPLETE, JobState.CANCELLED):
@@ -546,7 +704,10 @@ def _resume(services: Services, job_id: str, steering: Steering) -> JobRecord:
 
 
 def _check_unfinished(record: JobRecord, done: str) -> None:
-    """Raise Conflict if a job has ended; `done` is the word for what was asked, such as "paused"."""
+    """Raise Conflict if a job has ended.
+
+    The error message says that only a job that has not ended can be `done`, which is a participle such as "paused".
+    """
     if record.state.is_finished:
         noun = kind_of(record.kind).noun
         raise Conflict(

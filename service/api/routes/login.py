@@ -1,39 +1,57 @@
-"""Routes of logins of browsers with an identity provider, and of their sessions."""
+"""Routes of logins of browsers, with an identity provider or a token, and of their sessions."""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Annotated
 from urllib.parse import urlsplit
 
 from fastapi import APIRouter, Query, Request
 from fastapi.concurrency import run_in_threadpool
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import RedirectResponse, Response
 
 from search_spaces.errors import Problem
 from service.api.dependencies import Context, Reader, Services
-from service.api.permissions import credential_of, logs_in
+from service.api.permissions import Credential, logs_in, shows_session
 from service.api.presenters import rfc_3339, user_document
-from service.api.problems import InvalidRequest, Json, Refusal, refusals
-from service.auth.logins import LOGIN_S, Logins, login_cookie, next_problem
+from service.api.problems import InvalidRequest, Json, Refusal, Unauthorized, refusals
+from service.api.protocols import Principal
+from service.api.requests import body_of, read_object
+from service.auth.logins import LOGIN_S, Logins, log_in_with_token, login_cookie, next_problem
 from service.auth.sessions import COOKIE, LIFETIME_S, csrf_token_of
+from service.errors import LoginRefused, ProviderUnavailable
 from service.schemas.api import LogoutDocument, SessionDocument
 from service.store.accounts import Actor
 
 __all__ = ["router"]
 
+logger = logging.getLogger(__name__)
+
 router = APIRouter(tags=["login"])
 
 CALLBACK = "/v1/login/callback"
 
-# Where a browser goes after a login that names no other path.
-DEFAULT_NEXT = "/docs"
+# Where a browser goes after a login that names no other path: the web page.
+DEFAULT_NEXT = "/"
 
-# Characters of what a provider sends with the browser.
+# The view of the web page that shows why a login has failed.
+LOGIN_VIEW = "/login"
+
+# Characters of what a provider sends with the browser, and of a token.
 MAX_VALUE = 8192
 
 # The address of the sender.
 Address = Annotated[str, logs_in()]
+
+
+class TokenLogin(BaseModel):
+    """Body of the request that begins a session with an API token."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    token: Annotated[str, Field(min_length=1, max_length=MAX_VALUE, repr=False, description="An API token.")]
 
 
 @dataclass(frozen=True)
@@ -41,7 +59,7 @@ class _Site:
     """The address of this server as browsers see it.
 
     `origin` is scheme, host and port, such as `https://search.example.org`. `path` is the path below which the server
-    is reached; "" for the root. `is_https` says whether browsers use HTTPS.
+    is reached, without a slash at its end; it is empty for the root. `is_https` says whether browsers use HTTPS.
     """
 
     origin: str
@@ -70,7 +88,40 @@ class _Site:
 
 
 def _site(request: Request, services: Services) -> _Site:
-    return _Site.of(request, None if services.logins is None else services.logins.settings.public_url)
+    settings = services.notifier.settings if services.logins is None else services.logins.settings
+    return _Site.of(request, settings.public_url)
+
+
+def _site_of_page(request: Request, services: Services) -> _Site:
+    """The address at which the browser that sends `request` shows the web page.
+
+    It may be another one than the public URL, for example that of an SSH tunnel to the server. The browser names it in
+    the header Origin of requests that change something, and drops cookies that are not for it.
+    """
+    site, origin = _site(request, services), request.headers.get("origin")
+    if origin is None or origin == site.origin:
+        return site
+    return _Site(origin, request.scope.get("root_path", ""), origin.startswith("https:"))
+
+
+def _redirect(request: Request, path: str) -> Response:
+    """Send a browser to `path` of this server, which has the path prefix below which the browser reaches the server."""
+    # A path that begins with the prefix gets it from the middleware.
+    path = path.removeprefix(request.scope.get("root_path", ""))
+    return RedirectResponse(path if path.startswith("/") else f"/{path}", status_code=303)
+
+
+def _shown(request: Request, site: _Site, error: LoginRefused | ProviderUnavailable) -> Response:
+    """Send a browser to the web page's login, which shows why a login has failed.
+
+    The page has a text for each code in its address, so that nobody can make a link that shows other texts on it.
+    Raises `error` again for programs, which get a problem document.
+    """
+    if "text/html" not in request.headers.get("accept", ""):
+        raise error
+    logger.warning("a login has failed: %s", error)
+    code = error.code if isinstance(error, LoginRefused) else "unavailable"
+    return _redirect(request, f"{site.path}{LOGIN_VIEW}?problem={code}")
 
 
 def _logins(services: Services) -> Logins:
@@ -99,12 +150,18 @@ async def begin_login(
         Query(alias="next", description="Path of this server to which the browser goes after the login."),
     ] = None,
 ) -> Response:
-    """Begin a login: send the browser to the identity provider, which sends it back to /v1/login/callback."""
+    """Begin a login: send the browser to the identity provider, which sends it back to /v1/login/callback.
+
+    The parameter `next` is the path of this server to which the browser goes after the login; by default, the web page.
+    """
     logins, site = _logins(services), _site(request, services)
     target = f"{site.path}{DEFAULT_NEXT}" if next_path is None else next_path
     if problem := next_problem(target, below=site.path):
         raise InvalidRequest((Problem("next", problem),))
-    begun = await logins.begin(redirect_uri=f"{site.origin}{site.path}{CALLBACK}", next_path=target)
+    try:
+        begun = await logins.begin(redirect_uri=f"{site.origin}{site.path}{CALLBACK}", next_path=target)
+    except ProviderUnavailable as error:
+        return _shown(request, site, error)
     response = RedirectResponse(begun.url, status_code=303)
     site.set_cookie(response, login_cookie(begun.state), begun.browser, max_age_s=LOGIN_S, path="/v1/login")
     return response
@@ -127,32 +184,34 @@ async def finish_login(
 ) -> Response:
     """End a login with the answer of the identity provider, and begin a session of the user in the browser.
 
-    A login can end only once, within ten minutes, and in the browser that began it. The cookie of the session is set in
-    the response.
+    The identity provider sends the browser here. A login can end only once, within ten minutes, and in the browser that
+    began it. The response sets the cookie of the session. A browser whose login is refused is sent to the login of the
+    web page, which shows the reason; other clients get a problem document.
     """
     logins, site = _logins(services), _site(request, services)
     if state is None:
         raise InvalidRequest((Problem("state", "is missing; begin a login at /v1/login"),))
     if code is None and error is None:
         raise InvalidRequest((Problem("code", "is missing; begin a login at /v1/login"),))
-    ended = await logins.finish(
-        state=state, browser=request.cookies.get(login_cookie(state)), code=code, error=error, address=address
-    )
+    try:
+        ended = await logins.finish(
+            state=state, browser=request.cookies.get(login_cookie(state)), code=code, error=error, address=address
+        )
+    except (LoginRefused, ProviderUnavailable) as refused:
+        return _shown(request, site, refused)
     await _end_previous(request, services, address)
     services.authenticator.forget()  # the user's teams may be others
-    # A path that begins with the prefix gets it from the middleware.
-    root = request.scope.get("root_path", "")
-    path = ended.next.removeprefix(root)
-    response = RedirectResponse(path if path.startswith("/") else f"/{path}", status_code=303)
+    response = _redirect(request, ended.next)
     site.set_cookie(response, COOKIE, ended.secret, max_age_s=LIFETIME_S)
     site.set_cookie(response, login_cookie(state), "", max_age_s=0, path="/v1/login")
     return response
 
 
 async def _end_previous(request: Request, services: Services, address: str) -> None:
-    """End the earlier session of the browser, if there is one, because a new session replaces its cookie.
+    """End the earlier session of the browser that logs in, if there is one.
 
-    `address` is the address of the sender, for the audit log.
+    The cookie of the new session replaces the cookie of the earlier one. `address` is the network address of the
+    sender, for the audit log.
     """
     secret = request.cookies.get(COOKIE)
     found = None if secret is None else await services.authenticator.authenticate_session(secret)
@@ -162,28 +221,81 @@ async def _end_previous(request: Request, services: Services, address: str) -> N
 
 
 @router.get("/session", response_model=None, responses={200: {"model": SessionDocument}})
-def get_session(request: Request, services: Context, sender: Reader) -> Response:
-    """Show who is logged in, and the CSRF token that requests of the session must send to change something."""
-    if sender.account is None:
-        return Json(SessionDocument(user=None, scope=None, expires_at=None, csrf_token=None))
-    user = services.accounts.user(sender.account.user)
-    document = SessionDocument(user=user_document(user), scope=None, expires_at=None, csrf_token=None)
+async def get_session(
+    request: Request, services: Context, sender: Annotated[Principal | None, shows_session()]
+) -> Response:
+    """Show who is logged in, and the CSRF token, which requests of the session that change something must send.
+
+    Everybody may send this request: without a valid token or session, `user` is null, and the response says only
+    whether the server has accounts and an identity provider.
+    """
+    return Json(await run_in_threadpool(_session_document, services, sender, request.cookies.get(COOKIE)))
+
+
+@router.post(
+    "/session",
+    status_code=201,
+    response_model=None,
+    responses={
+        201: {"model": SessionDocument, "description": "The session, whose cookie the response sets."},
+        **refusals(404, 409, 413, 415, 422),
+    },
+    openapi_extra=body_of(TokenLogin),
+)
+async def begin_session(request: Request, services: Context, address: Address) -> Response:
+    """Begin a session of a browser with an API token of its user.
+
+    The session may do what the token may, and ends when the token is revoked or expires, at the latest after 12 hours.
+    The browser needs to keep only the cookie, which scripts cannot read. A server without accounts has no sessions
+    (404). As for other requests with a session, a page of another server may not send this one (403).
+    """
+    if not await services.authenticator.needs_token():
+        raise Refusal(404, "this server has no accounts, so that requests need neither a token nor a session")
+    token = (await read_object(request, TokenLogin)).token
+    secret = await log_in_with_token(services.accounts, services.authenticator, token, address=address)
+    if secret is None:
+        raise Unauthorized("the token is not valid: it is unknown, revoked or expired, or its user is disabled")
+    sender = await services.guard.identify(
+        Credential(session=secret), address
+    )  # it may refuse, so nothing is ended yet
+    await _end_previous(request, services, address)
+    response = Json(await run_in_threadpool(_session_document, services, sender, secret), status_code=201)
+    _site_of_page(request, services).set_cookie(response, COOKIE, secret, max_age_s=LIFETIME_S)
+    return response
+
+
+def _session_document(services: Services, sender: Principal | None, secret: str | None) -> SessionDocument:
+    """Build the JSON document about the sender of a request; `secret` is the value of the session's cookie, if any."""
+    document: SessionDocument = {
+        "has_accounts": sender is None or sender.account is not None,
+        "has_identity_provider": services.logins is not None,
+        "may_read_dashboard": sender is not None and services.guard.may_read_dashboard(sender),
+        "user": None,
+        "scope": None,
+        "expires_at": None,
+        "csrf_token": None,
+    }
+    if sender is None or sender.account is None:
+        return document
+    document["user"] = user_document(services.accounts.user(sender.account.user))
     if sender.scope is not None:
         document["scope"] = sender.scope.value
-    secret = credential_of(request, None).session
     if sender.session is not None and secret is not None:
         document["expires_at"] = rfc_3339(sender.session.expires_at)
         document["csrf_token"] = csrf_token_of(secret)
-    return Json(document)
+    return document
 
 
 @router.post("/logout", response_model=None, responses={200: {"model": LogoutDocument}})
 async def log_out(request: Request, services: Context, sender: Reader) -> Response:
-    """End the session of the browser. Every server refuses the session within a second. A token stays valid."""
+    """End the session of the browser. Every server refuses the session within a second.
+
+    A request with an API token instead of a session changes nothing: the token stays valid.
+    """
     was_logged_in = False
     if sender.session is not None:
         was_logged_in = await run_in_threadpool(services.accounts.end_session, sender.session, actor=sender.actor)
         services.authenticator.forget()
     response = Json(LogoutDocument(was_logged_in=was_logged_in))
-    _site(request, services).set_cookie(response, COOKIE, "", max_age_s=0)
+    _site_of_page(request, services).set_cookie(response, COOKIE, "", max_age_s=0)
     return response

@@ -46,7 +46,8 @@ async def healthz() -> Response:
 def readyz(services: Context) -> Response:
     """Report whether the database responds and jobs can make progress.
 
-    The server accepts jobs even if jobs cannot make progress yet, but not while it is drained.
+    The server accepts new jobs even if jobs cannot make progress yet. It accepts none while its operator has drained
+    it, so that it can be stopped for maintenance.
     """
     services.store.last_event_id("")
     if reason := services.cluster.not_ready():
@@ -66,13 +67,15 @@ def readyz(services: Context) -> Response:
 def metrics(services: Context) -> Response:
     """Metrics for Prometheus: jobs and their progress, requests, the database and the disk.
 
-    They name the jobs of all teams, so that a server with accounts sends them to its administrators only, or with
-    --open-metrics to everybody. While the database does not answer, the metrics of jobs are left out.
+    The metrics name the jobs of all teams. Therefore a server with accounts sends them to its administrators only,
+    unless it was started with --open-metrics. While the database does not answer, the metrics of jobs are left out.
     """
     try:
         stored = Stored.read(services.store)
     except SQLAlchemyError:
         logger.exception("metrics: the database does not respond")
         stored = None
-    scrape = Scrape(stored, services.cluster.not_ready(), services.requests, services.data_dir)
+    scrape = Scrape(
+        stored, services.cluster.not_ready(), services.cluster.queue(), services.requests, services.data_dir
+    )
     return PlainTextResponse(prometheus_text(scrape), media_type="text/plain; version=0.0.4")

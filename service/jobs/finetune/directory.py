@@ -34,7 +34,10 @@ WRITER_LOCK = ".writer"
 
 
 def written_spec(directory: Path) -> FinetuneSpec | None:
-    """Read the specification of the expert whose training was started in `directory`; None if there was no training."""
+    """Read the specification of the expert whose training was started in `directory`.
+
+    Returns None if no training was started there.
+    """
     document = read_document(directory / SPEC_FILE)
     return None if document is None else parse_spec(document)
 
@@ -42,7 +45,8 @@ def written_spec(directory: Path) -> FinetuneSpec | None:
 def trained_fleet(directory: Path) -> tuple[dict[str, FinetuneSpec], dict[str, Path]]:
     """Find the experts that were trained in `directory`; return their specifications and directories, by alias.
 
-    Raises NotFound if no expert was trained there, and Conflict if the training of an expert has not ended.
+    An expert's alias is its name in the fine-tuning. Raises NotFound if no expert was trained there, and Conflict if
+    the training of an expert has not ended.
     """
     places = {place.name: place for place in sorted((directory / EXPERTS).glob("*")) if place.is_dir()}
     experts = {}

@@ -47,9 +47,10 @@ def storing_events(
 ) -> Iterator[None]:
     """Context in which new losses and evaluations of running trainings are stored as events every 2 s.
 
-    `places` has the experts' directories by alias. `spec_file` and `worker_file` are names of files in these
-    directories: `spec_file` is written when a training starts, `worker_file` when the training's workers start. While
-    `worker_file` is missing, or older than `spec_file`, the driver reports that it waits for workers.
+    `places` has the experts' directories by alias. `writer` stores the events, and `heartbeat` gets the progress.
+    `spec_file` and `worker_file` are names of files in each expert's directory. The training writes `spec_file` when it
+    starts, and its workers write `worker_file` when they start. While `worker_file` is missing, or older than
+    `spec_file`, `heartbeat` reports that this process waits for workers.
     """
     history = _HistoryEvents(store, writer, heartbeat, places)
     done = threading.Event()
@@ -78,9 +79,11 @@ def storing_events(
 
 
 class _HistoryEvents:
-    """Writer of events for new losses and evaluations, which are read from the experts' training histories.
+    """Writer of events about new losses and evaluations in the training of experts.
 
-    A history is a file to which an expert's training adds a line for each update and each evaluation.
+    `places` has the directory of each expert, by alias. The directory has a history, a file to which the training adds
+    a line for each update and each evaluation. The method `store_new` reads the new lines and stores them as events
+    with `writer`. `heartbeat` gets the progress.
     """
 
     def __init__(self, store: Store, writer: JobWriter, heartbeat: Heartbeat, places: Mapping[str, Path]) -> None:
@@ -110,8 +113,9 @@ class _HistoryEvents:
 def _summed(updates: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     """Yield one event for several training `updates`: the last update, with a key `losses` for all of them.
 
-    `losses` has at most 10 pairs (step, loss). A pair represents several adjacent updates: it has the step of the last
-    of them and the mean of their losses. If there are no updates, no event is yielded.
+    `losses` has at most 10 pairs (step, loss), where a step is the number of an update. A pair represents several
+    adjacent updates: it has the step of the last of them and the mean of their losses. If there are no updates, no
+    event is yielded.
     """
     if updates:
         size = -(-len(updates) // MAX_LOSSES)

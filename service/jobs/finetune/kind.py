@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from service.jobs.base import Accepted, Attempt, JobKind, RequestContext, View
+from service.types import Demand
 
 if TYPE_CHECKING:
     from service.store import Store
@@ -69,6 +70,30 @@ def _clean_up(store: Store, data_dir: Path) -> None:
     collect_sources(store, data_dir)
 
 
+def _demand(job: JobRecord) -> Demand:
+    """Places and GPUs that a running fine-tuning counts for in quotas: its largest number of simultaneous workers.
+
+    A worker is a training process. The specification's `parallel_experts` is the number of experts that train at the
+    same time. Those with the most workers are counted, and one GPU for each worker.
+    """
+    experts = job.document.get("experts", {"": job.document})
+    workers = sorted((expert.get("workers", 1) for expert in experts.values()), reverse=True)
+    num_workers = sum(workers[: job.document.get("parallel_experts") or 1])
+    return Demand(num_workers, num_workers)
+
+
+def _time_left_s(job: JobRecord) -> float | None:
+    """Estimate the seconds that a fine-tuning still takes, from its progress.
+
+    Only a fine-tuning that trains a single expert has an estimate. The result is None for others, and before progress
+    is reported, because the speed of other work is not known.
+    """
+    begun = list((job.progress or {}).get("experts", {}).values())
+    if len(begun) != 1 or set(job.document) & {"experts", "analysis"}:
+        return None
+    return float((begun[0]["steps"] - begun[0]["step"]) * begun[0]["seconds"])
+
+
 FINETUNE = JobKind(
     name="finetune",
     noun="fine-tuning",
@@ -87,4 +112,6 @@ FINETUNE = JobKind(
     links=("specification", "curves", "report", "events", "log"),
     example=EXAMPLE,
     clean_up=_clean_up,
+    demand=_demand,
+    time_left_s=_time_left_s,
 )

@@ -20,6 +20,7 @@ from service.errors import Conflict
 from service.jobs.finetune.directory import FAILURE_FILE, RAY_DIR, SUMMARY_FILE, WRITER_LOCK, write_document
 from workers.errors import InvalidModel, InvalidTask, TrainingFailed
 from workers.file_access import FileAccess
+from workers.telemetry import logs
 from workers.training.finetuning.history import Report
 from workers.training.finetuning.spec import FinetuneSpec, parse_spec
 
@@ -47,8 +48,8 @@ def num_side_by_side(specs: Sequence[FinetuneSpec], resources: Mapping[str, floa
     number of experts. If `wanted` is None, the result is the number of experts for whose workers the cluster has GPUs,
     or 1 if workers train on CPU cores.
 
-    Raises Conflict if `wanted` experts at the same time need more GPUs than the cluster has or, if they train on CPU
-    cores, more cores. Also raises the errors of `trains_on_gpus`.
+    Raises Conflict if the cluster has too few GPUs for `wanted` experts at the same time, or too few CPU cores if the
+    experts train on these. Also raises Conflict if the cluster is too small for the workers of a single expert.
     """
     if len(specs) < 2:
         return len(specs)
@@ -73,7 +74,8 @@ def fit(spec: FinetuneSpec, directory: Path, access: FileAccess | None, side_by_
 
     The workers write the trained expert and a summary or, if the training fails, a file with the reason. `access`
     limits the files that evaluation tasks may read; None is no limit. `side_by_side` experts train at the same time,
-    and share the CPU cores. Ray must be connected. Raises the errors of `trains_on_gpus`.
+    and share the CPU cores. Ray must be connected. Raises Conflict if the cluster has too few CPU cores or GPUs for the
+    workers.
     """
     import ray
     from ray.train import FailureConfig, RunConfig, ScalingConfig
@@ -106,12 +108,12 @@ def fit(spec: FinetuneSpec, directory: Path, access: FileAccess | None, side_by_
 
 
 def trains_on_gpus(workers: int, resources: Mapping[str, float], device: str = "auto") -> bool:
-    """Whether each of an expert's `workers` processes trains on a GPU, on a cluster with the given resources.
+    """Whether the processes that train an expert run on GPUs, on a cluster with the given `resources`.
 
-    `resources` has numbers by "CPU" and "GPU". `device` is the option of the specification. With "auto", the processes
-    train on CPU cores if the cluster has no GPU. With "cpu", they always train on CPU cores. Raises Conflict if the
-    cluster has fewer CPU cores than `workers`. Also raises Conflict if the processes train on GPUs and the cluster has
-    fewer GPUs than `workers`.
+    `workers` is the number of these processes. `resources` has numbers by "CPU" and "GPU". `device` is the option of
+    the specification. With "auto", the processes train on CPU cores if the cluster has no GPU. With "cpu", they always
+    train on CPU cores. Raises Conflict if the cluster has fewer CPU cores than `workers`. Also raises Conflict if the
+    processes train on GPUs and the cluster has fewer GPUs than `workers`.
     """
     cores, gpus = int(resources.get("CPU", 0)), int(resources.get("GPU", 0))
     if cores < workers:
@@ -133,6 +135,7 @@ def _in_worker(config: Mapping[str, Any]) -> None:
     import ray.train
     from ray.train.torch import get_device
 
+    logs.log_in_worker()
     is_writer = ray.train.get_context().get_world_rank() == 0
     spec, directory = parse_spec(config["spec"]), Path(config["directory"])
     access = None if config["access"] is None else FileAccess.of(config["access"])
@@ -149,12 +152,13 @@ def train_here(
     device: Any = None,
     access: FileAccess | None = None,
 ) -> None:
-    """Train an expert in the current process, alone or together with other processes that call this function too.
+    """Train the expert that `spec` describes in the current process, alone or together with other processes.
 
-    `is_writer` is True in exactly one of these processes. That process first waits until the workers of an earlier
-    driver have ended. At the end it writes the summary to `directory` or, if the training failed, the reason. `report`
-    receives the numbers of updates and evaluations. `device` is the torch device. `access` limits the files that
-    evaluation tasks may read; None is no limit.
+    All processes that train the expert together call this function. `is_writer` is True in exactly one of them. That
+    process first waits until the workers of an earlier driver have ended. At the end it writes the summary to
+    `directory` or, if the training failed, the reason. `report` receives the numbers of updates and evaluations.
+    `device` is the torch device; None lets the training choose. `access` limits the files that evaluation tasks may
+    read; None is no limit.
     """
     from workers.training.finetuning.trainer import train
 
@@ -174,8 +178,8 @@ def train_here(
 def _report(line: Mapping[str, Any]) -> None:
     """Report a line of the training history to Ray Train if the line is an evaluation.
 
-    Training updates are not reported: Ray Train's controller accepts one report in two seconds, and the workers would
-    wait. The history file has every update.
+    Lines of training updates are not reported, but are only in the history file: Ray Train's controller accepts one
+    report in two seconds, and the workers would wait for it.
     """
     import ray.train
 

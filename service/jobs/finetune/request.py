@@ -36,9 +36,9 @@ ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def accept(document: Mapping[str, Any], context: RequestContext) -> Accepted:
-    """Check a submitted fine-tuning as far as possible without the weights of its base model.
+    """Check the `document` of a submitted fine-tuning as far as possible without the weights of its base model.
 
-    Raises InvalidStudy with every problem.
+    `context` says which files it may read. Raises InvalidStudy with every problem.
     """
     pipeline = parse_pipeline(document)
     check_server_paths(pipeline)
@@ -52,9 +52,9 @@ def accept(document: Mapping[str, Any], context: RequestContext) -> Accepted:
 
 
 def check_server_paths(pipeline: Pipeline) -> None:
-    """Check that every path in a fine-tuning's specification is absolute.
+    """Check that every path in `pipeline`, the specification of a fine-tuning, is absolute.
 
-    Raises InvalidStudy with every relative path.
+    Raises InvalidStudy with every relative path, because the server's working directory is not the sender's.
     """
     problems = [*_problems(pipeline, _path_problems), *_in_study(pipeline, file_path_problem)]
     if problems:
@@ -64,8 +64,9 @@ def check_server_paths(pipeline: Pipeline) -> None:
 def check_finetune_files(pipeline: Pipeline, access: FileAccess | None) -> None:
     """Check that the files of a fine-tuning exist, are regular files, and may be read under `access`.
 
-    If `access` is None, all files may be read. Raises FilesRefused with every file, directory, dataset and hub model
-    that `access` does not allow, and InvalidStudy with every file that is missing or not a regular file.
+    `pipeline` is the specification, which names the files. If `access` is None, all files may be read. Raises
+    FilesRefused with every file, directory, dataset and hub model that `access` does not allow, and InvalidStudy with
+    every file that is missing or not a regular file.
     """
     if access is not None:
         refused = (*_problems(pipeline, lambda spec: _refusals(spec, access)), *_in_study(pipeline, access.refusal))
@@ -78,8 +79,9 @@ def check_finetune_files(pipeline: Pipeline, access: FileAccess | None) -> None:
 def examine_finetune(pipeline: Pipeline, *, access: FileAccess | None = None) -> None:
     """Check everything in a fine-tuning's specification that can be checked without the weights of the base model.
 
-    `access` limits the files that may be read; None is no limit. Nothing is read if the specification names a file
-    outside `access`. Raises FilesRefused for such files, and InvalidStudy with every other problem.
+    `pipeline` is the specification. `access` limits the files that may be read; None is no limit. Nothing is read if
+    the specification names a file outside `access`. Raises FilesRefused for such files, and InvalidStudy with every
+    other problem.
     """
     from service.results.training import lack_of_losses
     from workers.evaluation.tasks import check_task
@@ -107,9 +109,9 @@ def examine_finetune(pipeline: Pipeline, *, access: FileAccess | None = None) ->
 
 
 def artifact_bytes(pipeline: Pipeline) -> int:
-    """Total bytes that the experts of a fine-tuning will take, computed from the headers of the base model's files.
+    """Total bytes that the trained experts of a fine-tuning with the specification `pipeline` will take.
 
-    Raises InvalidModel if the headers cannot be read.
+    They are computed from the headers of the base model's files. Raises InvalidModel if the headers cannot be read.
     """
     total = 0
     for spec in pipeline.experts.values():
@@ -147,7 +149,7 @@ def _models(spec: FinetuneSpec) -> Iterator[tuple[str, str]]:
 
 
 def _problems(pipeline: Pipeline, find: Callable[[FinetuneSpec], Iterator[tuple[str, str]]]) -> Iterator[Problem]:
-    """Yield the problems that the check `find` reports for the experts in a fine-tuning's specification.
+    """Yield the problems that the check `find` reports for the experts in a fine-tuning's specification `pipeline`.
 
     `find` takes an expert's specification, and returns pairs of a field and a message.
     """
@@ -156,9 +158,10 @@ def _problems(pipeline: Pipeline, find: Callable[[FinetuneSpec], Iterator[tuple[
 
 
 def _in_study(pipeline: Pipeline, find: Callable[[str], str | None]) -> Iterator[Problem]:
-    """Yield the problems that the check `find` reports for task files of the study that follows the fine-tuning.
+    """Yield the problems of the task files that are named in the study of a fine-tuning.
 
-    `find` returns a message about a file, or None if nothing is wrong with the file.
+    `pipeline` is the specification of the fine-tuning, which may have a study that merges the trained experts. The
+    check `find` takes a file, and returns a message about it, or None if nothing is wrong with the file.
     """
     study = pipeline.study_of({alias: Path(os.sep) for alias in pipeline.experts})
     for place, file in task_files(study) if study is not None else ():

@@ -16,6 +16,7 @@ from service.store.accounts import AccountStore
 from service.store.artifacts import ArtifactStore
 from service.studies.chains import SOURCES, on_server
 from service.types import EventKind, JobRecord
+from workers.telemetry import tracing
 from workers.training.finetuning.fleet import STUDY, Pipeline
 
 __all__ = ["begin_study", "collect_sources", "study_of"]
@@ -25,14 +26,15 @@ COPY = "expert-"
 
 
 def study_of(store: Store, finetune_id: str) -> JobRecord | None:
-    """Study that was created from the experts of a fine-tuning; None if no study was created (yet)."""
+    """Study that merges the experts of the fine-tuning `finetune_id`; None if none was created (yet)."""
     return store.job_of_key(_study_key(finetune_id))
 
 
 def _study_key(finetune_id: str) -> str:
-    """Idempotency key with which the study of a fine-tuning's experts is created.
+    """Idempotency key with which a fine-tuning creates the study that merges its experts.
 
-    The key contains a space, so that no client can send the same key.
+    `finetune_id` is the id of the fine-tuning. If the study is created again with the same key, the first study is
+    returned. The key contains a space, so that no client can send it.
     """
     return f"finetune {finetune_id}"
 
@@ -42,8 +44,9 @@ def begin_study(
 ) -> JobRecord:
     """Create the study that merges the trained experts of a fine-tuning, or return the study if it exists.
 
-    If the experts are stored in an object store, the study names them by their URLs. If they are stored in a directory,
-    they are copied to the server's directory of sources. The study is created only once, even if drivers are killed.
+    `pipeline` is the specification of the fine-tuning whose job `writer` writes to, and `artifacts` has its experts. If
+    they are stored in an object store, the study names them by their URLs. Otherwise they are copied to the directory
+    of sources in `data_dir`, the server's data directory. The study is created only once, even if drivers are killed.
     Raises Conflict if the study cannot run.
     """
     if (known := study_of(store, writer.job_id)) is not None:
@@ -71,6 +74,7 @@ def begin_study(
     except InvalidStudy as error:
         raise Conflict(f"{STUDY}: {error}") from error
     created = store.create_job(
+        traceparent=tracing.current(),
         kind=SEARCH.name,
         name=study.name,
         document=study.canonical(),
@@ -86,10 +90,10 @@ def begin_study(
 
 
 def collect_sources(store: Store, data_dir: Path) -> None:
-    """Delete the copies of trained experts that no stored study merges.
+    """Delete those copies of trained experts, in the server's data directory `data_dir`, that no stored study merges.
 
-    The copies are made for studies that follow a fine-tuning. While a fine-tuning with such a study is unfinished,
-    nothing is deleted, because its study may be about to use a copy.
+    The copies are made for the studies that follow fine-tunings. While a fine-tuning that has such a study is
+    unfinished, nothing is deleted, because its study may be about to use a copy.
     """
     if any(STUDY in job.document and not job.state.is_finished for job in store.jobs()):
         return

@@ -61,14 +61,14 @@ def run_finetune(
         resources: Functions that connect to Ray and train on Ray Train.
         note: Called with messages about the progress.
         access: Files that evaluation tasks may read; None is no limit.
-        side_by_side: Number of experts that train at the same time.
+        side_by_side: Number of experts, with this one, that are trained at the same time and share the CPU cores.
 
     Raises:
         InvalidModel: The base model cannot be trained.
         InvalidTask: The data or a task cannot be used.
         Conflict: The directory is used by another run or specification, or the cluster is too small.
         ConnectionError: Ray cannot be reached.
-        TrainingFailed: The training failed, and another attempt would fail too.
+        TrainingFailed: The training failed, and would fail again.
     """
     with locked(directory):
         before = written_spec(directory)
@@ -103,6 +103,7 @@ def run_fleet(
     resources: Resources,
     parallel: int | None = None,
     note: Callable[[str], None] = lambda _: None,
+    begins: Callable[[int], None] = lambda _: None,
     finished: Callable[[str, dict[str, Any]], None] = lambda *_: None,
     access: FileAccess | None = None,
 ) -> dict[str, dict[str, Any]]:
@@ -118,10 +119,12 @@ def run_fleet(
         parallel: Number of experts that train at the same time. None means as many as the cluster has GPUs for, and one
             if workers train on CPU cores.
         note: Called with messages about the progress.
+        begins: Called with the number of experts that train at the same time, before the first training.
         finished: Called in the caller's thread with the alias and the summary of an expert, as soon as it is trained.
         access: Files that evaluation tasks may read; None is no limit.
 
-    Raises the errors of `run_finetune` and `num_side_by_side`.
+    Raises InvalidModel, InvalidTask, Conflict, ConnectionError and TrainingFailed as `run_finetune`, and Conflict if
+    the cluster is too small for `parallel` experts.
     """
     unfinished = [alias for alias in specs if read_document(directories[alias] / SUMMARY_FILE) is None]
     if len(unfinished) > 1:
@@ -135,6 +138,7 @@ def run_fleet(
             count = num_side_by_side([specs[alias] for alias in unfinished], resources.cluster(), parallel)
             if count > 1:
                 note(f"{count} of {len(unfinished)} experts train at the same time")
+        begins(count)
 
         def train(alias: str) -> dict[str, Any]:
             return run_finetune(
@@ -150,10 +154,10 @@ def run_fleet(
 def _results(
     train: Callable[[str], dict[str, Any]], aliases: Iterable[str], count: int
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Call `train` for each of `aliases`, at most `count` at a time, and yield (alias, result) as soon as a call ends.
+    """Call `train` for each of `aliases`, and yield (alias, result) as soon as a call ends.
 
-    After an error no other call is started. The error is raised when the running calls have ended. With `count` 1, the
-    calls run in the caller's thread, otherwise in separate threads.
+    At most `count` calls run at a time. With `count` 1, they run in the caller's thread, otherwise in separate threads.
+    After an error no other call is started, and the error is raised when the running calls have ended.
     """
     if count == 1:
         for alias in aliases:
@@ -203,9 +207,9 @@ def _check(spec: FinetuneSpec) -> None:
 
 
 def _plan(spec: FinetuneSpec, resources: Mapping[str, float]) -> Iterator[str]:
-    """Yield messages for users: the devices that an expert is trained on, and the memory that its training takes.
+    """Yield messages for users about the devices on which an expert is trained, and the memory that this takes.
 
-    `resources` are those of the cluster, numbers by "CPU" and "GPU".
+    `spec` is the specification of the expert. `resources` are those of the cluster, numbers by "CPU" and "GPU".
     """
     has_gpus = trains_on_gpus(spec.workers, resources, spec.device)
     if not has_gpus and spec.device == "auto":
@@ -221,7 +225,11 @@ def _plan(spec: FinetuneSpec, resources: Mapping[str, float]) -> Iterator[str]:
 
 
 def _differences(before: FinetuneSpec, spec: FinetuneSpec) -> list[str]:
-    """Names of the sections in which two specifications differ, apart from the options in CHANGEABLE."""
+    """Names of the sections in which two specifications of an expert differ, without differences that are allowed.
+
+    `before` is the specification with which the training of the expert began, and `spec` the present one. The options
+    in CHANGEABLE may change while an expert is trained, so differences in these are left out.
+    """
     one, other = _settled(before), _settled(spec)
     return [name for name in one if one[name] != other[name]]
 

@@ -24,16 +24,21 @@ __all__ = ["work"]
 
 
 def work(attempt: Attempt) -> None:
-    """Train the experts of a stored fine-tuning, and store each trained expert as an artifact under its alias.
+    """Train the experts (models to be merged) of a fine-tuning, and store each under its alias (name) in the job.
 
-    An analysis and a study of the experts follow if the specification has them. Raises Conflict if models or data
-    cannot be used or a training fails, because every later driver would have the same problem.
+    `attempt` is this driver's work on the fine-tuning; earlier drivers may have done a part. An analysis and a study of
+    the experts follow if the specification has them. Raises Conflict if models or data cannot be used or a training
+    fails, because every later driver would have the same problem.
     """
 
     def keep(alias: str, summary: Mapping[str, Any]) -> None:
         facts = {name: summary[name] for name in ("method", "steps", "loss", "values")}
         artifacts.put(writer.job_id, alias, places[alias] / EXPERT_DIR, facts=facts)
         heartbeat.progressed()
+
+    def count_gpus(side_by_side: int) -> None:
+        workers = sorted((spec.workers for spec in pipeline.experts.values()), reverse=True)
+        heartbeat.num_gpus = sum(workers[:side_by_side])
 
     store, writer, heartbeat, artifacts = attempt.store, attempt.writer, attempt.heartbeat, attempt.artifacts
     note = attempt.progressed
@@ -51,6 +56,7 @@ def work(attempt: Attempt) -> None:
                 resources=attempt.resources,
                 parallel=pipeline.parallel_experts,
                 note=note,
+                begins=count_gpus,
                 finished=keep,
                 access=access,
             )

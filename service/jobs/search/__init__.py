@@ -8,6 +8,7 @@
 - `attempt`: one attempt: alignments, search, held-out stage, verification
 - `verification`: some trials scored again by plain transformers
 - `local_run`: a study in a directory, without a server
+- `checks`: checks of a study file for the server, without creating a study
 - `dry_run`: the expected cost of a study, without running it
 - `plan_document`: the plan of a study as a document
 - `progress`: snapshots of a study's progress

@@ -20,11 +20,11 @@ from search_spaces.spaces.base import AlignedSpace, LayerPair
 from search_spaces.study.file import Study
 from service.errors import Conflict, StaleAttempt, StudyFailed, StudyUnusable
 from service.jobs.heartbeat import ENGINE, SCORING_PATIENCE_S, VERIFYING_PATIENCE_S, Heartbeat
-from service.jobs.search.progress import ProgressReporter, ProgressSnapshot
+from service.jobs.search.progress import PaceMeter, ProgressReporter, ProgressSnapshot
 from service.jobs.search.verification import verify_trials
 from service.resolved_study import ResolvedStudy
 from service.results.selection import best_trial, chosen_trials, held_out
-from service.store import JobWriter, Store
+from service.store import JobWriter, SampleText, Store
 from service.store.artifacts import ArtifactStore
 from service.store.documents import (
     ALIGNMENT_COST,
@@ -46,7 +46,7 @@ from service.studies.preflight.files import FilesRefused
 from service.studies.preflight.models import check_unchanged
 from service.studies.preflight.result import PreflightResult
 from service.tune.coordinator import Coordinator
-from service.tune.plan import Baseline, Benchmark, baselines_of
+from service.tune.plan import Baseline, Benchmark, Plan, baselines_of
 from service.tune.proposing.checkpoints import PolicyCheckpoints
 from service.tune.proposing.completions import SourceCompletions
 from service.tune.searchers import get_searcher
@@ -54,13 +54,16 @@ from service.tune.searchers.base import LearningSearcher, SearchSetting
 from service.tune.searchers.descents import descents_of, num_steps_for
 from service.types import JobRecord, JobState, Origin, TrialRecord, TrialState
 from workers.errors import EngineFault, EngineUnavailable, EvidenceMismatch, InvalidModel, InvalidTask
-from workers.types import CanaryReport, Scorer
+from workers.types import CanaryReport, Scorer, Split, TaskSpec
 
 __all__ = ["ALIGNMENTS", "described_recipes", "execute", "stored_alignments", "with_alignments"]
 
 logger = logging.getLogger(__name__)
 
 SNAPSHOT_S = 0.25
+
+# Texts of samples in one answer of a scorer.
+TEXTS_PER_CALL = 500
 
 # After this many seconds without a result, a driver checks whether an engine is starting, and repeats this as often.
 ENGINE_CHECK_S = 15.0
@@ -78,13 +81,13 @@ def with_alignments(
     artifacts: ArtifactStore,
     note: Callable[[str], None],
 ) -> PreflightResult:
-    """Learn the maps between layers (alignments) that a search space needs, and return the study with them.
+    """Learn the alignments that a study's search space needs, and return the study with them.
 
-    An alignment is a map of the residual stream between two layers. The files of the alignments are written to
-    `directory`. Alignments are learned once and stored with the study, so that the study's recipes stay the same. If
-    `artifacts` is in an object store, the files are stored there too, so that engines on other machines, and later
-    drivers, can read them. A study whose search space uses no alignments is returned unchanged. Ray must be connected.
-    `note` is called with messages about the progress.
+    An alignment is a map of the residual stream between two layers. `preflight` is the checked study. The files of the
+    alignments are written to `directory`. Alignments are learned once and stored with the study by `writer`, so that
+    the study's recipes stay the same. If `artifacts` is in an object store, the files are stored there too, so that
+    engines on other machines, and later drivers, can read them. A study whose search space uses no alignments is
+    returned unchanged. Ray must be connected. `note` is called with messages about the progress.
 
     Raises:
         StudyFailed: The alignments cannot be learned; the study is stored as FAILED.
@@ -129,8 +132,8 @@ def with_alignments(
 def _restore(artifacts: ArtifactStore, directory: Path, names: Iterable[str]) -> None:
     """Copy the files of the alignments named `names` from `artifacts` to `directory`, unless the files exist there.
 
-    The driver that learned the alignments may have run on another machine. Names without a file in `artifacts` are
-    skipped.
+    An alignment is a learned map between two layers. It may be missing in `directory` because an earlier driver, on
+    another machine, learned it. Names without a file in `artifacts` are skipped.
     """
     from workers.alignments.files import is_stored, store_alignment
 
@@ -141,7 +144,11 @@ def _restore(artifacts: ArtifactStore, directory: Path, names: Iterable[str]) ->
 
 
 def stored_alignments(store: Store, study_id: str) -> dict[LayerPair, str]:
-    """Names of a study's learned alignments, by the pair of layers that each aligns; empty if none exist."""
+    """Names of the alignments that the study `study_id` has learned, by pair of layers; empty if it has learned none.
+
+    An alignment is a map: it converts the residual stream after a pair's first layer to the residual stream that its
+    second layer expects.
+    """
     rows: list[Any] = store.document(study_id, ALIGNMENTS) or []
     return {((first[0], first[1]), (second[0], second[1])): name for first, second, name in rows}
 
@@ -162,14 +169,15 @@ def execute(
 
     Args:
         store: Database with the study's earlier results.
-        writer: Writer of the study's results for this attempt.
+        writer: Writer of the study's results, for this driver (the process that works on the study).
         preflight: The prepared study.
         scorer: Replicas that score samples.
         work_dir: Directory for the files of Ray Tune.
-        artifacts: Store of the policies that the study trains.
+        artifacts: Store of the policies (networks that propose merges) that the study trains.
         heartbeat: Heartbeat of this driver, which receives the study's progress.
         view: Receiver of progress and messages.
-        observer: Called as soon as something is stored, with a word for it, such as "chunk", "rung" or "complete".
+        observer: Called as soon as something is stored, with a word for it, such as "complete", so that tests can stop
+            the process then.
 
     Raises:
         StudyFailed: The study cannot continue; it is stored as FAILED with the reason.
@@ -217,8 +225,11 @@ def execute(
         snapshots = _Snapshots(coordinator, preflight, planned, _planned_steps(algorithm, setting))
         watch = _WaitWatch(scorer, lambda: coordinator.awaited_judges, writer, heartbeat)
 
+        meter = PaceMeter()
+
         def show(snapshot: ProgressSnapshot) -> None:
-            heartbeat.progress = snapshot.to_json()
+            meter.add(snapshot)
+            heartbeat.progress = {**snapshot.to_json(), "time_left_s": meter.pace().time_left_s}
             view.update(snapshot)
 
         def tick() -> None:
@@ -237,6 +248,7 @@ def execute(
                 raise StudyFailed(_no_result(coordinator.trials, heartbeat.stop_reason))
             heartbeat.min_patience_s = VERIFYING_PATIENCE_S
             _check_engines(store, writer, scorer)
+            _keep_prompts(store, writer, plan, scorer, note=view.note)
             not_verified = verify_trials(store, writer, preflight, scorer, coordinator.trials, note=view.note)
 
         with closing(coordinator):
@@ -290,10 +302,11 @@ def described_recipes(
     *,
     benchmarks: Sequence[Benchmark] = (),
 ) -> list[str]:
-    """Digests of the recipes whose model responses are kept when a study completes, sorted.
+    """Digests of the recipes whose model responses are kept when the study `study_id` completes, sorted.
 
-    They are the recipes of trials that are scored on holdout data or benchmarks, and of trials that were verified. A
-    response is the text that a merge generated for a sample.
+    A response is the text that a merge generated for a sample. The recipes are those of the `trials` that are scored on
+    holdout data or on the `benchmarks`, and of trials that were verified (scored again with transformers). `objectives`
+    are those of the study, by which the trials for holdout data are selected.
     """
     verified = {report.recipe_digest for report in read_verification(store.document(study_id, VERIFICATION)).reports}
     scored = {trial.recipe.digest for b in benchmarks for trial in chosen_trials(b.trials, trials, objectives)}
@@ -301,9 +314,9 @@ def described_recipes(
 
 
 def _keep_facts(store: Store, writer: JobWriter, benchmarks: Sequence[Benchmark]) -> None:
-    """Store the task, data and metric of each benchmark, so that later drivers notice if they change.
+    """Store the task, data and metric of each of the `benchmarks`, so that changes of them are noticed later.
 
-    Raises StudyFailed if a benchmark of the same name is stored with another task or other data.
+    `writer` stores them. Raises StudyFailed if a benchmark of the same name is stored with another task or other data.
     """
     stored = {facts.name: facts for facts in read_benchmarks(store.document(writer.job_id, BENCHMARKS))}
     for benchmark in benchmarks:
@@ -317,8 +330,50 @@ def _keep_facts(store: Store, writer: JobWriter, benchmarks: Sequence[Benchmark]
         writer.set_document_named(BENCHMARKS, [asdict(facts) for facts in now.values()])
 
 
+def _keep_prompts(store: Store, writer: JobWriter, plan: Plan, scorer: Scorer, *, note: Callable[[str], None]) -> None:
+    """Store the prompts and right answers of a study's samples, benchmarks included, so that people can read them.
+
+    What is stored already is left out. `scorer` has them, because its replicas have built the tasks to score them. If a
+    replica must build a task again and cannot, `note` is called with the reason, and the study is complete without the
+    prompts of this task.
+    """
+    benchmarks = {benchmark.name: benchmark for benchmark in plan.benchmarks}
+    sizes = (
+        (Split.SEARCH, plan.tasks, plan.rung_samples[-1]),
+        (Split.HOLDOUT, plan.holdout_tasks, plan.holdout_samples),
+        (
+            Split.BENCHMARK,
+            {name: benchmark.task for name, benchmark in benchmarks.items()},
+            {name: benchmark.facts.num_samples for name, benchmark in benchmarks.items()},
+        ),
+    )
+    stored = store.stored_prompts(writer.job_id)
+    for split, tasks, num_samples in sizes:
+        for name, task in tasks.items():
+            if (split, name) not in stored:
+                try:
+                    texts = _texts(scorer, task, num_samples[name])
+                except InvalidTask as error:
+                    note(f"prompts of {split} data of {name} are not stored: {error}")
+                else:
+                    writer.add_prompts(split, name, texts)
+
+
+def _texts(scorer: Scorer, task: TaskSpec, count: int) -> list[SampleText]:
+    """Read the texts of the first `count` samples of a task, of TEXTS_PER_CALL samples at a time."""
+    found: list[SampleText] = []
+    for start in range(0, count, TEXTS_PER_CALL):
+        part = scorer.sample_texts(task, start, min(start + TEXTS_PER_CALL, count))
+        found += [SampleText(*text) for text in part]
+    return found
+
+
 def _keep_overlaps(store: Store, writer: JobWriter, preflight: PreflightResult) -> None:
-    """Store how many items of the held-out data and benchmarks are also in the search data, if not stored yet."""
+    """Store how many items of the held-out data and benchmarks are also in the search data.
+
+    Nothing is done if the numbers are stored already. `preflight` is the checked study, and `writer` stores the numbers
+    as a document of the study's job.
+    """
     study, tasks = preflight.study, preflight.tasks
     stored = read_contamination(store.document(writer.job_id, CONTAMINATION))
     if {f"{overlap.section}.{overlap.name}" for overlap in stored} != unsearched_names(study):
@@ -336,24 +391,26 @@ def _baselines(store: Store, study_id: str, preflight: PreflightResult) -> tuple
 def _planned_steps(algorithm: str, setting: SearchSetting) -> int:
     """Number of gradient steps and policy updates that a study makes if nothing ends it early.
 
-    `algorithm` is the name of the searcher. For searchers other than `gradient`, the number includes the steps of the
-    refinement (gradient descents from trials of the front) with the largest number of paths.
+    `algorithm` is the name of the searcher, and `setting` has its options. The number includes the steps of the
+    refinement for as many trials as it may refine. The refinement improves the coefficients of trials of the Pareto
+    front by gradient descent after the search.
     """
     options = setting.options
     refined = 0 if options.refinement is None else options.refinement.paths * options.refinement.steps
     if algorithm == GRADIENT:
-        return num_steps_for(options.max_trials, descents_of(options.gradient, setting.vectors))
+        return num_steps_for(options.max_trials, descents_of(options.gradient, setting.vectors)) + refined
     if SEARCHERS[algorithm].trains_policy:
         return (options.max_trials - 1) // options.hm3.episodes + refined  # no update follows the last iteration
     return refined
 
 
 class _WaitWatch:
-    """Tells the driver's heartbeat what the driver waits for: the start of an engine, or the answer of an LLM judge.
+    """Watch that tells the driver's heartbeat what the driver waits for: an engine's start or an LLM judge's answer.
 
     Both kinds of waiting count as progress of the driver. Otherwise the driver would be replaced during a long start of
-    an engine, or while a judge does not answer; `judge.wait_s` limits this time. `judges` returns the URLs of the
-    judges that the driver waits for.
+    an engine, or while a judge does not answer. The option `judge.wait_s` limits the time for which a judge may not
+    answer. `judges` returns the URLs of the judges that the driver waits for. `scorer` says whether an engine is
+    starting.
     """
 
     def __init__(
@@ -380,11 +437,12 @@ class _WaitWatch:
 
 
 class _Snapshots:
-    """Source of progress snapshots of a running study.
+    """Source of snapshots of a running study's progress; a snapshot has the study's counts at one moment.
 
-    `planned` is the expected number of samples of the whole study, and `planned_steps` the expected number of gradient
-    steps and policy updates. The method `due` returns a snapshot if the last one was taken at least 0.25 s ago, else
-    None. The method `now` always returns a snapshot.
+    `coordinator` runs the study, and `preflight` is the checked study. `planned` is the expected number of samples of
+    the whole study, and `planned_steps` the expected number of gradient steps and policy updates. The method `due`
+    returns a snapshot if the last one was taken at least 0.25 s ago, else None. The method `now` always returns a
+    snapshot.
     """
 
     def __init__(self, coordinator: Coordinator, preflight: PreflightResult, planned: int, planned_steps: int) -> None:
@@ -424,14 +482,14 @@ class _Snapshots:
 
 
 def _reason_to_fail(error: Exception, record: JobRecord, preflight: PreflightResult) -> str | None:
-    """Reason why a study must fail after `error`; None if another attempt may succeed later.
+    """Reason why the study of `record` must fail after `error`; None if another driver may succeed later.
 
     - After StudyFailed and EvidenceMismatch (a result that does not come from the requested merge or prompts), the
       study must fail.
-    - After any other error the study's models and tasks are checked again. The study must fail if they have changed
-      since the study was created, or if the study may no longer read them. Another attempt may succeed if they are only
-      temporarily unusable.
-    - If models and tasks are unchanged, another attempt may succeed only after EngineUnavailable.
+    - After any other error the study's models and tasks, which `preflight` names, are checked again. The study must
+      fail if they have changed since the study was created, or if the study may no longer read them. Another attempt
+      may succeed if they are only temporarily unusable.
+    - If models and tasks are unchanged, the study must fail, except after EngineUnavailable.
     """
     if isinstance(error, (StudyFailed, EvidenceMismatch)):
         return str(error)
@@ -465,10 +523,11 @@ def _no_result(trials: tuple[TrialRecord, ...], stop_reason: str | None) -> str:
 
 
 def _is_closed(coordinator: Coordinator, close: Callable[[], None]) -> bool:
-    """Call `close`, which checks engines and verifies trials, and return whether the study is finished after that.
+    """Make the last checks of a study, of its engines and of some trials, and return whether the study is finished.
 
-    If an engine has failed a check, during this call or earlier, the result is False, because the samples that this
-    engine scored must be scored again.
+    `close` is the function that makes these checks. The result is False if this call or an earlier check has found a
+    faulty engine. In this case `coordinator`, which runs the search, must first have the samples of this engine scored
+    again.
     """
     try:
         close()
@@ -480,10 +539,10 @@ def _is_closed(coordinator: Coordinator, close: Callable[[], None]) -> bool:
 
 
 def _check_engines(store: Store, writer: JobWriter, scorer: Scorer) -> None:
-    """Check every running engine of `scorer` with a canary: the comparison of its log-probabilities with transformers.
+    """Check every running engine of `scorer`: it must give log-probabilities as transformers does for fixed prompts.
 
-    A sample counts as checked once its engine has passed a later canary. The number of the study's samples that are not
-    checked is stored with the study.
+    A sample counts as checked once its engine has passed a later check. The number of the study's samples that are not
+    checked is stored by `writer`.
     """
     reports: Sequence[CanaryReport] = scorer.check()
     passed = {report.replica: report.canaries for report in reports}

@@ -33,7 +33,7 @@ from workers.errors import InvalidModel
 from workers.models.family import open_sources
 from workers.models.remote import is_metadata_only, named
 
-__all__ = ["CheckedPlan", "check"]
+__all__ = ["CheckedPlan", "check", "checked_plan"]
 
 logger = logging.getLogger(__name__)
 
@@ -47,14 +47,14 @@ BOUNDS = {"asha": ("at least ", "at most "), "racing": ("at most ", "at least ")
 class CheckedPlan:
     """Expected costs of running a study: samples, time, memory and disk space.
 
-    - `step_samples`: the samples that gradients count as, plus those of the trials that refine the front; 0 if the
-      study has neither
-    - `rungs`: for each rung, the samples by objective
+    - `step_samples`: the number of samples as which gradients are charged, plus the samples of the trials that refine
+      the front; 0 if the study has neither
+    - `rungs`: for each rung (number of samples at which trials are compared), the samples by objective
     - `trials`: the numbers of baselines ("extras") and of proposed trials ("search")
     - `max_samples`: the limit of samples of the search; None if there is none
     - `samples_used`: the samples that earlier runs have used and that count towards the limit
-    - `samples_planned`: the samples, including those of steps, that count towards the limit if nothing ends the search
-      early
+    - `samples_planned`: the samples, including the charge for gradients, that count towards the limit if nothing ends
+      the search early
     - `tokens`: the least and the most tokens that a sample is expected to have
     - `hours`, `most_hours`: rough estimates of the running time for these two numbers of tokens
     - `memory_bytes`, `disk_bytes`: bytes needed for each use, and bytes available; the bytes available are left out for
@@ -135,7 +135,7 @@ class CheckedPlan:
         return "this machine's arithmetic speed" if profile.name == "here" else f"the speeds of {profile.name}"
 
     def _overlap(self) -> tuple[str, ...]:
-        """Lines of the printed plan about held-out and benchmark items that are also in the search data."""
+        """Lines of the printed plan: how many items of held-out data and benchmarks are also in the search data."""
         if not self.overlaps:
             return ()
         found = [overlap for overlap in self.overlaps if overlap.num_ngrams]
@@ -153,7 +153,7 @@ class CheckedPlan:
         """Line of the printed plan about the limit of samples: how many are used, and whether the planned samples fit.
 
         The line is returned as a tuple of one text. Without a limit, the line says how many samples earlier runs used.
-        Without a limit and earlier runs, the tuple is empty.
+        The tuple is empty if there is neither a limit nor an earlier run.
         """
         if self.max_samples is None:
             return (f"used      {self.samples_used:,} samples in earlier runs",) if self.samples_used else ()
@@ -184,7 +184,7 @@ class CheckedPlan:
         )
 
     def _ladders(self) -> str:
-        """Text of the numbers of samples at each rung, such as `90 -> 270 samples of each objective, 2 objectives`.
+        """Text of the numbers of samples at which trials are compared, such as `90 -> 270 samples of each objective`.
 
         If the numbers differ between objectives, the text has the numbers of each objective.
         """
@@ -204,13 +204,13 @@ def check(
 ) -> CheckedPlan:
     """Check a study that would run in `directory`, and compute its expected cost.
 
-    No engine is started, and no weights are downloaded. Sources that are merges of other studies are exported to a
-    temporary directory. If `exports` is True, the check includes whether the best merge can be exported. If
+    No engine is started, and no weights are downloaded. If a source model is a merge of another study, it is exported
+    to a temporary directory. If `exports` is True, the check includes whether the best merge can be exported. If
     `metadata_only` is True, models need no weights: their sizes are computed from their configurations.
 
     `profile` describes the machines for which the study is planned. If their memory is too small, the plan says so. If
-    `profile` is None, the study is planned for this machine or the machines in the study file, and too little memory is
-    a problem. Raises InvalidStudy with every problem.
+    `profile` is None, the study is planned for this machine or for the machines in the study file; too little memory is
+    then a problem of the study. Raises InvalidStudy with every problem.
     """
     study = _outlined(study) if metadata_only else study
     with TemporaryDirectory() as temporary:
@@ -225,13 +225,15 @@ def check(
                 downloads=False,
                 allows_lack=profile is not None,
             )
-            return _plan(study, preflight, directory, profile)
+            used = _samples_used(directory)
+            return checked_plan(study, preflight, directory, profile=profile, samples_used=used)
 
 
 def _outlined(study: Study) -> Study:
     """Replace models without local weights by directories with the same configuration and tensor shapes.
 
-    Raises InvalidStudy if the configuration of a model is missing or unknown.
+    With these directories a study can be planned before its weights are downloaded. Raises InvalidStudy if the
+    configuration of a model is missing or unknown.
     """
     problems: list[Problem] = []
 
@@ -251,7 +253,19 @@ def _outlined(study: Study) -> Study:
     return study.model_copy(update={"models": changed})
 
 
-def _plan(study: Study, preflight: PreflightResult, directory: Path, profile: MachineProfile | None) -> CheckedPlan:
+def checked_plan(
+    study: Study,
+    preflight: PreflightResult,
+    directory: Path,
+    *,
+    profile: MachineProfile | None = None,
+    samples_used: int = 0,
+) -> CheckedPlan:
+    """Compute the expected cost of a checked study.
+
+    `directory` is on the disk to which models are written. `profile` describes the machines; None means this machine or
+    the machines in the study file. `samples_used` is the number of samples that earlier runs of the study have used.
+    """
     places = [model.directory for model in preflight.models.family.models]
     memory = preflight.memory
     samples = preflight.expected_samples()
@@ -295,7 +309,7 @@ def _plan(study: Study, preflight: PreflightResult, directory: Path, profile: Ma
         trials={"extras": len(preflight.baselines()), "search": study.search.num_proposals},
         samples=samples,
         max_samples=study.limits.max_samples,
-        samples_used=_samples_used(directory),
+        samples_used=samples_used,
         samples_planned=samples.search + step_samples + _most_compared(preflight),
         hours=machine.hours.least,
         most_hours=machine.hours.most,
@@ -327,8 +341,8 @@ def _plan(study: Study, preflight: PreflightResult, directory: Path, profile: Ma
 def _samples_used(directory: Path) -> int:
     """Number of samples that the search of the study in `directory` has used.
 
-    The number includes the scored samples, and the samples that the searcher's steps count as. Returns 0 if the
-    directory holds no study.
+    The number includes the scored samples, and the samples as which the searcher's gradients count for the study's
+    limit. Returns 0 if the directory holds no study.
     """
     with suppress(NotFound), read_run(directory) as (store, record):
         scored = sum(trial.samples_scored for trial in store.trials(record.id))
@@ -344,10 +358,10 @@ def _step_samples(preflight: PreflightResult) -> int:
 
 
 def _steps(preflight: PreflightResult) -> tuple[int, int]:
-    """Number of gradient steps that a study makes, and the number of samples of each step.
+    """Number of gradient steps that a checked study (`preflight`) makes, and the number of samples of each step.
 
-    If the searcher `gradient` makes steps, these are counted. Otherwise the steps of the refinement are counted, which
-    learns coefficients for merges of the Pareto front. Returns (0, 0) for a study with neither.
+    If the searcher `gradient` makes steps, these are counted. Otherwise the steps of the refinement are counted: it
+    learns coefficients for merges of the Pareto front after the search. Returns (0, 0) for a study with neither.
     """
     if preflight.algorithm.name == GRADIENT:
         setting = preflight.search_setting(num_baselines=len(preflight.baselines()))
@@ -360,7 +374,11 @@ def _steps(preflight: PreflightResult) -> tuple[int, int]:
 
 
 def _refined_samples(preflight: PreflightResult) -> int:
-    """Upper limit of the samples for refining the Pareto front, for gradients and new trials together."""
+    """Upper limit of the number of samples that a checked study (`preflight`) uses to refine its Pareto front.
+
+    The refinement learns coefficients by gradients and scores the results as new trials. The samples of both are
+    counted.
+    """
     plan = refinement_of(preflight.study, preflight.tasks.search_infos)
     return 0 if plan is None else plan.most_samples(sum(preflight.budget.rung_samples[-1].values()))
 
@@ -376,7 +394,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _range(least: str, most: str) -> str:
-    """Text of a range from two texts that end with a unit: "6 min" and "8 min" give "6 to 8 min"."""
+    """Text of a range from two texts with a unit: `least` "6 min" and `most` "8 min" give "6 to 8 min"."""
     if least == most:
         return least
     unit = f" {most.rpartition(' ')[2]}" if " " in most else ""

@@ -23,7 +23,10 @@ __all__ = ["StudyEdit", "edited"]
 
 
 class LimitsEdit(BaseModel):
-    """Limits of a study that may change while it runs; null (None) removes a limit."""
+    """New limits of a study, which may change while the study runs.
+
+    A limit that is not given keeps its value, and the value null removes the limit.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -33,7 +36,7 @@ class LimitsEdit(BaseModel):
 
 
 class StudyEdit(JobEdit):
-    """Body of a request that edits a study. Options that are not in the body keep their values."""
+    """Body of a request that edits a study; options that are not in the body keep their values."""
 
     max_trials: Annotated[int, Field(ge=1, le=1_000_000, description="search.max_trials of the study file.")] = 1
     replicas: Annotated[int, Field(ge=1, le=10_000, description="engine.replicas of the study file.")] = 1
@@ -41,10 +44,12 @@ class StudyEdit(JobEdit):
 
 
 def edited(record: JobRecord, edit: StudyEdit, store: Store) -> Mapping[str, Any]:
-    """Return the study file of a stored study with the options that `edit` gives.
+    """Return the study file of a stored study with the new values that a user gives to some of its options.
 
-    Raises Conflict if the study has ended, or its search cannot change any more. Raises InvalidStudy if an option is
-    below what the study has used already, or the study file would have another problem.
+    `record` is the stored study, in the database `store`, and `edit` has the new values. If they change an option,
+    these errors are raised: Conflict if the study has ended without having failed, or its search cannot change any
+    more; InvalidStudy if a limit is below what the study has used already, or the study file would have another
+    problem.
     """
     before = Study.model_validate(record.document)
     document = deepcopy(dict(record.document))
@@ -92,7 +97,10 @@ def _trial_problems(record: JobRecord, before: Study, after: Study, store: Store
 
 
 def _used_problems(record: JobRecord, after: Study, given: Collection[str]) -> tuple[Problem, ...]:
-    """Problems of the limits in `given` that are below what the study has used."""
+    """Problems of edited limits that are smaller than what the study has used already, for example of GPU hours.
+
+    `record` is the stored study, and `after` the edited study file. `given` has the names of the limits to check.
+    """
     hours = record.wall_clock_s / 3600 * after.engine.num_gpus
     used = {
         "max_samples": int((record.progress or {}).get("samples_used", 0)),

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from service.jobs.base import Accepted, Attempt, JobKind, RequestContext, View
+from service.types import Demand
 
 if TYPE_CHECKING:
     from service.jobs.search.edit import StudyEdit
@@ -69,18 +70,36 @@ def _edited(job: JobRecord, edit: StudyEdit, store: Store) -> Mapping[str, Any]:
 
 
 def _view(jobs: Sequence[JobRecord], store: Store, artifacts: ArtifactStore) -> Sequence[View]:
+    from service.resolved_study import ResolvedStudy
+    from service.results.documents import objective_document
+
     counts = store.trial_counts(jobs[0].id if len(jobs) == 1 else None)
     return [
         View(
             {
                 "algorithm": job.accepted.get("algorithm"),
                 "algorithm_reason": job.accepted.get("algorithm_reason"),
+                "objectives": [objective_document(objective) for objective in ResolvedStudy.of(job).objectives],
                 "trials": dict(counts.get(job.id, {})),
                 "progress": None if job.progress is None else dict(job.progress),
             }
         )
         for job in jobs
     ]
+
+
+def _demand(job: JobRecord) -> Demand:
+    """Replicas (processes with one engine each) and GPUs that a running study counts for in quotas.
+
+    A replica that runs on CPU cores counts as one with a GPU, as in the study's limit `max_gpu_hours`.
+    """
+    engine = job.document.get("engine", {})
+    replicas = engine.get("replicas", 1)
+    return Demand(replicas, replicas * engine.get("tensor_parallel_size", 1))
+
+
+def _time_left_s(job: JobRecord) -> float | None:
+    return None if job.progress is None else job.progress.get("time_left_s")
 
 
 SEARCH = JobKind(
@@ -102,6 +121,8 @@ SEARCH = JobKind(
     links=("study", "trials", "pareto", "summary", "report", "events", "plots", "exports", "log"),
     edit=_edit,
     edited=_edited,
+    demand=_demand,
+    time_left_s=_time_left_s,
     has_search=True,
     resumable="that has FAILED, that is PAUSED or waits, or with samples of an engine that failed a check later",
 )

@@ -54,7 +54,7 @@ def run_study(
     observer: Callable[[str], None] = lambda _: None,
     continues: bool = False,
 ) -> RunRecord:
-    """Run or resume `study` in `directory` until it ends, write its result files, and return its record.
+    """Run or resume `study` in `directory` until it ends, write its result files, and return all its stored data.
 
     Args:
         study: The study file.
@@ -62,7 +62,8 @@ def run_study(
         view: Receiver of progress and messages.
         exports: Check also that the best merge can be exported to `directory`/export. Nothing is exported.
         resources: Functions that connect to Ray and open scoring replicas.
-        observer: Called as soon as something is stored, with a word for it, such as "chunk", "rung" or "complete".
+        observer: Called as soon as something is stored, with a word for it, such as "complete", so that tests can stop
+            the process then.
         continues: Whether a COMPLETE study continues, so that benchmarks that failed are scored.
 
     Raises:
@@ -100,11 +101,12 @@ def evaluate_run(
     resources: Resources,
     observer: Callable[[str], None] = lambda _: None,
 ) -> RunRecord:
-    """Add benchmarks to the study in `directory`, score its merges on them, and return the study's record.
+    """Add benchmarks to the study in `directory`, score its merges on them, and return all stored data.
 
-    If the study has not ended, its search is finished first. `added` are the benchmarks. The other arguments and errors
-    are those of `run_study`. Also raises NotFound if there is no study in `directory`, and InvalidStudy if a benchmark
-    does not fit the study.
+    If the study has not ended, its search is finished first. `added` are the benchmarks. `view` receives progress and
+    messages, `resources` are the functions that connect to Ray and open scoring replicas, and `observer` is called with
+    a word for each thing that was stored. Raises Conflict, ConnectionError, StudyFailed and EngineUnavailable as
+    `run_study`, NotFound if there is no study in `directory`, and InvalidStudy if a benchmark does not fit the study.
     """
     with read_run(directory) as (store, record):
         study = study_with(record, added, trials=store.trial_numbers(record.id))
@@ -137,9 +139,9 @@ def prepared_in(
 ) -> PreflightResult:
     """Check a study, and prepare it to run or to continue in `directory`.
 
-    Sources that are merges of other studies are exported to `sources_in`, or to `directory` if it is None. `note` is
-    called with messages about the progress. `options` are further arguments of
-    `service.studies.preflight.examine.examine`. Raises InvalidStudy with every problem.
+    Source models that are merges of other studies are exported to `sources_in`, or to `directory` if it is None.
+    `note` is called with messages about the progress. `options` are passed on to the function that makes the checks
+    (`service.studies.preflight.examine.examine`). Raises InvalidStudy with every problem.
     """
     before: ResolvedStudy | None = None
     accepted: Study | None = None
@@ -187,9 +189,9 @@ def _with_stored_benchmarks(directory: Path, study: Study) -> Study:
     """Add to `study` the benchmarks that were added earlier to the stored study in `directory`.
 
     Benchmarks of the study file come first. A stored benchmark may have the name of a benchmark in the study file. If
-    both have the same task, the trials on which the stored one was scored are added. If they have different tasks, the
-    stored one is left out, and a later check refuses the study. Overlaps with search data that were accepted earlier
-    are added too.
+    both have the same task, the benchmark is scored on the trials of both. If they have different tasks, the stored
+    benchmark is left out, and a later check refuses the study. Overlaps with search data that were accepted earlier are
+    accepted again.
     """
     with suppress(NotFound), read_run(directory) as (_, record):
         before = Study.model_validate(record.document)
@@ -236,11 +238,12 @@ def _created_or_resumed(
 
 
 def _with_new_defaults(stored: Study, record: JobRecord, given: Study) -> Study:
-    """Remove the option `search.hm3.gamma` from the stored study if its value is only the default of earlier versions.
+    """Remove the option `search.hm3.gamma` from a stored study if its value is only the default of earlier versions.
 
-    Earlier versions stored the default `search.hm3.gamma: 0.99` with every study. The option is removed if `given` does
-    not state it. It is kept if the study uses the searcher `hm3` in a version above 1. Policies of version 1 use the
-    value 0.99 without the option too.
+    Earlier versions stored their default, 0.99, with every study. The present version has another default. A stored
+    study would therefore differ from `given`, the study file of the present run, which does not state the option. The
+    option is kept if `given` states it. It is also kept if `record`, the study's job, uses a version of the searcher
+    `hm3` above 1: only in version 1 is 0.99 the value without the option, so that its removal changes nothing.
     """
     resolved, options = ResolvedStudy.of(record), stored.search.hm3
     is_new = resolved.algorithm == "hm3" and resolved.searcher_version > 1

@@ -12,7 +12,7 @@ __all__ = ["plan_document"]
 
 
 def plan_document(checked: CheckedPlan) -> PlanDocument:
-    """The document of the plan of a study."""
+    """Build the JSON document of the plan of a checked study: its samples, and its memory and hours on machines."""
     plan = checked.machine
     placed = plan.placement
     return PlanDocument(

@@ -45,14 +45,14 @@ def prepared(
 
     Args:
         study: The study file.
-        open_study: Opens the other studies, whose merges, policies or results the study uses.
+        open_study: Opens the other studies, whose merges, policies (trained networks) or results the study uses.
         directory: Directory of the run or of the server, to which merges of other studies are exported.
         artifacts_in: Location of the artifacts, such as policies of other studies. By default they are in a directory
             below `directory`. If it is an object store, merges of other studies are stored there.
         before: For a study that continues, the resolved study that was stored when the study was created, with the
             commits of its hub models. None for a new study.
         accepted: The study file that was accepted before, for a study that continues; its held-out data and benchmarks
-            are not compared with search data again.
+            are not compared with search data again. None for a new study.
         access: The files that may be read besides the exported merges; None means all files.
         before_weights: Called when only the checks of the weights are left.
         note: Called with messages about the progress.

@@ -31,14 +31,14 @@ class ProgressReporter(Protocol):
     """
 
     def update(self, snapshot: ProgressSnapshot) -> None:
-        """Receive the latest state of the study, possibly after every scored sample.
+        """Receive a snapshot of the study's progress, possibly after every scored sample.
 
         The reporter decides which snapshots it shows.
         """
         ...
 
     def note(self, text: str) -> None:
-        """Receive a message to show once, for example that an engine starts."""
+        """Receive a message, `text`, to show once, for example that an engine starts."""
         ...
 
 
@@ -48,13 +48,14 @@ class ProgressSnapshot:
 
     - `stage`: the current stage, "searching", "refining", "held-out" or "benchmarks".
     - `trials`: the number of trials in each state; `max_trials`: the planned number of trials, baselines included.
-    - `bracket`, `rung`: the current bracket and rung, counted from 0; None while trials of several brackets or rungs
-      are scored.
+    - `bracket`, `rung`: the current bracket (ladder of rungs) and rung (number of samples at which trials are
+      compared), counted from 0; None while trials of several brackets or rungs are scored.
     - `num_brackets`: the number of brackets; None if it is not known.
     - `rungs`: the samples at each rung, of the objective with the most samples.
-    - `best_trial`: the number of the best trial at full budget so far; `best`: its values by objective.
+    - `best_trial`: the number of the best trial so far, among those scored on all samples; `best`: its values by
+      objective.
     - `samples_planned`: the expected total number of samples, including the `samples_scored`.
-    - `samples_used`: the number of samples that the search has scored, plus the number that its steps count as.
+    - `samples_used`: the number of samples that the search has scored, plus the charge for its steps.
     - `max_samples`: the limit of `samples_used`; None if there is none.
     - `steps`: the gradient steps and policy updates that the searcher has made; `steps_planned`: the number of them
       that is expected in all, 0 for a searcher without steps.
@@ -87,7 +88,10 @@ class ProgressSnapshot:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """Create a snapshot from the JSON that `to_json` returns. Unknown keys, from later versions, are ignored."""
+        """Create a snapshot from `document`, the JSON that `to_json` returns.
+
+        Unknown keys, from later versions, are ignored.
+        """
         known = {part.name: document[part.name] for part in fields(cls) if part.name in document}
         trials = {TrialState(state): count for state, count in document["trials"].items()}
         return cls(**{**known, "trials": trials, "rungs": tuple(document["rungs"])})
@@ -97,8 +101,9 @@ class ProgressSnapshot:
 class Pace:
     """Speed of a study: seconds worked so far, samples and steps per second, and the estimated seconds left.
 
-    The speeds and `time_left_s` are None until they can be measured. `samples_per_second` is also None while the
-    searcher makes steps and no sample is scored. `steps_per_second` is also None while the searcher makes no steps.
+    Steps are gradients and policy updates of the searcher. The speeds and `time_left_s` are None until they can be
+    measured. `samples_per_second` is also None while the searcher makes steps and no sample is scored.
+    `steps_per_second` is also None while the searcher makes no steps.
     """
 
     elapsed_s: float
@@ -108,12 +113,13 @@ class Pace:
 
 
 class PaceMeter:
-    """Meter of a study's `Pace`: the time worked, the samples and steps per second, and the estimated time left.
+    """Meter of a study's speed and remaining time, from which a `Pace` is made for displays.
 
-    Speeds are measured over the last 60 s of the current stage (search or held-out scoring). The time left is the time
-    for the remaining samples plus the time for the remaining steps, at the speeds last measured while samples were
-    scored or steps were made. `worked_s` is the number of seconds that earlier attempts worked; it is included in the
-    time worked. `clock` returns a time in seconds.
+    Speeds are samples per second, and steps (gradients and policy updates) per second. They are measured over the last
+    60 s of the current stage (search or held-out scoring). The time left is the time for the remaining samples plus the
+    time for the remaining steps, at the speeds last measured while samples were scored or steps were made. `worked_s`
+    is the number of seconds that earlier drivers worked on the study; it is included in the time worked. `clock`
+    returns a time in seconds.
     """
 
     def __init__(self, *, worked_s: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
@@ -182,8 +188,9 @@ class _Speed:
             self._busy = self.now(now)
 
     def now(self, now: float) -> float | None:
-        """Counts per second at the time `now`, measured over the last 60 s of the stage or since its start.
+        """Speed at the time `now`: growth per second of what is counted, such as scored samples.
 
+        The growth is that of the last 60 s of the study's present stage, or since the beginning of a shorter stage.
         `now` is in seconds of the meter's clock. Returns None in the first two seconds of a stage. The result falls
         while nothing is counted.
         """
@@ -193,9 +200,10 @@ class _Speed:
         return max(0.0, (after - before) / (now - first))
 
     def seconds_for(self, count: int) -> float | None:
-        """Seconds until the count has grown by `count`, at the speed measured when the count last grew.
+        """Estimate the seconds until `count` more things, such as samples, are counted.
 
-        Returns None if `count` is above 0 and no speed was measured yet.
+        The estimate assumes the speed that was measured when the number last grew. Returns None if `count` is above 0
+        and no speed was measured yet.
         """
         if count <= 0:
             return 0.0
@@ -203,9 +211,10 @@ class _Speed:
 
 
 def as_line(snapshot: ProgressSnapshot, pace: Pace) -> str:
-    """One line of text that describes a progress snapshot and the study's speed.
+    """One line of text that describes a progress snapshot and the study's speed (`pace`).
 
-    An example is `[4m10s] searching: 31/67 trials, bracket 2/3 rung 90, best #12: math 0.61, ...`.
+    An example is `[4m10s] searching: 31/67 trials, bracket 2/3 rung 90, best #12: math 0.61, ...`. The bracket is a
+    ladder of numbers of samples; the number after "rung" is the one at which trials are compared now.
     """
     trials = f"{snapshot.num_finished}/{snapshot.max_trials} trials"
     if failed := snapshot.trials.get(TrialState.FAIL, 0):
@@ -223,10 +232,10 @@ def as_line(snapshot: ProgressSnapshot, pace: Pace) -> str:
 
 
 def speed_text(pace: Pace, separator: str) -> str:
-    """Text of a study's speeds and estimated time left, each preceded by `separator`.
+    """Text of a study's speeds and estimated time left, which `pace` has, each preceded by `separator`.
 
-    With the separator ", ", an example is `, 50/s, 0.4 steps/s, 4m10s left`. Values that are not measured yet are left
-    out.
+    With the separator ", ", an example is `, 50/s, 0.4 steps/s, 4m10s left`: samples per second, the searcher's steps
+    (gradients and policy updates) per second, and the time left. Values that are not measured yet are left out.
     """
     text = ""
     if pace.samples_per_second is not None:

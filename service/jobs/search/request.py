@@ -16,6 +16,7 @@ from service.jobs.search.prepare import prepared
 from service.store import Store
 from service.store.database_url import known_url
 from service.studies.chains import OpenStudy, on_server
+from service.studies.preflight.dtype import DTYPE_BYTES, engine_dtype
 from service.studies.preflight.files import (
     attack_models,
     check_files,
@@ -30,9 +31,10 @@ __all__ = ["accept", "read_study", "studies_of"]
 
 
 def read_study(document: Mapping[str, Any], context: RequestContext) -> Study:
-    """Read the study in a submitted document.
+    """Read the study that a submitted `document` describes, and check its file names.
 
-    Raises InvalidStudy with every problem, including files that have relative paths or may not be read.
+    `context` says which files the study may refer to. Raises InvalidStudy with every problem, including files that have
+    relative paths or may not be read.
     """
     study = parse_study(dict(document))
     models = {"base": study.models.base} | {f"experts.{alias}": model for alias, model in study.models.named.items()}
@@ -48,7 +50,8 @@ def read_study(document: Mapping[str, Any], context: RequestContext) -> Study:
 def accept(document: Mapping[str, Any], context: RequestContext) -> Accepted:
     """Check a submitted study without downloading weights, and return it in the form in which it can be stored.
 
-    Raises InvalidStudy with every problem.
+    `document` is the study file, and `context` says which files and other studies it may read. Raises InvalidStudy with
+    every problem.
     """
     study = read_study(document, context)
     preflight = prepared(
@@ -61,14 +64,16 @@ def accept(document: Mapping[str, Any], context: RequestContext) -> Accepted:
         machines=context.machines,
         before_weights=context.lift_limits,
     )
-    return Accepted(study.name, study.canonical(), preflight.resolved().to_json())
+    num_parameters = preflight.models.export_bytes // DTYPE_BYTES[engine_dtype(study)]
+    resolved = preflight.resolved().to_json()
+    return Accepted(study.name, study.canonical(), resolved, export_parameters=num_parameters)
 
 
 def studies_of(context: RequestContext) -> OpenStudy:
-    """Return a function that opens the server's other studies by id, for studies that use their merges or results.
+    """Make a function that opens another study of the server by its id, for a study that uses its merges or results.
 
-    Before it opens a study, the returned function lifts the current process's limits of memory and processor time,
-    because its caller writes merges of that study next.
+    `context` has the server's database and the rights of the sender. The returned function also lifts the limits of
+    memory and processor time of the current process, because a process that opens a study then writes merges of it.
     """
 
     @contextmanager

@@ -33,10 +33,11 @@ def verify_trials(
     *,
     note: Callable[[str], None],
 ) -> str | None:
-    """Verify some trials: compare their stored samples with the results of plain transformers.
+    """Verify some trials: compare their stored samples with the results that plain transformers give for them.
 
-    The verified trials are the best one and others drawn with the study's seed. A trial is skipped if its samples were
-    equal in an earlier verification.
+    `preflight` is the checked study, and `scorer` runs transformers. The verified trials are the best one and others
+    drawn with the study's seed. A trial is skipped if its samples were equal in an earlier verification. `writer`
+    stores the reports, and `note` is called with messages for the user.
 
     Returns the reason why no sample was compared. Returns None if samples were compared, or if the study file switches
     verification off.
@@ -83,10 +84,12 @@ def _store(writer: JobWriter, verification: Verification) -> None:
 def _chosen(
     preflight: PreflightResult, options: Verify, trials: Sequence[TrialRecord], known: Mapping[int, TrialVerification]
 ) -> list[TrialRecord]:
-    """Select the trials to verify: those whose samples differed before, the best trial, and random ones.
+    """Select the trials whose samples are scored again with transformers, to verify the engine's results.
 
-    `options.trials` is the number of the best and the random trials together. The random ones are drawn from the trials
-    at full budget with the study's seed. `known` has the stored reports of earlier verifications by trial number.
+    They are the trials that differed in earlier verifications, the best trial, and random ones. `options.trials` is the
+    number of the best and the random trials together. The random ones are drawn, with the seed of the checked study
+    `preflight`, from the trials that were scored on all samples of the search. `known` has the stored reports of
+    earlier verifications by trial number.
     """
     candidates = full_budget_trials(trials)
     winner = best_trial(trials, preflight.tasks.objectives)
@@ -110,11 +113,12 @@ def _samples(store: Store, study_id: str, trial: TrialRecord, spans: Sequence[Sp
 
 
 def _is_verified(report: TrialVerification | None, trial: TrialRecord, digest: str) -> bool:
-    """Whether an earlier verification of a trial found all its samples equal.
+    """Whether an earlier verification compared a trial's present samples with transformers, and found them equal.
 
-    `report` is the stored report of that verification, and `digest` the hash of the trial's present samples. The result
-    is False if there is no report, or if the report is about another recipe or other samples. Reports of earlier
-    versions do not say which samples they compared, so their trials count as not verified.
+    `report` is the stored report of that verification, and `digest` the hash of the trial's present samples.
+    Differences that rounding explains count as equal. The result is False if there is no report, or if the report is
+    about another recipe or other samples. Reports of earlier versions do not say which samples they compared, so the
+    result is False for them too.
     """
     return (
         report is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 
 from search_spaces.study.file import Study
 from service.disk import alignments_dir, data_dir_of
@@ -20,30 +21,33 @@ from service.studies.policies.start import with_start
 from service.studies.preflight.models import check_unchanged
 from service.studies.preflight.result import PreflightResult
 from service.studies.warm_start import with_warm_start
+from workers.telemetry import tracing
 
 __all__ = ["continue_study", "work"]
 
 
 def work(attempt: Attempt) -> None:
-    """Continue a study on a server from its stored state to its end.
+    """Continue a study on a server from its stored state to its end; `attempt` is this driver's work on it.
 
     Raises InvalidStudy if the study's files cannot be used at the moment, Conflict if its models or tasks have changed
-    since it was created, and the errors of the function `continue_study`.
+    since it was created, StudyFailed if it cannot continue, EngineUnavailable or OSError if engines, Ray or files are
+    not available at the moment, and StaleAttempt if another driver has taken it over.
     """
     job = attempt.job
     before, study = ResolvedStudy.of(job), Study.model_validate(job.document)
     open_study = on_server(attempt.store, reader=AccountStore(attempt.store).account_of(job))
-    preflight = prepared(
-        study,
-        open_study=open_study,
-        directory=data_dir_of(attempt.work_dir),
-        artifacts_in=attempt.artifacts.location,
-        before=before,
-        accepted=study,
-        access=before.access,
-        available_bytes=sys.maxsize,  # no engine runs in this process; the request's check compared memory
-        note=attempt.progressed,
-    )
+    with tracing.span("prepare", {"mergesearch.job": job.id}):
+        preflight = prepared(
+            study,
+            open_study=open_study,
+            directory=data_dir_of(attempt.work_dir),
+            artifacts_in=attempt.artifacts.location,
+            before=before,
+            accepted=study,
+            access=before.access,
+            available_bytes=sys.maxsize,  # no engine runs in this process; the request's check compared memory
+            note=attempt.progressed,
+        )
     check_unchanged(job, preflight.resolved())
     # A study that an earlier version created does not keep its sources yet.
     keep_sources(attempt.artifacts, job.id, (preflight.study.models.base, *preflight.study.models.named.values()))
@@ -62,8 +66,10 @@ def continue_study(
 ) -> None:
     """Connect to Ray, wait for engines, and continue a prepared study from its stored state to its end.
 
-    `open_study` opens other studies whose policies or results the study starts from. `view` receives progress.
-    `observer` is called as soon as something is stored, with a word for it, such as "chunk", "rung" or "complete".
+    `attempt` has what this driver (the process that works on the study) uses, and `preflight` is the prepared study.
+    `open_study` opens other studies whose policies (trained networks) or results the study starts from. `view` receives
+    progress. `observer` is called as soon as something is stored, with a word for it, such as "complete", so that tests
+    can stop the process then.
 
     Raises:
         StudyFailed: The study cannot continue; it is stored as FAILED with the reason.
@@ -74,7 +80,8 @@ def continue_study(
     store, writer, heartbeat = attempt.store, attempt.writer, attempt.heartbeat
     preflight = with_start(preflight, store, writer, artifacts=attempt.artifacts, open_study=open_study)
     preflight = with_warm_start(preflight, store, writer, artifacts=attempt.artifacts, open_study=open_study)
-    with attempt.resources.ray() as session:
+    with ExitStack() as stack:
+        session = stack.enter_context(attempt.resources.ray())
         if session.dashboard_url:
             attempt.note(f"Ray dashboard: {session.dashboard_url}")
         alignments = alignments_dir(attempt.work_dir)
@@ -84,16 +91,18 @@ def continue_study(
         replicas = preflight.study.engine.replicas
         attempt.progressed(f"Waiting for {replicas} engine{'s' * (replicas > 1)} ...")
         heartbeat.wait_for(ENGINE)
-        with attempt.resources.scorer(preflight.models.family, preflight.engine_options, replicas) as scorer:
-            heartbeat.wait_for(None)
-            execute(
-                store,
-                writer,
-                preflight,
-                scorer,
-                work_dir=attempt.work_dir.resolve() / "ray",
-                artifacts=attempt.artifacts,
-                heartbeat=heartbeat,
-                view=view,
-                observer=observer,
-            )
+        with tracing.span("wait for engines", {"mergesearch.job": writer.job_id, "mergesearch.replicas": replicas}):
+            opened = attempt.resources.scorer(preflight.models.family, preflight.engine_options, replicas)
+            scorer = stack.enter_context(opened)
+        heartbeat.wait_for(None)
+        execute(
+            store,
+            writer,
+            preflight,
+            scorer,
+            work_dir=attempt.work_dir.resolve() / "ray",
+            artifacts=attempt.artifacts,
+            heartbeat=heartbeat,
+            view=view,
+            observer=observer,
+        )

@@ -20,7 +20,7 @@ __all__ = ["benchmarks_section"]
 def benchmarks_section(run: RunRecord, *, best: int | None) -> dict[str, Any] | None:
     """Build the data of the report's section on benchmarks; None in a study without benchmarks.
 
-    The trial with number `best` is marked.
+    The tables and charts mark the trial with number `best`, the best on search data.
     """
     document = benchmarks_document(run.benchmarks)
     if not document["benchmarks"]:
@@ -54,11 +54,11 @@ def _chart(
     column: BenchmarkColumnDocument,
     best: int | None,
 ) -> dict[str, Any]:
-    """Draw a forest plot: the value of each row with its interval, the best value first.
+    """Draw a forest plot of a benchmark: the value of each trial with its interval, the best value first.
 
-    `kind` is "values" for the benchmark `name`, or "averages" for the group `name`. `column` has direction and range of
-    the benchmark. The row of the trial with the number `best` is marked. Returns the chart under "svg" and `title`
-    under "name".
+    `rows` have the trials' values. `kind` is "values" for the benchmark `name`, or "averages" for the average of the
+    group of benchmarks `name`. `column` has direction and range of the benchmark. The trial with the number `best` is
+    marked. The result has the chart under "svg", and `title` under "name".
     """
     found: list[tuple[BenchmarkRowDocument, EstimateDocument]] = []
     for row in rows:
@@ -88,10 +88,10 @@ def _chart(
 def _attacked(
     rows: Sequence[BenchmarkRowDocument], column: BenchmarkColumnDocument, best: int | None
 ) -> dict[str, Any]:
-    """The table of a benchmark with adversarial prompts, with the most robust trial first.
+    """Build the data of the table of a benchmark's results with adversarial prompts, with the most robust trial first.
 
-    A trial is more robust if attacked prompts lower its value less. The row of the trial with the number `best` is
-    marked.
+    `rows` have the results of the trials, and `column` is the benchmark. A trial is more robust if attacked prompts
+    lower its value less. The row of the trial with the number `best` is marked.
     """
     name, attack = column["name"], column["attack"] or {}
     found = [(row, row["attacks"][name]) for row in rows if name in row["attacks"]]
@@ -108,9 +108,10 @@ def _attacked(
 
 
 def _judged(rows: Sequence[BenchmarkRowDocument], column: BenchmarkColumnDocument, best: int | None) -> dict[str, Any]:
-    """The table of a benchmark whose completions a judge (an LLM) has rated, with the best trial first.
+    """Build the data of the table of a benchmark whose completions a judge (an LLM) has rated, best trial first.
 
-    The row of the trial with the number `best` is marked.
+    `rows` have the results of the trials, and `column` is the benchmark. The row of the trial with the number `best` is
+    marked.
     """
     name, judge = column["name"], column["judge"] or {}
     found = [(row, row["judged"][name]) for row in rows if name in row["judged"]]
@@ -129,7 +130,10 @@ def _judged(rows: Sequence[BenchmarkRowDocument], column: BenchmarkColumnDocumen
 
 
 def _subtasks(document: BenchmarksDocument, column: BenchmarkColumnDocument) -> dict[str, Any]:
-    """The table of a benchmark's subtasks: groups of subtasks first, then the subtasks by name."""
+    """Build the data of the table of a benchmark's subtasks: groups of subtasks first, then the subtasks by name.
+
+    `document` has the values of all trials, and `column` is the benchmark.
+    """
     rows = [row for row in document["rows"] if column["name"] in row["subtasks"]]
     names = [*column["categories"], *sorted(column["subtasks"])]
     return {

@@ -39,12 +39,18 @@ OUTLINES = {"diamond": "M-5.5 0 0-5.5 5.5 0 0 5.5Z", "square": "M-4-4H4V4H-4Z", 
 BOTTOM, LEFT, TOP = 40, 46, 10
 ROW = 26
 
-# Maximum length of a heatmap's column names.
-MAX_HEAD = 13
+# Maximum length of a heatmap's column names, of other names in charts, and of an axis title, in characters.
+MAX_HEAD, MAX_NAME, MAX_TITLE = 13, 20, 34
+
+# Size of a letter, and the width of the narrowest plots, in pixels: texts that are apart there are apart in all plots.
+LETTER, LINE, NARROWEST = 7.2, 13, 230
+
+# A plot of more ticks than this leaves out every second one's text on narrow screens.
+MAX_NARROW_TICKS = 5
 
 
 class Plot:
-    """Builder of an x-y chart: shapes are added in painting order, and `render` returns the chart."""
+    """Builder of an x-y chart: its methods add shapes in painting order, and the method `render` returns the chart."""
 
     def __init__(
         self, x: Scale, y: Scale, *, label: str, x_title: str = "", y_title: str = "", height: int = 280
@@ -62,6 +68,7 @@ class Plot:
         self.x, self.y, self.height = x, y, height
         self._label, self._x_title, self._y_title = label, x_title, y_title
         self._parts: list[str] = []
+        self._texts: list[_Text] = []
 
     def _x(self, value: float) -> str:
         return f"{100 * self.x.at(value):.2f}%"
@@ -103,7 +110,7 @@ class Plot:
             self.line(x2, y1, x2, y2, css=css)
 
     def bar(self, x1: float, x2: float, y: float, *, css: str, style: str = "", title: str = "") -> None:
-        """Draw a horizontal line from (x1, y) to (x2, y).
+        """Draw a horizontal line from (x1, y) to (x2, y), in the values of the axes.
 
         `css` is the line's CSS class, `style` its inline style, and `title` the text that browsers show at the line.
         """
@@ -122,18 +129,27 @@ class Plot:
             ends = f'x1="{self._x(x1)}" y1="{self._y(y1)}" x2="{self._x(x2)}" y2="{self._y(y2)}"'
             self._parts.append(f"<line {ends} {look}/>")
 
-    def text(self, x: float, y: float, text: str, *, css: str = "note", dy: float = 0) -> None:
+    def text(
+        self, x: float, y: float, text: str, *, css: str = "note", dy: float = 0, is_movable: bool = False
+    ) -> None:
         """Write text to the right of the point (x, y), or to the left if the text would leave the plot.
 
-        `css` is the text's CSS class. `dy` moves the text down, in pixels.
+        `css` is the text's CSS class. `dy` moves the text down, in pixels. If a text with `is_movable` would overlap
+        another text, it is written elsewhere around its point; it is left out if it would overlap one everywhere. Texts
+        of the class "strong" are placed first.
         """
-        # A letter takes about 2.5 % of the narrowest plots.
-        is_right = self.x.at(x) + 0.025 * len(text) > 1.02
-        anchor, dx = ("end", -9) if is_right else ("start", 9)
-        self._parts.append(
-            f'<text x="{self._x(x)}" y="{self._y(y)}" dx="{dx}" dy="{dy + 4:.0f}" text-anchor="{anchor}" '
-            f'class="{css}">{escape(text)}</text>'
-        )
+        self._texts.append(_Text(self.x.at(x), float(self._y(y)), text, css=css, dy=dy, is_movable=is_movable))
+
+    def _placed_texts(self) -> list[str]:
+        taken: list[_Box] = []
+        parts = []
+        for text in sorted(self._texts, key=lambda text: "strong" not in text.css):
+            for place in text.places(bottom=self.height - BOTTOM):
+                if not text.is_movable or not any(place.overlaps(other) for other in taken):
+                    taken.append(place)
+                    parts.append(text.at(place))
+                    break
+        return parts
 
     def render(self) -> Markup:
         left = [
@@ -147,16 +163,93 @@ class Plot:
         for tick in self.x.ticks:
             at = self._x(tick)
             grid.append(f'<line x1="{at}" x2="{at}" y1="{base}" y2="{base + 4}" class="axis"/>')
-            grid.append(f'<text x="{at}" y="{base + 17}" text-anchor="middle">{self.x.text(tick)}</text>')
+        grid += _tick_texts(self.x, base + 17)
         grid.append(f'<line x1="0" x2="100%" y1="{base}" y2="{base}" class="axis"/>')
-        titles = f'<text x="100%" y="{self.height - 6}" text-anchor="end" class="title">{escape(self._x_title)}</text>'
+        x_title = _cut(self._x_title, MAX_TITLE)
+        titles = f'<text x="100%" y="{self.height - 6}" text-anchor="end" class="title">{x_title}</text>'
         above = f'<div class="ytitle">{escape(self._y_title)}</div>' if self._y_title else ""
         return Markup(
             f'{above}<div class="frame" role="img" aria-label="{escape(self._label)}">'
             f'<svg width="{LEFT}" height="{self.height}" aria-hidden="true">{"".join(left)}</svg>'
             f'<svg class="plot" height="{self.height}" aria-hidden="true">{"".join(grid)}{titles}'
-            f"{''.join(self._parts)}</svg></div>"
+            f"{''.join(self._parts)}{''.join(self._placed_texts())}</svg></div>"
         )
+
+
+@dataclass(frozen=True)
+class _Box:
+    """Place of a text in a plot as wide as the narrowest ones, in pixels from the plot's upper left corner.
+
+    `anchor` is the end of the text that is at its point, and `dy` moves its baseline down from the point.
+    """
+
+    left: float
+    right: float
+    baseline: float
+    anchor: Literal["start", "end"]
+    dy: float
+
+    def overlaps(self, other: _Box) -> bool:
+        return self.left < other.right and other.left < self.right and abs(self.baseline - other.baseline) < LINE
+
+
+@dataclass(frozen=True)
+class _Text:
+    """Text at a point of a plot: `x` is the share of the plot's width, and `y` is in pixels."""
+
+    x: float
+    y: float
+    text: str
+    css: str
+    dy: float
+    is_movable: bool
+
+    def places(self, *, bottom: float) -> list[_Box]:
+        """Possible places, the best first: right and left of the point, and on the other side of it vertically.
+
+        `bottom` is the height of the horizontal axis, under which there are other texts.
+        """
+        width = LETTER * min(len(self.text), MAX_NAME)
+        at = NARROWEST * self.x
+        right = at + 9 + width <= NARROWEST + 8
+        anchors: tuple[Literal["start", "end"], ...] = ("start", "end") if right else ("end", "start")
+        if not self.is_movable:
+            anchors = anchors[:1]
+        found = []
+        for dy in (self.dy, -self.dy) if self.is_movable else (self.dy,):
+            for anchor in anchors:
+                left = at + 9 if anchor == "start" else at - 9 - width
+                box = _Box(left, left + width, self.y + dy + 4, anchor, dy)
+                is_inside = box.left >= -LEFT and box.right <= NARROWEST + 8 and box.baseline <= bottom
+                if is_inside or not self.is_movable:
+                    found.append(box)
+        return found
+
+    def at(self, place: _Box) -> str:
+        dx = 9 if place.anchor == "start" else -9
+        return (
+            f'<text x="{100 * self.x:.2f}%" y="{self.y:.1f}" dx="{dx}" dy="{place.dy + 4:.0f}" '
+            f'text-anchor="{place.anchor}" class="{self.css}">{_cut(self.text, MAX_NAME)}</text>'
+        )
+
+
+def _tick_texts(scale: Scale, y: float) -> list[str]:
+    """Draw the texts of a horizontal axis; if there are many, every second one is not shown on narrow screens."""
+    thins = len(scale.ticks) > MAX_NARROW_TICKS
+    parts = []
+    for index, tick in enumerate(scale.ticks):
+        css = "second" if thins and index % 2 else ""
+        place = f'x="{100 * scale.at(tick):.2f}%" y="{y}" text-anchor="middle" class="{css}"'
+        parts.append(f"<text {place}>{scale.text(tick)}</text>")
+    return parts
+
+
+def _cut(name: str, longest: int) -> Markup:
+    """Content of an SVG text: the name, or its beginning and end if it is longer, with the whole name as tooltip."""
+    if len(name) <= longest:
+        return escape(name)
+    end = longest // 3
+    return Markup("{}…{}<title>{}</title>").format(name[: longest - end - 1], name[-end:], name)
 
 
 @dataclass(frozen=True)
@@ -181,7 +274,7 @@ def heatmap(
     `rows` are pairs (name, cells). Long column names are cut. `label` is a sentence that describes the chart to screen
     readers. `row_height` is in pixels.
     """
-    width = 12 + 7 * max((len(name) for name, _ in rows), default=0)
+    width = 14 + 7.6 * min(MAX_NAME, max((len(name) for name, _ in rows), default=0))
     heads = [name if len(name) <= MAX_HEAD else f"{name[: MAX_HEAD - 1]}…" for name in columns]
     top = 14 + 5 * max((len(name) for name in heads), default=0)
     height = top + row_height * len(rows) + 4
@@ -197,7 +290,7 @@ def heatmap(
         y = top + row_height * index
         if index % every == 0:
             place = f'x="{width - 8:.0f}" y="{y + row_height / 2 + 4:.1f}"'
-            names.append(f'<text {place} text-anchor="end">{escape(name)}</text>')
+            names.append(f'<text {place} text-anchor="end">{_cut(name, MAX_NAME)}</text>')
         for cell in cells:
             place = f'x="{cell.column * share:.2f}%" width="{cell.span * share:.2f}%" y="{y}" height="{row_height}"'
             css = "cell plus" if cell.share >= 0 else "cell minus"
@@ -233,7 +326,7 @@ def forest(
     label: str,
     reference: float | None = None,
     with_bars: bool = False,
-    label_width: int = 150,
+    label_width: int = 160,
 ) -> Markup:
     """Draw a forest plot: for each row its label, a line from low to high, and a dot at the value.
 
@@ -255,14 +348,15 @@ def forest(
     for tick in scale.ticks:
         x = at(tick)
         parts.append(f'<line x1="{x}" x2="{x}" y1="2" y2="{base}" class="grid"/>')
-        parts.append(f'<text x="{x}" y="{base + 16}" text-anchor="middle">{scale.text(tick)}</text>')
+    parts += _tick_texts(scale, base + 16)
     if reference is not None:
         parts.append(f'<line x1="{at(reference)}" x2="{at(reference)}" y1="2" y2="{base}" class="reference"/>')
     for index, row in enumerate(rows):
         y = ROW * index + ROW // 2 + 1
         css = escape(row.css)
         names.append(
-            f'<text x="{label_width - 12}" y="{y + 4}" text-anchor="end" class="{css}">{escape(row.label)}</text>'
+            f'<text x="{label_width - 12}" y="{y + 4}" text-anchor="end" class="{css}">'
+            f"{_cut(row.label, MAX_NAME)}</text>"
         )
         tip = f"<title>{escape(row.title or row.label)}</title>"
         if with_bars:
@@ -304,7 +398,7 @@ def stacked_bar(parts: Sequence[Bar]) -> Markup:
 class Legend:
     """An entry of a legend: a symbol as drawn in the chart, and its meaning.
 
-    `label` is the meaning. `shape`, the CSS class `css` and the inline style `style` are those of the symbol.
+    `label` is the meaning. `shape` is the kind of the symbol, and `css` and `style` are its CSS class and inline style.
     """
 
     label: str

@@ -52,8 +52,9 @@ def _heatmap(
     """Draw the coefficients `found` of one expert as a heatmap, with a row for each layer and a column for each part.
 
     `layers` are the numbers of the layers from input to output; they are thinned evenly if there are too many.
-    `columns` are the names of the parts of a layer. Coefficients outside of layers get rows above and below those of
-    the layers. A coefficient of the size `largest` has the full colour.
+    `columns` are the names of the parts of a layer. The coefficients outside of the layers, such as that of the
+    embedding, get rows of their own, above or below those of the layers. A coefficient of the size `largest` has the
+    full colour.
     """
     inside = [index for index, c in enumerate(found) if c.layer is not None]
     shown = evenly(layers, MAX_LAYERS)
@@ -80,7 +81,7 @@ def _heatmap(
 
 
 def _short(part: str) -> str:
-    """Shorten the name of a tensor to the last words of the name."""
+    """Shorten `part`, the name of a tensor, to the last words of the name, so that it fits into a chart."""
     return part.rpartition(".")[2] if part.count(".") <= 1 else ".".join(part.split(".")[-2:])
 
 

@@ -54,7 +54,11 @@ def descents_section(run: RunRecord) -> dict[str, Any] | None:
 
 
 def _unit(run: RunRecord) -> str:
-    """Name the loss by which an objective's losses are divided in the chart; "" if they are not divided."""
+    """Name of the loss by which each objective's losses are divided in the chart; "" if they are not divided.
+
+    If the Pareto front was refined by gradients after the search, it is the loss before the first gradient. Otherwise
+    it is the mean loss of the baselines, if there are any.
+    """
     if run.has_refined:
         return "the objective's loss before the first gradient"
     is_relative = any(trial.origin in (Origin.SOURCE, Origin.PUBLISHED) for trial in run.trials)
@@ -62,10 +66,11 @@ def _unit(run: RunRecord) -> str:
 
 
 def _chart(found: Sequence[DescentSeries], names: Sequence[str], colours: dict[str, str], *, unit: str) -> Markup:
-    """Draw the losses of all gradient descents, each divided by the loss that `unit` describes.
+    """Draw the losses of all gradient descents over the numbers of their gradients.
 
     `found` has the data of the descents, and `names` the objectives. `colours` has the CSS style of each objective's
-    line. If `unit` is "", the losses are not divided.
+    line. The losses in `found` are divided by a reference loss, which `unit` names for the axis. If `unit` is "", they
+    are not divided.
     """
     lines = [(descent, _smooth(descent.steps)) for descent in found]
     values = [value for _, line in lines for _, losses, loss in line for value in (*losses.values(), loss)]
@@ -102,10 +107,10 @@ def _chart(found: Sequence[DescentSeries], names: Sequence[str], colours: dict[s
 def _smooth(steps: Sequence[DescentStep]) -> list[tuple[int, dict[str, float], float]]:
     """Moving averages of a gradient descent's losses over WINDOW gradients.
 
-    The result has a tuple for each gradient:
+    `steps` are the descent's gradients, each computed on a batch of samples. The result has a tuple for each gradient:
 
     - the number of the gradient
-    - for each objective, the average of its loss divided by the mean loss of the baselines
+    - for each objective, the average of its relative loss (divided by a reference loss such as that of the baselines)
     - the average of the weighted sum of losses
     """
 

@@ -23,10 +23,11 @@ __all__ = ["directions_section"]
 
 
 def directions_section(run: RunRecord) -> dict[str, Any] | None:
-    """Build the data of the report's section on how merges share and scale the experts' task vectors.
+    """Build the data of the report's section on the directions and scales of merges.
 
-    The direction of a merge is the experts' shares of its task vectors. Returns None in spaces without directions, and
-    before a merge has reached the full budget.
+    The direction of a merge is each expert's share of the sum of task vectors; the scale is the factor of this sum. The
+    section is for search spaces such as m3, which give each expert one share for the whole model. Returns None in other
+    spaces, and before a merge has been scored on all samples.
     """
     plot = directions(run)
     if not plot.points:
@@ -58,10 +59,11 @@ def directions_section(run: RunRecord) -> dict[str, Any] | None:
 
 
 def _chart(name: str, found: Sequence[tuple[float, DirectionPoint]], colours: Mapping[str, str]) -> Markup:
-    """Scatter plot of each objective's value (y) over the quantity `name` (x).
+    """Scatter plot of each objective's value (y) over a property of merges (x), such as the scale of task vectors.
 
-    `found` has pairs (value of the quantity, merge), and `colours` the colour of each objective. Where several merges
-    have the same value of the quantity, a line passes through the mean of their objective values.
+    `name` is the name of the property. `found` has pairs (value of the property, merge), and `colours` the colour of
+    each objective. Where several merges have the same value of the property, a line passes through the mean of their
+    objective values.
     """
     plot = Plot(
         nice_scale([at for at, _ in found]),

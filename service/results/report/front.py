@@ -26,7 +26,7 @@ MAX_PAIRS = 10
 
 
 def front_section(run: RunRecord) -> dict[str, Any] | None:
-    """Build the data of the report's section on the Pareto front; None before a trial is at full budget."""
+    """Build the data of the report's section on the Pareto front; None before a trial is scored on all samples."""
     plot = front(run)
     if not plot.points:
         return None
@@ -61,7 +61,8 @@ def front_section(run: RunRecord) -> dict[str, Any] | None:
 def _ranking_chart(points: Sequence[FrontPoint], objective: Objective) -> Markup:
     """Draw bars with intervals for a study of a single objective: the ten best proposals, and every baseline.
 
-    `points` are the trials at full budget. Bars are in the order of the objective's values, the best first.
+    `points` are the trials that were scored on all samples. Bars are in the order of the objective's values, the best
+    first.
     """
     ranked = sorted(points, key=lambda point: (objective.cost_of_stored(point.values[objective.name]), point.trial))
     proposed = [point.trial for point in ranked if Origin(point.origin).is_searched][:10]
@@ -107,14 +108,14 @@ def _pair_chart(points: Sequence[FrontPoint], x: Objective, y: Objective) -> Mar
         shape = SHAPES[Origin(point.origin)]
         plot.point(*values, css=f"mark {css}", shape=shape, title=title, size=6 if point.is_best else 4)
         if point.origin == Origin.SOURCE:
-            plot.text(*values, point.label.removeprefix("expert:"), dy=-11)
+            plot.text(*values, point.label.removeprefix("expert:"), dy=-11, is_movable=True)
         elif point.is_best:
-            plot.text(*values, f"best, {point_name(point)}", css="note strong", dy=-11)
+            plot.text(*values, f"best, {point_name(point)}", css="note strong", dy=-11, is_movable=True)
     return plot.render()
 
 
 def _ends(point: FrontPoint, objective: Objective) -> tuple[float, float]:
-    """Ends of the 95 % interval of a trial's value, clipped to the objective's range.
+    """Ends of the 95 % interval of the value of `point`, a trial, clipped to the objective's range.
 
     A value of a single sample has no standard error; its interval is the whole range.
     """
@@ -132,9 +133,9 @@ def _thinned(points: Sequence[FrontPoint]) -> list[FrontPoint]:
 
 
 def _pair_front(points: Sequence[FrontPoint], x: Objective, y: Objective) -> list[tuple[float, float]]:
-    """Points (value of `x`, value of `y`) of the Pareto front for these two objectives alone.
+    """Pareto front of `points` for the two objectives `x` and `y` alone, as pairs (value of `x`, value of `y`).
 
-    They are sorted by `x`, the best value first. The report draws them as a staircase.
+    The pairs are sorted by `x`, the best value first. The report draws them as a staircase.
     """
     costs: dict[Costs, tuple[float, float]] = {}
     for point in points:

@@ -27,7 +27,10 @@ MAX_FAILED = 300
 
 
 def history_section(run: RunRecord) -> dict[str, Any] | None:
-    """Build the data of the report's section on the search; None before a rung is finished."""
+    """Build the data of the report's section on the search: each trial's values, and the best trial so far.
+
+    Returns None before any trial has finished a rung (a number of samples at which trials are compared).
+    """
     plot = history(run)
     num_rungs = max((rung.rung for trial in run.trials for rung in trial.rungs), default=-1) + 1
     if num_rungs == 0:

@@ -16,9 +16,9 @@ __all__ = ["holdout_section"]
 
 
 def holdout_section(run: RunRecord, *, best: int | None) -> dict[str, Any] | None:
-    """Build the data of the report's section on held-out results; None before there are any.
+    """Build the data of the report's section on results on holdout data; None before there are any.
 
-    The trial with number `best` is marked.
+    The trial with number `best`, the best on search data, is marked.
     """
     rows = sort_holdout(holdout(run).rows)
     if not rows:

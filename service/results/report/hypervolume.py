@@ -19,9 +19,9 @@ __all__ = ["hypervolume_picture"]
 
 
 def hypervolume_picture(run: RunRecord) -> dict[str, Any] | None:
-    """Build the data of the report's chart of the hypervolume over the samples spent.
+    """Build the data of the report's chart of the Pareto front's hypervolume over the number of samples used so far.
 
-    Returns None in a study of one objective, and before a trial has reached the full budget.
+    Returns None in a study of one objective, and before a trial has been scored on all samples.
     """
     plot = hypervolume(run)
     if not plot.points:

@@ -42,7 +42,8 @@ TEMPLATES = Path(__file__).parent
 def render_report(run: RunRecord) -> str:
     """Render the report of a study as one HTML document.
 
-    It can be rendered at any stage of the run; a sentence replaces each part that is not available yet.
+    The report can be rendered at any stage of the run; a part whose data are not available yet is replaced by a
+    sentence.
     """
     document = summary(run)
     best = run.best
@@ -77,7 +78,10 @@ def render_report(run: RunRecord) -> str:
 
 @cache
 def template(name: str) -> jinja2.Template:
-    """Load the Jinja template with the given file name from this directory, with the report's style."""
+    """Load the Jinja template with the file name `name` from the folder of this module.
+
+    The template can use the report's filters `number` and `share`, which format numbers.
+    """
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         autoescape=True,
@@ -113,10 +117,12 @@ def _settings(run: RunRecord, constraints: Sequence[ConstraintDocument]) -> list
 
 
 def _savings(run: RunRecord) -> dict[str, Any]:
-    """Build the data of the report's part on samples saved by stopping trials at low rungs.
+    """Build the data of the report's part on samples saved by stopping trials at low rungs (small numbers of samples).
 
-    - "share": the scored samples divided by the samples that scoring every recipe in full takes; None if the divisor is
-      not known
+    A rung is a number of samples at which trials are compared. The result has these keys:
+
+    - "share": the number of scored samples, divided by the number that it takes to score every recipe on all samples;
+      None if the divisor is not known
     - "bar": a bar for the share; "" without it
     - "rungs": for each rung the number of samples, the number of trials that reached the rung, and a bar
     """

@@ -21,7 +21,7 @@ MERGED = "merged"
 
 
 def path_picture(run: RunRecord) -> dict[str, Any] | None:
-    """Build the data of the report's picture of the best trial's layer path.
+    """Build the data of the report's picture of the best trial's layers: which model's layer is at which position.
 
     Returns None if the best trial has the layers of one model in their original order.
     """
@@ -74,10 +74,11 @@ def _drawing(plot: PathPlot, far: float) -> Markup:
 
 
 def _cell(step: PathStep, x: float, y: float, far: float) -> str:
-    """Draw one layer of a path as a box with the layer's number, at the position (x, y) in pixels.
+    """Draw one layer of a merge, `step`, as a box with the source layer's number, at the position (x, y) in pixels.
 
-    The colour of the box shows the scale of the layer's output or, if that is 1, the scale of its MLP. The colour of a
-    line in the box shows the scale of the layer's weights. A scale at the distance `far` from 1 has the full colour.
+    The colour of the box shows the factor of the layer's output or, if that is 1, the factor of the output of its MLP.
+    A line in the box shows the factor of the layer's weights by its colour. A factor that differs from 1 by `far` has
+    the full colour.
     """
     layer = "" if step.layer is None else str(step.layer)
     title = f"position {step.position}: {step.model or MERGED}{f', layer {layer}' if layer else ''}"

@@ -28,7 +28,10 @@ UPDATES = {
 
 
 def policies_section(run: RunRecord) -> dict[str, Any] | None:
-    """Build the data of the report's section on trained policies; None if there are none."""
+    """Build the data of the report's section on the policies that the search has trained.
+
+    A policy is a network that chooses the layers of a merge. Returns None if the search has trained none.
+    """
     plot = policies(run)
     found = [policy for policy in plot.policies if policy.iterations]
     if not found:
@@ -57,9 +60,10 @@ def _colour(number: int) -> str:
 def _curves(found: Sequence[PolicySeries], mean: Sequence[MeanIteration]) -> Markup:
     """Draw the mean outcome of each policy's trials over the iterations, with standard deviations.
 
-    `found` has the data of each policy, and `mean` the means over all policies. For one policy, the standard deviations
-    are over the trials of each iteration. For several policies, they are over the policies, around the policies' mean,
-    in iterations that at least two policies have had.
+    An outcome is the weighted sum of a trial's objective values, less a price for its number of layers. An iteration is
+    a fixed number of trials. `found` has the data of each policy, and `mean` the means over all policies. For one
+    policy, the standard deviations are over the trials of an iteration. For several policies, they are over the
+    policies, and are drawn around the policies' mean. Iterations that only one policy has had then have none.
     """
     if len(found) == 1:
         spread = [(turn, each.outcome, each.outcome_std) for turn, each in enumerate(found[0].iterations, start=1)]
@@ -91,7 +95,7 @@ def _curves(found: Sequence[PolicySeries], mean: Sequence[MeanIteration]) -> Mar
 
 
 def _updates(found: Sequence[PolicySeries], statistic: str) -> Markup | None:
-    """Draw a statistic of each policy's updates over the iterations.
+    """Draw a statistic of each policy's updates, such as a loss, over the training iterations.
 
     `found` has the data of each policy, and `statistic` is the key of the statistic. Returns None if no update has the
     statistic.

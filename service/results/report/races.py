@@ -23,9 +23,10 @@ MAX_TRIALS = 500
 
 
 def races_section(run: RunRecord) -> dict[str, Any] | None:
-    """Build the data of the report's section on racing.
+    """Build the data of the report's section on racing, a scheduler that stops a trial when others are better.
 
-    Returns None if the search has one rung, and before a trial has finished a rung.
+    Returns None if all samples of a trial are scored at once, so that nothing can be stopped earlier. Also returns None
+    as long as no trial has been compared with others.
     """
     plot = races(run)
     looked = [entry for entry in plot.trials if entry.looks]
@@ -86,11 +87,12 @@ def _chart(shown: Sequence[RaceEntry], samples: Sequence[int], colours: dict[str
 
 
 def _rows(entries: Sequence[RaceEntry], samples: Sequence[int]) -> list[dict[str, Any]]:
-    """Build a table row for each rung: how many trials were scored there, and how many each rule stopped.
+    """Build a table row for each rung, with the numbers of trials that were scored and stopped at this rung.
 
-    `entries` has the race of each proposed trial: the rungs that it reached, and the rule that stopped it. `samples`
-    has the number of samples of each objective at each rung. A row has the number of samples, the number of trials that
-    were scored at the rung, the number that were stopped there, and the number that each stopping rule stopped.
+    A rung is a number of samples at which trials are compared. `entries` has, for each proposed trial, the rungs that
+    it reached and the rule that stopped it. `samples` has the number of samples of each objective at each rung. A row
+    has the number of samples, the number of scored trials, the number of stopped trials, and the number that each
+    stopping rule stopped.
     """
     rows = []
     for rung, count in enumerate(samples):

@@ -22,9 +22,11 @@ USUAL_METHODS = ("passthrough", "task_arithmetic", "ties", "linear", "slerp")
 
 
 def recipe_picture(recipe: Recipe, *, experts: Sequence[str] = ()) -> dict[str, Any]:
-    """Build the data of the report's picture of a recipe.
+    """Build the data of the report's picture of a recipe: how much each model contributes to each part of the merge.
 
-    Models are shown in this order: the base, `experts` (aliases), then other models.
+    The parts are the embedding, the head, and in each layer attention, MLP and norms. A model's contribution is its
+    part of the sum of the coefficients. Models are shown in this order: the base, `experts` (aliases), then other
+    models.
     """
     models = list(dict.fromkeys([recipe.base, *experts, *recipe.models]))
     colours = dict.fromkeys(models[:1], "var(--base)")
@@ -103,10 +105,11 @@ def _source_texts(merge: Merge) -> Iterator[tuple[str, str]]:
 
 
 def _contributions(recipe: Recipe) -> Iterator[tuple[str, Mapping[str, float]]]:
-    """Yield each part of a recipe, and the mean share of each model in this part, by alias.
+    """Yield each part of a recipe, and each model's mean share of the merges in this part, by the model's name.
 
-    The parts are all layers together, each component, the embedding, the head, and the single tensors that differ from
-    their component. The shares of a part sum to 1; they follow from the coefficients (`model_shares`).
+    The parts are all layers together, each component of layers (attention, MLP, norms), the embedding, the head, and
+    the single tensors that differ from their component. The mean is over the merges of the part, such as those of its
+    layers. The shares of a part sum to 1; they follow from the coefficients (`model_shares`).
     """
 
     def mean(merges: Sequence[Merge]) -> dict[str, float]:
@@ -128,10 +131,10 @@ def _contributions(recipe: Recipe) -> Iterator[tuple[str, Mapping[str, float]]]:
 
 
 def _distinct_components(recipe: Recipe) -> tuple[Component, ...]:
-    """Components of layers (attention, MLP, norms) whose shares the picture shows separately.
+    """Components of layers (attention, MLP, norms) that the picture draws separately.
 
-    There are none if each layer of the recipe is merged as a whole, because in this case all components have equal
-    shares.
+    The picture shows how large each expert's share of a merge is. If each layer of the recipe is merged as a whole, the
+    shares are the same in all components of the layer, and the result is empty.
     """
     is_whole = all(layer.attention == layer.mlp == layer.norm for layer in recipe.layers)
     return () if is_whole else COMPONENTS

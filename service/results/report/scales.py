@@ -17,18 +17,18 @@ MIN_RANGE = 1e-300
 
 @dataclass(frozen=True)
 class Scale:
-    """Axis scale of a chart, for values from `low` to `high`, with ticks at multiples of `step`."""
+    """Scale of a chart's axis: values from `low` to `high`, with ticks at the multiples of `step`."""
 
     low: float
     high: float
     step: float
 
     def at(self, value: float) -> float:
-        """Position of a value in [0, 1]; values outside the scale get the position of the nearest end."""
+        """Position of a value on the axis, in [0, 1]; a value outside the scale is at the nearest end."""
         return min(1.0, max(0.0, (value - self.low) / (self.high - self.low)))
 
     def at_each(self, values: ArrayLike) -> NDArray[np.float64]:
-        """Positions of many values, each as the method `at` computes it."""
+        """Positions of many values on the axis, in [0, 1]; a value outside the scale is at the nearest end."""
         return np.clip((np.asarray(values, dtype=np.float64) - self.low) / (self.high - self.low), 0.0, 1.0)
 
     @property
@@ -38,14 +38,14 @@ class Scale:
         return tuple(index * self.step for index in range(first, last + 1))
 
     def text(self, tick: float) -> str:
-        """Text of the tick at a value."""
+        """Text at the axis for the value `tick`, with as many decimals as the distance between ticks needs."""
         decimals = max(0, -math.floor(math.log10(self.step) + 1e-9))
         return f"{tick + 0.0:,.{decimals}f}"
 
 
 @dataclass(frozen=True)
 class Levels(Scale):
-    """Axis scale of named levels at equal distances; the i-th of `names`, counted from 0, is at i + 1."""
+    """Axis scale for named levels, such as models, at equal distances; the first of `names` is at 1, the next at 2."""
 
     names: tuple[str, ...] = ()
 
@@ -56,8 +56,8 @@ class Levels(Scale):
 def nice_scale(values: Iterable[float], *, count: int = 5, bounds: tuple[float, float] | None = None) -> Scale:
     """Choose an axis scale with about `count` ticks at round values that contains all `values`.
 
-    A round step is 1, 2 or 5 times a power of ten. The scale does not reach beyond `bounds`, unless values do. Without
-    values it runs from 0 to 1.
+    The step between ticks is 1, 2 or 5 times a power of ten. The scale does not reach beyond `bounds`, unless values
+    do. Without values it runs from 0 to 1.
     """
     finite = [value for value in values if math.isfinite(value)] or [0.0, 1.0]
     low, high = min(finite), max(finite)

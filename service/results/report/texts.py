@@ -45,7 +45,7 @@ def row_name(row: HoldoutDocument | BenchmarkRowDocument) -> str:
 
 
 def _score(row: HoldoutDocument) -> EstimateDocument | None:
-    """The estimate by which held-out results are ranked: the mean over objectives, or that of a single objective.
+    """The estimate by which rows of held-out results are ranked: the mean over objectives, or that of a single one.
 
     Returns None for a row without a mean and with several objectives.
     """
@@ -53,7 +53,7 @@ def _score(row: HoldoutDocument) -> EstimateDocument | None:
 
 
 def headline(document: SummaryDocument) -> str:
-    """State the result of a study in two sentences, from its summary."""
+    """State the result of a study in two sentences, from `document`, the content of its summary.json."""
     best = document["best"]
     if best is None:
         return "No trial has reached the full budget yet."
@@ -71,7 +71,10 @@ def headline(document: SummaryDocument) -> str:
 
 
 def key_figures(run: RunRecord, document: SummaryDocument) -> list[tuple[str, str, str]]:
-    """List the key figures under the headline of the report, each as (name, figure, note)."""
+    """List the key figures under the headline of the report, each as (name, figure, note).
+
+    They are taken from the run's data and from `document`, the content of its summary.json.
+    """
     figures = []
     best = document["best"]
     if best is not None:

@@ -14,6 +14,7 @@ A module here that declares a chart with `@chart` is found automatically.
 - `path`: the layer path of the best trial, with its scales
 - `races`: trials that were stopped early, with rung and rule
 - `directions`: directions and scales of merges in the space `m3`, and the best merge of each method
+- `rungs`: what became of trials at each rung of each bracket
 - `hypervolume`: the hypervolume of the front, over the samples spent
 """
 
@@ -25,7 +26,7 @@ from typing import Any
 
 from service.results.series.base import Chart
 
-__all__ = ["CHARTS"]
+__all__ = ["CHARTS", "TRIAL_CHARTS"]
 
 
 def _declared() -> list[Chart[Any]]:
@@ -35,3 +36,6 @@ def _declared() -> list[Chart[Any]]:
 
 
 CHARTS: dict[str, Chart[Any]] = {chart.name: chart for chart in _declared()}
+
+# Charts of a single trial.
+TRIAL_CHARTS = {name: chart for name, chart in CHARTS.items() if chart.of_trial is not None}

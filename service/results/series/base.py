@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar, get_type_hints
 from pydantic import TypeAdapter
 
 from service.results.record import RunRecord
+from service.types import JobRecord, TrialRecord
 
 __all__ = ["Chart", "chart"]
 
@@ -18,14 +19,16 @@ Series = TypeVar("Series")
 
 @dataclass(frozen=True)
 class Chart(Generic[Series]):
-    """A function that computes a chart's data series from a study's run record; it has a name and a title.
+    """Chart of a study: a function that computes the chart's data series from the study's run record.
 
-    The series is a frozen dataclass, whose fields are the keys of the API's JSON. Lists of charts are sorted by
-    `place`.
+    The function's name is the chart's name, and its docstring is the chart's title. The series is a frozen dataclass,
+    whose fields are the keys of the API's JSON. `place` is the chart's position in lists of charts, which are sorted by
+    it. `of_trial` computes the series of any trial of a study, if the chart shows a single trial; None otherwise.
     """
 
     compute: Callable[[RunRecord], Series]
     place: int
+    of_trial: Callable[[JobRecord, TrialRecord], Series] | None = None
 
     def __call__(self, run: RunRecord) -> Series:
         return self.compute(run)
@@ -47,22 +50,36 @@ class Chart(Generic[Series]):
         return TypeAdapter(self.series_type)
 
     def json(self, run: RunRecord) -> bytes:
-        """Compute the series of `run` as JSON text, without the fields that are declared with `exclude`."""
+        """Compute the chart's data for `run` as JSON text.
+
+        Fields that the class of the data marks with `exclude` are left out.
+        """
         return self._adapter.dump_json(self(run))
 
+    def trial_json(self, study: JobRecord, trial: TrialRecord) -> bytes:
+        """Compute the chart's data for one trial of a study as JSON text; the chart must have `of_trial`."""
+        assert self.of_trial is not None
+        return self._adapter.dump_json(self.of_trial(study, trial))
+
     def document(self, run: RunRecord) -> Any:
-        """Compute the series of `run` as JSON types, without the fields that are declared with `exclude`."""
+        """Compute the chart's data for `run` as JSON types.
+
+        Fields that the class of the data marks with `exclude` are left out.
+        """
         return self._adapter.dump_python(self(run))
 
 
-def chart(*, place: int) -> Callable[[Callable[[RunRecord], Series]], Chart[Series]]:
+def chart(
+    *, place: int, of_trial: Callable[[JobRecord, TrialRecord], Any] | None = None
+) -> Callable[[Callable[[RunRecord], Series]], Chart[Series]]:
     """Make a decorator that declares a function as a chart.
 
     The function's name is the chart's name, its docstring is the title, and its return type is the type of the series.
-    Lists of charts are sorted by `place`.
+    `place` is the chart's position in lists of charts, which are sorted by it. A chart of a single trial shows the best
+    trial of a run; `of_trial` computes the series of any other trial for it, and is None for charts of several trials.
     """
 
     def declare(compute: Callable[[RunRecord], Series]) -> Chart[Series]:
-        return Chart(compute, place)
+        return Chart(compute, place, of_trial)
 
     return declare

@@ -25,7 +25,11 @@ class BudgetRung:
 
 @dataclass(frozen=True)
 class BudgetPlot:
-    """Cost of the search: `scored` samples, and `full_budget`, the number for scoring every recipe in full."""
+    """Number of samples that were `scored` in the search, and numbers of trials that reached each rung.
+
+    A rung is a number of samples at which trials are compared. For comparison, `full_budget` is the number of samples
+    that it would take to score every recipe in full.
+    """
 
     plot: Literal["budget"]
     scored: Number
@@ -35,7 +39,7 @@ class BudgetPlot:
 
 @chart(place=5)
 def budget(run: RunRecord) -> BudgetPlot:
-    """How many searched trials reached each rung, and the samples scored, compared with scoring every trial in full."""
+    """Searched trials that reached each rung, and samples scored, compared with scoring all recipes in full."""
     sizes: dict[int, list[int]] = {}
     for trial in run.trials:
         if trial.origin is Origin.SEARCH:

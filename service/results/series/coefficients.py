@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -11,13 +10,12 @@ from pydantic import Field
 
 from search_spaces.recipe import COMPONENTS, Merge, Recipe
 from search_spaces.spaces import SPACES
+from search_spaces.spaces.layers import IN_LAYER, expert_of
 from service.results.record import RunRecord
 from service.results.series.base import chart
+from service.types import JobRecord, TrialRecord
 
 __all__ = ["Coefficient", "CoefficientsPlot", "coefficients"]
-
-# Layer and part in the name of a parameter, such as "layers.0.attention" or "model.layers.0.mlp.experts.3.w1.weight".
-IN_LAYER = re.compile(r"(?:.*?\.)?(?P<layer>\d+)(?:\.(?P<part>.+))?")
 
 
 @dataclass(frozen=True)
@@ -32,9 +30,9 @@ class Coefficient:
 
 @dataclass(frozen=True)
 class CoefficientsPlot:
-    """Coefficients of the best trial: the factor on each expert's task vector, or an expert's weight in an average.
+    """Coefficients of the best or of a given trial: factors on task vectors, or experts' weights in an average.
 
-    Merges without such a factor, such as SLERP, are left out.
+    A task vector is an expert minus the base. Merges without such a factor, such as SLERP, are left out.
     """
 
     plot: Literal["coefficients"]
@@ -43,20 +41,21 @@ class CoefficientsPlot:
     values: tuple[Coefficient, ...]
 
 
-@chart(place=7)
+def _of_trial(study: JobRecord, trial: TrialRecord) -> CoefficientsPlot:
+    named = study.document.get("models", {}).get("experts", ())
+    recipe = trial.read_recipe()
+    experts = [*named] or [alias for alias in recipe.models if alias != recipe.base]
+    kind = study.document.get("search_space", {}).get("kind", "")
+    if kind in SPACES and SPACES[kind](kind=kind).changes_layers:  # parameters of a path are not coefficients
+        return CoefficientsPlot("coefficients", trial.number, experts, ())
+    values = tuple(_searched(trial.configuration or {}, experts)) or tuple(_of_recipe(recipe, experts))
+    return CoefficientsPlot("coefficients", trial.number, experts, values)
+
+
+@chart(place=7, of_trial=_of_trial)
 def coefficients(run: RunRecord) -> CoefficientsPlot:
     """Coefficients of the best trial by layer, component and expert."""
-    best = run.best
-    if best is None:
-        return CoefficientsPlot("coefficients", None, [], ())
-    named = run.study.document.get("models", {}).get("experts", ())
-    recipe = best.read_recipe()
-    experts = [*named] or [alias for alias in recipe.models if alias != recipe.base]
-    kind = run.study.document.get("search_space", {}).get("kind", "")
-    if kind in SPACES and SPACES[kind](kind=kind).changes_layers:  # parameters of a path are not coefficients
-        return CoefficientsPlot("coefficients", best.number, experts, ())
-    values = tuple(_searched(best.configuration or {}, experts)) or tuple(_of_recipe(recipe, experts))
-    return CoefficientsPlot("coefficients", best.number, experts, values)
+    return CoefficientsPlot("coefficients", None, [], ()) if run.best is None else _of_trial(run.study, run.best)
 
 
 def _searched(configuration: Mapping[str, Any], experts: list[str]) -> Iterator[Coefficient]:
@@ -66,9 +65,8 @@ def _searched(configuration: Mapping[str, Any], experts: list[str]) -> Iterator[
     alias. If the configuration has any other parameter, or no coefficient of a layer, nothing is yielded.
     """
     found = []
-    by_length = sorted(experts, key=len, reverse=True)  # an alias may have dots
     for key, value in configuration.items():
-        expert = next((alias for alias in by_length if key.endswith(f".{alias}")), None)
+        expert = expert_of(key, experts)
         if expert is None or not isinstance(value, float):
             return
         piece = key.removesuffix(f".{expert}")

@@ -57,7 +57,7 @@ class DescentsPlot:
 
 @chart(place=6)
 def descents(run: RunRecord) -> DescentsPlot:
-    """Losses over the gradients of each descent, with the points that became trials."""
+    """Losses at each gradient of the gradient descents, with the points that became trials."""
     found: dict[int, list[tuple[int, GradientStep]]] = {}
     for number, gradient in enumerate(run.gradients, start=1):
         found.setdefault(gradient.request.descent, []).append((number, gradient))
@@ -95,9 +95,9 @@ def _step(number: int, step: GradientStep, preference: Mapping[str, float]) -> D
 
 
 def _preference(step: GradientStep) -> Mapping[str, float]:
-    """The preference vector of the gradient descent that made the step `step`, by objective.
+    """The user's weights of the objectives in the gradient descent that the gradient `step` is a part of.
 
-    In a study without preference vectors all weights are equal.
+    In a study without such weights, all are equal.
     """
     weights = step.request.weights
     return step.request.preference or dict(zip(weights, equal_preference(len(weights)), strict=True))

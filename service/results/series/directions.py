@@ -34,9 +34,11 @@ class DirectionPoint:
 
 @dataclass(frozen=True)
 class DirectionsPlot:
-    """Each expert's share of the task vectors and the scale of the task vectors, for each merge at full budget.
+    """Directions and scales of the merges that were scored on all samples.
 
-    The plot is empty unless the study's search space is `m3`, which gives each expert one share for the whole model.
+    The direction of a merge is every expert's share of the sum of task vectors, and its scale is the factor of this
+    sum. `points` has the merges, and `experts` the aliases of the experts. The plot is empty unless the study's search
+    space is `m3`, which gives each expert one share for the whole model.
     """
 
     plot: Literal["directions"]
@@ -53,7 +55,7 @@ class DirectionsPlot:
 
 @chart(place=13)
 def directions(run: RunRecord) -> DirectionsPlot:
-    """Directions and scales of the merges at full budget, with the best merge of each method and order."""
+    """Experts' shares and scale of the task vectors, for all merges and the best by method and by expert order."""
     experts = list(run.study.document.get("models", {}).get("experts", ()))
     if not has_directions(run.study):
         return DirectionsPlot("directions", experts, (), (), ())

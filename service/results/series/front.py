@@ -29,7 +29,11 @@ class FrontPoint:
 
 @dataclass(frozen=True)
 class FrontPlot:
-    """Trials at full budget, and the hypervolume of the Pareto front among them."""
+    """Trials that were scored on all samples of the search, and the hypervolume of the Pareto front among them.
+
+    `reference_point` is the point, in costs of the objectives, up to which hypervolumes are measured. `hypervolume` is
+    on search data, and `holdout_hypervolume` on holdout data. `points` has the trials.
+    """
 
     plot: Literal["front"]
     objectives: list[ObjectiveDocument]
@@ -41,7 +45,7 @@ class FrontPlot:
 
 @chart(place=2)
 def front(run: RunRecord) -> FrontPlot:
-    """Trials at full budget, with those on the Pareto front marked."""
+    """Trials that were scored on all samples, and which of them are on the Pareto front."""
     document = pareto(run)
     numbers = {row["trial"] for row in document["front"]}
     best = run.best

@@ -52,7 +52,10 @@ class HistorySeries:
 
 @dataclass(frozen=True)
 class HistoryPlot:
-    """Every finished rung of every trial, by objective."""
+    """Values of every trial, by objective, at each rung that it finished.
+
+    A rung is a number of samples at which trials are compared.
+    """
 
     plot: Literal["history"]
     series: tuple[HistorySeries, ...]
@@ -61,7 +64,7 @@ class HistoryPlot:
 
 @chart(place=1)
 def history(run: RunRecord) -> HistoryPlot:
-    """Every finished rung by trial number, for the mean of the accuracy objectives and for each objective."""
+    """Values of every trial at each number of samples that it reached, for each objective and for the mean accuracy."""
     trials = sorted(run.trials, key=lambda trial: trial.number)
     averaged = accuracy_objectives(run.objectives)
     left_out = {trial.number for trial in trials if violations(trial.values, run.objectives, run.sources)}
@@ -75,12 +78,15 @@ def history(run: RunRecord) -> HistoryPlot:
 def _series(
     trials: Sequence[TrialResult], names: Sequence[str], objective: Objective, left_out: Collection[int]
 ) -> HistorySeries:
-    """Compute the history of one objective, or of a mean of several: its value at each finished rung of each trial.
+    """Compute the data of one line of the history chart: each trial's value at every rung that the trial finished.
+
+    A rung is a number of samples at which trials are compared. The line is that of one objective, or of a mean of
+    several.
 
     Args:
         trials: Trials by number.
         names: The objectives, averaged if there are several.
-        objective: Name and direction of the series.
+        objective: Name and direction of the line.
         left_out: Numbers of trials that violate constraints, which cannot be the best so far.
     """
     points: list[HistoryPoint] = []

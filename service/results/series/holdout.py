@@ -15,7 +15,7 @@ __all__ = ["HoldoutPlot", "holdout"]
 
 @dataclass(frozen=True)
 class HoldoutPlot:
-    """Held-out estimates with 95 % intervals."""
+    """Estimates with 95 % intervals of the trials that were scored on holdout data, by trial and objective."""
 
     plot: Literal["holdout"]
     rows: list[HoldoutDocument]
@@ -23,5 +23,5 @@ class HoldoutPlot:
 
 @chart(place=3)
 def holdout(run: RunRecord) -> HoldoutPlot:
-    """Held-out estimates with 95 % intervals; no rows before the held-out stage."""
+    """Estimates on held-out data with 95 % intervals; there are none before trials are scored on held-out data."""
     return HoldoutPlot("holdout", holdout_documents(run))

@@ -29,7 +29,11 @@ class HypervolumePoint:
 
 @dataclass(frozen=True)
 class HypervolumePlot:
-    """Hypervolume of the Pareto front after each trial at full budget; no points in a study with a single objective."""
+    """Hypervolume of the Pareto front after each trial that was scored on all samples of the search.
+
+    `reference_point` is the point, in costs of the objectives, up to which the volume is measured. There are no
+    `points` in a study with a single objective.
+    """
 
     plot: Literal["hypervolume"]
     reference_point: list[float]
@@ -39,7 +43,7 @@ class HypervolumePlot:
 
 @chart(place=9)
 def hypervolume(run: RunRecord) -> HypervolumePlot:
-    """Hypervolume of the front on search data, over the samples spent."""
+    """Hypervolume of the Pareto front on search data, over the number of samples used so far."""
     baselines = (Origin.SOURCE, Origin.PUBLISHED)
     return HypervolumePlot(
         plot="hypervolume",
@@ -67,9 +71,10 @@ def _points(run: RunRecord) -> tuple[HypervolumePoint, ...]:
 
 
 def _spent(run: RunRecord) -> dict[int, int]:
-    """Number of samples used by all trials up to and including each trial, by the trial's number.
+    """Number of samples that all trials up to each trial have used in total, by the number of this trial.
 
-    The samples that were scored, and the samples that the searcher's steps for proposals count as, are added up.
+    Used samples are those that were scored for a trial. Gradients and other computations for the trial's proposal also
+    count, each as a stored number of samples.
     """
     trials = sorted(run.trials, key=lambda trial: trial.number)
     each = [trial.samples_scored + run.search.charges.get(trial.number, 0) for trial in trials]

@@ -12,6 +12,7 @@ from search_spaces.recipe import COMPONENTS, LayerRecipe
 from service.results.record import RunRecord
 from service.results.series.base import chart
 from service.schemas.files import Number
+from service.types import JobRecord, TrialRecord
 
 __all__ = ["PathPlot", "PathStep", "layer_path", "path"]
 
@@ -28,7 +29,10 @@ class PathStep:
 
 @dataclass(frozen=True)
 class PathPlot:
-    """Layer path of the best trial: its layers in order; no layers before there is a best trial."""
+    """Layer path of the best or of a given trial: the sequence of source models' layers of which the merge consists.
+
+    It has no layers before there is a best trial.
+    """
 
     plot: Literal["path"]
     trial: int | None
@@ -40,27 +44,30 @@ class PathPlot:
     steps: tuple[PathStep, ...]
 
 
-@chart(place=9)
-def path(run: RunRecord) -> PathPlot:
-    """Layer path of the best trial: the model and layer at each position, with its scales."""
-    best = run.best
-    if best is None:
-        return PathPlot("path", trial=None, models=[], is_plain=True, steps=())
-    recipe = best.read_recipe()
+def _of_trial(study: JobRecord, trial: TrialRecord) -> PathPlot:
+    recipe = trial.read_recipe()
     steps = layer_path(recipe.layers)
-    named = [recipe.base, *run.study.document.get("models", {}).get("experts", ())]
+    named = [recipe.base, *study.document.get("models", {}).get("experts", ())]
     used = {step.model for step in steps}
     return PathPlot(
         plot="path",
-        trial=best.number,
+        trial=trial.number,
         models=[model for model in named if model in used],
         is_plain=_is_plain(steps, recipe.layers),
         steps=steps,
     )
 
 
+@chart(place=9, of_trial=_of_trial)
+def path(run: RunRecord) -> PathPlot:
+    """Layers of the best trial: the model and layer at each position, with its scales (factors)."""
+    if run.best is None:
+        return PathPlot("path", trial=None, models=[], is_plain=True, steps=())
+    return _of_trial(run.study, run.best)
+
+
 def layer_path(layers: Sequence[LayerRecipe]) -> tuple[PathStep, ...]:
-    """Convert the layers of a recipe to the steps of a layer path."""
+    """Convert the layers of a recipe to a layer path: for each layer, the source model and source layer."""
     return tuple(_step(position, layer) for position, layer in enumerate(layers))
 
 

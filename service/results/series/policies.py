@@ -44,9 +44,10 @@ class MeanIteration:
 
 @dataclass(frozen=True)
 class PoliciesPlot:
-    """The policies that a search has trained, in the order of their start; none for other searches.
+    """The policies (networks that build layer paths) that a search has trained, in the order of their start.
 
-    `mean` has the mean over all policies of each policy's first iteration, of its second, and so on.
+    A search that trains no policies has none. `mean` has the mean over all policies of each policy's first training
+    iteration, of its second, and so on.
     """
 
     plot: Literal["policies"]
@@ -56,7 +57,7 @@ class PoliciesPlot:
 
 @chart(place=10)
 def policies(run: RunRecord) -> PoliciesPlot:
-    """Mean outcome in each iteration of the policies that the search has trained."""
+    """Mean outcome of the trials in each iteration of each policy: their weighted values less a price for layers."""
     found: dict[tuple[tuple[str, float], ...], list[UpdateStep]] = {}
     for update in run.updates:
         found.setdefault(tuple(update.request.preference.items()), []).append(update)

@@ -54,7 +54,11 @@ class RaceEntry:
 
 @dataclass(frozen=True)
 class RacesPlot:
-    """Racing in a search with several rungs: the rungs that each proposed trial reached, and why it stopped."""
+    """Rungs that each searched trial reached, and the reasons why trials were stopped.
+
+    A rung is a number of samples at which trials are compared. `scheduler` is the name of the scheduler, such as
+    racing, which stops a trial when others are better.
+    """
 
     plot: Literal["races"]
     scheduler: str | None
@@ -64,7 +68,7 @@ class RacesPlot:
 
 @chart(place=8)
 def races(run: RunRecord) -> RacesPlot:
-    """Rungs that each proposed trial reached, and the rule that stopped the trial."""
+    """Numbers of samples that each searched trial reached, and the rule that stopped the trial."""
     scheduler = run.study.document.get("fidelity", {}).get("scheduler")
     names = accuracy_objectives(run.objectives)
     searched = sorted((t for t in run.trials if t.origin is Origin.SEARCH), key=lambda trial: trial.number)

@@ -12,6 +12,7 @@ from search_spaces.recipe import COMPONENTS, LayerRecipe, Merge
 from service.results.record import RunRecord
 from service.results.series.base import chart
 from service.schemas.files import Number
+from service.types import JobRecord, TrialRecord
 
 __all__ = ["LayersPicture", "MergePicture", "RecipePlot", "layer_runs", "model_shares", "recipe"]
 
@@ -19,6 +20,7 @@ __all__ = ["LayersPicture", "MergePicture", "RecipePlot", "layer_runs", "model_s
 @dataclass(frozen=True)
 class MergePicture:
     method: str
+    sources: Annotated[list[str], Field(description="Model of each operand; lists of coefficients have this order.")]
     shares: Annotated[dict[str, float], Field(description="Share of each model, summing to 1.")]
     coefficients: dict[str, float | list[float]]
 
@@ -28,11 +30,13 @@ class LayersPicture:
     first: Number
     last: Number
     components: Annotated[dict[str, MergePicture], Field(description="Merges of attention, mlp and norm.")]
+    scale: Annotated[float, Field(description="Factor of the residual stream after each layer.")]
+    mlp_scale: Annotated[float, Field(description="Factor of what each layer's MLP adds to the residual stream.")]
 
 
 @dataclass(frozen=True)
 class RecipePlot:
-    """Merge of the best trial; null before there is a best trial."""
+    """Merge of the best trial or of a given one, with every model's share; null before there is a best trial."""
 
     plot: Literal["recipe"]
     trial: int | None
@@ -46,20 +50,21 @@ class RecipePlot:
     ]
 
 
-@chart(place=4)
-def recipe(run: RunRecord) -> RecipePlot:
-    """Merge of the best trial: every model's share, by groups of adjacent equal layers and by component."""
-    best = run.best
-    if best is None:
-        return RecipePlot("recipe", trial=None, models=[], embedding=None, layers=[], head=None, tensors={})
-    whole = best.read_recipe()
+def _of_trial(_: JobRecord, trial: TrialRecord) -> RecipePlot:
+    whole = trial.read_recipe()
     return RecipePlot(
         plot="recipe",
-        trial=best.number,
+        trial=trial.number,
         models=list(whole.models),
         embedding=_picture(whole.embedding),
         layers=[
-            LayersPicture(start, stop - 1, {name: _picture(layer.component(name)) for name in COMPONENTS})
+            LayersPicture(
+                start,
+                stop - 1,
+                {name: _picture(layer.component(name)) for name in COMPONENTS},
+                layer.scale,
+                layer.mlp_scale,
+            )
             for start, stop, layer in layer_runs(whole.layers)
         ],
         head=_picture(whole.head),
@@ -67,16 +72,25 @@ def recipe(run: RunRecord) -> RecipePlot:
     )
 
 
+@chart(place=4, of_trial=_of_trial)
+def recipe(run: RunRecord) -> RecipePlot:
+    """Merge of the best trial: every model's share, by groups of adjacent equal layers and by component."""
+    if run.best is None:
+        return RecipePlot("recipe", trial=None, models=[], embedding=None, layers=[], head=None, tensors={})
+    return _of_trial(run.study, run.best)
+
+
 def _picture(merge: Merge) -> MergePicture:
     coefficients = {name: list(v) if isinstance(v, tuple) else v for name, v in merge.coefficients.items()}
-    return MergePicture(merge.method, dict(model_shares(merge)), coefficients)
+    sources = [source.model for source in merge.sources]
+    return MergePicture(merge.method, sources, dict(model_shares(merge)), coefficients)
 
 
 def layer_runs(layers: Sequence[LayerRecipe]) -> Iterator[tuple[int, int, LayerRecipe]]:
     """Group adjacent layers that are merged in the same way.
 
-    Layers are merged in the same way if their merges are equal, with source layers numbered relative to the merged
-    layer.
+    The merges of these layers have the same methods, models, coefficients and scales. They also take their sources from
+    the same relative position: for example, layer 5 from layer 3 of a model, and layer 6 from layer 4.
 
     Yields:
         Index of the group's first layer, index after its last layer, and the first layer.

@@ -60,8 +60,8 @@ def analyse(
             first, and all losses are on its tasks. A fleet whose experts were all trained by the method "tangent" (in
             the linearized model) is analysed twice: as ordinary models, and as linearized models without loss
             landscapes.
-        samples: Number of samples of each evaluation task that coefficients are chosen by. Values are reported for as
-            many further samples.
+        samples: Number of samples of each evaluation task on which the merge coefficients are chosen. The reported
+            values are measured on as many other samples.
         wudi: Whether WUDI-Merging is among the merge methods.
         note: Called with a line of progress.
         progressed: Called after every merge.
@@ -125,8 +125,9 @@ def _mixed(
     """Measure merges of two experts, one from each of two fleets (a fleet is the experts of one fine-tuning).
 
     `names` are the names of the two fleets. `first` has the specifications and the directories of the first fleet's
-    experts, by alias. `places` has the directories of the second fleet's experts, by alias. The other arguments are
-    those of `analyse`.
+    experts, by alias. `places` has the directories of the second fleet's experts, by alias. `samples` is the number of
+    samples by which coefficients are chosen. `wudi` says whether WUDI-Merging is among the methods. `progressed` is
+    called after every merge. `access` limits the files that tasks may read; None is no limit.
     """
     from workers.training.finetuning.merge_losses import losses_of_experts, mixed_table
 
@@ -149,10 +150,10 @@ def _mixed(
 def _measures(
     losses: MergeLosses, progressed: Callable[[], None]
 ) -> tuple[Callable[[Merge], Mapping[str, float]], Callable[[Merge], Report]]:
-    """Make two functions that measure a merge: (the one by which coefficients are chosen, the one for reported values).
+    """Make two functions that measure a merge: one for choosing coefficients, and one for the values that are reported.
 
     The first returns the mean loss on each expert's tasks, by the expert's alias. The second returns a report with
-    losses and metrics. Both call `progressed` first.
+    losses and metrics, measured on other samples. Both use `losses` to compute, and call `progressed` before they do.
     """
 
     def measure(merge: Merge) -> Mapping[str, float]:
@@ -169,11 +170,12 @@ def _measures(
 def _measured(
     losses: MergeLosses, aliases: Sequence[str], *, wudi: bool, draws: bool, progressed: Callable[[], None]
 ) -> dict[str, Any]:
-    """Measure merges of the experts `aliases`: a row for each merge method and number of experts.
+    """Measure merges of the experts `aliases` by all merge methods, with one row for each method and number of experts.
 
-    The result has the keys "merges" (the rows), "landscapes" and "landscape" (the first of them, or None). A landscape
-    is the loss of merges of two experts over a grid of their two coefficients. Landscapes are computed for some pairs
-    of experts if `draws` is True. `progressed` is called before every merge is measured.
+    `losses` computes the losses of a merge. `wudi` says whether WUDI-Merging is among the methods. If `draws` is True,
+    loss landscapes are computed for some pairs of experts: the losses of merges of the two experts over a grid of their
+    two coefficients. The result has the keys "merges" (the rows), "landscapes", and "landscape" (the first landscape,
+    or None). `progressed` is called before every merge is measured.
     """
     from workers.training.finetuning.merge_losses import landscapes, merge_table
 
@@ -191,8 +193,8 @@ def _row(row: MergeLoss) -> dict[str, Any]:
 def lack_of_losses(pipeline: Pipeline, *, access: FileAccess | None = None) -> tuple[Problem, ...]:
     """List the problems of a fine-tuning that would make the analysis of its experts fail after the training.
 
-    For example, the losses need tasks with reference answers. `access` limits the files that tasks may read; None is no
-    limit.
+    `pipeline` is the specification of the fine-tuning. For example, the analysis needs tasks with reference answers, on
+    which losses are computed. `access` limits the files that tasks may read; None is no limit.
     """
     from workers.training.finetuning.merge_losses import lack_of_losses
 
@@ -238,16 +240,16 @@ def joined(analyses: Mapping[str, tuple[Pipeline, AnalysisDocument]]) -> Analysi
 
 
 def stored_analysis(store: Store, study_id: str) -> AnalysisDocument | None:
-    """Read the analysis of a fine-tuning on a server.
+    """Read the analysis of the experts that a fine-tuning has trained, from the database of a server.
 
-    Returns None if the analysis was not requested, or is not computed yet.
+    `study_id` is the id of the fine-tuning. Returns None if the analysis was not requested, or is not computed yet.
     """
     events = store.events(study_id, kinds=[EventKind.ANALYSIS])
     return cast("AnalysisDocument", dict(events[-1].payload)) if events else None
 
 
 def read_analysis(directory: Path) -> AnalysisDocument | None:
-    """Read the analysis in the directory of a fine-tuning; None if there is none."""
+    """Read the analysis of the experts of a fine-tuning from the fine-tuning's directory; None if there is none."""
     try:
         document: AnalysisDocument = json.loads((directory / ANALYSIS_FILE).read_text())
         return document
@@ -266,8 +268,8 @@ def _check_same(first: Mapping[str, FinetuneSpec], experts: Mapping[str, Finetun
 def _names(fleets: Sequence[Mapping[str, FinetuneSpec]]) -> list[str]:
     """Name each fleet (the experts of one fine-tuning) by its optimizer, in the order of `fleets`.
 
-    The names of fleets with the same optimizer also have the training options in which these fleets differ. If no
-    options differ, the names have numbers.
+    If several fleets have the same optimizer, their names also have the training options in which they differ. If they
+    differ in no option, the names have numbers.
     """
     kinds = ["/".join(dict.fromkeys(spec.method.kind for spec in experts.values())) for experts in fleets]
     names = []

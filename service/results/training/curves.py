@@ -19,9 +19,9 @@ MAX_POINTS = 1000
 
 
 def stored_curves(store: Store, study_id: str, experts: Iterable[str]) -> CurvesDocument:
-    """Read the training curves of a server's fine-tuning from its stored events.
+    """Read the training curves of a server's fine-tuning, the job `study_id`, from its stored events.
 
-    The result has, for each expert, the losses and the evaluations up to now.
+    The result has, for each of the `experts` (aliases), the losses and the evaluations up to now.
     """
     payloads = [event.payload for event in store.events(study_id, kinds=[EventKind.TRAINING])]
     return {"experts": [_expert(alias, [p for p in payloads if p["expert"] == alias]) for alias in experts]}
@@ -36,7 +36,7 @@ def directory_curves(places: Mapping[str, Path]) -> CurvesDocument:
 
 
 def _expert(alias: str, lines: Sequence[Mapping[str, Any]]) -> ExpertCurvesDocument:
-    """Build the training curves of one expert from the lines of its history file or from its stored events.
+    """Build the training curves of the expert `alias` from the lines of its history file or from its stored events.
 
     A line with the key "values" is an evaluation. Any other line has losses: a line of a history file has the loss of
     one step, and an event has the losses of several steps. If several lines have the same step, the last one is used.
@@ -55,8 +55,8 @@ def _expert(alias: str, lines: Sequence[Mapping[str, Any]]) -> ExpertCurvesDocum
 def _thinned(points: Sequence[tuple[int, float]]) -> list[LossPoint]:
     """Reduce a loss curve to at most MAX_POINTS points by averaging adjacent points.
 
-    A point is (step, loss). It represents all steps since the point before it, and the mean is weighted by this number
-    of steps.
+    A point is a pair (step, loss), whose loss is that of all steps since the point before it. Means of points are
+    weighted by these numbers of steps.
     """
     size = -(-len(points) // MAX_POINTS) or 1
     weights = [after - before for before, after in pairwise([0, *(step for step, _ in points)])]

@@ -29,11 +29,11 @@ def render_training(
     """Render the report of a fine-tuning as one HTML document, at any stage of the training.
 
     Args:
-        pipeline: The fine-tuning.
+        pipeline: The specification of the fine-tuning.
         curves: Losses and evaluations so far.
-        state: State of the job.
+        state: State of the job, as text.
         reason: Reason of the state, if there is one.
-        analysis: Analysis of the experts, if there is one.
+        analysis: Analysis of the trained experts, if there is one.
     """
     experts = curves["experts"]
     names = sorted({name for expert in experts for point in expert["evaluations"] for name in point["values"]})

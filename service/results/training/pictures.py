@@ -27,7 +27,10 @@ LEAST = 1e-6
 
 
 def analysis_context(document: AnalysisDocument) -> dict[str, Any]:
-    """Build the data of the report's section on the analysis of trained experts."""
+    """Build the data of the report's section on trained experts from `document`, the analysis of the experts.
+
+    The analysis has the distributions of the experts' task vectors, and the losses of merges.
+    """
     fleets = document["fleets"]
     drawn = [(fleet["name"], found) for fleet in fleets for found in _landscapes(fleet)]
     every = [loss for _, found in drawn for row in found["losses"] for loss in row]
@@ -82,10 +85,11 @@ def analysis_context(document: AnalysisDocument) -> dict[str, Any]:
 
 
 def merge_columns(document: AnalysisDocument) -> list[tuple[str, list[MergeLossDocument | None]]]:
-    """Columns of the table of merges: one for each fleet of experts, and one for each mixture of two fleets.
+    """Columns of the table of merges in `document`: one for each fleet, and one for each mixture of two fleets.
 
-    A fleet is the experts of one fine-tuning. The table has the rows of the first fleet. A mixture merges two experts,
-    so its column has None in rows for more experts.
+    A fleet is the experts of one fine-tuning. Each row of the table is a merge method with a number of merged experts;
+    the rows are those of the first fleet. A mixture merges two experts, one of each fleet, so its column has None in
+    rows for more experts.
     """
     first = document["fleets"][0]
     columns: list[tuple[str, list[MergeLossDocument | None]]] = [
@@ -99,7 +103,7 @@ def merge_columns(document: AnalysisDocument) -> list[tuple[str, list[MergeLossD
 
 
 def merge_rows(document: AnalysisDocument) -> list[tuple[str, int, list[str]]]:
-    """Rows of the table of merges: the method, the number of merged experts, and a text for each column."""
+    """Rows of the table of merges in `document`: method, number of merged experts, and a text for each column."""
     first, columns = document["fleets"][0], merge_columns(document)
     texts = zip(*(["" if row is None else merge_text(row) for row in rows] for _, rows in columns), strict=True)
     return [
@@ -108,7 +112,7 @@ def merge_rows(document: AnalysisDocument) -> list[tuple[str, int, list[str]]]:
 
 
 def has_values(document: AnalysisDocument) -> bool:
-    """Whether the analysis has metrics of merges besides losses; analyses of old versions have none."""
+    """Whether the analysis `document` has metrics of merges besides losses; analyses of old versions have none."""
     return any(row.get("value") is not None for fleet in document["fleets"] for row in fleet["merges"])
 
 
@@ -123,21 +127,24 @@ def merge_text(row: MergeLossDocument) -> str:
 
 
 def vectors_of(fleet: FleetAnalysisDocument) -> list[TaskVectorDocument]:
-    """Task vectors of a fleet's experts, followed by their sum if it was analysed."""
+    """Task vectors (expert minus base) of the experts of a fine-tuning, followed by their sum if it was analysed."""
     return [*fleet["task_vectors"], *([fleet["accumulated"]] if "accumulated" in fleet else [])]
 
 
 def _landscapes(fleet: FleetAnalysisDocument) -> list[LandscapeDocument]:
-    """Loss landscapes of a fleet: for each measured pair of experts, the loss over their two coefficients."""
+    """Loss landscapes of a fleet (the experts of one fine-tuning), one for each measured pair of experts.
+
+    A landscape has the losses of merges of the two experts over a grid of their coefficients.
+    """
     return fleet.get("landscapes", [fleet["landscape"]] if fleet["landscape"] else [])
 
 
 def _curves(fleets: Sequence[FleetAnalysisDocument]) -> list[dict[str, Any]]:
-    """Draw one chart for each merge method: the mean loss over the coefficient, for merges of all experts.
+    """Draw one chart for each merge method: the mean loss over the merge coefficient, for merges of all experts.
 
-    A chart has a line for each fleet (the experts of one fine-tuning). The losses are those on the samples by which
-    coefficients are chosen. A method for which only one coefficient was tried has no chart. Each entry of the result
-    has the method's name under "name" and the chart under "svg".
+    A chart has a line for each fleet (the experts of one fine-tuning). The losses are measured on the samples on which
+    the coefficients are chosen. A method for which only one coefficient was tried has no chart. Each entry of the
+    result has the method's name under "name" and the chart under "svg".
     """
     charts = []
     for rows in zip(*(fleet["merges"] for fleet in fleets), strict=True):
@@ -178,10 +185,10 @@ def num_experts(fleet: FleetAnalysisDocument, row: MergeLossDocument) -> int:
 
 
 def _histogram(vector: Mapping[str, Any]) -> Any:
-    """Draw the distribution of a task vector's elements that are not 0, with the two fitted distributions.
+    """Draw the distribution of a task vector's nonzero elements, with the fitted Laplace and Gauss distributions.
 
-    These are a Laplace and a Gauss distribution. `vector` is the task vector's entry in the analysis. The axis of the
-    density is logarithmic, so that a Laplace distribution has two straight sides.
+    `vector` is the task vector's entry in the analysis. The axis of the density is logarithmic, so that a Laplace
+    distribution has two straight sides.
     """
     middles = [(low + high) / 2 for low, high in pairwise(vector["edges"])]
     share = 1 - vector["fits"][0]["zeros"]
@@ -213,9 +220,9 @@ def _histogram(vector: Mapping[str, Any]) -> Any:
 def _landscape(found: Mapping[str, Any], low: float, high: float) -> Any:
     """Draw the losses of merges of two experts as a heatmap over the experts' coefficients.
 
-    `found` is the landscape's entry in the analysis. Rows are coefficients of the first expert, the largest at the top;
-    columns are coefficients of the second. The colours are on a logarithmic scale from `low` to `high`, the lowest and
-    the highest loss of all fleets.
+    `found` is the entry of these losses in the analysis. Rows are coefficients of the first expert, the largest at the
+    top; columns are coefficients of the second. The colours are on a logarithmic scale from `low` to `high`, the lowest
+    and the highest loss in all landscapes of the report.
     """
     first, second = found["experts"]
     width = math.log(high / low) or 1.0

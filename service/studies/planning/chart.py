@@ -32,10 +32,11 @@ POD_SHARE, SHM_SHARE, MOST_SHM_SHARE = 0.9, 0.3, 0.5
 def chart_values(
     study: Study, profile: MachineProfile, placement: StudyPlacement, *, sources_bytes: int
 ) -> dict[str, Any]:
-    """Values that the Helm chart needs for a study, for `helm install --values`.
+    """Values of the Helm chart that a study needs, for `helm install --values`.
 
-    They are the image's variant, the group of nodes for engines, and the size of the cache of models. The cache has
-    room for one and a half times `sources_bytes`. Other values, such as the database, are in the chart's profiles.
+    They are the image's variant, the group of nodes for engines, and the size of the cache of models. `profile`
+    describes the machines, and `placement` says how the study uses them. The cache has room for one and a half times
+    `sources_bytes`, the size of the models. Other values, such as the database, are in the chart's profiles.
     """
     memory = int(POD_SHARE * profile.host_bytes / GIB)
     # Engines share the sources that they keep in host memory there.

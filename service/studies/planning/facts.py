@@ -36,7 +36,7 @@ class ModelFacts:
     bank_bytes: int
 
     def deepened(self, layers: int) -> ModelFacts:
-        """Sizes of merges with `layers` layers, each as large as the mean layer of the models."""
+        """The facts about merges with `layers` layers, if each layer is as large as the mean of the models' layers."""
         if layers == self.layers or not self.layers:
             return self
         grown = self.multiplied * layers // self.layers
@@ -52,7 +52,7 @@ class ModelFacts:
 
 
 def facts_of(sources: ResolvedFamily) -> ModelFacts:
-    """Compute the sizes of a family's models from their headers and configurations; no weights are read."""
+    """Compute the sizes of the models `sources` from their headers and configurations; no weights are read."""
     sizes = {name: math.prod(info.shape) for name, info in sources.base.tensors.items()}
     layout, config = sources.layout, sources.base.settings
     ends = {part: [sizes[name] for name in layout.suffixes(part)] for part in ("embedding", "head")}
@@ -70,6 +70,6 @@ def facts_of(sources: ResolvedFamily) -> ModelFacts:
 
 
 def _width(config: Mapping[str, Any]) -> int:
-    """Width of attention: the number of query heads times the size of a head."""
+    """Width of attention: the number of query heads times the size of a head, from a model's configuration."""
     heads = int(config["num_attention_heads"])
     return heads * int(config.get("head_dim") or int(config["hidden_size"]) // heads)

@@ -18,7 +18,7 @@ ACCEPTED = f"give one of {', '.join(KINDS)} with a number of GPUs or cores, such
 
 
 def profile_named(name: str, *, nodes: int = 1, price: float | None = None) -> MachineProfile:
-    """Find the machine profile with a name: "here", the path of a YAML file, or a kind with a number such as "h100x8".
+    """Find the machine profile that `name` stands for: "here", a YAML file, or a kind with a number such as "h100x8".
 
     `nodes` is the number of such machines. `price`, if given, replaces the profile's price. Raises InvalidStudy for an
     unknown name, and for a file that cannot be read.

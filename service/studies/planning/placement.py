@@ -42,10 +42,10 @@ VERIFICATION_COPIES = 5
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a study on a machine, such as engine weights.
+    """A part of a study that takes memory on a machine, such as engine weights.
 
-    `place` says in words where the part is kept. `gpu_bytes` and `host_bytes` are the bytes that the part takes on each
-    GPU and on each host.
+    `name` says in words what the part is, and `place` where it is kept. `gpu_bytes` and `host_bytes` are the bytes that
+    the part takes on each GPU and on each host.
     """
 
     name: str
@@ -56,12 +56,12 @@ class Part:
 
 @dataclass(frozen=True)
 class StudyPlacement:
-    """Places of a study's parts on each of the machines that it uses, and the memory that they take.
+    """The placement of a study: where its parts are kept on each machine that it uses, and the memory that they take.
 
     Attributes:
         parts: The parts with their memory, on the machine with most engines.
-        bank: Where engines keep the source weights: "gpu", "host" (pinned) or "mapped" (memory-mapped files).
-        reason: Why the source weights are kept there.
+        bank: The place where engines keep the source weights: "gpu", "host" (pinned) or "mapped" (memory-mapped files).
+        reason: The reason why the source weights are kept there.
         nodes: Number of machines that the study uses.
         engines: Number of engines on the machine with most engines.
         texts: Number of texts that an engine serves at the same time.
@@ -99,14 +99,14 @@ def place_study(
     gradients: GradientPlace | None,
     gradient_gpu_bytes: int = 0,
 ) -> StudyPlacement:
-    """Place the parts of a study on machines of a profile, and compute the memory of each part.
+    """Place the engines and the gradients of a study on machines of a profile, and compute the memory that each needs.
 
     Args:
         study: The study.
         sources: Models of the study.
         profile: The machines.
         dtype: Dtype of the engines.
-        memory: Host memory that the study needs, as preflight planned it.
+        memory: Host memory that the study needs, as the checks of the study planned it.
         gradients: Where gradients are computed; None if the study computes none.
         gradient_gpu_bytes: Bytes that gradients need of a GPU.
     """
@@ -172,7 +172,7 @@ def place_study(
 def _divided(
     needs: MemoryRequirements, profile: MachineProfile, *, processes: int
 ) -> tuple[EngineMemory | None, str, list[str]]:
-    """Divide the memory of a machine with GPUs between engines and source weights.
+    """Divide the memory of a machine with GPUs, which `profile` describes, between engines and source weights.
 
     `needs` is the memory that the study needs, and `processes` the number of engine processes that share the source
     weights on the machine. Returns the division, its reason, and reasons why the engines do not fit. The division is
@@ -252,10 +252,10 @@ def _lack_of_host(placement: StudyPlacement, study: Study, profile: MachineProfi
 
 
 def _texts(needs: MemoryRequirements, kv_bytes: int) -> int:
-    """Number of texts that an engine serves at the same time.
+    """The number of texts that an engine can serve at the same time with `kv_bytes` bytes for keys and values.
 
-    The keys and values of this many texts fit into `kv_bytes` bytes, if each text has TEXT_TOKENS tokens, or the
-    largest length if that is smaller. The number is at least 1 and at most MAX_NUM_SEQS.
+    A text is assumed to have TEXT_TOKENS tokens, but not more than the engine's largest length. `needs` has this
+    length, and the bytes of keys and values for one token. The number is at least 1 and at most MAX_NUM_SEQS.
     """
     each = min(TEXT_TOKENS, needs.max_length) * needs.kv_token
     return max(1, min(MAX_NUM_SEQS, kv_bytes // each if each else MAX_NUM_SEQS))

@@ -64,11 +64,12 @@ def plan_of(
     lacks: tuple[str, ...] = (),
     lengths: StudyLengths | None = None,
 ) -> StudyPlan:
-    """Plan a study that passed the checks of preflight.
+    """Plan a study that passed its checks: its memory, and the hours that it takes.
 
-    `steps` has the number of gradient steps, and the number of samples of each step. `lacks` are the reasons that
-    preflight found why the study does not fit. `lengths` are the lengths of the study's samples; by default they are
-    measured.
+    `preflight` is the checked study, `sources` are its models, `profile` describes the machines, and `dtype` is the
+    dtype of the engines. `steps` has the number of gradient steps, and the number of samples of each step. `lacks` are
+    the reasons that the checks found why the study does not fit the machines. `lengths` are the lengths of the study's
+    samples; by default they are measured.
     """
     study, gradients = preflight.study, preflight.gradients
     facts = facts_of(sources)
@@ -136,9 +137,10 @@ def engine_speeds(
 ) -> Speeds:
     """Speeds of one engine, from which the seconds of each phase of a study are computed.
 
-    `config` is the models' configuration, and `dtype` the engine's dtype. The engine has `ranks` GPUs or, on a machine
-    without GPUs, `threads` threads. `bank` is where the source weights are kept: "gpu", "host" (pinned memory) or
-    "mapped" (memory-mapped files). `texts` is the number of texts that the engine serves at the same time.
+    `facts` are the sizes of the models, and `config` is their configuration. `profile` describes the machine, and
+    `dtype` is the engine's dtype. The engine has `ranks` GPUs or, on a machine without GPUs, `threads` threads. `bank`
+    is where the source weights are kept: "gpu", "host" (pinned memory) or "mapped" (memory-mapped files). `texts` is
+    the number of texts that the engine serves at the same time.
     """
     if profile.gpus:
         products = profile.gpu_flops_float32 if dtype == "float32" else profile.gpu_flops
@@ -161,7 +163,7 @@ def engine_speeds(
 def _threads(profile: MachineProfile, replicas: int) -> int:
     """Number of threads of each engine on machines without GPUs.
 
-    The `replicas` engines are divided equally between the machines of `profile`. One core of each machine is left to
-    other processes.
+    The engines, `replicas` in number, are divided equally between the machines of `profile`. One core of each machine
+    is left to other processes.
     """
     return max(1, (profile.cores - 1) // max(1, -(-replicas // profile.nodes)))

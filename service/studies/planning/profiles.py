@@ -59,7 +59,7 @@ class MachineProfile:
 
     @property
     def machines(self) -> tuple[EngineMachines, ...]:
-        """The profile's machines in the form in which preflight takes machines for engines."""
+        """The machines of this profile as one group of equal machines, in the form that the checks of a study need."""
         memory = self.gpu_bytes if self.gpus else None
         return (EngineMachines(self.gpus, self.host_bytes, memory, self.nodes),)
 

@@ -29,11 +29,12 @@ class Calibration:
         sample_s: Seconds for each sample, for requests, detokenization and metrics.
         evaluation_s: Seconds for each evaluation, for the proposal, storing, and requests to the replica.
         merging: Share of the bandwidth at which sources are read and a merge is written.
-        tensor_s: Seconds for each tensor of a swap.
+        tensor_s: Seconds for each tensor of a swap, which writes a merge into a running engine.
         packing: Number of times that a swap reads or writes the whole merge after merging, for packing and checksums.
         start_s: Seconds of an engine's start that do not depend on the model: imports, processes, compiling.
         start_reads: Number of times that a start reads or writes the whole merge: loading, canary, packing.
-        start_tokens: Tokens of the passes of a start: the engine's trial pass and the canary's.
+        start_tokens: Tokens of the passes of a start: the engine's trial pass, and that of the canary, a comparison
+            with transformers.
         step_products: Share of the speed of matrix products that a gradient step reaches.
         step_s: Seconds of a gradient step that do not depend on the model.
         verify_s: Seconds of a verification that do not depend on the model.
@@ -102,9 +103,9 @@ GPU = Calibration(
 class Device:
     """Speeds of the device that computes passes: all GPUs of one engine together, or threads of a CPU.
 
-    `products` is in operations per second, `bandwidth` in bytes per second. `source_bandwidth` is the rate, in bytes
-    per second, at which merging reads the sources from where they are kept. `calibration` has the shares of these
-    speeds that programs reach.
+    `products` is the speed of matrix products in operations per second, and `bandwidth` the speed of memory in bytes
+    per second. `source_bandwidth` is the rate, in bytes per second, at which merging reads the sources from where they
+    are kept. `calibration` has the shares of these speeds that programs reach.
     """
 
     products: float
@@ -131,7 +132,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Speeds:
-    """Seconds of the phases of a study for one family of models on one device.
+    """One family of models on one device, with methods that compute the seconds of the work in a study.
 
     Attributes:
         facts: Sizes of the models.
@@ -166,10 +167,10 @@ class Speeds:
         return max(arithmetic, memory) + facts.layers * own.layer_s + own.pass_s
 
     def evaluation_s(self, work: Work) -> float:
-        """Seconds to score samples of a merge that the engine already has: reading the prompts, and generating answers.
+        """Seconds to score the samples in `work` on a merge that the engine already has.
 
-        Prompts are read in passes of at most 4,096 tokens. The engine generates the answers of up to `texts` samples
-        together, one token of each answer in a pass.
+        The engine reads the prompts in passes of at most 4,096 tokens. It generates the answers of up to `texts`
+        samples together, one token of each answer in a pass.
         """
         if not work.samples:
             return 0.0
@@ -231,9 +232,10 @@ class Speeds:
         return own.step_s + passes * operations / (self.device.products * own.step_products) + 2 * self.merge_s
 
     def verification_s(self, work: Work) -> float:
-        """Seconds of a verification: exporting a merge, loading it with transformers in float32, and scoring samples.
+        """Estimate the seconds of a verification: a merge is exported, loaded with transformers in float32, and scored.
 
-        Samples are scored one by one. Verification runs on the CPU of the host, so `device` must be this CPU.
+        `work` has the number of samples that are scored and their lengths in tokens. A verification runs on the host's
+        CPU, so the estimate holds for a `Speeds` whose field `device` is that CPU.
         """
         own, facts = self.device.calibration, self.facts
         full = facts.parameters * 4

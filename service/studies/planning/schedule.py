@@ -27,7 +27,8 @@ __all__ = ["Bounds", "Phase", "StudyLengths", "mean_tokens", "phases_of", "study
 class Bounds:
     """Bounds on a number, such as seconds.
 
-    `least` assumes that answers are as long as the reference answers, `most` that all answers end at their limits.
+    `least` assumes that answers are as long as the reference answers, `most` that all answers have the largest length
+    that their tasks allow.
     """
 
     least: float
@@ -36,7 +37,7 @@ class Bounds:
 
 @dataclass(frozen=True)
 class StudyLengths:
-    """Mean lengths of samples in tokens, by section of the study file and name of the entry."""
+    """Mean lengths in tokens of the samples of each objective, each holdout entry and each benchmark of a study."""
 
     objectives: Mapping[str, Lengths]
     holdout: Mapping[str, Lengths]
@@ -45,10 +46,11 @@ class StudyLengths:
 
 @dataclass(frozen=True)
 class Phase:
-    """A phase of a study: its number of repetitions, the seconds of each, and how many engines share them.
+    """A phase of a study, such as scoring the baselines, which repeats the same work several times.
 
-    `seconds` are bounds. `width` is the largest number of engines that can work on different repetitions at the same
-    time.
+    `name` names the phase in the plan. `number` is the number of repetitions, for example of baselines. `seconds` are
+    bounds on the seconds of one repetition. `width` is the largest number of engines that can work on different
+    repetitions at the same time.
     """
 
     name: str
@@ -58,13 +60,13 @@ class Phase:
 
     @property
     def elapsed_s(self) -> Bounds:
-        """Bounds on the seconds that all repetitions take if `width` engines share them."""
+        """Bounds on the seconds that all repetitions of the phase take if `width` engines share them."""
         turns = self.number / max(1, self.width)
         return Bounds(turns * self.seconds.least, turns * self.seconds.most)
 
 
 def study_lengths(preflight: PreflightResult, result_dir: str) -> StudyLengths:
-    """Measure the mean lengths of the samples of each task of a study, on its first samples.
+    """Measure the mean lengths of the samples of each task of a checked study (`preflight`), on its first samples.
 
     `result_dir` has the tokenizer and the configuration of merges. Raises InvalidStudy with every task whose prompts
     cannot be built.
@@ -101,7 +103,7 @@ def phases_of(
     """The phases of a study, with their seconds, in the order in which they run.
 
     Args:
-        preflight: The study.
+        preflight: The study, with the results of its checks.
         lengths: Mean lengths of the study's samples.
         speeds: Speeds of the engines.
         deepest: Speeds of the engines for merges with the largest number of layers.
@@ -153,7 +155,8 @@ def phases_of(
 def _rungs(preflight: PreflightResult) -> Iterator[tuple[int, Mapping[str, float], str]]:
     """Yield, for each rung, the number of trials scored there, the mean new samples of a trial, and the rung's name.
 
-    New samples are those that the trial was not scored on at an earlier rung; they are given by objective.
+    A rung is a number of samples at which trials are compared. New samples are those on which the trial was not scored
+    at an earlier rung; they are given by objective. `preflight` is the checked study.
     """
     rungs = preflight.budget.rung_samples
     found: dict[tuple[int, int], int] = {}
@@ -194,7 +197,8 @@ def _work(samples: Mapping[str, float], lengths: Mapping[str, Lengths]) -> tuple
 def mean_tokens(parts: Sequence[tuple[float, Mapping[str, float], Mapping[str, Lengths]]]) -> Bounds:
     """Bounds on the mean number of tokens of a sample, prompt and answer together, over several parts of a study.
 
-    Each part is (number of samples, relative number of samples by task, mean lengths by task).
+    Each of `parts` has three values: its number of samples, the share of each task in these samples, and the mean
+    lengths of each task's samples. Shares need not sum to 1.
     """
     least = most = number = 0.0
     for samples, shares, lengths in parts:

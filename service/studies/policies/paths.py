@@ -28,9 +28,10 @@ __all__ = ["PolicyPath", "policy_paths"]
 
 @dataclass(frozen=True)
 class PolicyPath:
-    """A layer path that a policy proposes, and the recipe of its merge.
+    """A layer path that a policy (a trained network) proposes, and the recipe of its merge.
 
-    Each step of the path is a model's alias and the number of one of its layers.
+    A layer path is the sequence of source models' layers of which a merge consists. Each of `steps` is the alias of a
+    model and the number of one of its layers.
     """
 
     steps: tuple[tuple[str, int], ...]
@@ -48,10 +49,11 @@ def policy_paths(
 ) -> tuple[PolicyPath, ...]:
     """Propose at most `count` layer paths with the trained policy of a study, for a preference vector.
 
-    A layer path is the sequence of source models' layers of which a merged model consists. Paths are ordered by the
-    policy's own estimate of their outcome, the best first. `preference` has the weight of each objective, by name.
-    `experts` are models, by alias, that take the places of the study's experts; None keeps these. If the study's paths
-    may use layers that are themselves merged from all models, these layers are merged for this preference.
+    `record` is the study's job in `store`, and `artifacts` has its policy (a trained network). A layer path is the
+    sequence of source models' layers of which a merged model consists. Paths are ordered by the policy's own estimate
+    of their outcome, the best first. `preference` has the weight of each objective, by name. `experts` are models, by
+    alias, that replace the study's experts; None keeps these. If the study's paths may use layers that are themselves
+    merged from all models, these layers are merged for this preference.
 
     Raises:
         InvalidPreference: The preference is not a preference vector of the study's objectives.
@@ -120,11 +122,11 @@ def policy_paths(
 
 
 def _check_models(record: JobRecord, study: Study, fingerprints: Mapping[str, str], num_layers: int) -> None:
-    """Check that the trained policy of the study `record` can propose layer paths through the given models.
+    """Check that the trained policy of the study `record` can build sequences of the given models' layers.
 
-    The models have the content fingerprints `fingerprints` and `num_layers` layers each. Raises Conflict if the models
-    of the study have another number of layers. Also raises Conflict if the policy has a learned embedding of each model
-    (`knows_models`) and was trained for other models.
+    The models have the content fingerprints `fingerprints` and `num_layers` layers each. `study` is the study file.
+    Raises Conflict if the models of the study have another number of layers. Also raises Conflict if the policy has a
+    learned embedding of each model (`knows_models`) and was trained for other models.
     """
     before = ResolvedStudy.of(record)
     if num_layers != before.num_layers:

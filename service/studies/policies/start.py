@@ -32,11 +32,12 @@ __all__ = ["check_start", "with_start"]
 
 
 def check_start(preflight: PreflightResult, *, open_study: OpenStudy, artifacts_in: str | Path) -> None:
-    """Check the trained policies with which a study starts its search: they must exist and fit the study.
+    """Check the trained policies of another study with which a study starts its search: they must exist and fit.
 
-    They are policies of another study, which `search.hm3.start` in the study file names; a study without this option
-    always passes. `open_study` opens the other study. `artifacts_in` is the location of the server's artifacts, which
-    have the policies. Raises InvalidStudy if the policies do not exist or do not fit.
+    `preflight` is the checked study. `search.hm3.start` in its study file names the other study; a study without this
+    option always passes. `open_study` opens the other study. `artifacts_in` is the location of the server's artifacts
+    (files that jobs store), which have the policies. Raises InvalidStudy if the policies do not exist, or do not fit
+    the study.
     """
     if preflight.study.search.hm3.start is None:
         return
@@ -56,11 +57,11 @@ def with_start(
 ) -> PreflightResult:
     """Load the trained policies of another study with which a study's own policies are initialised.
 
-    `search.hm3.start` in the study file names the other study. At the first run that other study's policies are copied
-    to the artifacts of this study, and recorded; later runs read these copies. Returns `preflight` with the policies'
-    checkpoints in the field `start`, one for each policy. If the study file names no other study, `preflight` is
-    returned unchanged. `open_study` opens the other study, and `writer` stores the record. Raises StudyFailed if the
-    policies cannot be used; the study is then stored as FAILED, with the reason.
+    `search.hm3.start` in the study file names the other study. At the study's first run the policies are copied to the
+    study's own artifacts (stored files); later runs read these copies. Returns `preflight`, the checked study, with the
+    policies' checkpoints in the field `start`, one for each policy. If the study file names no other study, `preflight`
+    is returned unchanged. `open_study` opens the other study, and `writer` records in `store` what was copied. Raises
+    StudyFailed if the policies cannot be used; the study is then stored as FAILED, with the reason.
     """
     if preflight.study.search.hm3.start is None:
         return preflight
@@ -92,10 +93,11 @@ def _found(
 ) -> tuple[PolicyStart, tuple[bytes, ...]]:
     """Find the policies of another study from which a new study's policies start.
 
-    `search.hm3.start` in the study file names the other study. Returns a description of the policies, and their
-    checkpoints; both have one entry for each policy of the new study. `artifacts_in` is the location of the server's
-    artifacts. If the other study is that of a `mergesearch run`, its artifacts are in its own directory. Raises
-    NotFound if there is no such study, and Conflict if its policies do not fit.
+    `preflight` is the checked new study, whose option `search.hm3.start` names the other study; `open_study` opens it.
+    Returns a description of the policies, and their checkpoints; both have one entry for each policy of the new study.
+    `artifacts_in` is the location of the server's artifacts (files that jobs store). If the other study is that of a
+    `mergesearch run`, its artifacts are in its own directory. Raises NotFound if there is no such study, and Conflict
+    if its policies do not fit.
     """
     start = preflight.study.search.hm3.start
     assert start is not None
@@ -117,12 +119,14 @@ def _found(
 def _iterations(
     preflight: PreflightResult, record: JobRecord, other: SearchSetting, checkpoints: dict[int, bytes]
 ) -> list[int]:
-    """Choose the checkpoint with which each policy of the new study starts, by its iteration in the other study.
+    """Choose, for each policy of a new study, the checkpoint of another study with which it starts.
 
-    If the new study has one policy for each preference vector, the policy takes the latest checkpoint of the other
-    study's policy for its vector. If it has a single policy for all vectors, that policy takes the latest checkpoint of
-    all. `other` is the other study's setting, and `checkpoints` has the other study's checkpoints by iteration. Raises
-    Conflict if the other study has no policy for one of the vectors.
+    A checkpoint is given by the training iteration in the other study after which it was saved. If the new study has
+    one policy for each preference vector (weights of the objectives), each policy takes the latest checkpoint that the
+    other study's policy for the same vector has. If it has a single policy for all vectors, that policy takes the
+    latest checkpoint of all. `preflight` is the checked new study. `record` and `other` are the job and the setting of
+    the other study, and `checkpoints` has its checkpoints by iteration. Raises Conflict if the other study has no
+    policy for one of the vectors.
     """
     if preflight.study.search.hm3.policy == "conditioned":
         return [max(checkpoints)]
@@ -158,7 +162,7 @@ def _check_searcher(record: JobRecord) -> None:
 def _check_actions(preflight: PreflightResult, record: JobRecord, kept: tuple[bytes, ...]) -> None:
     """Check that an earlier study's policies have the kind of action (`search.hm3.action`) that the new study needs.
 
-    `record` is the earlier study, and `kept` has the checkpoints of its policies. `preflight` is the result for the new
+    `record` is the earlier study's job, and `kept` has the checkpoints of its policies. `preflight` is the checked new
     study. Raises Conflict if the kinds differ.
     """
     from workers.training.hm3.learner import action_in
@@ -176,8 +180,9 @@ def _check_actions(preflight: PreflightResult, record: JobRecord, kept: tuple[by
 def _check_shapes(preflight: PreflightResult, record: JobRecord, other: Study) -> None:
     """Check that the policies of the study `other` have the network inputs and outputs that the new study needs.
 
-    Both studies must have the same kind of policy, number of layers, and objectives in one order. `record` is the job
-    of `other`. Raises Conflict otherwise.
+    The study `other` must have trained policies itself. Both studies must have the same kind of policy, number of
+    layers, and number of objectives. If they have the same objectives, these must be in the same order. `preflight` is
+    the checked new study, and `record` is the job of `other`. Raises Conflict otherwise.
     """
     where = f"study {record.name!r}: "
     ours, theirs = preflight.study.search.hm3, other.search.hm3
@@ -209,8 +214,8 @@ def _check_shapes(preflight: PreflightResult, record: JobRecord, other: Study) -
 def _check_models(preflight: PreflightResult, record: JobRecord, other: Study, where: str) -> None:
     """Check that policy networks with a learned embedding of each model were trained for the new study's models.
 
-    `other` is the study that trained the networks, `record` is its job, and `where` is the beginning of the error
-    message. Raises Conflict if the models or their order differ.
+    `preflight` is the checked new study. `other` is the study that trained the networks, `record` is its job, and
+    `where` is the beginning of the error message. Raises Conflict if the models or their order differ.
     """
     space = other.search_space
     chosen = getattr(space, "models", None) or tuple(other.models.experts)

@@ -18,11 +18,12 @@ __all__ = ["stored_policies"]
 def stored_policies(
     store: Store, record: JobRecord, study: Study, artifacts: ArtifactStore, *, family: Family | None = None
 ) -> tuple[SearchSetting, dict[int, bytes]]:
-    """Read the policies that a study has trained, from its store and artifacts.
+    """Read the policies that a study has trained, from its store and its artifacts (stored files).
 
-    Returns the study's search setting, and the policies' checkpoints. The key of a checkpoint is the iteration in which
-    its policy was last trained. `family` has the models whose weights describe the layers to a policy; None if only the
-    checkpoints are needed.
+    `record` is the study's job in `store`, and `study` its study file. Returns the facts about the study that its
+    searcher needs, and the policies' checkpoints. The key of a checkpoint is the iteration in which its policy was last
+    trained. `family` has the models whose weights describe the layers to a policy; None if only the checkpoints are
+    needed.
     """
     objectives = tuple(spec.name for spec in study.scored_objectives.values())
     given = study.search.preferences

@@ -35,11 +35,12 @@ def algorithm_of(
     *,
     lack_of_room: str = "",
 ) -> Algorithm:
-    """Choose the searcher of a study, and list in `problems` each part of the study that the searcher does not support.
+    """Choose the searcher of a study, and add to `problems` what the study needs and the searcher does not support.
 
     The option `auto` means the searcher `gradient` if coefficients have gradients and all objectives have reference
-    answers, because that is best in tests/benchmarks/bench_search.py. Otherwise it means the searcher that the
-    declaration of `auto` names. A study with preference vectors must have a searcher or a search space that uses them.
+    answers, because that searcher is best in tests/benchmarks/bench_search.py. In all other cases it means the searcher
+    of which `auto` is an alias in SEARCHERS. A study with preference vectors (weights of the objectives) must have a
+    searcher or a search space that uses them.
 
     `tasks` has the objectives' tasks by name. `lack_of_room` is the reason why no device has enough memory for
     gradients. It is "" if a device has enough, or if the space has no gradients.
@@ -67,10 +68,10 @@ def algorithm_of(
 
 
 def _warning_of_draws(study: Study) -> str:
-    """Warning for a search in which most layer paths are drawn at random and few are chosen by its policies.
+    """Warning for a study whose merges' layers are mostly drawn at random, and rarely chosen by its policies.
 
-    Trials with mutants (random changes) of the best known paths are left out of the count; the option `elite_share`
-    sets their share. Returns "" if policies choose at least half of the counted trials.
+    Trials with mutants (random changes) of the best known sequences of layers are left out of the count; the option
+    `elite_share` sets their share. Returns "" if policies choose at least half of the counted trials.
     """
     drawn, chosen = _draws_of(study)
     if chosen >= drawn:
@@ -85,9 +86,10 @@ def _warning_of_draws(study: Study) -> str:
 
 
 def _draws_of(study: Study) -> tuple[float, float]:
-    """Expected numbers of a study's trials: (those with random layer paths, those with paths chosen by policies).
+    """Expected numbers of a study's trials, as a pair: those with random layer paths, and those with paths of policies.
 
-    Trials whose paths are mutants (random changes of good paths) are in neither number.
+    Trials whose paths are mutants (random changes of good paths) are in neither number. A layer path is the sequence of
+    layers of a merge, and a policy a network that builds such paths.
     """
     options, policies = study.search.hm3, num_policies_of(study)
     if options.start is not None:
@@ -105,10 +107,11 @@ def _draws_of(study: Study) -> tuple[float, float]:
 
 
 def _warning_of_policy(study: Study, space: SearchSpace) -> str:
-    """Warning for a length penalty so large that the shortest layer paths win regardless of their scores.
+    """Warning for a study whose length penalty is so large that the shortest layer paths win whatever their scores are.
 
-    The penalty is too large if the longest path loses at least 1 more by it than the shortest, because scores differ by
-    at most 1. Otherwise, and for a space without layer paths, the result is "".
+    A layer path is the sequence of layers of a merge. The penalty lowers a path's score with each layer. Scores without
+    the penalty differ by at most 1. The penalty is therefore too large if it lowers the score of the longest path by at
+    least 1 more than that of the shortest path. If it is not, and for a `space` without layer paths, the result is "".
     """
     penalty, paths = study.search.hm3.length_penalty, space.parameters.structure
     if not isinstance(paths, LayerPaths) or penalty * (paths.longest - paths.shortest) < 1:
@@ -121,7 +124,10 @@ def _warning_of_policy(study: Study, space: SearchSpace) -> str:
 
 
 def _problems_of_policy(study: Study, space: SearchSpace) -> Iterator[Problem]:
-    """Find problems of a study whose searcher trains a policy for layer paths, such as a space without paths."""
+    """Find problems of a study whose searcher trains a policy that builds layer paths (sequences of layers).
+
+    For example, the search `space` may have no layer paths, or the study too few trials for the policy to learn from.
+    """
     if not isinstance(space.parameters.structure, LayerPaths):
         message = f"hm3 learns layer paths; a space of kind {space.kind} has none; write kind: hm3"
         yield Problem("search_space.kind", message)
@@ -160,15 +166,20 @@ def _problems_of_policy(study: Study, space: SearchSpace) -> Iterator[Problem]:
 
 
 def num_policies_of(study: Study) -> int:
-    """The number of policies that a study's searcher trains; the searcher must be one that trains policies."""
+    """The number of policies (networks that choose the layers of merges, one after the other) that a searcher trains.
+
+    The searcher of `study` must be one that trains policies.
+    """
     vectors = study.search.preferences
     return 1 if vectors is None or study.search.hm3.policy == "conditioned" else vectors.size(len(study.objectives))
 
 
 def iterations_ahead(num_policies: int) -> int:
-    """Largest number of iterations that proposals may run ahead of results, if `num_policies` policies train in turn.
+    """The largest number of training iterations by which proposals may run ahead of results, if policies are trained.
 
-    The result is one less than the number of policies, but at least 1.
+    An iteration is a fixed number of trials from which one policy then learns; the `num_policies` policies take turns.
+    The result is one less than the number of policies, but at least 1: a policy's turn comes again only after the turns
+    of all others.
     """
     return max(1, num_policies - 1)
 
@@ -209,7 +220,8 @@ def check_refinement(
 ) -> None:
     """Add a problem to `problems` if a study refines its front by gradients, but the gradients cannot be computed.
 
-    Every objective must have reference answers. `lack_of_room` is the reason why no device has enough memory for
+    The refinement learns coefficients of the trials on the Pareto front. Every objective must have reference answers;
+    `tasks` has the objectives' tasks by name. `lack_of_room` is the reason why no device has enough memory for
     gradients, or "" if a device has enough.
     """
     if study.search.refinement is None:

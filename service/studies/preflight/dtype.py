@@ -27,9 +27,10 @@ def engine_dtype(study: Study) -> str:
 
 
 def dtype_note(study: Study, sources: ResolvedFamily | None) -> str:
-    """Warning if `dtype: auto` makes engines compute in bfloat16 while models are stored in float16; "" otherwise.
+    """Warning if a study's `dtype: auto` makes engines compute in bfloat16 while its models are stored in float16.
 
-    bfloat16 has 8 significant bits, float16 has 11.
+    The result is "" otherwise. bfloat16 has 8 significant bits, float16 has 11. `sources` are the models; None if they
+    cannot be read.
     """
     if sources is None or study.engine.dtype != "auto" or engine_dtype(study) != "bfloat16":
         return ""

@@ -43,7 +43,7 @@ from workers.file_access import FileAccess
 from workers.models.family import ResolvedFamily, locate_family
 from workers.types import TaskInfo
 
-__all__ = ["EXPORT", "examine"]
+__all__ = ["EXPORT", "built_space", "examine"]
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ def examine(
         # Reading the weights takes minutes and gives the fingerprints that the space's recipes need. So the space is
         # built before, with aliases in place of fingerprints, to report its problems and to choose the searcher, and
         # again after, which takes milliseconds.
-        unread = _examine_space(study, sources, {alias: alias for alias in sources.checkpoints}, problems)
+        unread = built_space(study, sources, {alias: alias for alias in sources.checkpoints}, problems)
         max_layers = 0
         if isinstance(unread, LayeredSpace):
             max_layers = unread.max_layers
@@ -162,7 +162,7 @@ def examine(
     study_tasks = StudyTasks(objectives, tasks, infos, holdout_tasks, holdout_infos, benchmarks)
     before_weights(study_tasks)
     sources = check_weights(sources, problems, downloads=downloads, note=note)
-    space = _examine_space(study, sources, sources.fingerprints, problems)
+    space = built_space(study, sources, sources.fingerprints, problems)
     recipes = given_recipes(study, sources, problems, max_layers=max_layers, note=note)
     if problems or space is None or algorithm is None:
         raise InvalidStudy(tuple(problems))
@@ -233,9 +233,10 @@ def _check_sample_limit(
 ) -> None:
     """Check that the limit of samples suffices for the baselines, the first proposals and the refinement of the front.
 
-    The first proposals are one trial or, with Hyperband, the whole first bracket of `cycle`. `rung_samples` has the
-    number of samples at each rung by objective; `infos` has facts about each task. A limit that is too low is added to
-    `problems`.
+    The first proposals are one trial or, with Hyperband, the whole first bracket (ladder of rungs) of `cycle`. The
+    refinement learns coefficients of the trials on the Pareto front. `sources` are the models of the study, from which
+    its baselines follow. `rung_samples` has the number of samples at each rung by objective; `infos` has facts about
+    each task. A limit that is too low is added to `problems`.
     """
     if (most := study.limits.max_samples) is None:
         return
@@ -285,9 +286,14 @@ def _preferences(study: Study) -> tuple[Mapping[str, float], ...]:
     return tuple(dict(zip(names, vector, strict=True)) for vector in vectors)
 
 
-def _examine_space(
+def built_space(
     study: Study, sources: ResolvedFamily, fingerprints: Mapping[str, str], problems: list[Problem]
 ) -> SearchSpace | None:
+    """Build the search space of a study over the models `sources`.
+
+    `fingerprints` has a fingerprint for each alias of a model, which recipes of the space will name. If the space
+    cannot be built, its problems are added to `problems`, and the result is None.
+    """
     num_layers, max_layers = sources.layout.num_layers, study.limits.max_layers
     if max_layers is not None and num_layers > max_layers and not study.search_space.changes_layers:
         message = f"{max_layers} is below the {num_layers} layers that every merge of this study has"

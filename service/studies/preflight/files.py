@@ -39,9 +39,9 @@ class FilesRefused(InvalidStudy):
 def check_files(study: Study, access: FileAccess | None, *, section: str = "") -> None:
     """Check that `access` allows all files, models and judges that a study file, or one `section` of it, names.
 
-    If `access` is None, all files are allowed. Raises FilesRefused with each file, directory, hub model and judge that
-    is not allowed. Files that task files refer to, such as included files, are checked when they are read
-    (`workers.evaluation`).
+    A judge is an LLM behind a URL that rates completions. If `access` is None, everything is allowed. Raises
+    FilesRefused with each file, directory, hub model and judge that is not allowed. Files that task files refer to,
+    such as included files, are checked when they are read (`workers.evaluation`).
     """
     found = () if access is None else _problems(study, access)
     if problems := tuple(problem for problem in found if problem.field.startswith(section)):
@@ -71,7 +71,10 @@ def _problems(study: Study, access: FileAccess) -> Iterator[Problem]:
 
 
 def model_refusal(model: str, access: FileAccess) -> str | None:
-    """Reason why a model, given as directory, hub id or URL, must not be read, or None if it may be read."""
+    """Reason why a model must not be read under the permissions `access`, or None if it may be read.
+
+    The model is given as a directory, hub id or URL.
+    """
     if is_object_url(model) or os.path.isabs(model) or os.path.exists(model):
         return access.refusal_of_all(model)
     reason = access.refusal(hub_cache())
@@ -98,9 +101,10 @@ def _recipe_files(study: Study) -> Iterator[tuple[str, str]]:
 
 
 def attack_models(study: Study) -> Iterator[tuple[str, str]]:
-    """Yield the models that attacks on benchmarks use, as pairs (place in the study file, model).
+    """Yield the models that prompt attacks on benchmarks use, as pairs (place in the study file, model).
 
-    A model is a directory, hub id or URL.
+    An attack searches for the prompt template with the worst metric; its models propose and compare words. A model is a
+    directory, hub id or URL.
     """
     for index, spec in enumerate(study.benchmarks):
         if isinstance(spec.attack, BertAttack):
@@ -110,7 +114,7 @@ def attack_models(study: Study) -> Iterator[tuple[str, str]]:
 
 
 def model_path_problem(model: str) -> str | None:
-    """Reason why a server does not accept a directory as the name of a model, or None if it does.
+    """Reason why a server does not accept `model`, or None if it does; a directory must be given as an absolute path.
 
     Hub ids and URLs of object stores are always accepted.
     """
@@ -122,7 +126,10 @@ def model_path_problem(model: str) -> str | None:
 
 
 def file_path_problem(file: str) -> str | None:
-    """Reason why a server does not accept the path of a file, or None if it does. URLs are always accepted."""
+    """Reason why a server does not accept the path `file`, or None if it does; the path must be absolute.
+
+    A URL of an object store is always accepted.
+    """
     return None if os.path.isabs(file) or is_object_url(file) else _relative(file)
 
 

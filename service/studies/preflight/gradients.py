@@ -27,8 +27,8 @@ REDUCTION_CHUNK_BYTES = 6 * 4 * (1 << 22)
 class GradientPlace:
     """The device on which a study computes gradients, and whether activations are recomputed there.
 
-    The gradient actor uses this device alone. `recomputes` says whether activations are computed twice to save memory.
-    `reason` says in words why this device was chosen; it is "" if no machine has a GPU.
+    If it is a GPU, no engine uses it. `recomputes` says whether activations are computed twice to save memory. `reason`
+    says in words why this device was chosen; it is "" if no machine has a GPU.
     """
 
     device: Literal["cuda", "cpu"]
@@ -47,13 +47,14 @@ def gradient_place(
     """Choose the device on which a study computes gradients: a GPU without an engine, else the CPU.
 
     A GPU is chosen if it has no engine, and if model, gradients and activations fit into its memory. If they fit only
-    with recomputed activations, activations are recomputed. The CPU is chosen if the host's memory has room for engines
-    and gradients. It is also chosen if the study fits nowhere even without gradients, because this is reported
-    elsewhere.
+    with recomputed activations, activations are recomputed. Otherwise the CPU is chosen, if the host's memory has room
+    for engines and gradients. If the study does not even fit into the host's memory without gradients, the CPU is
+    chosen too: another check reports this lack.
 
-    `machines` are the groups of machines that can run engines. `plan` computes the memory of the study with gradients
-    at a place, or without gradients for None. `max_layers` is the number of layers of the longest merge if merges have
-    any number of layers, else 0. Returns the choice and "", or None and the reason why no device fits.
+    `sources` are the study's models, and `machines` the groups of machines that can run engines. `plan` computes the
+    memory of the study with gradients on a device, or without gradients for None. `max_layers` is the number of layers
+    of the longest merge if merges have any number of layers, else 0. Returns the choice and "", or None and the reason
+    why no device fits.
     """
     has_gpus = any(group.num_gpus for group in machines)
     why = ""
@@ -78,11 +79,11 @@ def gradient_place(
 def _on_gpu(
     sources: ResolvedFamily, machines: Sequence[EngineMachines], value_bytes: int, max_layers: int
 ) -> tuple[GradientPlace | None, str]:
-    """Plan gradients on a GPU that has no engine; return (place, ""), or (None, reason) if they do not fit there.
+    """Plan gradients on a GPU that has no engine; return (device, ""), or (None, reason) if they do not fit there.
 
-    `machines` are the groups of machines, whose smallest GPU counts. `value_bytes` is the size of a number in the
-    gradients' dtype. `max_layers` is the number of layers of the longest merge if merges have any number of layers,
-    else 0.
+    `sources` are the study's models. `machines` are the groups of machines, whose smallest GPU counts. `value_bytes` is
+    the size of a number in the gradients' dtype. `max_layers` is the number of layers of the longest merge if merges
+    have any number of layers, else 0.
     """
     known = [group.gpu_bytes for group in machines if group.num_gpus and group.gpu_bytes is not None]
     if not known:
@@ -101,7 +102,11 @@ def _on_gpu(
 
 
 def gradient_gpu_bytes(study: Study, sources: ResolvedFamily, place: GradientPlace, *, max_layers: int = 0) -> int:
-    """Bytes that the gradients of a study need of the GPU at `place`; 0 if the place is the CPU."""
+    """Bytes of GPU memory that a study needs to compute gradients on the device that `place` names; 0 if it is the CPU.
+
+    `sources` are the study's models. `max_layers` is the number of layers of the longest merge if merges have any
+    number of layers, else 0.
+    """
     if place.device == "cpu":
         return 0
     return _bytes_on_gpu(sources, gradient_value_bytes(study, "cuda"), max_layers, recomputes=place.recomputes)
@@ -117,8 +122,9 @@ def _bytes_on_gpu(sources: ResolvedFamily, value_bytes: int, max_layers: int, *,
 def reduction_bytes(sources: ResolvedFamily) -> int:
     """Peak GPU memory, in bytes, to convert the gradient of one merged tensor into derivatives of its coefficients.
 
-    The tensors of all models that are merged into the tensor are copied to the GPU, in their stored dtypes. Differences
-    are computed in float32, a chunk at a time.
+    The tensors of all `sources` from which the tensor is merged are copied to the GPU, in their stored dtypes; the
+    estimate takes the largest tensor of each model. Differences are computed in float32, a part of the tensor at a
+    time.
     """
     largest = max((math.prod(header.shape) for header in sources.base.tensors.values()), default=0)
     copied = 0

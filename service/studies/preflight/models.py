@@ -21,7 +21,7 @@ from workers.engines.vllm.paths.geometry import path_problems
 from workers.engines.vllm.support import CapabilityProbe
 from workers.errors import InvalidModel
 from workers.merging.residual_scales import SCALABLE
-from workers.models.family import LocatedFamily, ResolvedFamily
+from workers.models.family import LocatedFamily, ResolvedFamily, locate_family
 from workers.models.remote import named
 from workers.models.tokenizers import check_tokenizer
 
@@ -34,6 +34,7 @@ __all__ = [
     "model_size",
     "searched_models",
     "start_probe",
+    "unchanged_models",
     "with_revisions",
 ]
 
@@ -41,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 def with_revisions(study: Study, resolved: ResolvedStudy) -> Study:
-    """Pin the models of a study file to the versions with which the study was created.
+    """Pin the models of a study file to the versions with which the study was created, which `resolved` records.
 
     A hub model gets the commit that it had at that time. A source that is a merge of another study is replaced by the
     directory to which it was exported.
@@ -59,10 +60,31 @@ def with_revisions(study: Study, resolved: ResolvedStudy) -> Study:
     return study.model_copy(update={"models": models.model_copy(update={"base": base, "experts": experts})})
 
 
-def check_unchanged(record: JobRecord, resolved: ResolvedStudy) -> None:
-    """Check that models and task data are the same as when the study was created; raise Conflict if they are not.
+def unchanged_models(stored: JobRecord) -> tuple[Study, ResolvedFamily]:
+    """Open the models of a stored study, and check that their weights are those with which it was created.
 
-    Also raises Conflict if this program does not have the version of the searcher that the study was created with.
+    Returns the study file with its models pinned to their versions, and the models. Missing weights are not downloaded.
+    Raises InvalidStudy with every problem.
+    """
+    resolved = ResolvedStudy.of(stored)
+    study = with_revisions(Study.model_validate(stored.document), resolved)
+    problems: list[Problem] = []
+    located = check_models(locate_family(study.models.base, study.models.named), study, problems)
+    if located is None:
+        raise InvalidStudy(tuple(problems))
+    sources = check_weights(located, problems, downloads=False)
+    if dict(sources.fingerprints) != dict(resolved.fingerprints):
+        problems.append(Problem("models", "their weights have changed since the study was created; restore them"))
+    if problems:
+        raise InvalidStudy(tuple(problems))
+    return study, sources
+
+
+def check_unchanged(record: JobRecord, resolved: ResolvedStudy) -> None:
+    """Raise Conflict if models, task data or recipes of a stored study have changed since it was created.
+
+    `record` is the study's job, with the fingerprints of that time; `resolved` has the present ones. Also raises
+    Conflict if this program does not have the version of the searcher that the study was created with.
     """
     stored = ResolvedStudy.of(record)
     known = SEARCHERS[stored.algorithm].version if stored.algorithm in SEARCHERS else 1
@@ -83,9 +105,9 @@ def check_unchanged(record: JobRecord, resolved: ResolvedStudy) -> None:
 
 
 def check_models(located: LocatedFamily, study: Study, problems: list[Problem]) -> ResolvedFamily | None:
-    """Check the headers, configurations and tokenizers of a study's models.
+    """Check the headers, configurations and tokenizers of a study's models, whose directories `located` has.
 
-    Returns the models, or None if there are problems, which are added to `problems`.
+    Returns the opened models, or None if there are problems, which are added to `problems`.
     """
     found: list[str] = []
     sources: ResolvedFamily | None = None
@@ -106,7 +128,10 @@ def check_models(located: LocatedFamily, study: Study, problems: list[Problem]) 
 
 
 def check_layers(study: Study, sources: ResolvedFamily, problems: list[Problem]) -> None:
-    """Check that the models' layers can be reordered and scaled, if the study's search space does so."""
+    """Check that the layers of the models `sources` can be reordered and scaled, if the study's search space does so.
+
+    To scale a layer is to multiply its output by a factor. What is impossible is added to `problems`.
+    """
     section = study.search_space
     if section.changes_layers:
         problems.extend(Problem("models", text) for text in path_problems(sources))
@@ -128,10 +153,10 @@ def check_weights(
     downloads: bool,
     note: Callable[[str], None] = logger.info,
 ) -> ResolvedFamily:
-    """Read the weights of the models, after downloading missing weights if `downloads` is True.
+    """Read the weights of the models `sources`, after downloading missing weights if `downloads` is True.
 
     Returns the models with their content fingerprints. A problem is added to `problems` for each model with invalid
-    weights. Raises InvalidStudy if weights cannot be read.
+    weights. `note` is called with messages about downloads. Raises InvalidStudy if weights cannot be read.
     """
     try:
         sources = sources.fetched(note=note) if downloads else sources
@@ -151,9 +176,11 @@ def searched_models(
     max_layers: int | None = None,
     preferences: tuple[Mapping[str, float], ...] = (),
 ) -> SearchedModels:
-    """Collect the facts about a study's models and preference vectors from which its search space is built.
+    """Collect the facts about a study's models from which its search space is built.
 
-    A merge may have at most `max_layers` layers, or any number if it is None.
+    `preferences` are the preference vectors, each with the weights by objective. `sources` are the models, and
+    `fingerprints` the hashes of their files by the model's name in the study file (alias). A merge may have at most
+    `max_layers` layers, or any number if it is None.
     """
     layout, sizes = sources.layout, {name: math.prod(header.shape) for name, header in sources.base.tensors.items()}
     base, *experts = sources.checkpoints
@@ -180,10 +207,10 @@ def searched_models(
 
 
 def model_size(sources: ResolvedFamily, max_layers: int) -> ModelSize:
-    """Count the parameters of a model of the family: those in each layer, and those outside layers.
+    """Count the parameters of a merge of the models `sources`: those in each layer, and those outside layers.
 
-    All models of the family have the same size. The result also has `max_layers`, the largest number of layers that a
-    merge may have.
+    All these models, a base and its experts, have the same size. The result also has `max_layers`, the largest number
+    of layers that a merge may have.
     """
     layout, sizes = sources.layout, {name: math.prod(header.shape) for name, header in sources.base.tensors.items()}
     components = {
@@ -200,7 +227,8 @@ def model_size(sources: ResolvedFamily, max_layers: int) -> ModelSize:
 def start_probe(located: LocatedFamily) -> CapabilityProbe | None:
     """Start a process that asks vLLM whether it can run the base model; experts have the same architecture.
 
-    Returns None if the base's configuration cannot be read, which `check_models` reports.
+    `located` has the directories of the models. Returns None if the base's configuration cannot be read, which
+    `check_models` reports.
     """
     if located.base_dir is None:
         return None
@@ -212,9 +240,10 @@ def start_probe(located: LocatedFamily) -> CapabilityProbe | None:
 
 
 def check_engine(study: Study, probe: CapabilityProbe | None, problems: list[Problem]) -> str:
-    """Check that engines can run the models, and add a problem to `problems` if they cannot.
+    """Check that the engines of a study can run its models, and add a problem to `problems` if they cannot.
 
-    `probe` is the process that asks vLLM about the base model. Returns a message for the user, or "" if there is none.
+    `probe` is the process that asks vLLM about the base model; None if there is none. Returns a message for the user,
+    or "" if there is nothing to say.
     """
     if probe is None:
         return ""

@@ -35,7 +35,8 @@ def given_recipes(
     """Read the recipes that a study file lists (`search.recipes`), each with its name.
 
     `sources` are the study's models, with content fingerprints. A merge may have up to `max_layers` layers, or, if that
-    is 0, as many as the base. `note` is called with warnings about settings of mergekit's that have no effect.
+    is 0, as many as the base. Recipes that cannot be used are added to `problems`. `note` is called with warnings about
+    settings of mergekit's that have no effect.
     """
     found: dict[str, tuple[str, Recipe]] = {}
     for index, given in enumerate(study.search.recipes):
@@ -58,7 +59,7 @@ def given_recipes(
 
 
 def _document(given: GivenRecipe) -> tuple[Mapping[str, Any], Path | None]:
-    """Read a recipe that the study file lists, either in the study file itself or as the path of a file.
+    """Read `given`, a recipe that the study file lists, from the study file itself or from the file that it names.
 
     Returns the parsed recipe, and the directory to which paths in it are relative. The directory is None for a recipe
     in the study file itself. Raises InvalidRecipe if the file cannot be read.
@@ -103,7 +104,12 @@ def _of_mergekit(
     sources: ResolvedFamily,
     note: Callable[[str], None],
 ) -> Recipe:
-    """Convert a mergekit configuration to a recipe over the study's models, with the study's vocabulary."""
+    """Convert a mergekit configuration to a recipe over the study's models, with the study's vocabulary.
+
+    `directory` is the directory to which paths in the configuration are relative; None is the current one. `sources`
+    are the study's models. `note` is called with warnings about settings that have no effect. Raises InvalidRecipe if
+    the configuration has other models or another vocabulary.
+    """
     named = {alias: alias for alias in sources.checkpoints}
     named |= {_without_revision(model): alias for alias, model in study.models.named.items()}
     named[_without_revision(study.models.base)] = sources.base_alias
@@ -135,9 +141,9 @@ def _without_revision(model: str) -> str:
 
 
 def _check(recipe: Recipe, sources: ResolvedFamily, max_layers: int) -> None:
-    """Check that a recipe merges only the study's models and that its number of layers fits the study's engines.
+    """Check that a recipe merges only the models `sources`, and that engines can hold its number of layers.
 
-    Raises InvalidRecipe if not.
+    A merge may have up to `max_layers` layers, or, if that is 0, as many as the base. Raises InvalidRecipe otherwise.
     """
     known = set(sources.fingerprints.values())
     unknown = [f"{alias} ({print_[:12]})" for alias, print_ in recipe.models.items() if print_ not in known]

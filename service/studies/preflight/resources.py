@@ -54,7 +54,7 @@ class MemoryPlan:
 
     `bank_bytes` is host memory for the bank (the source weights), which all engines share. `engine_bytes` is host
     memory of each engine. `replicas` is the number of engines on the machine. `available_bytes` is the available host
-    memory.
+    memory; None if it is not known.
     """
 
     bank_bytes: int
@@ -89,10 +89,11 @@ class MemoryPlan:
 
 
 def check_devices(study: Study, sources: ResolvedFamily | None, problems: list[Problem]) -> None:
-    """Check that the models can be split between GPUs, and that this machine has enough GPUs.
+    """Check that the models `sources` can be split between GPUs, and that this machine has enough GPUs for a study.
 
-    If the study runs on a Ray cluster, or on machines that are stated for this installation or a plan, the number of
-    GPUs is not checked here: Ray counts the cluster's GPUs, and a plan those of its machines.
+    What is lacking is added to `problems`. The number of GPUs is checked only if the study runs on this machine. On a
+    Ray cluster, Ray counts the GPUs. If machines are stated for this installation, or by the profile of a plan, their
+    GPUs are counted elsewhere.
     """
     import torch
 
@@ -133,9 +134,9 @@ def machines_for(
 ) -> tuple[EngineMachines, ...]:
     """Groups of machines that can run a study's engines.
 
-    The groups are the ones that are stated for this installation. If none are stated, they are the `known` groups, or
-    this machine if none are known. If some groups have GPUs, groups without GPUs are left out. If engines need GPUs and
-    no group has any, the result is one machine with one GPU and unknown memory. With `available_bytes`, the result is
+    The result has the groups that are stated for this installation; if none are stated, the groups `known`; if none are
+    known, this machine. If some groups have GPUs, groups without GPUs are left out. If engines need GPUs and no group
+    has any, the result is one machine with one GPU and unknown memory. If `available_bytes` is given, the result is
     always this machine, with this memory.
     """
     import torch
@@ -157,13 +158,17 @@ def plan_memory(
     max_layers: int = 0,
     aligns: bool = False,
 ) -> MemoryPlan:
-    """Plan a machine's memory for the bank (the source weights), the engines and, if any, the gradient actor.
+    """Plan the memory of one machine for the source weights (the bank), its engines and, if any, the gradient actor.
 
-    `machines` are the groups of machines that can run engines. The study's engines are divided equally between the
-    machines, and the plan is for one of them: the first on which its share fits. If it fits on none, the plan is for
-    the machine with most memory. `max_layers` is the number of layers of the longest merge if merges may have any
-    number of layers, else 0. `aligns` says whether merges may have alignments (maps between layers). `gradients_on` is
-    the device of the gradient actor; None if there is none.
+    Every machine gets the same number of the study's engines. The plan is for the first kind of machine that has room
+    for this number of engines; if none has, it is for the machine with the most memory, and says what is lacking.
+
+    - `sources`: the study's models
+    - `machines`: the kinds of machines that can run engines, each with how many there are
+    - `gradients_on`: the device of the gradient actor; None if there is none
+    - `max_layers`: the largest number of layers of a merge if merges may have any number of layers, else 0
+    - `aligns`: whether merges may have alignments (matrices that map the output of one model's layer to the input of
+      another model's), which take memory of their own
     """
     replicas = math.ceil(study.engine.replicas / sum(group.most for group in machines))
     plans = [
@@ -225,10 +230,10 @@ def _plan_on(
 
 
 def gradient_model_bytes(sources: ResolvedFamily, value_bytes: int, *, max_layers: int = 0) -> int:
-    """Bytes that gradients need for one merged model and for the gradient of its largest tensor.
+    """Bytes of a merge whose gradients are computed, together with the gradient of its largest tensor.
 
-    A value has `value_bytes` bytes. `max_layers` is the number of layers of the longest merge if merges have any number
-    of layers, else 0.
+    `sources` are the models that are merged. A value has `value_bytes` bytes. `max_layers` is the number of layers of
+    the longest merge if merges have any number of layers, else 0.
     """
     largest = max((math.prod(header.shape) for header in sources.base.tensors.values()), default=0)
     held = sources.num_parameters
@@ -238,21 +243,22 @@ def gradient_model_bytes(sources: ResolvedFamily, value_bytes: int, *, max_layer
 
 
 def gradient_value_bytes(study: Study, device: Literal["cuda", "cpu"]) -> int:
-    """Bytes per number for gradients on `device`: 2 if they are computed in bfloat16, 4 if in float32.
+    """Bytes of each number in the gradients of a study: 2 if gradients are computed in bfloat16, 4 if in float32.
 
-    float32 replaces float16, and `dtype: auto` is bfloat16 on a GPU only.
+    They are computed in bfloat16 if the study's engines have this dtype, and with `dtype: auto` if `device` is "cuda".
+    Otherwise they are computed in float32, also for engines that compute in float16.
     """
     return 2 if study.engine.dtype == "bfloat16" or (study.engine.dtype == "auto" and device == "cuda") else 4
 
 
 def _pool_size(sources: ResolvedFamily, max_layers: int, available: int, bytes_of_value: int) -> int:
-    """Number of source layers that an engine keeps in host memory for building layer paths, at least `max_layers`.
+    """The size of an engine's pool: the number of source layers that it keeps in host memory for building layer paths.
 
     A layer path is the sequence of source models' layers of which a merge consists; the longest has `max_layers`
     layers. If there is room, the pool holds all layers of all sources and `max_layers` further ones. Otherwise it holds
-    as many layers as fit, together with the tensors outside layers, into HOST_SHARE of the `available` bytes. Each
-    element of a tensor takes `bytes_of_value` bytes. If `bytes_of_value` is 0, the pool takes no host memory, so all
-    layers fit.
+    as many layers as fit, together with the tensors outside layers, into HOST_SHARE of the `available` bytes, but at
+    least `max_layers`. Each element of a tensor takes `bytes_of_value` bytes. If `bytes_of_value` is 0, the pool takes
+    no host memory, so all layers fit.
     """
     every = len(sources.checkpoints) * sources.layout.num_layers + max_layers
     if not bytes_of_value:
@@ -268,10 +274,10 @@ def check_memory(
     shorter: range = range(0),
     plan: Callable[[int], MemoryPlan] | None = None,
 ) -> None:
-    """Check that the planned memory is available, and suggest a lower limit of layers if that would help.
+    """Check that the planned memory is available; suggest a lower limit of layers if that would help.
 
-    `shorter` are the numbers of layers to which `limits.max_layers` could be lowered, ascending. `plan` computes the
-    memory for a number of layers; the memory must grow with this number.
+    A lack of memory is added to `problems`. `shorter` are the numbers of layers to which `limits.max_layers` could be
+    lowered, ascending. `plan` computes the memory for a number of layers; the memory must grow with this number.
     """
     if not memory.has_gpu_memory and memory.gpu_bytes is not None:
         problems.append(

@@ -57,11 +57,11 @@ ASSUMED_FINALISTS = 4
 class ExpectedSamples:
     """Numbers of samples that a study is expected to score.
 
-    `search` is for the search, `holdout` for the held-out stage, and `full_budget` for a search that scores every trial
-    at full budget. All of them include baselines, which take `baselines` samples in the search and `holdout_baselines`
-    in the held-out stage. `benchmarks` is for the benchmark stage, with the largest number of samples that attacks can
-    take. With the scheduler asha, `search` is a lower bound: asha decides early, so it also promotes trials that later
-    turn out not to be among the best of their rung.
+    `search` is for the search, `holdout` for scoring on holdout data, and `full_budget` for a search that scores every
+    trial on all samples. All of them include baselines, which take `baselines` samples in the search and
+    `holdout_baselines` on holdout data. `benchmarks` is for scoring on benchmarks, with the largest number of samples
+    that prompt attacks can take. With the scheduler asha, `search` is a lower bound: asha decides early, so it also
+    promotes trials that later turn out not to be among the best.
     """
 
     search: int
@@ -119,22 +119,29 @@ class StudyTasks:
 
     @property
     def unsearched(self) -> dict[str, Mapping[str, TaskSpec]]:
-        """The tasks of holdout data and benchmarks, which the search must not use, by section and name."""
+        """The tasks of holdout data and benchmarks, which the search must not use.
+
+        Keys are the section of the study file ("holdout" or "benchmarks") and then the entry's name.
+        """
         return {"holdout": self.holdout, "benchmarks": {each.name: each.task for each in self.benchmarks}}
 
 
 @dataclass(frozen=True)
 class StudyBudget:
-    """Numbers of samples at each rung, by objective, and the brackets (ladders of rungs) that the scheduler repeats."""
+    """The numbers of samples on which the trials of a study are scored and compared.
+
+    `rung_samples` has, for each rung, the number of samples by objective; trials are compared at rungs. `cycle` has the
+    brackets (ladders of rungs, as in Hyperband) that the scheduler repeats.
+    """
 
     rung_samples: tuple[Mapping[str, int], ...]
     cycle: tuple[Bracket, ...]
 
 
 def refinement_of(study: Study, infos: Mapping[str, TaskInfo]) -> RefinementPlan | None:
-    """Plan how a study's Pareto front is refined by gradients; None if the study does not refine it.
+    """Plan the refinement of a study, which learns coefficients of the trials on the Pareto front after the search.
 
-    `infos` has facts about each objective's task.
+    `infos` has facts about each objective's task, such as its number of samples. None if the study has no refinement.
     """
     if study.search.refinement is None:
         return None
@@ -147,27 +154,31 @@ def refinement_of(study: Study, infos: Mapping[str, TaskInfo]) -> RefinementPlan
 
 
 def preference_vectors(study: Study, objectives: Sequence[str]) -> tuple[tuple[float, ...], ...]:
-    """The study's preference vectors, with the weights in the order of `objectives`; empty if the study has none."""
+    """The study's preference vectors (importances of the objectives), with weights in the order of `objectives`.
+
+    The result is empty if the study has none.
+    """
     given = study.search.preferences
     return () if given is None else given.weights(objectives, seed=study.search.seed)
 
 
 @dataclass(frozen=True)
 class PreflightResult:
-    """The result of preflight: a study that can run.
+    """The result of preflight, the checks that a study must pass before it is run; it has all that a run needs.
 
     Attributes:
         study: The study file, in which merges of other studies are replaced by the directories of their exports.
         models: Models of the study.
         tasks: Objectives of the study and their tasks.
-        budget: Rungs and brackets of the search.
+        budget: Numbers of samples at which trials are compared.
         space: Search space of the study.
         algorithm: Searcher of the study, and why it was chosen.
         memory: Memory that the study needs.
         gradients: Where gradients are computed; None if the searcher needs none.
         access: Files that the study may read; None for all.
-        start: Checkpoints from which the policies start (`service.studies.policies.start`).
-        observed: Results of an earlier study that the searcher begins with (`service.studies.warm_start`).
+        start: Checkpoints of another study from which the searcher's policies (networks) start; empty if there are
+            none.
+        observed: Results of an earlier study that the searcher knows from its first proposal on.
         recipes: Recipes that the study file lists, with their names; they are scored in place of a search.
         lacks: Reasons why the study does not fit into the memory of the machines. They are kept here only if a plan is
             to be made; otherwise they are problems.
@@ -195,7 +206,7 @@ class PreflightResult:
     def engine_options(self) -> EngineOptions:
         """Options of the study's engines.
 
-        The option `max_layers` is set only in spaces whose merges may have any number and order of layers.
+        The option `max_layers` is set only in search spaces whose merges may have any number and order of layers.
         """
         options = self.study.engine.options
         if not isinstance(self.space, LayeredSpace):
@@ -225,13 +236,13 @@ class PreflightResult:
 
     @property
     def _max_staleness(self) -> int:
-        """The largest number of trials that proposals may run ahead of results.
+        """The largest number of trials by which proposals may be ahead of results.
 
-        The study file may state the number. The default depends on the number of replicas and on the searcher. A
-        searcher that trains a policy learns from whole iterations. Its proposals may run ahead by at least half an
-        iteration, so that engines have work while the searcher learns, or proposes repeated paths, which need no
-        scoring. They may run ahead by at most as many iterations as there are replicas, and at most by
-        `iterations_ahead`.
+        The study file may state the number. The default grows with the number of replicas (processes with an engine).
+        The default differs for a searcher that trains policies, which learn from iterations (fixed numbers of trials).
+        Proposals may then run ahead by at least half an iteration, so that engines have work while a policy learns, and
+        while the searcher proposes repeated paths, which need no scoring. They may run ahead by at most as many
+        iterations as there are replicas, and by at most `iterations_ahead` iterations.
         """
         if self.study.search.max_staleness is not None:
             return self.study.search.max_staleness
@@ -244,7 +255,7 @@ class PreflightResult:
         return min(max(staleness, episodes // 2), episodes * iterations)
 
     def search_setting(self, *, num_baselines: int, batch: int = 1, version: int | None = None) -> SearchSetting:
-        """Facts about a study that some searchers need in addition to the search space and results.
+        """Facts about the study that some searchers need in addition to the search space and results.
 
         `num_baselines` is the number of trials before the first proposal. `batch` is the number of proposals in a row
         that are made from the same results. `version` is the version of the searcher that the study was created with;
@@ -289,19 +300,21 @@ class PreflightResult:
     def _num_repeated(self) -> int:
         """Number of repeated proposals in a row after which a search by policies ends.
 
-        A proposal is repeated if an earlier trial has its recipe. The result is the number of proposals in two
-        iterations of every policy, but at least two for each preference vector. If all of these proposals are repeated,
-        the policies have nothing left to learn from.
+        A proposal is repeated if an earlier trial has its recipe. A policy is trained after each iteration, a fixed
+        number of trials. The result is the number of proposals in two iterations of every policy, but at least two for
+        each preference vector (weights of the objectives). If all of these proposals are repeated, the policies have
+        nothing left to learn from.
         """
         search = self.study.search
         num_vectors = 1 if search.preferences is None else search.preferences.size(len(self.tasks.search))
         return 2 * max(search.hm3.episodes * num_policies_of(self.study), num_vectors)
 
     def plan(self, study_id: str, resolved: ResolvedStudy, *, baselines: tuple[Baseline, ...] | None = None) -> Plan:
-        """Make the plan of the study's driver, which determines everything that the driver evaluates.
+        """Make the plan of the driver of the study `study_id`, which determines everything that the driver evaluates.
 
-        `resolved` is the record that was stored when the study was created; the plan uses its searcher and staleness.
-        `baselines` are the baselines of a study that is resumed, or None to use those of a new study.
+        `resolved` has facts that were stored when the study was created. Of these the plan uses the searcher, how far
+        proposals may run ahead of results, and the numbers of open brackets (ladders of rungs) and of proposals in a
+        batch. `baselines` are the baselines of a study that is resumed, or None to use those of a new study.
         """
         declared = SEARCHERS[resolved.algorithm or self.study.search.algorithm]
         return Plan(
@@ -351,11 +364,15 @@ class PreflightResult:
 
     @property
     def num_finalists(self) -> int:
-        """Assumed number of finalists besides baselines, for estimates of a study's cost."""
+        """Number of finalists (trials of the Pareto front that are scored on holdout data) that cost estimates assume.
+
+        Baselines, which are scored too, are not counted. The number is 0 if given recipes are scored in place of a
+        search.
+        """
         return 0 if self.recipes else ASSUMED_FINALISTS
 
     def num_scored_on(self, benchmark: Benchmark) -> int:
-        """Number of trials that `benchmark` is expected to be scored on."""
+        """Number of trials that are expected to be scored on `benchmark`, by its rules for choosing trials."""
         origins = [origin for origin, _, _ in self.baselines()]
         numbers = {
             "finalists": self.num_finalists,
@@ -366,14 +383,14 @@ class PreflightResult:
         return sum(numbers.get(choice, 1) if isinstance(choice, str) else 1 for choice in benchmark.trials)
 
     def within_limit(self, num_samples: int) -> int:
-        """Return `num_samples`, or the study's limit of samples if that is smaller."""
+        """Return `num_samples`, or the limit of samples in the study file if that is smaller."""
         limit = self.study.limits.max_samples
         return num_samples if limit is None else min(num_samples, limit)
 
     def expected_samples(self) -> ExpectedSamples:
         """Numbers of samples that the study will score if no trial fails and no two recipes are equal.
 
-        The whole plan is counted, even if `limits.max_samples` may end the search earlier (`within_limit`).
+        The whole plan is counted, even if the limit of samples in the study file may end the search earlier.
         """
         totals = [sum(samples.values()) for samples in self.budget.rung_samples]
         brackets = bracket_plan(self.budget.cycle, self.study.search.num_proposals)

@@ -43,9 +43,12 @@ def check_tasks(
     """Check the tasks in a section of the study file, "objectives", "holdout" or "benchmarks".
 
     `specs` are the section's entries by position. Returns two mappings by the entry's name: the tasks in the form from
-    which replicas build them, and facts about their data. A new study (`is_new`) must choose a filter for a task with
-    several filters; a stored study without a choice uses the first. `access` limits the files that task files may refer
-    to; None is no limit.
+    which engines' processes build them, and facts about their data. What is wrong is added to `problems`. `access`
+    limits the files that task files may refer to; None is no limit.
+
+    An lm-eval task may define several filters, which are ways to extract the answer from a completion. In a new study
+    (`is_new`), the entry of such a task must name one of them. In a stored study, an entry that names none uses the
+    first.
     """
     tasks: dict[str, TaskSpec] = {}
     infos: dict[str, TaskInfo] = {}
@@ -65,11 +68,11 @@ def check_tasks(
 
 
 def task_spec(spec: ScoredTask, *, seed: int, access: FileAccess | None) -> TaskSpec:
-    """Convert a task entry of the study file to the specification from which replicas build the task.
+    """Convert a task entry of the study file to the specification from which engines' processes build the task.
 
-    The specification determines the task's prompts. `seed` fixes the order of its samples. For a benchmark with a
-    judge, engines report the lengths of completions; the judge reads the completions later. Raises InvalidTask if its
-    file cannot be read.
+    `seed` fixes the order of the task's samples. `access` limits the files that the task may read; None is no limit.
+    The metric of a benchmark with a judge (an LLM that compares answers) is the length of completions, because engines
+    only generate them; the judge compares them later. Raises InvalidTask if a file of the task cannot be read.
     """
     content = None
     task: str | dict[str, Any]
@@ -99,8 +102,9 @@ def benchmarks_of(
 ) -> tuple[Benchmark, ...]:
     """Make the benchmarks of a study, each with its direction of optimisation and range of values.
 
-    A benchmark whose task could not be built is left out. Benchmarks of a group must have equal directions and ranges,
-    because their values are averaged.
+    `tasks` and `infos` have the benchmarks' tasks and facts about their data, by name. A benchmark whose task could not
+    be built is left out. Benchmarks of a group must have equal directions and ranges, because their values are
+    averaged; what is wrong is added to `problems`.
     """
     found: list[Benchmark] = []
     groups: dict[str, Objective] = {}
@@ -148,8 +152,9 @@ def benchmarks_of(
 def _attack(spec: BenchmarkSpec, info: TaskInfo, place: str, problems: list[Problem]) -> PromptAttack | None:
     """Prepare the attack on a benchmark's prompts; None if the benchmark has no attack, or the attack is impossible.
 
-    `spec` is the benchmark's entry in the study file, at `place`, and `info` has facts about its task. Reasons why the
-    attack is impossible are added to `problems`.
+    An attack searches for the prompt template with the worst metric. `spec` is the benchmark's entry in the study file,
+    `place` the entry's location, such as "benchmarks.0", and `info` has facts about its task. Reasons why the attack is
+    impossible are added to `problems`.
     """
     if spec.attack is None:
         return None
@@ -166,10 +171,11 @@ def _attack(spec: BenchmarkSpec, info: TaskInfo, place: str, problems: list[Prob
 
 
 def _reference_length(spec: BenchmarkSpec, task: TaskSpec, place: str, problems: list[Problem]) -> float:
-    """The mean number of characters of the reference answers that a benchmark's judge compares with.
+    """The mean number of characters of the reference answers with which a benchmark's judge, an LLM, compares answers.
 
-    The result is 0 for a benchmark without a judge. It is also 0 for a task that cannot be judged, which is added to
-    `problems`. `place` is the place of the benchmark in the study file.
+    `spec` is the benchmark's entry in the study file, `place` the entry's location, such as "benchmarks.0", and `task`
+    its task. The result is 0 for a benchmark without a judge. It is also 0 for a task that cannot be judged, which is
+    added to `problems`.
     """
     if spec.judge is None:
         return 0.0
@@ -184,7 +190,7 @@ def _reference_length(spec: BenchmarkSpec, task: TaskSpec, place: str, problems:
 def check_prompts(study: Study, directory: str, problems: list[Problem]) -> None:
     """Check that the tokenizer has the study's chat template, and that `max_tokens` is below the context length.
 
-    `directory` holds the tokenizer and the configuration of the merged model.
+    `directory` holds the tokenizer and the configuration of the merged model. What is wrong is added to `problems`.
     """
     prompts = Prompts(directory, study.engine.options)
     asked = study.engine.chat_template
@@ -214,7 +220,10 @@ def objectives_of(
 ) -> tuple[Objective, ...]:
     """Make the objectives of a study, each with its direction of optimisation, range of values and constraints.
 
-    An objective whose task could not be built is left out. The range of a cost depends on the `size` of the models.
+    `infos` has facts about the objectives' tasks by name. An objective whose task could not be built is left out.
+    Objectives may also be costs that count a merge's layers or parameters. `size` has the models' numbers of layers and
+    parameters, from which the ranges of costs are computed; if it is None, costs are left out. What is wrong is added
+    to `problems`.
     """
     objectives = []
     constraints = [parse_constraint(text) for text in study.search.constraints]

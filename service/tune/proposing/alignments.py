@@ -48,12 +48,14 @@ def alignments_in(
     """Store the alignments of layer pairs in `directory`, and return the name of each pair's alignment.
 
     An alignment is a map from the residual stream after the pair's first layer to the stream before its second layer.
-    Layer paths need it where one model's layer follows another model's layer. `before` has the names of the alignments
+    Layer paths (sequences of layers of several models) need it where one model's layer follows another model's layer.
+    `inputs` has the models and the texts from which alignments are learned. `before` has the names of the alignments
     that the study already has, by pair. An alignment of `before` is used again if its file is in `directory`; all other
     alignments are learned. `note` is called with messages about the progress.
 
-    Raises StudyFailed if an alignment of `before` was lost, and the one that is learned in its place is different. Also
-    raises the errors of `learn_alignments`.
+    Raises StudyFailed if an alignment of `before` was lost, and the one that is learned in its place is different.
+    Raises InvalidModel and InvalidTask if models or task data cannot be used, and EngineUnavailable if a Ray task
+    cannot be completed.
     """
     whole = {name for name in set(before.values()) if is_stored(directory, name)}
     kept = {pair: name for pair, name in before.items() if name in whole}
@@ -77,9 +79,10 @@ def learn_alignments(
     """Learn the alignments of layer pairs that are not in the cache, and return the name of each pair's alignment.
 
     An alignment is a map from the residual stream after the pair's first layer to the stream before its second layer.
-    `inputs` has the models and the texts. A model is opened only if an alignment of one of its layers is missing.
-    `note` is called with messages about the progress. Raises InvalidModel and InvalidTask if models or task data cannot
-    be used, and EngineUnavailable if a Ray task cannot be completed, for example because its process died.
+    The cache has the alignments of all studies on this machine. `inputs` has the models and the texts. A model is
+    opened only if an alignment of one of its layers is missing. `note` is called with messages about the progress.
+    Raises InvalidModel and InvalidTask if models or task data cannot be used, and EngineUnavailable if a Ray task
+    cannot be completed, for example because its process died.
     """
     every = tuple(pairs)
     names = {pair: stored[0] for pair in every if (stored := find_alignment(inputs, pair)) is not None}
@@ -108,8 +111,9 @@ def learn_alignments(
 def _start_tasks(inputs: AlignmentInputs, pairs: Sequence[LayerPair]) -> dict[LayerPair, Any]:
     """Start the Ray tasks that learn the alignments of `pairs`, and return references to their results by pair.
 
-    One task for each model reads activations (`_read`). After that, one task for each pair fits the pair's alignment to
-    them.
+    An alignment is a map from the residual stream after the pair's first layer to the stream before its second layer.
+    `inputs` has the models and the texts. One task for each model reads activations (`_read`). After that, one task for
+    each pair fits the pair's alignment to them.
     """
     # Engines start later, so that a GPU is free.
     num_gpus = 1 if ray.available_resources().get("GPU", 0) >= 1 else 0
@@ -140,10 +144,12 @@ def _read(inputs: AlignmentInputs, alias: str, before: Sequence[int], device: st
     """Compute one model's activations before each of certain layers; runs as a Ray task on `device`.
 
     `alias` is the model's name in `inputs.pool`, `before` has the indices of the layers. The caller gives the device,
-    because GPUs are visible even to tasks that reserved none. Returns a pair of NumPy arrays for each of these layers:
-    the activations of all tokens except the first of each text, and the activations of the first tokens. The last
-    element of the list is a boolean array that is True for the rows of the pairs' first arrays that are held out from
-    fitting.
+    because GPUs are visible even to tasks that reserved none.
+
+    Returns a list with a pair of NumPy arrays for each of these layers: the activations of all tokens except the first
+    of each text (one row a token), and those of the first tokens. The last element of the list is not a pair, but a
+    boolean array with an entry for each row of the first arrays: True for a token that is held out, so that alignments
+    are tested on it and not fitted to it.
     """
     torch.set_num_threads(TASK_CPUS)  # equal bits on every machine
     family = on_this_machine(inputs.family)

@@ -22,11 +22,11 @@ FILE = "policy.pt"
 
 
 class PolicyCheckpoints:
-    """The checkpoints of the policies that one study trains, stored in `artifacts`.
+    """The checkpoints of the policies that one study trains, stored as artifacts (files) of the study.
 
-    `searcher` trains the policies, and `setting` has the facts from which it computes their number. The last two
-    checkpoints of each policy are kept, each in its own artifact. If an attempt ends after it has stored a checkpoint
-    and before it has stored the checkpoint's step, the previous checkpoint is still available.
+    `searcher` trains the policies, and `setting` has facts about the study, from which the number of policies follows.
+    The last two checkpoints of each policy are kept, each in its own artifact. If a driver ends after it has stored a
+    checkpoint and before it has stored the record of the training step, the previous checkpoint is still available.
     """
 
     def __init__(
@@ -43,8 +43,9 @@ class PolicyCheckpoints:
     def load(self, steps: Sequence[Step]) -> dict[int, bytes]:
         """The checkpoints, by training iteration, that the searcher needs to continue a study with the stored `steps`.
 
-        A checkpoint that is missing, or whose content differs from the digest in its step, is left out. The searcher
-        then computes that iteration's update again.
+        `steps` are the records of finished policy updates, with the digest of each update's checkpoint. A checkpoint
+        that is missing, or whose content differs from its digest, is left out. The searcher then computes that
+        iteration's update again.
         """
         digests = checkpoint_digests(steps)
         found = {}
@@ -60,17 +61,17 @@ class PolicyCheckpoints:
         return found
 
     def _artifact(self, iteration: int) -> str:
-        """The name of the artifact that holds the checkpoint of an iteration.
+        """The name of the artifact (stored file) that holds the policy checkpoint of a training iteration.
 
         Iteration i trains the policy with number i modulo the number of policies. Each policy has two artifacts, which
-        its iterations use in turn. A policy's new checkpoint therefore replaces the one before its last.
+        its iterations use in turn. A new checkpoint of a policy therefore replaces the older one of its two.
         """
         turn, policy = divmod(iteration, self._num_policies)
         return f"hm3-policy-{policy}-{turn % 2}"
 
 
 def kept_iterations(num_finished: int, num_policies: int) -> range:
-    """The iterations whose checkpoints must be kept once `num_finished` iterations are finished.
+    """The training iterations whose policy checkpoints must be kept once `num_finished` iterations are finished.
 
     They are the last two iterations of each of the `num_policies` policies, which are trained in turn.
     """
@@ -78,10 +79,10 @@ def kept_iterations(num_finished: int, num_policies: int) -> range:
 
 
 def checkpoint_digests(steps: Sequence[Step]) -> list[str]:
-    """Sha256 of the policy checkpoint that each finished iteration gave, in the order of iterations.
+    """The sha256 of the checkpoint that each finished training iteration of a study's policies gave, in order.
 
-    The finished iterations are those whose updates are in `steps`. The digest is "" for an iteration in which nothing
-    was learned.
+    `steps` are the study's stored steps, among which are the policy updates. The digest is "" for an iteration in which
+    nothing was learned.
     """
     return [step.result.checkpoint for step in steps if isinstance(step, UpdateStep)]
 
@@ -89,9 +90,10 @@ def checkpoint_digests(steps: Sequence[Step]) -> list[str]:
 def store_policy(
     artifacts: ArtifactStore, study_id: str, name: str, content: bytes, *, facts: dict[str, int] | None = None
 ) -> None:
-    """Store a policy's checkpoint as the study's artifact `name`, in place of an earlier artifact of that name.
+    """Store a policy's checkpoint as the artifact `name` of the study `study_id`, in place of an earlier one.
 
-    `content` is the checkpoint. `facts` are numbers that are stored with the artifact; None stores none.
+    `artifacts` stores the artifacts (files) of all studies. `content` is the checkpoint. `facts` are numbers that are
+    stored with the artifact; None stores none.
     """
     with TemporaryDirectory() as temporary:
         (Path(temporary) / FILE).write_bytes(content)
@@ -99,9 +101,10 @@ def store_policy(
 
 
 def read_policy(artifacts: ArtifactStore, study_id: str, name: str, *, digest: str) -> bytes:
-    """The policy checkpoint that the study's artifact `name` holds; its sha256 must be `digest`.
+    """The policy checkpoint stored as the artifact `name` of the study `study_id`; its sha256 must be `digest`.
 
-    Raises NotFound if there is no such artifact, Conflict if it has other content.
+    `artifacts` stores the artifacts (files) of all studies. Raises NotFound if there is no such artifact, Conflict if
+    it has other content.
     """
     with TemporaryDirectory() as temporary:
         place = artifacts.write_to(artifacts.get(study_id, name), Path(temporary) / "policy")

@@ -23,12 +23,14 @@ ROUNDING = 1e-9
 
 
 class SourceCompletions:
-    """Reads the correct completions of a study's source models from their stored samples on search data.
+    """Reader of the correct completions among the stored samples of a study's source models, on search data.
 
-    A completion is correct if its sample has the best value of the objective's range. Three kinds of samples have no
-    completion: options of a multiple choice, samples of several completions (single ones may be wrong), and samples
-    stored without tokens. Every source model must be scored in full. Samples of an engine that failed a check are
-    scored again and must get the same values; if their tokens differ, a later driver reads the new tokens.
+    `objectives` are the study's objectives; `store` has the samples of the study `study_id`. A completion is correct if
+    its sample has the best value of the objective's range. Some samples give no completion: those of a multiple choice,
+    those with several completions (a single one may be wrong although the sample has the best value), and those stored
+    without tokens. Every source model must have been scored on all samples. Samples are scored again if their engine
+    failed a check. They must get the same values, but their tokens may differ; a driver that starts later then reads
+    the new tokens.
     """
 
     def __init__(self, store: Store, study_id: str, objectives: Sequence[Objective]) -> None:
@@ -39,7 +41,8 @@ class SourceCompletions:
     def find(self, request: CompletionsRequest) -> CompletionsResult:
         """Find, for each requested objective, the positions of the samples that a source model has completed correctly.
 
-        The result also has, for each position, the trial number of the first source model that completed it correctly.
+        A position is a sample's index in the order in which samples are scored. For each position, the result also has
+        the trial number of the first source model that completed the sample correctly.
         """
         found: dict[str, dict[int, int]] = {name: {} for name in request.completions}
         for source in self._sources():
@@ -49,7 +52,10 @@ class SourceCompletions:
         return CompletionsResult(completions={name: tuple(sorted(chosen.items())) for name, chosen in found.items()})
 
     def read(self, chosen: Chosen) -> Completions:
-        """The tokens of the chosen completions, by objective and sample position."""
+        """The token ids of chosen completions, by objective and sample position.
+
+        `chosen` has, for each objective, the chosen samples as pairs (position, trial number of the source model).
+        """
         wanted = {number for pairs in chosen.values() for _, number in pairs}
         of = {s.number: self._correct(s, chosen.keys()) for s in self._sources() if s.number in wanted}
         return {

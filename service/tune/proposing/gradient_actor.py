@@ -13,6 +13,7 @@ from search_spaces.study.engine import EngineOptions
 from service.store.steps import GradientRequest, GradientResult, LossesRequest, LossesResult
 from workers.errors import TrialFailed
 from workers.models.family import on_this_machine
+from workers.telemetry import logs
 from workers.types import Completions, Family, TaskSpec
 from workers.types import GradientResult as CoefficientDerivatives
 
@@ -43,32 +44,37 @@ class GradientInputs:
 class GradientActor:
     """The actor that computes losses and gradients of merges, one request at a time.
 
-    It holds a trainable model and the weights of all source models. Equal requests have equal results on the same
-    device with the same number of threads.
+    It holds a trainable model and the weights of all source models, which `inputs` names. Equal requests have equal
+    results on the same device with the same number of threads.
     """
 
     def __init__(self, inputs: GradientInputs) -> None:
+        logs.log_in_worker()
         self._inputs = inputs
         self._space = inputs.space
         self._opened: CoefficientGradients | None = None
         self._completions: Completions | None = None  # those that are not set yet
 
     def use_completions(self, completions: Completions) -> None:
-        """Set the completions that later requests use as reference answers.
+        """Set the source models' completions that later requests may use in place of the tasks' reference answers.
 
-        A request uses them only for the objectives that it lists in `completions`.
+        A request uses them only for the objectives that it lists in its field `completions`.
         """
         self._completions = completions
 
     def use_coefficients(self, coefficients: Coefficients) -> None:
-        """Replace the description of the merges' coefficients; later requests have values for its parameters."""
+        """Set the parameters that determine the coefficients of merges, and by which gradients are computed.
+
+        Each later request gives its merge by a value for each of these parameters.
+        """
         self._space = coefficients
 
     def run(self, request: LossesRequest | GradientRequest) -> LossesResult | GradientResult:
         """Compute the mean loss of each objective and, for a GradientRequest, the derivatives of their weighted sum.
 
-        The derivatives are with respect to all parameters of the coefficients. If a loss is not finite, the result
-        contains a failure instead of losses. Raises InvalidModel and InvalidTask if models or task data cannot be used.
+        The derivatives are with respect to the parameters that set the coefficients of the merge. If a loss is not
+        finite, the result contains a failure instead of losses. Raises InvalidModel and InvalidTask if models or task
+        data cannot be used.
         """
         return self._losses(request) if isinstance(request, LossesRequest) else self._gradient(request)
 
@@ -109,11 +115,12 @@ class GradientActor:
         return space.to_recipe(dict(zip(space.parameters.names, point, strict=True)))
 
     def _gradients(self) -> CoefficientGradients:
-        """The trainable model, which is opened at the first call and computes losses and gradients.
+        """The trainable model, which computes losses and gradients; the first call opens it.
 
-        Completions that `use_completions` has set since the last call are passed on to the model. The constructor does
-        not open the model, because Ray reports an error in the constructor as the death of the process.
-        `use_completions` does not open it either, because errors of that call are not read.
+        Completions that `use_completions` has set since the last call are passed on to the model. The model is opened
+        here and not in the constructor, because Ray reports an error in the constructor as the death of the process. It
+        is not opened in `use_completions` either, because the driver does not wait for that call and would miss its
+        errors.
         """
         if self._opened is None:
             import torch
@@ -138,10 +145,13 @@ class GradientActor:
     def _by_parameter(self, result: CoefficientDerivatives) -> dict[str, float]:
         """Convert a loss's derivatives with respect to a merge's coefficients to derivatives by parameter name.
 
-        `result` has the derivatives with respect to the coefficients of the merge. Several coefficients may have the
-        value of one parameter; the derivative with respect to the parameter is then the sum over these coefficients. If
-        a tensor has a coefficient for each source, the coefficients that its sources have in common are not parameters,
-        and are left out.
+        `result` has the derivatives with respect to the coefficients of the merge, and to the scales of its layers.
+        Several coefficients may have the value of one parameter; the derivative with respect to the parameter is then
+        the sum over these coefficients.
+
+        In a tensor for which each source has its own coefficient, the parameters set these; derivatives with respect to
+        coefficients that all sources share are ignored. In any other tensor, the parameter sets the coefficient that
+        all sources share.
         """
         space = self._known_space
         slopes: dict[str, float] = {}
@@ -159,7 +169,7 @@ class GradientActor:
 
 
 def _with_stated_coefficients(space: Coefficients, point: tuple[float, ...]) -> tuple[float, ...]:
-    """Slightly change the values of `point` that a recipe would leave out, so that it states every coefficient.
+    """The parameter values `point`, slightly changed so that the recipe made from them states every coefficient.
 
     `point` has a value for each parameter of `space`. A recipe in canonical form leaves out a source's coefficient that
     is 0, and a shared coefficient that has its default. A loss has no derivative with respect to a coefficient that is

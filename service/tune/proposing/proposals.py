@@ -20,7 +20,10 @@ __all__ = ["Asking", "Observations", "Proposer"]
 
 
 class Proposer(Protocol):
-    """The interface of objects that compute proposals while the driver works."""
+    """The interface of objects that compute proposals (configurations of new trials) in the background.
+
+    The caller does other work meanwhile, and asks for the result from time to time.
+    """
 
     def submit(self, *, number: int, observations: Sequence[Observation], pending: Sequence[Mapping[str, Any]]) -> None:
         """Begin to compute the proposal of trial `number` in the background.
@@ -43,21 +46,26 @@ class Proposer(Protocol):
         ...
 
     def compute(self, request: ChargedRequest) -> None:
-        """Begin to compute the requested losses or gradient in the background."""
+        """Begin to compute, in the background, the losses or the gradient that the searcher has requested."""
         ...
 
     def stored(self, step: Step) -> None:
-        """Continue to compute the proposal after `step`, which the caller has stored before this call."""
+        """Continue to compute a proposal, after the caller has stored the record `step` that `result` returned.
+
+        A step is the result of a computation that the searcher needs before it proposes, such as a policy update.
+        """
         ...
 
 
 class Asking:
-    """Requests one proposal at a time, and stores the steps, such as gradients, that are computed for it.
+    """The dialogue with a proposer about one proposal at a time; computed steps that come with it are stored.
 
-    `may_compute` is called with a proposal and a request for losses or a gradient that the proposal needs. It says
-    whether the limit of samples allows the request. If it returns False, the request waits: the method `result` returns
-    None, and the next call of `result` calls `may_compute` again. `num_steps` is the number of gradient steps and
-    policy updates that are stored; steps of this attempt are added.
+    A step is a computation that the searcher needs before it proposes, such as a gradient. `proposer` makes the
+    proposals, and `writer` stores the steps. `may_compute` is called with the proposal and the searcher's request for
+    losses or a gradient; it says whether the study's limit of samples allows the request. If it returns False, the
+    request waits: the method `result` returns None, and the next call of `result` calls `may_compute` again.
+    `num_steps` is the number of gradient steps and policy updates that were stored before; the attribute of this name
+    grows with each further one.
     """
 
     def __init__(
@@ -83,8 +91,9 @@ class Asking:
     def result(self, *, timeout_s: float) -> tuple[Proposal, dict[str, Any], float] | None:
         """The finished proposal, or None if it is not ready within `timeout_s` seconds.
 
-        Returns three values: the proposal, its configuration, and the seconds since `submit`. Steps that are ready are
-        stored. Raises StaleAttempt if another driver has replaced this one.
+        Returns three values: the proposal, its configuration, and the seconds since the proposal was submitted.
+        Computed steps that the searcher returns meanwhile, such as policy updates, are stored. Raises StaleAttempt if
+        another driver has replaced this one.
         """
         assert self.proposal is not None
         deadline = time.monotonic() + timeout_s
@@ -113,7 +122,7 @@ class Asking:
 
 
 class Observations:
-    """Converts stored trials to the observations that a searcher may use for a proposal.
+    """The observations of a study: the results of its trials in the form in which searchers receive them.
 
     `space` and `plan` are the study's search space and settings. `feasibility` computes by how much a trial violates
     the study's constraints.
@@ -146,9 +155,10 @@ class Observations:
         return (*found, *(self._failed[number] for number in proposal.failed if number in self._failed))
 
     def _of_rung(self, trial: TrialRecord, rung: int) -> Observation | None:
-        """The observation of a trial at a rung at which it has a result.
+        """The result of a trial at one rung, as searchers receive it; the trial must have a result there.
 
-        Returns None if the trial is a baseline whose recipe has no configuration in the search space.
+        A rung is a number of samples at which trials are compared, given by its index. Returns None if the trial is a
+        baseline whose recipe has no configuration in the search space.
         """
         configuration = trial.configuration or self._of_baseline(trial)
         if configuration is None:
@@ -167,7 +177,7 @@ class Observations:
         )
 
     def _of_baseline(self, trial: TrialRecord) -> Mapping[str, Any] | None:
-        """The configuration of the search space that gives a baseline's recipe, or None if there is none.
+        """The point of the search space that gives the recipe of `trial`, a baseline, or None if there is none.
 
         The configuration of each baseline is computed only once.
         """

@@ -32,7 +32,7 @@ ACTOR_CPUS = 0.1
 
 
 class RayGradients:
-    """Computes losses and gradients of merges, one request at a time, in a gradient actor on Ray.
+    """The driver's client of a gradient actor: a Ray actor that computes losses and gradients, one request at a time.
 
     The actor computes on the device of its `inputs`. If this device is a GPU and no GPU is free when the actor starts,
     the actor computes on the CPU. `actor` is the handle of the Ray actor, or None before the first request. `pending`
@@ -59,10 +59,12 @@ class RayGradients:
             self.actor.use_completions.remote(read())
 
     def begin(self, request: ChargedRequest, coefficients: Coefficients | None = None) -> None:
-        """Begin to compute the losses or the gradient of `request` in the background.
+        """Begin to compute the losses of one merge, or its losses and their gradient, in the background.
 
-        The request's point has one value for each parameter of `coefficients`. If `coefficients` is None, the
-        parameters are those of the last call with `coefficients`, or else those of the actor's inputs.
+        `request` says which of the two, on which samples, and for which merge. It gives the merge by a value for each
+        parameter of `coefficients`, the parameters that determine a merge's coefficients. The gradient is with respect
+        to these parameters. If `coefficients` is None, the parameters are those of the last call that gave some or,
+        before such a call, those of the study's search space.
         """
         if coefficients is not None and coefficients is not self._coefficients:
             self._coefficients = coefficients
@@ -76,13 +78,16 @@ class RayGradients:
     def result(self, *, timeout_s: float) -> LossesResult | GradientResult | None:
         """The result of the request, or None if there is none within `timeout_s` seconds.
 
-        Raises the errors of the method `finish`.
+        The result is also None if the actor died; another actor then repeats the request. Raises InvalidModel,
+        InvalidTask, EngineUnavailable or StudyFailed in the cases that `finish` lists.
         """
         ready, _ = ray.wait([self.pending], timeout=timeout_s)
         return self.finish() if ready else None
 
     def finish(self) -> LossesResult | GradientResult | None:
-        """The result of the completed call, or None if the actor died and a new one repeats the request.
+        """The result of the completed call to the gradient actor, or None if the actor died.
+
+        If the actor died, a new actor repeats the request.
 
         Raises:
             InvalidModel: The actor cannot use its models.
@@ -112,9 +117,10 @@ class RayGradients:
         return result
 
     def _start(self) -> None:
-        """Start the actor, and send it the current completions and coefficients before any request.
+        """Start the gradient actor, and send it the completions and coefficients that were set for an earlier actor.
 
-        The actor runs its calls in order.
+        Completions serve as reference answers of losses; coefficients are the parameters by which gradients are
+        computed. The actor executes its calls in order, so it has both before the first request.
         """
         inputs = on_free_device(self._inputs, ray.available_resources())
         kind: Any = ray.remote(GradientActor)

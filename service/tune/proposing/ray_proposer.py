@@ -46,20 +46,21 @@ logger = logging.getLogger(__name__)
 
 
 class RayProposer:
-    """A `Proposer` that runs the searcher and the gradient actor as Ray actors.
+    """A `Proposer` of which the searcher, and the computation of losses and gradients, run as Ray actors.
 
     - `algorithm`: the name of the searcher
     - `parameters`: the parameters of the search space
     - `seed`: the seed of the search
     - `setting`: further facts about the study that searchers need
-    - `steps`: the steps that the study already has
-    - `gradient_inputs`: the input of the gradient actor; None for a searcher that needs no gradients
+    - `steps`: the results of computations that the searcher has requested in this study before, such as gradients
+    - `gradient_inputs`: the input of the gradient actor, which computes losses and gradients; None for a searcher that
+      needs no gradients
     - `completions`: reads correct completions of the study's source models
     - `checkpoints`: stores the policies of a searcher that trains policies
 
-    The method `result` raises EngineUnavailable if an actor keeps dying or cannot read its files. It raises
-    InvalidModel or InvalidTask if an actor cannot use a model or a task. It raises StudyFailed if an actor cannot work
-    for another reason, for example because a policy has numbers that are NaN.
+    The method `result` raises EngineUnavailable if actors keep dying, or if an actor cannot read files that it needs.
+    It raises InvalidModel or InvalidTask if an actor cannot use a model or a task. It raises StudyFailed if an actor
+    cannot work for another reason, for example because a policy has numbers that are NaN.
     """
 
     def __init__(
@@ -98,9 +99,9 @@ class RayProposer:
     def submit(self, **call: Any) -> None:
         """Begin to compute a proposal in the background; `call` has the arguments of `Proposer.submit`.
 
-        If the searcher computes no steps (`proposes_at_once`), the actor also computes in advance the remaining
-        proposals of the batch, which are made from the same results. A proposal that was computed in advance is not
-        computed again when it is submitted.
+        A batch is a number of consecutive proposals that are made from the same results. If the searcher requests no
+        computations before a proposal (`proposes_at_once`), the actor also computes the batch's remaining proposals in
+        advance. A proposal that was computed in advance is not computed again when it is submitted.
         """
         is_next = bool(self._next) and self._follows(call)
         self._call = {"seed": self._seed, **call}
@@ -111,10 +112,11 @@ class RayProposer:
         self._propose_rest()
 
     def _propose_rest(self) -> None:
-        """Begin to compute the batch's remaining proposals in advance, if the searcher needs no computed steps.
+        """Begin to compute the batch's remaining proposals in advance, if the searcher proposes without computed steps.
 
-        Proposals that were computed ahead earlier, for example before the searcher asked to store a decision, are
-        dropped.
+        A batch is a number of consecutive proposals that are made from the same results. A step is a computation, such
+        as a gradient, that some searchers need before they propose. Proposals that an earlier call computed in advance
+        are dropped.
         """
         self._next.clear()
         if SEARCHERS[self._algorithm].proposes_at_once:
@@ -167,9 +169,10 @@ class RayProposer:
     # -- the searcher ----------------------------------------------------------------------------------------------
 
     def _new_searcher(self) -> Any:
-        """Start a new searcher actor with the stored steps and checkpoints.
+        """Start a new Ray actor with the searcher, the steps that are stored and the policies' checkpoints.
 
-        Ray's dashboard shows the actor under the algorithm's name.
+        A step is the result of a computation that the searcher has requested. Ray's dashboard shows the actor under the
+        algorithm's name.
         """
         self._sent = SentObservations()
         saved = {} if self._checkpoints is None else self._checkpoints.load(self._steps)
@@ -180,10 +183,10 @@ class RayProposer:
         return options.remote(self._algorithm, self._parameters, self._setting, self._steps, saved)
 
     def _message(self) -> dict[str, Any]:
-        """The arguments for a call to the searcher's actor: those of the current proposal, observations as indices.
+        """The arguments of a call to the searcher's actor for the present proposal, with observations as indices.
 
-        Observations that the actor does not have yet are sent to it first. The call then names each observation by the
-        index under which the actor has stored it.
+        Observations (results of trials) that the actor does not have yet are sent to it first. The call then names each
+        observation by the index under which the actor has stored it.
         """
         new, indices = self._sent.add(self._call["observations"])
         if new:
@@ -191,7 +194,7 @@ class RayProposer:
         return {**self._call, "observations": indices}
 
     def _answer(self) -> Step | ChargedRequest | dict[str, Any] | None:
-        """Handle the searcher's answer to a call for a proposal.
+        """Handle the searcher's answer to a call for a proposal, which may be a request for a computation (step).
 
         The method returns one of these values:
 
@@ -243,8 +246,8 @@ class RayProposer:
     def _updated(self, request: UpdateRequest) -> Step | None:
         """The finished policy update as a step for the driver to store; its checkpoint is stored here first.
 
-        There is no checkpoint if nothing was learned. Returns None if the actor died; this method has then started a
-        new actor, which computes the update again.
+        `request` is the searcher's request for the update. There is no checkpoint if nothing was learned. Returns None
+        if the actor died; this method has then started a new actor, which computes the update again.
         """
         try:
             result, content = _learned(self._pending)
@@ -275,19 +278,26 @@ class RayProposer:
         self._pending = self._gradients.pending
 
     def _send_completions(self) -> None:
-        """Make the gradient actor use the chosen completions of the source models as reference answers.
+        """Send the chosen completions of source models to the gradient actor, as reference answers for its losses.
 
-        The method does nothing if no completions have been chosen, or if there is no gradient actor.
+        The gradient actor is the Ray actor that computes losses and gradients. The method does nothing if no
+        completions have been chosen, or if the study has no gradient actor.
         """
         found, chosen = self._completions, self._chosen
         if self._gradients is not None and found is not None and chosen:
             self._gradients.use_completions(lambda: found.read(chosen))
 
     def _measured(self, request: LossesRequest | GradientRequest) -> Step | None:
-        """The finished losses or gradient as a step for the driver to store.
+        """Fetch the losses or the gradient that the gradient actor has computed, as a step for the driver to store.
 
-        Returns None if the gradient actor died; another gradient actor then computes the step again. Raises the errors
-        of `RayGradients.finish`.
+        A step is the searcher's `request` together with the result. The actor's call has already ended, so the method
+        does not wait. Returns None if the actor died; another actor has then begun the same computation.
+
+        Raises:
+            InvalidModel: The actor cannot use its models.
+            InvalidTask: The actor cannot use its task data.
+            EngineUnavailable: The actor cannot read its files, or too many actors have died in a row.
+            StudyFailed: The actor failed for another reason.
         """
         assert self._gradients is not None
         result = self._gradients.finish()
@@ -302,7 +312,10 @@ class RayProposer:
 
 
 def _learned(call: Any) -> Any:
-    """The result of a call to the searcher's actor. Raises StudyFailed if the searcher's policy cannot learn."""
+    """Wait for the result of `call`, a call to the searcher's actor.
+
+    Raises StudyFailed if the searcher's policy cannot learn, for example because its numbers are NaN.
+    """
     try:
         return ray.get(call)
     except RayTaskError as error:

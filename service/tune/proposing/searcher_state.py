@@ -12,6 +12,7 @@ from service.store.steps import Step, StepRequest, UpdateRequest, UpdateResult
 from service.tune.proposing.checkpoints import checkpoint_digests, kept_iterations
 from service.tune.searchers import get_searcher
 from service.tune.searchers.base import LearningSearcher, Observation, ProposalContext, SearchSetting
+from workers.telemetry import logs
 
 __all__ = ["SearcherState", "SentObservations"]
 
@@ -19,9 +20,11 @@ __all__ = ["SearcherState", "SentObservations"]
 class SearcherState:
     """Actor that runs a study's searcher and keeps in memory what proposals need: steps, observations and checkpoints.
 
-    `algorithm` is the name of the searcher, and `parameters` are those of the search space. In the methods, `call` has
-    the fields of `ProposalContext` that differ between proposals: `number`, `seed`, `observations` and `pending`. In
-    `observations`, an index may stand for an observation that the method `receive` has received before.
+    `algorithm` is the name of the searcher, `parameters` are those of the search space, and `setting` has further facts
+    about the study. A step is the result of a computation that the searcher has requested, such as a gradient. In the
+    methods, `call` has the trial's `number`, the `seed`, the results that may be used (`observations`), and the
+    configurations of trials whose results may not be used (`pending`). In `observations`, an index may stand for an
+    observation that the method `receive` has received before.
     """
 
     def __init__(
@@ -32,6 +35,7 @@ class SearcherState:
         steps: Sequence[Step],
         checkpoints: Mapping[int, bytes],
     ) -> None:
+        logs.log_in_worker()
         self._searcher = get_searcher(algorithm)
         self._parameters = parameters
         self._setting = setting
@@ -43,16 +47,17 @@ class SearcherState:
         self._ahead: _Ahead | None = None
 
     def receive(self, observations: Sequence[Observation]) -> None:
-        """Store observations, to which later calls refer by index.
+        """Store observations (results of trials), to which later calls refer by their indices in the order of arrival.
 
-        Each observation is then sent to this process once, and not with every call.
+        Each observation is therefore sent to this process once, and not with every call.
         """
         self._received += observations
 
     def propose(self, **call: Any) -> StepRequest | dict[str, Any]:
-        """The configuration of the next trial, or a request for a step that must be computed first.
+        """The configuration of the next trial, or a request for a computation (step) that is needed before.
 
-        `call` has the fields of `ProposalContext` that differ between proposals.
+        `call` has the trial's number, the seed, the known results (`observations`) and the configurations of earlier
+        trials whose results may not be used (`pending`).
         """
         self._last_call = call
         if isinstance(self._searcher, LearningSearcher):
@@ -61,11 +66,11 @@ class SearcherState:
         return self._last_answer
 
     def propose_next(self) -> StepRequest | dict[str, Any]:
-        """The configuration of the trial after the last proposal, or a request for a step that must be computed first.
+        """The configuration of the trial after the last proposed one, or a request for a computation before it.
 
-        The proposal uses the same results as the previous one; the configuration of the previous one counts as pending.
-        If the last answer was a request for a step, this request is returned again, because its proposal must be made
-        first.
+        The proposal uses the same results as the last one. The configuration proposed last counts as pending (proposed,
+        without a result). If the last call returned a request instead of a configuration, the same request is returned
+        again, because the proposal that needs it must be made first.
         """
         if not isinstance(self._last_answer, dict):
             assert self._last_answer is not None, "nothing was proposed"
@@ -75,24 +80,28 @@ class SearcherState:
         return self.propose(**{**call, "number": call["number"] + 1, "pending": pending})
 
     def propose_after(self, step: Step, **call: Any) -> StepRequest | dict[str, Any]:
-        """Add `step`, which the driver has stored, to the study's steps; then propose as the method `propose` does."""
+        """Add the result of a computation to the study's steps, and continue with the proposal that needs it.
+
+        `step` is the result, which the driver has stored. `call` has the arguments of the method `propose`. Like
+        `propose`, this method returns a configuration, or a request for a further computation.
+        """
         self._steps.append(step)
         return self.propose(**call)
 
     def update(self, request: UpdateRequest, **call: Any) -> tuple[UpdateResult, bytes | None]:
         """Compute a policy update, which a proposal needs before it can be made.
 
-        `request` has the number of the training iteration whose trials the policy learns from. `call` has the keyword
-        arguments that `propose` received for this proposal. Returns the update's result and the policy's new
-        checkpoint, which is None if nothing was learned. The caller must store the checkpoint before it stores the
-        step.
+        `request` has the number of the training iteration (a fixed number of trials) from whose trials the policy
+        learns. `call` has the keyword arguments that `propose` received for this proposal. Returns the update's result
+        and the policy's new checkpoint, which is None if nothing was learned. The caller must store the checkpoint
+        before it stores the record of the update.
         """
         assert isinstance(self._searcher, LearningSearcher), "a searcher asks for an update, and does not learn"
         self._restore_checkpoints(self._searcher, call)
         return self._learn(self._searcher, request.iteration, call)
 
     def learn_ahead(self) -> None:
-        """Compute the next policy update in advance, if all observations that it learns from are known.
+        """Compute the next policy update in advance, if all results that it learns from are known.
 
         Engines then do not wait for the update when a proposal needs it.
         """
@@ -143,9 +152,10 @@ class SearcherState:
 
 
 class SentObservations:
-    """The observations that a `SearcherState` in another process has received, with their indices there.
+    """Record of the observations that were sent to a `SearcherState` in another process, and of their indices.
 
-    Two observations count as equal if they are the same Python object; their contents are not compared.
+    An observation is the result of a trial. The other process keeps the observations in a list; an index is the place
+    in this list. Two observations count as equal if they are the same Python object; their contents are not compared.
     """
 
     def __init__(self) -> None:
@@ -167,7 +177,8 @@ class SentObservations:
 def _timed(searcher: LearningSearcher, context: ProposalContext, iteration: int) -> tuple[UpdateResult, bytes | None]:
     """Compute the policy update of `iteration` with `searcher.learn`, and measure the time.
 
-    Returns the update's result with the seconds, and the policy's checkpoint (None if nothing was learned).
+    `context` has the results that the policy learns from. Returns the update's result with the seconds that it took,
+    and the policy's checkpoint (None if nothing was learned).
     """
     started = time.perf_counter()
     result, content = searcher.learn(context, iteration=iteration)
@@ -176,10 +187,11 @@ def _timed(searcher: LearningSearcher, context: ProposalContext, iteration: int)
 
 @dataclass(frozen=True)
 class _Ahead:
-    """The update of a policy in `iteration`, computed before it was requested.
+    """A policy update that was computed before the searcher's proposal needed it.
 
-    `known` are the observations from which the update was computed; the update is used only if they are still the same.
-    `result` is the update's result, and `content` the policy's checkpoint, or None if nothing was learned.
+    `iteration` is the training iteration of the update. `known` are the observations (results of trials) from which the
+    update was computed; it is used only if the proposal comes with the same ones. `result` is the update's result, and
+    `content` the policy's checkpoint, or None if nothing was learned.
     """
 
     iteration: int

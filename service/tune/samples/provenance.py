@@ -14,10 +14,10 @@ __all__ = ["ProvenanceCheck"]
 
 
 class ProvenanceCheck:
-    """Checks that a result's hashes of weights and prompts agree with the request and with earlier results.
+    """The check that a result's hashes of weights and prompts agree with the request and with earlier results.
 
     These hashes are the evidence of the result. `bank_fingerprint` is the fingerprint of the study's source models.
-    `stored` is the evidence that earlier attempts have stored. Results of one recipe must have the same checksum of
+    `stored` is the evidence that earlier drivers have stored. Results of one recipe must have the same checksum of
     weights, and results on the same samples the same hash of prompts.
     """
 
@@ -30,10 +30,10 @@ class ProvenanceCheck:
             self._prompts.update(row.prompts)
 
     def check(self, evaluation: Evaluation, result: ScoreResult) -> ScoreResult:
-        """Check that a result comes from the requested merge and prompts; return it with full names of prompt hashes.
+        """Check that the result of `evaluation` comes from the requested merge and prompts, and return it.
 
         An engine reports one hash of prompts for each objective. In the returned result, the key of a hash also names
-        the split and the positions of the samples: "split objective[start:stop]".
+        the kind of data and the positions of the samples: "search math[0:512]".
 
         Raises EvidenceMismatch if the result's hashes (its evidence) differ from the request or from earlier results:
         the digest of the recipe, the fingerprint of the source models, the checksum of the weights, or the hash of the

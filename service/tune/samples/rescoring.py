@@ -35,9 +35,9 @@ Key = tuple[str, int]  # objective, position
 class Rescoring:
     """Samples of one study that are scored again, because their engine failed a check after it had scored them.
 
-    A sample is void if its engine passed no check between scoring the sample and failing. The old value of a void
-    sample stays in the store until the sample is scored again with the same value. If the new value differs, it is
-    never stored, and the study fails. If such a study is resumed, it fails again.
+    Engines are checked from time to time. All samples that an engine scored since its last passed check are void. The
+    old value of a void sample stays in the store until the sample is scored again with the same value. If the new value
+    differs, it is never stored, and the study fails. If such a study is resumed, it fails again.
     """
 
     def __init__(self, study_id: str, store: Store, writer: JobWriter, samples: SampleCache) -> None:
@@ -60,11 +60,11 @@ class Rescoring:
         return bool(self._void)
 
     def is_void(self, replica: str, canaries: int | None) -> bool:
-        """Whether samples of one engine must be scored again, because it failed its next check after scoring them.
+        """Whether samples of an engine must be scored again, because the first check after they were scored failed.
 
-        `replica` is the id of the engine's replica. A canary is a check of an engine's output on fixed prompts.
-        `canaries` is the number of canaries that the engine had passed when it scored the samples. It is None for
-        samples that an earlier version stored; these are not void.
+        `replica` is the id of the engine's process (Ray Serve replica). `canaries` is the number of checks (canaries:
+        comparisons with transformers on fixed prompts) that the engine had passed when it scored the samples. It is
+        None for samples that an earlier version stored; these are not void.
         """
         fault = self._faults.get(replica)
         return fault is not None and canaries is not None and canaries >= fault.canaries
@@ -73,7 +73,7 @@ class Rescoring:
         return (digest, split) in self._void
 
     def report(self, fault: EngineFault) -> None:
-        """Store the failed check of an engine that scores for this study.
+        """Store that an engine that scores for this study failed a check, as `fault` describes.
 
         Raises StudyFailed if MAX_FAULTS engines have failed a check.
         """
@@ -106,7 +106,8 @@ class Rescoring:
     def _take_out(self) -> tuple[set[str], int]:
         """Remove samples of engines that failed a check from the sample cache, so that they are scored again.
 
-        Returns the ids of the replicas whose engines had scored the samples, and the number of samples.
+        Returns the ids of the engines' processes (Ray Serve replicas) that had scored the samples, and the number of
+        samples.
         """
         replicas, num_samples = set(), 0
         for sample in self._store.void_samples(self._study_id):
@@ -123,10 +124,11 @@ class Rescoring:
     def next_evaluation(
         self, in_flight: Iterable[Evaluation], *, trial_of: Callable[[str], TrialRecord]
     ) -> Evaluation | None:
-        """An evaluation that scores samples of one recipe and split again, because their engine failed a check.
+        """An evaluation that scores samples of one recipe again, because their engine failed a check.
 
-        Returns None if no void samples are left, or if all their recipes are `in_flight`. `trial_of` gives the trial of
-        a recipe by its digest.
+        The samples are of one kind of data; the kinds are search, holdout and benchmark data. Recipes of the running
+        evaluations `in_flight` are left out. `trial_of` gives the trial of a recipe by the recipe's digest. Returns
+        None if no samples of other recipes must be scored again.
         """
         busy = {evaluation.recipe.digest for evaluation in in_flight}
         for (digest, split), values in self._void.items():
@@ -142,12 +144,14 @@ class Rescoring:
     def compare(
         self, evaluation: Evaluation, result: ScoreResult, trials: Iterable[TrialRecord]
     ) -> tuple[set[Key], set[Key]]:
-        """Compare rescored samples with the earlier values that they replace.
+        """Compare the new values of rescored samples with the values that were stored before.
 
-        `result` has new values of samples of `evaluation`. Returns two sets of samples, each sample as (objective,
-        position): those with an equal value, and those with another value. The second ones must not be stored. Raises
-        StudyFailed once all void samples have been scored again and some have another value. The message names the
-        objectives and positions of the samples, and those of the `trials` that have the recipe.
+        `result` has the new values for `evaluation`. Returns two sets of samples: those whose new value equals the
+        stored one, and those whose new value differs. The new values of the second set must not be stored. A sample is
+        given as (objective, position), and its position is its index in scoring order.
+
+        Raises StudyFailed when no sample of the study is left to rescore and at least one value differed. The message
+        names the samples that differed, and the numbers of those `trials` whose recipe was scored on them.
         """
         held = evaluation.recipe.digest, evaluation.split
         void = self._void.get(held, {})

@@ -24,7 +24,8 @@ __all__ = ["SampleCache"]
 class SampleCache:
     """In-memory cache of the sample values of one study, by recipe.
 
-    Trials with equal recipes share their samples. The samples of a data split are grouped into rungs:
+    `store` reads the samples that are stored in the database; `plan` says which samples there are. Trials with equal
+    recipes share their samples. The samples of a data split are grouped into rungs:
 
     - Search data: a rung is a budget level of the scheduler, that is, a number of samples.
     - Holdout data: the only rung has all samples.
@@ -50,7 +51,7 @@ class SampleCache:
 
     @property
     def num_searched(self) -> int:
-        """Number of samples that are stored on search data."""
+        """Number of scored samples of the search data, over all merges; holdout data and benchmarks do not count."""
         return self._num_scored[Split.SEARCH]
 
     def add(self, digest: str, split: Split, samples: Sequence[SampleResult]) -> None:
@@ -64,8 +65,8 @@ class SampleCache:
     def take_out(self, digest: str, split: Split, objective: str, position: int) -> None:
         """Remove a sample from the cache, so that it is scored again.
 
-        `digest` identifies the recipe. `position` is the sample's index in the order in which the objective's samples
-        are scored.
+        `digest` identifies the recipe, and `split` the data: search, holdout or benchmark data. `position` is the
+        sample's index in the order in which the objective's samples are scored.
         """
         values = self._values[split][digest][objective]
         if split == Split.SEARCH:
@@ -74,10 +75,12 @@ class SampleCache:
         self._num_scored[split] -= 1
 
     def missing(self, digest: str, rung: int, split: Split) -> list[Span]:
-        """The samples at a rung that are not stored for a recipe, as ranges of adjacent positions.
+        """The samples of a rung that are not stored for a recipe, as ranges of adjacent positions.
 
-        `digest` identifies the recipe. Chunks are stored whole, so gaps between stored samples exist only where an
-        attempt was interrupted or void samples (of an engine that failed a check) were removed.
+        `digest` identifies the recipe, and `split` the data: search, holdout or benchmark data. On search data, `rung`
+        is the index of a number of samples at which trials are compared; on benchmark data, it is the benchmark's
+        position in `Plan.benchmarks`; on holdout data, it has no influence. Stored samples have gaps only where a
+        driver was interrupted, or where samples of an engine that failed a check were removed.
         """
         samples, tasks = self._num_samples(digest, rung, split), self._tasks(split)
         known = self._values[split].get(digest, {})
@@ -88,20 +91,27 @@ class SampleCache:
         return _spans(missing, tasks)
 
     def missing_chunks(self, digest: str, rung: int, split: Split) -> tuple[tuple[Span, ...], ...]:
-        """The samples at a rung that are not stored for a recipe, in chunks of at most `Plan.chunk_samples` samples."""
+        """The samples of a rung that are not stored for a recipe, in chunks of at most `Plan.chunk_samples` samples.
+
+        A chunk is the samples of one request to an engine. `digest` identifies the recipe, and `split` the data:
+        search, holdout or benchmark data. `rung` is the index of a number of samples at which trials are compared or,
+        on benchmark data, the benchmark's position in `Plan.benchmarks`.
+        """
         return _chunks(self.missing(digest, rung, split), self._plan.chunk_samples)
 
     def chunks(self, positions: Mapping[str, Sequence[int]], split: Split) -> tuple[tuple[Span, ...], ...]:
-        """The samples at `positions` in chunks of at most `Plan.chunk_samples` samples.
+        """The samples at `positions` in chunks (the samples of one request) of at most `Plan.chunk_samples` samples.
 
-        `positions` has sample positions by objective, in ascending order.
+        `positions` has sample positions by objective, in ascending order. `split` says which data they are from:
+        search, holdout or benchmark data.
         """
         return _chunks(_spans(positions, self._tasks(split)), self._plan.chunk_samples)
 
     def rung_record(self, recipe: Recipe | StoredRecipe, rung: int) -> RungRecord:
-        """Estimates of a recipe's values at a rung of the search; all samples of the rung must be stored.
+        """Estimates of a recipe's values from the samples of a rung of the search, all of which must be stored.
 
-        The result also has the values of objectives that are costs of the recipe, which need no samples.
+        A rung is a number of samples at which trials are compared. The result also has the values of the objectives
+        that count the recipe's layers or parameters and need no samples.
         """
         samples = self._plan.rung_samples[rung]
         known = self._values[Split.SEARCH].get(recipe.digest, {})  # costs alone have no samples
@@ -118,11 +128,13 @@ class SampleCache:
         return RungRecord(rung, dict(samples), values | exact, standard_errors | dict.fromkeys(exact, 0.0))
 
     def differences_of(self, trials: Mapping[int, TrialRecord]) -> Callable[[int, int, int], Sequence[NDArray[Any]]]:
-        """Make a function that computes how the costs of two trials differ on each sample of a rung.
+        """Make a function that compares the costs of two trials, sample by sample.
 
-        The returned function calls `cost_differences`. Its arguments are a trial's number, the number of the trial's
-        rival, and a rung. `trials` has the trials by number; their recipes are looked up whenever the returned function
-        is called.
+        The returned function has three arguments: the number of a trial, the number of the trial that it is compared
+        with (its rival), and the index of a rung, which is a number of samples at which trials are compared. It returns
+        an array [num_samples] for each objective, with the cost of the trial minus the cost of the rival on each sample
+        of the rung (`cost_differences`). `trials` has the trials by number. The function reads it at each call, so
+        trials that are added later can be compared too.
         """
         return lambda trial, rival, rung: self.cost_differences(trials[trial].recipe, trials[rival].recipe, rung=rung)
 
@@ -131,10 +143,11 @@ class SampleCache:
     ) -> tuple[NDArray[np.float64], ...]:
         """The cost of a recipe minus that of a `rival` recipe on each sample of a rung; one array for each objective.
 
-        The arrays [num_samples] are in the order of the objectives. Their numbers are in the order of the samples, and
-        in [-1, 1], because costs are clipped to [0, 1]. Both recipes must have been scored on all of these samples. An
-        objective that follows from the recipe alone, such as its number of layers, has an array with one number: -1 if
-        the recipe is better, else 1. Samples whose engine later failed a check (void samples) count with their old
+        A rung is a number of samples at which trials are compared, given by its index. The arrays [num_samples] are in
+        the order of the objectives. Their numbers are in the order of the samples, and in [-1, 1], because costs are
+        clipped to [0, 1]. Both recipes must have been scored on all of these samples. Some objectives need no samples,
+        because they follow from the recipe alone, such as its number of layers. Such an objective has an array with one
+        number: -1 if the recipe is better, else 1. Samples whose engine later failed a check count with their old
         values, because earlier decisions used these values.
         """
 
@@ -154,19 +167,27 @@ class SampleCache:
         return tuple(difference(objective) for objective in self._plan.objectives)
 
     def add_attacked_tasks(self, tasks: Mapping[str, TaskSpec]) -> None:
-        """Add tasks with changed prompt templates; the key of each is the name under which its samples are stored."""
+        """Add tasks whose prompt template was changed by an attack (a search for the template with the worst metric).
+
+        The key of each task is the name under which its samples are stored.
+        """
         self._attacked_tasks |= tasks
 
     def set_attacked(self, digest: str, benchmark: int, names: Collection[str]) -> None:
-        """Set the changed prompt templates with which a recipe is scored on a benchmark, in place of earlier ones.
+        """Set the changed prompt templates with which a recipe is scored on a benchmark, in place of those set before.
 
-        `digest` identifies the recipe, and `benchmark` is the position in `Plan.benchmarks`. `names` are the names of
-        the templates' samples; their tasks must be known.
+        An attack on a benchmark changes the prompt template, in search of the template with the worst metric. `digest`
+        identifies the recipe, and `benchmark` is the position in `Plan.benchmarks`. `names` are the names of the
+        changed templates, under which samples with these templates are stored. The names must have been passed to
+        `add_attacked_tasks` before.
         """
         self._attacked[digest, benchmark] = names
 
     def mean(self, digest: str, split: Split, name: str) -> float:
-        """The mean value of a recipe over its stored samples of the task `name`; at least one must be stored."""
+        """The mean value of a recipe over its stored samples of the task `name`; at least one must be stored.
+
+        `digest` identifies the recipe, and `split` the data: search, holdout or benchmark data.
+        """
         return float(np.nanmean(self._values[split][digest][name]))
 
     def _num_samples(self, digest: str, rung: int, split: Split) -> Mapping[str, int]:
@@ -192,7 +213,7 @@ class SampleCache:
 
 
 def _spans(positions: Mapping[str, Sequence[int]], tasks: Mapping[str, TaskSpec]) -> list[Span]:
-    """Join consecutive sample positions into spans, separately for each objective.
+    """Join consecutive sample positions into spans (ranges of positions), separately for each objective.
 
     `positions` has ascending sample positions by objective. `tasks` has the task of each objective, which becomes a
     part of the span.
@@ -208,9 +229,10 @@ def _spans(positions: Mapping[str, Sequence[int]], tasks: Mapping[str, TaskSpec]
 
 
 def _chunks(spans: Iterable[Span], limit: int) -> tuple[tuple[Span, ...], ...]:
-    """The spans in order, divided into chunks of `limit` samples; the last chunk may be smaller.
+    """The spans in order, divided into chunks (the samples of one request) of `limit` samples.
 
-    A span that does not fit into the rest of a chunk is cut in two.
+    A span is a range of sample positions; one that does not fit into the rest of a chunk is cut in two. The last chunk
+    may be smaller.
     """
     chunks: list[tuple[Span, ...]] = []
     current: list[Span] = []

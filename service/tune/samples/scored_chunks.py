@@ -25,9 +25,11 @@ __all__ = ["ScoredChunks"]
 
 
 class ScoredChunks:
-    """Checks and stores the results of engines, and removes the results of engines that later failed a check.
+    """The results that engines return in a study: checked, stored, and removed if their engine later fails a check.
 
-    `observer` is called with "commit" whenever a chunk was stored, so that tests can stop the process at this moment.
+    Samples are kept in the cache `samples`, and stored in the database by `writer`; `store` reads what earlier drivers
+    have stored. `plan` has the study's settings and `trials` its trials. `observer` is called with "commit" whenever
+    the result of a request was stored, so that tests can stop the process at this moment.
     """
 
     def __init__(
@@ -59,17 +61,21 @@ class ScoredChunks:
     def next_rescoring(self, in_flight: Iterable[Evaluation]) -> Evaluation | None:
         """An evaluation that scores samples of one recipe again, because their engine failed a check.
 
-        Returns None if no such samples are left, or if running evaluations (`in_flight`) score all their recipes.
+        `in_flight` are the running evaluations; recipes that they score are left out. Returns None if no samples of
+        other recipes must be scored again.
         """
         return self._rescoring.next_evaluation(in_flight, trial_of=self._trials.first_with)
 
     def report_fault(self, fault: EngineFault) -> None:
-        """Store that an engine failed a check. Raises StudyFailed if too many engines have failed a check."""
+        """Store that an engine failed a check of its weights or outputs, which `fault` describes.
+
+        Raises StudyFailed if too many engines have failed a check.
+        """
         self._rescoring.report(fault)
         self.look_for_faults()
 
     def look_for_faults(self, *, at_once: bool = True) -> None:
-        """Find engines that failed a check in any study, and schedule this study's affected samples for rescoring.
+        """Find engines that failed a check in any study, and let the affected samples of this study be scored again.
 
         If `at_once` is False, the store is read at most once a second.
         """
@@ -79,7 +85,7 @@ class ScoredChunks:
             self._provenance = ProvenanceCheck(self._plan.bank_fingerprint, valid)
 
     def add(self, evaluation: Evaluation, result: ScoreResult) -> bool:
-        """Check and store an engine's result for a chunk of samples.
+        """Check and store an engine's result for one chunk (the samples of one request) of `evaluation`.
 
         Returns False, and stores nothing, if the engine failed a check after scoring, so that the samples must be
         scored again. Raises EvidenceMismatch if the result belongs to another recipe, other sources or other prompts

@@ -39,9 +39,10 @@ def rung_table(
 ) -> RungTable:
     """Create the scheduler that `plan` names, still without trials.
 
-    The scheduler decides which trial is evaluated at which rung, and which trials are promoted. `violation(trial,
-    rung)` is the total constraint violation of a trial at a rung. `differences(trial, rival, rung)` has an array for
-    each objective: the trial's cost minus that of the trial `rival` on each sample of the rung.
+    The scheduler decides on which rung (number of samples) each trial is evaluated, and which trials are promoted.
+    `violation(trial, rung)` is the total constraint violation of a trial at a rung. `differences(trial, rival, rung)`
+    has an array for each objective: the trial's cost minus that of the trial `rival`, with which it is compared, on
+    each sample of the rung.
     """
     own: dict[str, Any] = {}
     if plan.error_rate is not None:

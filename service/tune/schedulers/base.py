@@ -30,10 +30,11 @@ __all__ = ["Decision", "Entry", "Proposal", "Rung", "RungTable"]
 
 @dataclass
 class Entry:
-    """A trial's state in the scheduler: its bracket, its next rung, its costs by rung, and its state.
+    """A trial as the scheduler sees it: its bracket, its next rung, its costs by rung, and whether it has ended.
 
-    `bracket` is None for a baseline. `is_finished` is True once the trial is complete, pruned or failed. `is_waiting`
-    is True while the trial waits for a decision on its promotion.
+    A rung is a number of samples at which trials are compared; a bracket is a ladder of rungs. `bracket` is None for a
+    trial that is evaluated only at the last rung, such as a baseline. `is_finished` is True once the trial is complete,
+    pruned or failed. `is_waiting` is True while the trial waits for a decision on its promotion.
     """
 
     number: int
@@ -50,15 +51,19 @@ class Entry:
 
 @dataclass
 class Rung:
-    """A rung of one bracket, with its members: the trials that have arrived at the rung.
+    """A rung of one bracket (ladder of rungs): a number of samples at which the bracket's trials are compared.
 
+    Its members are the trials that have arrived at the rung, whether they are evaluated there yet or not.
+
+    - `index`: the rung's index, from 0
     - `order`: the members in the order of their arrival
-    - `members`: for each member, the number of the trial that caused its promotion to this rung: the newest trial whose
-      first result the decision needed. The number says which proposals may use the member's result at this rung. It
-      never decreases along `order`.
-    - `num_decided`: the number of members, from the first one on, on which decisions have been made
+    - `members`: for each member, a trial number that says which proposals may use the member's result at this rung: the
+      number of the newest trial whose first result was needed for promoting the member to this rung. It never decreases
+      along `order`.
+    - `num_decided`: the number of members on which decisions have been made; they are the first ones in `order`
+    - `num_seen`: the number of members whose results at this rung proposals may use; they are the first ones in `order`
     - `ranking`: the members on which decisions have been made, without those that failed
-    - `is_closed`: no further decision is made at this rung
+    - `is_closed`: whether all decisions at this rung have been made
     """
 
     index: int
@@ -78,11 +83,11 @@ class Rung:
 class Proposal:
     """The next configuration to request from the searcher, and the results that the searcher may use for it.
 
-    - `number`: the trial's number
-    - `bracket`: the number of the trial's bracket
-    - `visible`: the results that may be used, as (trial, rung)
+    - `number`: the number of the trial that gets the configuration
+    - `bracket`: the number of the trial's bracket (ladder of rungs)
+    - `visible`: the results that may be used, each as (trial, rung); the rung is the index of a number of samples
     - `failed`: trials that are known to have failed
-    - `pending`: trials whose results must not be used
+    - `pending`: earlier trials whose results the searcher may not use
     - `opens`: the new bracket if the trial is the first in it, else None; the caller stores the bracket before the
       trial
     """
@@ -99,7 +104,8 @@ class Proposal:
 class Decision:
     """A decision at a rung of a bracket: the trials promoted to the next rung, and the trials that end as pruned.
 
-    `reason` says by which rule trials are pruned, if the scheduler has several rules.
+    A rung is a number of samples at which trials are compared; a bracket is a ladder of rungs. `reason` says by which
+    rule trials are pruned, if the scheduler has several rules.
     """
 
     bracket: int
@@ -112,15 +118,17 @@ class Decision:
 class RungTable(ABC):
     """Base class of schedulers, with the rungs and brackets of one study.
 
+    A rung is a number of samples at which trials are compared; a bracket is a ladder of rungs, as in Hyperband.
+
     - `num_rungs`: the number of rungs
     - `eta`: the reduction factor of successive halving; about 1/eta of a rung's trials are promoted
     - `cycle`: the brackets, which repeat until `max_trials` configurations are proposed
     - `num_baselines`: the number of baselines, which are the first trials and are evaluated once, at the last rung
-    - `max_staleness`: how many trials proposals may run ahead of evaluations, which keeps replicas busy
-    - `batch`: how many consecutive proposals are made from the same results, at most `max_staleness`; these are the
-      results that the last of these proposals must use
+    - `max_staleness`: the number of trials by which proposals may be ahead of evaluations, which keeps replicas busy
+    - `batch`: the number of consecutive proposals that are made from the same results, at most `max_staleness`; all of
+      them use the results that the last proposal of the batch would use
     - `waits_for_baselines`: whether each proposal must use the results of all baselines
-    - `open_brackets`: the number of brackets of Hyperband that may be open at a time
+    - `open_brackets`: the number of brackets of Hyperband in which trials may run at the same time
     - `violation(trial, rung)`: the trial's violation of constraints at a rung for which it has a result; called when a
       decision is made on a proposed trial
     """
@@ -171,25 +179,31 @@ class RungTable(ABC):
 
     @abstractmethod
     def _num_promoted_early(self, num_decided: int) -> int:
-        """Number of a rung's best trials that are promoted once its first `num_decided` members are evaluated.
+        """The number of best trials at a rung that are promoted while further trials may still arrive there.
 
-        The members are the trials that arrived at the rung; more may still arrive. The number includes trials that were
-        promoted earlier.
+        A rung is a number of samples at which trials are compared. `num_decided` is the number of trials at the rung
+        that decisions are based on: the first ones that arrived there, all of which are evaluated. The result includes
+        trials that were promoted earlier.
         """
 
     @abstractmethod
     def _see_later(self, number: int, bracket: int) -> bool:
-        """Let proposals use the results at higher rungs that proposal `number` depends on; return whether all exist.
+        """Let the searcher use the results at higher rungs that proposal `number` needs; return whether all exist.
 
-        A higher rung is any rung after a trial's first. Each subclass defines which results these are, and calls the
-        method `_see` for each of them. `bracket` is the number of the proposal's bracket. If one of the results is
-        missing, the method returns False, and the proposal waits. A result that one proposal may use can be used by all
-        later proposals too.
+        A rung is a number of samples at which trials are compared; the higher rungs of a trial are all except its
+        first. Each subclass defines which of these results a proposal needs, and calls the method `_see` for each of
+        them. `bracket` is the number of the proposal's bracket (ladder of rungs). If a result does not exist yet, the
+        method returns False, and the proposal waits for it. A result that one proposal may use can be used by all later
+        proposals too.
         """
 
     @abstractmethod
     def position(self) -> tuple[int, int] | None:
-        """The bracket and the rung that the search is at, for displays of progress; None if there are several."""
+        """The bracket and the rung at which the search is now, for displays of progress.
+
+        A bracket is a ladder of rungs, and a rung a number of samples at which trials are compared; both are given by
+        their index. None if trials run in several of them at the same time.
+        """
 
     # -- state -----------------------------------------------------------------------------------------------------
 
@@ -208,7 +222,11 @@ class RungTable(ABC):
             self._rungs[bracket][0].add(number, cause=number)
 
     def record(self, number: int, rung: int, costs: tuple[float, ...]) -> tuple[Decision, ...]:
-        """Record the costs of a trial at a rung, and return the decisions that follow."""
+        """Record the costs of trial `number` at a rung; return which trials are now promoted or pruned.
+
+        `costs` has one cost for each objective; smaller is better. A rung is a number of samples at which trials are
+        compared.
+        """
         entry = self._entries[number]
         entry.costs[rung] = costs
         entry.next_rung = rung
@@ -221,15 +239,15 @@ class RungTable(ABC):
         return () if self._is_stopped else self._decide_for(entry)
 
     def know(self, number: int, costs: Mapping[int, tuple[float, ...]]) -> None:
-        """Record the costs of a trial at rungs at which the trial was not evaluated itself.
+        """Record the costs of trial `number` at rungs (numbers of samples) at which it was not evaluated itself.
 
-        Baselines are such trials: they are evaluated only at the last rung. `costs` has the costs by rung, for the
-        lower rungs.
+        Baselines are such trials: they are evaluated only at the last rung, whose samples include those of the lower
+        rungs. `costs` has the costs by the index of the lower rung, one cost for each objective.
         """
         self._at_looks[number] = dict(costs)
 
     def fail(self, number: int) -> tuple[Decision, ...]:
-        """Record that trial `number` failed, and return the decisions that follow."""
+        """Record that trial `number` failed; return which other trials are promoted or pruned because of this."""
         entry = self._entries[number]
         entry.is_failed = True
         self._end(entry)
@@ -239,8 +257,8 @@ class RungTable(ABC):
         """End the search now, and end all trials except those in `running`.
 
         `running` has the numbers of the trials that are being evaluated. Each of them ends with its next result,
-        because no trial is promoted any more. Brackets keep their sizes, so that a resumed search makes the same
-        decisions up to the stop.
+        because no trial is promoted any more. The planned numbers of trials in brackets (ladders of rungs, which are
+        numbers of samples) are not reduced. A resumed search therefore makes the same decisions up to the stop.
         """
         self._is_search_over = self._is_stopped = True
         for entry in self._entries.values():
@@ -250,9 +268,11 @@ class RungTable(ABC):
     def end_search(self) -> tuple[int, ...]:
         """Stop proposals, because a limit is reached or the searcher repeats known configurations.
 
-        Evaluations at open rungs still finish. A bracket of several rungs that is not full gets the number of its
-        trials as its size. Returns the indices of these brackets. A bracket of one rung promotes nothing, and keeps its
-        size in case the search continues later.
+        Trials that exist are still evaluated, promoted and pruned. A bracket is a ladder of rungs (numbers of samples)
+        with a planned number of trials, and the last decisions at its first rung wait for all of them. Brackets that
+        have fewer trials than planned are therefore reduced to the trials that they have. Returns the indices of the
+        reduced brackets. A bracket of one rung promotes nothing, and keeps its planned size in case the search
+        continues later.
         """
         self._is_search_over = True
         short = [
@@ -265,10 +285,12 @@ class RungTable(ABC):
         return tuple(short)
 
     def shrink(self) -> tuple[int, ...]:
-        """Make the newest bracket smaller if all brackets together have more trials than `max_trials`.
+        """Make the newest bracket smaller if all brackets together would have more trials than `max_trials`.
 
-        This happens only if `max_trials` was reduced after the newest bracket was opened. The bracket keeps the trials
-        that it already has. Returns the index of the changed bracket, or nothing if no bracket is changed.
+        A bracket is a ladder of rungs (numbers of samples at which trials are compared) with a planned number of
+        trials. The brackets have too many trials only if the user has reduced `max_trials` after the newest one was
+        opened. This bracket keeps the trials that it already has. Returns a tuple with the index of the changed
+        bracket, or an empty one.
         """
         newest = next(reversed(self._brackets), None)
         excess = sum(bracket.num_configurations for bracket in self._brackets.values()) - self._max_trials
@@ -286,31 +308,35 @@ class RungTable(ABC):
     def most_samples_left(self, totals: Sequence[int]) -> int:
         """The most samples that the study's trials can still take, if each is evaluated up to the last rung.
 
-        `totals` has each rung's number of samples, of all objectives together. Subclasses may return a smaller number.
+        A rung is a number of samples at which trials are compared. `totals` has the number of samples of each rung,
+        summed over the objectives. Subclasses may return a smaller number.
         """
         return sum(self._most_of(self._entries[number], totals) for number in self._runnable | self._waiting)
 
     def most_samples_of(self, proposal: Proposal, totals: Sequence[int]) -> int:
-        """The number of samples by which a new proposal raises `most_samples_left`: all samples of the last rung.
+        """The number of samples by which a new trial raises the result of `most_samples_left`.
 
-        `totals` has each rung's number of samples, of all objectives together.
+        In this class, it is the number of samples of the last rung; a rung is a number of samples at which trials are
+        compared. `proposal` describes the new trial. `totals` has the number of samples of each rung, summed over the
+        objectives.
         """
         return totals[-1]
 
     def _most_of(self, entry: Entry, totals: Sequence[int]) -> int:
-        """The most samples that a trial can still take: those of the last rung, without those that it was scored on.
+        """The most samples that a trial can still take: those of the last rung, less those that it was scored on.
 
-        `totals` has each rung's number of samples, of all objectives together.
+        `entry` is the state of the trial. A rung is a number of samples at which trials are compared. `totals` has the
+        number of samples of each rung, summed over the objectives.
         """
         return totals[-1] - (totals[max(entry.costs)] if entry.costs else 0)
 
     # -- decisions -------------------------------------------------------------------------------------------------
 
     def decide(self, bracket: int) -> tuple[Decision, ...]:
-        """Promote and prune trials of a bracket as far as the known results allow.
+        """Promote and prune trials of a bracket as far as the known results allow, and return these decisions.
 
-        `bracket` is the bracket's index. Until there are new results, a second call changes nothing. Returns the
-        decisions.
+        A bracket is a ladder of rungs, which are numbers of samples at which trials are compared; `bracket` is its
+        index. Until there are new results, a second call changes nothing.
         """
         decisions = []
         is_complete = self._is_full(bracket)
@@ -327,10 +353,10 @@ class RungTable(ABC):
         return tuple(decisions)
 
     def ready(self) -> Iterator[tuple[int, int]]:
-        """The evaluations that may run now, as (trial number, rung).
+        """The evaluations that may run now, as (trial number, rung), in the order in which they should start.
 
-        Evaluations at later rungs come before evaluations at first rungs. Within both groups they are ordered by trial
-        number.
+        A rung is a number of samples at which trials are compared, given by its index. Promoted trials come first,
+        before trials that have no result yet. Within both groups the order is that of trial numbers.
         """
         runnable = [self._entries[number] for number in self._runnable]
         runnable.sort(key=lambda entry: (entry.bracket is not None and not entry.costs, entry.number))
@@ -338,7 +364,7 @@ class RungTable(ABC):
             yield entry.number, entry.next_rung
 
     def next_rung(self, number: int) -> int:
-        """The rung at which trial `number` is evaluated next."""
+        """The index of the rung (number of samples) at which trial `number` is evaluated next."""
         return self._entries[number].next_rung
 
     def proposal(self) -> Proposal | None:
@@ -372,12 +398,12 @@ class RungTable(ABC):
 
     @property
     def is_search_over(self) -> bool:
-        """Whether no further proposal will be made."""
+        """Whether the searcher will not be asked for further trials."""
         return self._is_search_over or self.num_proposed >= self._max_trials
 
     @property
     def is_finished(self) -> bool:
-        """Whether every trial has ended and no further proposal will be made."""
+        """Whether every trial has ended and the searcher will not be asked for further ones."""
         return self.is_search_over and self._num_finished == len(self._entries)
 
     @property
@@ -385,16 +411,20 @@ class RungTable(ABC):
         return self._num_proposed
 
     def waiting(self) -> Mapping[int, int]:
-        """The trials that wait for a decision on their promotion, each with the rung at which it was evaluated."""
+        """The trials that wait for a decision on their promotion, each with the rung at which it was evaluated.
+
+        Keys are trial numbers; a rung is a number of samples at which trials are compared, given by its index.
+        """
         return {number: self._entries[number].next_rung for number in sorted(self._waiting)}
 
     # -- internal --------------------------------------------------------------------------------------------------
 
     def _bracket_of_next(self) -> tuple[int, Bracket | None]:
-        """The number of the next proposal's bracket, and the bracket itself if it is a new one, else None.
+        """The number of the bracket that the next proposed trial belongs to, and this bracket if it is new, else None.
 
-        A new bracket is opened when the newest bracket has all its trials. The new bracket is the next one of the
-        repeated `cycle`, and is smaller if fewer configurations are left to propose.
+        A bracket is a ladder of rungs, which are numbers of samples at which trials are compared. If the newest bracket
+        has all its trials, a new bracket is opened: the one that follows in `cycle`, which is repeated. The new bracket
+        has fewer trials than planned if fewer configurations are left to propose.
         """
         newest = next(reversed(self._brackets), -1)
         if newest >= 0 and not self._is_full(newest):
@@ -413,10 +443,10 @@ class RungTable(ABC):
         return () if entry.bracket is None else self.decide(entry.bracket)
 
     def _see_first(self, last: int) -> bool:
-        """Make each trial's result at its first rung visible to proposals, for all trials up to number `last`.
+        """Make each trial's first result visible to proposals, for all trials up to number `last`.
 
-        Trials that failed without a result are added to the failed trials, which proposals receive. Returns False if a
-        trial has no result yet and has not failed.
+        Visible results are those that a searcher may use. Trials that failed without a result are added to the failed
+        trials, which searchers also receive. Returns False if a trial has no result yet and has not failed.
         """
         while self._num_known <= last:
             entry = self._entries[self._num_known]
@@ -430,9 +460,10 @@ class RungTable(ABC):
         return True
 
     def _see(self, number: int, rung: int) -> bool:
-        """Make a trial's result at a rung visible to proposals; return whether the trial was evaluated there.
+        """Let searchers use the result of a trial at a rung; return whether the trial was evaluated at this rung.
 
-        A trial that failed counts as evaluated, but has no result that proposals could use.
+        `number` is the trial's number. A rung is a number of samples at which trials are compared. A trial that failed
+        counts as evaluated, but has no result that proposals could use.
         """
         entry = self._entries[number]
         if rung in entry.costs:
@@ -440,9 +471,10 @@ class RungTable(ABC):
         return entry.is_evaluated(rung)
 
     def _see_ended(self, last: int) -> None:
-        """Make all results of the trials up to number `last` visible to proposals.
+        """Let searchers use the results of the trials up to number `last` at all their rungs, not only at the first.
 
-        The trials must have ended, and proposals must be allowed to use their first results already (`_see_first`).
+        A rung is a number of samples at which trials are compared. The trials must have ended, and their first results
+        must be visible to searchers already (`_see_first`).
         """
         while self._num_seen <= last:
             for rung in sorted(self._entries[self._num_seen].costs)[1:]:
@@ -450,7 +482,7 @@ class RungTable(ABC):
             self._num_seen += 1
 
     def _end(self, entry: Entry) -> None:
-        """Mark a trial as ended, because it is complete, pruned or failed."""
+        """Mark the trial of `entry` as ended, because it is complete, pruned or failed."""
         self._num_finished += not entry.is_finished
         entry.is_finished, entry.is_waiting = True, False
         self._runnable.discard(entry.number)
@@ -459,7 +491,10 @@ class RungTable(ABC):
             self._num_ended += 1
 
     def _continue(self, entry: Entry, rung: int) -> None:
-        """Let a trial that waits for a decision run at the higher rung `rung`."""
+        """Promote the trial of `entry`, whose promotion was undecided until now, to the rung with the index `rung`.
+
+        A rung is a number of samples at which trials are compared. The trial is then ready to be evaluated at `rung`.
+        """
         entry.is_waiting, entry.next_rung = False, rung
         self._waiting.discard(entry.number)
         self._runnable.add(entry.number)
@@ -467,8 +502,9 @@ class RungTable(ABC):
     def _promote_early(self, rung: Rung, above: Rung) -> tuple[int, ...]:
         """Promote trials of `rung` to the rung `above` while more trials may still arrive at `rung`.
 
-        The members of the rung are decided on one by one, in the order of their arrival, up to the first member that is
-        not evaluated. Returns the numbers of the trials that are promoted.
+        A rung is a number of samples at which trials are compared. Trials are decided on in the order in which they
+        have arrived at `rung`. If the evaluation of a trial is not finished yet, this trial and all later ones wait for
+        a decision. Returns the numbers of the trials that are promoted.
         """
         promoted: list[int] = []
         while rung.num_decided < len(rung.order):
@@ -484,10 +520,11 @@ class RungTable(ABC):
         return tuple(promoted)
 
     def _promote_last(self, bracket: int, rung: Rung, above: Rung) -> tuple[int, ...]:
-        """Promote trials of `rung` to the rung `above` once no trial can arrive at `rung` any more.
+        """Promote trials of `rung` to the rung `above` once no further trial of the bracket can arrive at `rung`.
 
-        Returns the numbers of the promoted trials. The number of promoted trials depends on the number of members,
-        including failed members, but failed members are not promoted.
+        `bracket` is the index of the bracket, a ladder of rungs (numbers of samples at which trials are compared). The
+        number of promoted trials depends on how many trials have arrived at the rung, including failed ones, but failed
+        ones are not promoted. Returns the numbers of the promoted trials.
         """
         if not rung.members:
             return ()
@@ -496,10 +533,12 @@ class RungTable(ABC):
         return tuple(self._promote(rung, above, num_best, cause=self._members[bracket][-1]))
 
     def _promote(self, rung: Rung, above: Rung, num_best: int, cause: int) -> list[int]:
-        """Promote the best `num_best` members of `rung` to the rung `above`, unless they were promoted before.
+        """Promote the best `num_best` trials of `rung` to the rung `above`, unless they were promoted before.
 
-        Only members on which decisions have been made are ranked. `cause` is the number of the newest trial whose first
-        result was needed for this decision. Returns the numbers of the trials that are promoted now.
+        A rung is a number of samples at which trials are compared. Only trials on which decisions have been made are
+        ranked. `cause` is the number of the newest trial whose first result was needed for this decision; it is stored
+        at the rung `above`, where it decides which proposals may use the promoted trials' results. Returns the numbers
+        of the trials that are promoted now.
         """
         promoted = rung.ranking.take(num_best)
         for number in promoted:

@@ -30,11 +30,12 @@ BETS = (np.arange(20) + 0.5) / 20
 
 
 def largest_capital(differences: Differences, *, population: int) -> float:
-    """Largest capital of a gambler who bets that the sum of a population is positive, a measure of evidence for this.
+    """The largest capital that a gambler reaches by bets that the sum of a population of numbers is positive.
 
-    The gambler starts with the capital 1, so the result is at least 1. If the sum is not positive, the capital reaches
-    c with a probability of at most 1 / c. `differences` [n], in [-1, 1], are the first n of the `population` numbers in
-    a random order. The capital is infinite if the sum must be positive whatever the remaining numbers in [-1, 1] are.
+    The capital measures the evidence for a positive sum. The gambler starts with the capital 1, so the result is at
+    least 1. If the sum is not positive, the capital reaches c with a probability of at most 1 / c. `differences` [n],
+    in [-1, 1], are the first n of the `population` numbers, in a random order. The capital is infinite if the sum must
+    be positive whatever the remaining numbers in [-1, 1] are.
     """
     drawn = np.arange(len(differences))
     sums = np.concatenate(([0.0], np.cumsum(differences)[:-1]))
@@ -57,11 +58,11 @@ class Bound:
     candidates, and numbered from 1. Candidate k has the share 1 / (k (k + 1)) of the error rate. The shares sum to at
     most 1 for any number of candidates.
 
-    A candidate's share is divided equally between its rivals. It is not divided between rungs, because the bound holds
-    at all rungs together. It is not divided between objectives either: a trial that is not worse in one objective is
-    stopped only if the bound of that objective is wrong. The bound assumes that a trial's recipe does not depend on
-    which samples come first. If a searcher learns from the lower rungs of earlier trials, the error rate is only
-    approximate.
+    A candidate's share is divided equally between its rivals. It is not divided between rungs (numbers of samples at
+    which trials are compared), because the bound holds at all rungs together. It is not divided between objectives
+    either: a trial that is not worse in one objective is stopped only if the bound of that objective is wrong. The
+    bound assumes that a trial's recipe does not depend on which samples come first. If a searcher learns from the lower
+    rungs of earlier trials, the error rate is only approximate.
 
     `differences(trial, rival, rung)` has an array for each objective: the cost of the trial minus that of the rival on
     each sample of the rung, in [-1, 1], in the order of the samples. `populations` has, for each objective, the number
@@ -73,10 +74,12 @@ class Bound:
     error_rate: float
 
     def is_behind(self, trial: int, rival: int, rung: int, *, candidate: int, num_rivals: int) -> bool:
-        """Whether the samples up to this rung show that a trial is worse than the trial `rival` in every objective.
+        """Whether the samples up to a rung show that a trial is worse than the trial `rival` in every objective.
 
-        The trial is the study's candidate number `candidate`, counted from 1, and has `num_rivals` rivals. Both numbers
-        determine the test's share of the error rate.
+        `rung` is the index of a rung, a number of samples at which trials are compared. `candidate` is the position,
+        counted from 1, of `trial` among the study's trials that may be stopped (candidates), and `num_rivals` is the
+        number of trials that it is compared with. A later candidate with more rivals gets a smaller share of the error
+        rate, so it needs stronger evidence.
         """
         least = candidate * (candidate + 1) * num_rivals / self.error_rate
         found = zip(self.differences(trial, rival, rung), self.populations, strict=True)

@@ -20,17 +20,18 @@ __all__ = ["RacingTable"]
 
 
 class RacingTable(RungTable):
-    """Racing scheduler: compares a trial with the best earlier trials at each rung, and stops it if one is better.
+    """Racing scheduler: a trial is compared with the best earlier trials at each rung, and stopped if one is better.
 
-    The earlier trials with which a trial is compared are its rivals. A trial that is not stopped moves up to the next
-    rung, independently of other trials. It is stopped if a rival is ahead. With one objective, a rival is ahead if it
-    has a smaller cost. With several objectives, a rival is ahead if it dominates the trial. With constraints, a rival
-    that violates them less is ahead. With a `bound`, a rival is ahead only if its lead is larger than chance explains
-    (`Bound.is_behind`).
+    A rung is a number of samples at which trials are compared. The earlier trials with which a trial is compared are
+    its rivals. A trial that is not stopped moves up to the next rung, independently of other trials. It is stopped if a
+    rival is ahead. With one objective, a rival is ahead if it has a smaller cost. With several objectives, a rival is
+    ahead if it dominates the trial. With constraints, a rival that violates them less is ahead. With a `bound`, a rival
+    is ahead only if its lead is larger than chance explains (`Bound.is_behind`).
 
-    The rivals of trial n are on the Pareto front of the trials up to n - max_staleness that were scored in full. The
-    proposal of trial n waits until all trials up to n - max_staleness have ended, and uses all their results. A race
-    therefore does not depend on the order in which results arrive.
+    Proposals may run ahead of evaluations by max_staleness trials. The rivals of trial n are on the Pareto front of the
+    trials up to n - max_staleness that were scored in full. The proposal of trial n waits until all trials up to n -
+    max_staleness have ended, and uses all their results. A race therefore does not depend on the order in which results
+    arrive.
     """
 
     def __init__(self, *, bound: Bound | None = None, **settings: Any) -> None:
@@ -75,17 +76,20 @@ class RacingTable(RungTable):
         return tuple(decisions)
 
     def _are_known(self, number: int) -> bool:
-        """Whether all trials that may be rivals of trial `number`, and so be compared with it, have ended.
+        """Whether all trials that can be rivals of trial `number` (trials with which it is compared) have ended.
 
-        These are the trials up to `number` - `max_staleness`.
+        These are the trials up to `number` - `max_staleness`. Newer trials are no rivals, because up to `max_staleness`
+        trials are proposed ahead of evaluations.
         """
         return self._num_ended > number - self._max_staleness
 
     def _rivals(self, number: int, rung: int) -> Iterator[Candidate]:
-        """Yield the rivals of trial `number` (the trials with which it is compared), each with its costs at the rung.
+        """Yield the rivals of trial `number` (the trials with which it is compared), each with its costs at a rung.
 
-        The rivals are the Pareto front of all trials up to `number` - `max_staleness`. A rival without costs at the
-        rung is left out.
+        The rivals are the Pareto front of the trials up to `number` - `max_staleness`. Newer trials are no rivals,
+        because they may not have ended when the trial is proposed: up to `max_staleness` trials are proposed ahead of
+        evaluations. `rung` is the index of a rung, which is a number of samples. A rival without costs at the rung is
+        left out.
         """
         for rival in self._front_of(max(0, number - self._max_staleness + 1)):
             entry = self._entries[rival.number]
@@ -94,10 +98,10 @@ class RacingTable(RungTable):
                 yield self._candidate(entry, rung, costs[rung])
 
     def _front_of(self, num_trials: int) -> tuple[Candidate, ...]:
-        """The Pareto front of the trials with numbers below `num_trials`, by their costs at the last rung.
+        """The Pareto front of the trials with numbers below `num_trials`, by their costs on all samples.
 
-        These trials must have ended. A trial without costs at the last rung is not on the front. A trial that violates
-        constraints is dominated by one that violates them less.
+        These trials must have ended. A trial that was not scored on all samples of the search is not on the front. A
+        trial that violates constraints is dominated by one that violates them less.
         """
         for entry in (self._entries[number] for number in range(len(self._fronts) - 1, num_trials)):
             front = self._fronts[-1]
@@ -118,4 +122,4 @@ class RacingTable(RungTable):
         return True
 
     def position(self) -> None:
-        """Always None, because trials are at different rungs at the same time."""
+        """Always None: trials run on different numbers of samples (rungs) at once, so displays show no current one."""

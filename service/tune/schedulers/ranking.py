@@ -25,8 +25,8 @@ Points: TypeAlias = NDArray[np.float64]
 class Ranking:
     """The order of promotion of the trials at one rung, which are added one by one as candidates.
 
-    Trials that meet all constraints come first, then those that violate constraints. Trials that failed must not be
-    added.
+    A rung is a number of samples at which trials are compared, and the best of them are promoted. Trials that meet all
+    constraints come first, then those that violate constraints. Trials that failed must not be added.
     """
 
     def __init__(self) -> None:
@@ -43,16 +43,19 @@ class Ranking:
         self._feasible.add(candidate.number, candidate.costs)
 
     def take(self, count: int) -> list[int]:
-        """The trial numbers of the best `count` candidates, in order, without those that earlier calls returned."""
+        """The numbers of the best `count` trials, in order of promotion, without trials that an earlier call returned.
+
+        If an earlier call returned some of the best `count` trials, the result has fewer than `count` numbers.
+        """
         if self._feasible is None:
             return self._infeasible.take(count)
         return self._feasible.take(count) + self._infeasible.take(count - len(self._feasible))
 
 
 class _Order(Protocol):
-    """The interface of classes that sort the trials of a rung by their costs, in the order of promotion.
+    """The interface of classes that keep trials in the order in which they are promoted, by their costs.
 
-    The method `take` returns the best candidates that it has not returned before.
+    The method `take` returns the best trials that it has not returned before.
     """
 
     def __len__(self) -> int: ...
@@ -63,7 +66,7 @@ class _Order(Protocol):
 
 
 class _Line:
-    """Trials of a single-objective study in the order of promotion: by cost, then trial number."""
+    """Trials of a single-objective study in the order in which they are promoted: by cost, then trial number."""
 
     def __init__(self) -> None:
         self._all: list[tuple[float, int]] = []
@@ -89,10 +92,10 @@ class _Fronts:
     """Trials with several objectives in the order of promotion: by front, crowding distance, then trial number.
 
     The trials are candidates for promotion; each has `num_costs` costs. The first front consists of the candidates that
-    no other one dominates. The second front consists of those that only candidates of the first front dominate, and so
-    on. Within a front, a larger crowding distance comes first. Candidates are numbered in the order of arrival, and
-    named by these numbers. `_fronts` has the first fronts. `_rest` has the candidates behind them, which are not
-    divided into fronts yet.
+    no other one dominates. The second front consists of those that are dominated only by candidates of the first front,
+    and so on. Within a front, a larger crowding distance comes first. `_fronts` has the first fronts. `_rest` has the
+    candidates behind them, which are not divided into fronts yet. In both, a candidate is given by its index in the
+    order of arrival.
     """
 
     def __init__(self, num_costs: int) -> None:
@@ -144,7 +147,8 @@ class _Fronts:
     def _num_fronts(self, rank: int) -> int:
         """Compute the front with index `rank` if it is the next unknown one, and return the number of known fronts.
 
-        The computed front has the candidates in `_rest` that no other candidate there dominates.
+        The first front has the trials that no other trial dominates. The next front has those that no other trial
+        outside the first front dominates, and so on. Fronts are computed when they are needed.
         """
         if rank == len(self._fronts) and len(self._rest):
             is_first = np.array(non_dominated([tuple(costs) for costs in self._costs[self._rest].tolist()]))
@@ -153,9 +157,10 @@ class _Fronts:
         return len(self._fronts)
 
     def _first_undominated(self, costs: Costs) -> int:
-        """The index of the first known front in which no candidate dominates a point with these `costs`.
+        """The index of the first known front in which no trial dominates a point with these `costs`.
 
-        The result is the number of known fronts if every known front has a candidate that dominates the point.
+        Trials are divided into fronts, of which the first has those that no other one dominates. The result is the
+        number of known fronts if every one of them has a trial that dominates the point.
         """
         low, high = 0, len(self._fronts)
         while low < high:

@@ -17,15 +17,16 @@ __all__ = ["AshaTable", "HyperbandTable"]
 class HyperbandTable(RungTable):
     """Hyperband scheduler: a rung promotes trials once, when no further trial of its bracket can arrive there.
 
-    Proposal n, in bracket b, uses these results:
+    A rung is a number of samples at which trials are compared; a bracket is a ladder of rungs. Proposal n, which is for
+    a trial of bracket b, uses these results:
 
     - the first result of each trial up to n - max_staleness; the proposal waits for these results
     - all other results of the trials up to n - max_staleness whose brackets are at most b - open_brackets; bracket b
       opens when these brackets are closed
 
     Other results are not used, even if they are known. Therefore the evaluations of `open_brackets` brackets may
-    overlap. In a batch, all proposals use the same results: n is the last proposal of the batch, and b the bracket of
-    its first one. With one open bracket, brackets follow each other as in the paper.
+    overlap. A batch is a number of consecutive proposals that use the same results: n is then the last proposal of the
+    batch, and b the bracket of its first one. With one open bracket, brackets follow each other as in the paper.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -46,11 +47,11 @@ class HyperbandTable(RungTable):
         return True
 
     def most_samples_left(self, totals: Sequence[int]) -> int:
-        """The most samples that the search can still take without opening another bracket.
+        """The most samples that the search can still take without opening another bracket (ladder of rungs).
 
-        This counts the trials in the table, and the trials that are still to be proposed in open brackets, because a
-        bracket is completed once it is open. Brackets of a single rung need not be completed. `totals` has each rung's
-        number of samples, of all objectives together.
+        A bracket of several rungs is completed once it is open. Its trials that are still to be proposed are therefore
+        counted, in addition to the existing ones. Of a bracket with a single rung, only the existing trials are
+        counted. `totals` has each rung's number of samples, summed over the objectives.
         """
         alone = (self._entries[number].bracket for number in self._runnable)
         left = totals[-1] * sum(index is None or len(self._rungs[index]) == 1 for index in alone)
@@ -67,9 +68,9 @@ class HyperbandTable(RungTable):
     def most_samples_of(self, proposal: Proposal, totals: Sequence[int]) -> int:
         """The number of samples by which a new proposal raises the result of `most_samples_left`.
 
-        A proposal that opens a bracket adds the samples of the whole bracket; other proposals add none. In a bracket of
-        one rung, where nothing is promoted, each proposal adds its own samples. `totals` has each rung's number of
-        samples, of all objectives together.
+        A bracket is a ladder of rungs, which are numbers of samples. A proposal that opens a bracket adds the samples
+        of the whole bracket; other proposals add none. In a bracket of one rung, where nothing is promoted, each
+        proposal adds its own samples. `totals` has each rung's number of samples, summed over the objectives.
         """
         shape = proposal.opens or self._brackets[proposal.bracket]
         if shape.first_rung == self.last_rung:
@@ -77,9 +78,11 @@ class HyperbandTable(RungTable):
         return 0 if proposal.opens is None else shape.samples(totals)
 
     def position(self) -> tuple[int, int] | None:
-        """The oldest bracket with unfinished trials, and the lowest rung that has such a trial.
+        """The bracket and the rung at which the search is now, for displays of progress, both as indices.
 
-        Returns None if there is no such bracket.
+        A rung is a number of samples at which trials are compared. The bracket is the oldest bracket (ladder of rungs)
+        with unfinished trials, and the rung the lowest that has such a trial. Returns None if no bracket has unfinished
+        trials.
         """
         for index in sorted(self._brackets) if self.last_rung > 0 else ():
             entries = [self._entries[number] for number in self._members[index]]
@@ -91,14 +94,16 @@ class HyperbandTable(RungTable):
 class AshaTable(RungTable):
     """ASHA scheduler: after every result, a rung promotes trials among the best 1/eta of its trials.
 
-    The search differs from the paper in two ways, which make it independent of the order of results:
+    A rung is a number of samples at which trials are compared; its members are the trials that have arrived there. The
+    search differs from the paper in two ways, which make it independent of the order of results:
 
     - The members of a rung are ordered by their arrival, not by the time of their result: decisions on the first k
-      members are made when all k are evaluated. A slow member delays later promotions (and, `max_staleness` trials
-      later, proposals), but nothing waits for a whole bracket. Promotions are the same as in the paper with one worker.
+      members are made when all k are evaluated. A slow member delays promotions of later members, and proposals that
+      come more than `max_staleness` trials later. But nothing waits for a whole bracket (ladder of rungs). Promotions
+      are the same as in the paper with one worker.
     - The search in the paper never ends. When this search ends, a rung that has promoted no trial promotes its best
-      trial, so that the full budget is reached, and the remaining trials are pruned. Trials added to a search that had
-      ended form another bracket.
+      trial, so that a trial is scored on all samples, and the remaining trials are pruned. Trials added to a search
+      that had ended form another bracket.
 
     The results that a proposal uses are also fixed. Proposal n uses the first results of the trials up to n -
     max_staleness. For the result of a trial at its i-th rung (i > 1), let m be the newest trial whose first result was
@@ -124,9 +129,10 @@ class AshaTable(RungTable):
     def most_samples_left(self, totals: Sequence[int]) -> int:
         """The most samples that the study's trials can still take.
 
-        Each decision at a rung promotes at most one trial. Therefore, for each member of a rung on which no decision
-        has been made, one trial may still be scored at all rungs above this rung. `totals` has each rung's number of
-        samples, of all objectives together.
+        This counts the evaluations that may run now, and later promotions. ASHA makes one decision for each trial that
+        has arrived at a rung (a number of samples at which trials are compared), and a decision promotes at most one
+        trial. For each decision that is still to be made at a rung, the samples from this rung up to the last one are
+        therefore counted. `totals` has each rung's number of samples, summed over the objectives.
         """
         left = 0
         for entry in (self._entries[number] for number in self._runnable):
@@ -138,4 +144,4 @@ class AshaTable(RungTable):
         return left
 
     def position(self) -> None:
-        """Always None, because all rungs are evaluated at the same time."""
+        """Always None: trials run on different numbers of samples (rungs) at once, so displays show no current one."""

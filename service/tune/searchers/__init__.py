@@ -35,7 +35,10 @@ SEARCHERS: Mapping[str, Searcher] = {
 
 
 def get_searcher(name: str) -> Searcher:
-    """The searcher with this name. Raises NotFound, with the names of all searchers, if there is none."""
+    """The searcher with the name `name`, such as "tpe".
+
+    Raises NotFound, with the names of all searchers, if there is no such searcher.
+    """
     try:
         return SEARCHERS[name]
     except KeyError:

@@ -37,8 +37,9 @@ def point_after(
 ) -> Point:
     """The point that Adam reaches from `start` with the gradients of the steps `done`.
 
-    `num_steps` is the number of steps of the whole descent, over which the learning rate falls. After each step the
-    point is kept within the parameters' ranges.
+    A point has one value for each of the search space's `parameters`, and is kept within their ranges after each step.
+    `num_steps` is the number of steps of the whole descent. The learning rate is `learning_rate` at the first step, and
+    falls linearly with the steps.
     """
     numbers = numbers_of(parameters)
     low, high = np.array([p.low for p in numbers]), np.array([p.high for p in numbers])
@@ -72,6 +73,8 @@ def minibatch(
     seed: int,
 ) -> dict[str, tuple[int, ...]]:
     """Draw the samples for the next gradient: for each objective, `share` sample positions in ascending order.
+
+    A position is a sample's index in the order in which the objective's samples are scored.
 
     - `positions`: the sample positions to draw from, by objective
     - `before`: the earlier gradient steps; every sample is drawn once before any sample is drawn again

@@ -35,10 +35,13 @@ _MAX_DRAWS = 64
 
 @dataclass(frozen=True)
 class Observation:
-    """The result of a trial at one rung, in the form that searchers receive.
+    """The result of a trial at one rung (a number of samples at which trials are compared), as searchers receive it.
 
-    - `fidelity`: the rung's share of the full budget, in (0, 1]. For a failed trial, it is that of the last rung.
+    - `configuration`: the trial's point in the search space, by parameter.
+    - `fidelity`: the rung's share of all samples of the search, in (0, 1]. For a failed trial, it is that of the last
+      rung.
     - `costs`: one cost per objective, smaller is better. None if the trial failed.
+    - `number`, `rung`: the trial's number, and the index of the rung.
     - `standard_errors`: the standard error of each cost; None if it is not known.
     - `constraints`: one value per constraint. The constraint holds if its value is at most 0.
     - `is_proposed`: False for baselines and for trials of an earlier study.
@@ -65,9 +68,10 @@ class SearchSetting:
     - `options`: the section `search` of the study file, which has the options of each searcher
     - `preferences`: the study's preference vectors (importances of the objectives); empty if it has none
     - `first_fitted`: by objective, the first sample position that losses and gradients may use. Trials are scored on
-      the positions before it. An objective that is not in it uses all samples for both.
-    - `family`: the models whose weights describe the layers to a policy; None if layers are described by their
-      positions alone
+      the positions before it. For an objective without an entry, trials are scored on all samples, and losses and
+      gradients may use all of them too.
+    - `family`: the models whose weights describe the layers to a policy (a network that builds layer paths); None if
+      layers are described by their positions alone
     - `start`: the checkpoints from which policies start; empty for new policies
     - `batch`: the number of consecutive proposals that are made from the same results
     - `observed`: results of an earlier study, which come before those of the study's own trials; their trials have
@@ -89,22 +93,28 @@ class SearchSetting:
 
     @property
     def vectors(self) -> tuple[tuple[float, ...], ...]:
-        """The study's preference vectors, or a single vector of equal weights if the study has none."""
+        """The study's preference vectors (weights of the objectives), or one vector of equal weights if it has none."""
         return self.preferences or (equal_preference(len(self.objectives)),)
 
     def first_in_batch(self, number: int) -> int:
         """The number of the first trial in the batch of trial `number`.
 
-        The proposals of a batch are made from the same results.
+        A batch is a number of consecutive proposals that are made from the same results.
         """
         return number - (number - self.num_baselines) % self.batch
 
     def num_left_in_batch(self, number: int) -> int:
-        """Number of proposals that follow the proposal of trial `number` in the same batch."""
+        """Number of proposals that follow the proposal of trial `number` in the same batch.
+
+        A batch is a number of consecutive proposals that are made from the same results.
+        """
         return self.first_in_batch(number) + self.batch - 1 - number
 
     def fitted(self, name: str) -> range:
-        """The sample positions of the objective `name` that losses and gradients may use."""
+        """The positions of the samples of objective `name` on which losses and gradients may be computed.
+
+        A position is a sample's index in the order in which the objective's samples are scored.
+        """
         return range(self.first_fitted.get(name, 0), self.num_samples[name])
 
 
@@ -112,10 +122,15 @@ class SearchSetting:
 class ProposalContext:
     """All that a searcher may use to propose the configuration of trial `number`.
 
-    `observations` has the result of each trial at each of its rungs. `pending` are the configurations of earlier
-    proposals whose results may not be used for this one; there may be any number of them. `steps` are all steps of the
-    study, in order. For a searcher that trains policies, `checkpoints` has the checkpoints of the last two iterations
-    of each policy, by iteration.
+    - `parameters`, `seed`: the parameters of the search space, and the seed of the search
+    - `observations`: the result of each trial at each of its rungs (numbers of samples at which trials are compared)
+    - `pending`: the configurations of earlier proposals whose results may not be used for this proposal; there may be
+      any number of them
+    - `steps`: the results of all computations, such as gradients, that the searcher has requested in this study, in
+      order
+    - `setting`: further facts about the study
+    - `checkpoints`: for a searcher that trains policies, the checkpoints of the last two iterations of each policy, by
+      iteration
     """
 
     parameters: Parameters
@@ -132,11 +147,14 @@ class ProposalContext:
         return proposal_generator(seed=self.seed, number=self.number)
 
     def known_configurations(self) -> list[Mapping[str, Any]]:
-        """Configurations that need not be proposed again: those of all observed trials, then the pending ones."""
+        """Configurations that need not be proposed again: those of trials with results, then the pending ones.
+
+        Pending configurations are those of earlier proposals whose results may not be used yet.
+        """
         return [*{o.number: o.configuration for o in self.observations}.values(), *self.pending]
 
     def sample_unseen(self, rng: np.random.Generator) -> dict[str, Any]:
-        """A random configuration that has not been proposed yet.
+        """A random configuration, drawn with `rng`, that has not been proposed yet.
 
         It is drawn from the space's own distribution. If a few draws give only known configurations, one of these is
         returned.
@@ -164,33 +182,36 @@ class Searcher(Protocol):
 
 @runtime_checkable
 class LearningSearcher(Searcher, Protocol):
-    """The interface of a search algorithm that trains policies between proposals.
+    """The interface of a search algorithm that trains policies (networks that build configurations) between proposals.
 
-    The searcher computes its update steps itself. The checkpoint of iteration i depends only on the seed and on the
-    trials' results up to that iteration, so a lost checkpoint can be computed again.
+    A policy is updated after each iteration, a fixed number of trials. The searcher computes the updates itself. The
+    checkpoint of iteration i depends only on the seed and on the trials' results up to that iteration, so a lost
+    checkpoint can be computed again.
     """
 
     def learn(self, context: ProposalContext, /, *, iteration: int) -> tuple[UpdateResult, bytes | None]:
         """Compute the policy update of iteration `iteration`; return its result and the policy's new checkpoint.
 
-        The checkpoint is None if nothing is learned in this iteration.
+        An iteration is a fixed number of trials, after which a policy is updated. `context` has the trials' results,
+        from which the policy learns. The checkpoint is None if nothing is learned in this iteration.
         """
         ...
 
     def learned_from(self, context: ProposalContext, /, *, iteration: int) -> Sequence[Observation] | None:
-        """The observations that the policy update of `iteration` learns from, or None while some are not known."""
+        """The results in `context` that the policy update of `iteration` learns from; None while some are missing."""
         ...
 
     def num_policies(self, setting: SearchSetting) -> int:
-        """The number of policies that a study with this `setting` trains.
+        """The number of policies (networks that build configurations) that a study with this `setting` trains.
 
-        They are trained in turn: iteration i trains the policy with number i modulo this number.
+        They are trained in turn, each after a fixed number of trials: training iteration i updates the policy with
+        number i modulo this number.
         """
         ...
 
 
 def proposal_generator(*, seed: int, number: int) -> np.random.Generator:
-    """The random generator of proposal `number`.
+    """The random generator with which trial `number` is proposed.
 
     It is a function of `seed` and `number` alone, and the same on every machine.
     """

@@ -54,7 +54,7 @@ class DifferentialEvolution:
     def _members(self, trials: Sequence[Observation]) -> dict[int, Observation]:
         """The members of the population after all `trials`, by their index in the population.
 
-        Trial n competes for the index n modulo `population_size`. It replaces the current member there if it is at
+        Trial n competes for the index n modulo `population_size`. It replaces the member at this index if it is at
         least as good. An index stays without a member until a trial for it has succeeded.
         """
         members: dict[int, Observation] = {}

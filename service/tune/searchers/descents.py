@@ -49,10 +49,11 @@ class Descent:
 
 @lru_cache(maxsize=8)
 def descents_of(options: GradientOptions, vectors: tuple[tuple[float, ...], ...]) -> tuple[Descent, ...]:
-    """The gradient descents of a search in their order, one for each preference vector.
+    """The gradient descents of a search in their order, one for each preference vector in `vectors`.
 
-    `options.points` is the number of trials of all descents together. It is divided equally between the descents, but
-    each descent has at least one. The first descent also has the remainder.
+    A preference vector has the weights of the objectives. `options.points` is the number of trials of all descents
+    together. It is divided equally between the descents, but each descent has at least one. The first descent also has
+    the remainder.
     """
     steps, count = options.steps, len(vectors)
     warm_steps = max(1, steps // 4) if options.warm_steps is None else options.warm_steps
@@ -74,7 +75,8 @@ def descents_of(options: GradientOptions, vectors: tuple[tuple[float, ...], ...]
 def place_of(index: int, descents: Sequence[Descent]) -> tuple[int, int] | None:
     """Find the gradient descent, and the point of this descent, that gives the proposal with index `index`.
 
-    Returns the number of the descent and the index of the point in it. Proposals are counted from 0 without baselines.
+    Some points of each descent become proposals; the proposals of the first descent come first. Proposals are counted
+    from 0 without baselines. Returns the number of the descent and the index of the point among its proposed points.
     Returns None if the proposal comes after the points of all descents.
     """
     for number, descent in enumerate(descents):
@@ -87,7 +89,7 @@ def place_of(index: int, descents: Sequence[Descent]) -> tuple[int, int] | None:
 def num_steps_for(num_proposals: int, descents: Sequence[Descent]) -> int:
     """The number of gradient steps that must be made before the first `num_proposals` proposals are known.
 
-    Proposals are points of the `descents`, in order. Baselines are not counted.
+    A proposal is a point of one of the gradient `descents`, which are made in order. Baselines are not counted.
     """
     total = 0
     for descent in descents:

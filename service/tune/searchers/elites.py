@@ -27,9 +27,9 @@ _MOST_CHANGES = 3
 
 
 class KnownPaths:
-    """A set of layer paths, which are sequences of source models' layers; each is given as its configuration.
+    """A set of layer paths, which are sequences of source models' layers; `configurations` gives each of them.
 
-    A search uses the set to recognise paths that need not be proposed again.
+    A search uses the set to recognise paths that it need not propose again.
     """
 
     def __init__(self, configurations: Iterable[Mapping[str, Any]]) -> None:
@@ -40,11 +40,11 @@ class KnownPaths:
 
 
 def outcomes_of(values: NDArray[np.float64], preference: tuple[float, ...], scalarisation: str) -> NDArray[np.float64]:
-    """The outcome of each layer path: its objective values, combined into one number by a preference vector.
+    """The outcome of each layer path (sequence of layers): its objective values, combined into one number.
 
     `values` are [num_paths, num_objectives], the result is [num_paths]. An outcome is the sum of a path's values,
-    weighted by the vector. With the scalarisation "tchebycheff" it is minus the largest weighted distance from the best
-    values. Larger is better.
+    weighted by the vector `preference`. With the scalarisation "tchebycheff" it is minus the largest weighted distance
+    from the best values. Larger is better.
     """
     weights = np.array(preference)
     if scalarisation == "weighted_sum":
@@ -58,8 +58,8 @@ def archive(
 ) -> list[Mapping[str, Any]]:
     """The configurations with the largest outcomes, without duplicates: at most `size`, the best first.
 
-    `outcomes` has one number for each configuration; larger is better (`outcomes_of`). Of configurations with equal
-    outcomes, the earlier one comes first.
+    `outcomes` has one number for each configuration, into which its objective values are combined; larger is better. Of
+    configurations with equal outcomes, the earlier one comes first.
     """
     found: dict[frozenset[Any], Mapping[str, Any]] = {}
     for index in np.argsort(-outcomes, kind="stable"):
@@ -70,11 +70,12 @@ def archive(
 
 
 def last_improvement(values: NDArray[np.float64], preferences: Sequence[tuple[float, ...]], scalarisation: str) -> int:
-    """The index of the last layer path that set a new record for at least one preference vector.
+    """The index of the last layer path (sequence of layers) that set a record for at least one preference vector.
 
-    A path sets a record for a vector if its outcome (`outcomes_of`) for this vector is better than those of all paths
-    before it. `values` [num_paths, num_objectives] has the objective values of the paths in their order.
-    `scalarisation` is the formula of the outcome.
+    `preferences` are the vectors, each with the weights of the objectives. A path sets a record for a vector if its
+    outcome for this vector is better than those of all paths before it. The outcome combines the objective values into
+    one number (`outcomes_of`); `scalarisation` is the formula for this. `values` [num_paths, num_objectives] has the
+    objective values of the paths in their order.
     """
     return max(int(outcomes_of(values, preference, scalarisation).argmax()) for preference in preferences)
 
@@ -82,7 +83,11 @@ def last_improvement(values: NDArray[np.float64], preferences: Sequence[tuple[fl
 def unseen_near(
     paths: LayerPaths, configuration: Mapping[str, Any], known: KnownPaths, rng: np.random.Generator
 ) -> dict[str, Any] | None:
-    """A random mutation of the layer path `configuration` that is not in `known`; None if no draw gives one."""
+    """A layer path that is a random mutation of the path `configuration`, and is not in `known`.
+
+    A layer path is the sequence of source models' layers of which a merge consists; `paths` is the space of all paths.
+    Mutations are drawn with `rng`. Returns None if a few draws give only known paths.
+    """
     for drawn in range(_NUM_MUTANTS):
         found = paths.mutant(configuration, rng, most=_MOST_CHANGES * (1 + 2 * drawn // _NUM_MUTANTS))
         if found not in known:

@@ -32,7 +32,7 @@ _NUM_COMPARED = 8
 
 
 class Encoding:
-    """Encodes the configurations of a search space as rows of numbers, and decodes, draws and mutates rows.
+    """The encoding of a search space's configurations as rows of numbers, with methods that draw and change rows.
 
     `parameters` are the parameters of the space. A row has one number for each parameter, in their order: a value
     scaled to [0, 1], or INACTIVE for an inactive parameter.
@@ -66,7 +66,7 @@ class Encoding:
         return self._first_columns(configurations, len(self._parameters))
 
     def _first_columns(self, configurations: Iterable[Mapping[str, Any]], num: int) -> Rows:
-        """Encode only the first `num` parameters of the `configurations`: the first `num` columns of the rows."""
+        """Encode only the first `num` parameters of the `configurations`, as rows [num_configurations, num]."""
         found = itertools.chain.from_iterable(self._numbers(configuration, num) for configuration in configurations)
         rows = np.fromiter(found, dtype=np.float64).reshape(-1, num)
         rows -= self._low[:num]  # in place: a table of thousands of rows does not fit in the processor's cache
@@ -76,7 +76,10 @@ class Encoding:
         return rows
 
     def _numbers(self, configuration: Mapping[str, Any], num: int) -> Sequence[Any]:
-        """The values of the first `num` parameters as numbers: a choice is its index, an inactive parameter is NaN."""
+        """The values of the first `num` parameters of a `configuration`, not scaled yet.
+
+        A choice is given as its index among its options, and an inactive parameter as NaN.
+        """
         if len(configuration) == len(self._names) == num:  # all are active
             values = self._values(configuration)
         else:
@@ -90,33 +93,34 @@ class Encoding:
         return numbers
 
     def _encoded(self, condition: Condition) -> Rows:
-        """The values of the parent parameter for which `condition` holds, in encoded form.
+        """The values of a condition's parent parameter that activate the dependent parameter, in encoded form.
 
-        A parameter with a condition is active only if its parent parameter has one of these values.
+        A parameter with a condition depends on another parameter, its parent: it is active only if the parent has one
+        of the values that `condition` lists.
         """
         column = self._names.index(condition.parent)
         values = [value for value in condition.values if self._parameters[column].contains(value)]
         return self.encode({condition.parent: value} for value in values)[:, column]
 
     def decode(self, row: Rows) -> dict[str, Any]:
-        """The configuration that a row encodes, with plain Python values and without inactive parameters."""
+        """The configuration that `row` encodes, with plain Python values; parameters that are inactive are left out."""
         return {p.name: _decode(p, float(u)) for p, u in zip(self._parameters, row, strict=True) if u != INACTIVE}
 
     def sample(self, num_rows: int, rng: np.random.Generator) -> Rows:
-        """Random rows, each the encoding of a random configuration.
+        """Draw `num_rows` random rows with `rng`, each the encoding of a random configuration.
 
-        If the space has a structure, such as layer paths, the space itself draws the configurations. Otherwise the rows
-        are drawn uniformly.
+        If the space has a structure, such as layer paths (sequences of layers), the space itself draws the
+        configurations. Otherwise the rows are drawn uniformly.
         """
         if self._space.structure is not None:
             return self.encode(self._space.sample(rng) for _ in range(num_rows))
         return self.normalise(rng.random((num_rows, len(self._parameters))))
 
     def sample_tied(self, num_rows: int, rng: np.random.Generator) -> Rows:
-        """Random rows in which all parameters with the same role have the same value.
+        """Draw `num_rows` random rows with `rng` in which all parameters with the same role have the same value.
 
-        A role is a meaning that parameters of different layers share, such as the coefficient of a method. No rows are
-        returned if no two parameters share a role.
+        A row is an encoded configuration. A role is a meaning that parameters of different layers share, such as the
+        coefficient of a method. No rows are returned if no two parameters share a role.
         """
         if len(set(self._role)) == len(self._role):
             num_rows = 0
@@ -128,16 +132,19 @@ class Encoding:
         return self._is_categorical
 
     def fill(self, rows: Rows, rng: np.random.Generator) -> Rows:
-        """A copy of `rows` with random numbers for inactive parameters, so that rows can be added and subtracted."""
+        """A copy of `rows` (encoded configurations) with random numbers, drawn with `rng`, for inactive parameters.
+
+        Inactive parameters have no meaningful number; with random ones, rows can be added and subtracted.
+        """
         return np.where(rows == INACTIVE, rng.random(rows.shape), rows)
 
     def first_unknown(self, rows: Rows, known: Sequence[Mapping[str, Any]]) -> Rows | None:
-        """The first of `rows` whose configuration is not in `known`, or None if all are in it."""
+        """The first of `rows` that encodes a configuration that is not among `known`; None if there is no such row."""
         are_known = self.are_known(rows, known)
         return next((row for row, is_known in zip(rows, are_known, strict=True) if not is_known), None)
 
     def are_known(self, rows: Rows, known: Sequence[Mapping[str, Any]]) -> list[bool]:
-        """Whether the configuration of each of `rows` is in `known`."""
+        """Whether the configuration that each of `rows` encodes is among the configurations `known`."""
         # Few of many known configurations agree with a row in its first columns; only these are compared in full.
         begins = set(self.keys(rows[:, :_NUM_COMPARED]))
         known_begins = self.keys(self._first_columns(known, min(_NUM_COMPARED, len(self._parameters))))
@@ -161,19 +168,22 @@ class Encoding:
         ]
 
     def tied(self, values: Rows) -> Rows:
-        """Rows in which all parameters with the same role have the same value.
+        """Rows (encoded configurations) in which all parameters with the same role have the same value.
 
-        `values` has one column for each role, in the order of the method `values_by_role`.
+        A role is a meaning that parameters of different layers share, such as the coefficient of a method. `values` has
+        one column for each role, in the order of the method `values_by_role`. The result has a row for each row of
+        `values`.
         """
         _, index = np.unique(self._role, return_inverse=True)
         return self.normalise(values[:, index])
 
     def mutate(self, rows: Rows, rng: np.random.Generator, *, rate: float | Rows, step: float) -> Rows:
-        """Neighbours of `rows`: each parameter moves with probability `rate`, and at least one active parameter moves.
+        """Random changes of `rows`, the encodings of configurations.
 
-        `rate` is one number for all parameters, or a row with one for each. A number moves by a normally distributed
-        step with standard deviation `step`, as a share of its range, and is clipped to the range. A choice, and a
-        parameter that becomes active, is drawn uniformly.
+        Each parameter is changed with probability `rate`, and at least one active parameter of each row is. `rate` is
+        one number for all parameters, or a row with one for each. A number is changed by a normally distributed step
+        with standard deviation `step`, as a share of its range, and is clipped to the range. A choice that is changed,
+        and a parameter that becomes active, is drawn uniformly. `rng` gives the random numbers.
         """
         is_active = rows != INACTIVE
         fresh = rng.random(rows.shape)
@@ -185,7 +195,7 @@ class Encoding:
         return self.normalise(np.where(is_active, moved, fresh))
 
     def keys(self, rows: Rows) -> list[bytes]:
-        """A hashable key for each row, by which equal configurations are recognised.
+        """A hashable key for each row (encoded configuration), by which equal configurations are recognised.
 
         Rows with equal keys encode configurations that agree to 1e-6 of each parameter's range.
         """
@@ -196,7 +206,8 @@ class Encoding:
 
         - A whole number or a choice is moved to the middle of its interval.
         - Inactive parameters get the number INACTIVE.
-        - Configurations that the space does not allow are repaired.
+        - In a space in which several configurations may mean the same merge, such as one of layer paths (sequences of
+          layers), each configuration is brought into the form in which a study stores it.
         """
         cells = np.where(self._is_discrete, self._num_cells, 1.0)
         middles = (np.minimum(np.floor(rows * cells), cells - 1) + 0.5) / cells
@@ -219,9 +230,10 @@ def _num_cells(parameter: Parameter) -> float:
 
 
 def _scale(parameter: Parameter) -> tuple[float, float, float]:
-    """The numbers (low, half, span) that scale a parameter's values to [0, 1].
+    """The numbers (low, half, span) by which a parameter's values are scaled to [0, 1].
 
-    A value, or the index of a choice, is encoded as (value - low + half) / span.
+    A value, or the index of a choice, is encoded as (value - low + half) / span. `half` is 0.5 for whole numbers and
+    choices, so that each of them is encoded as the middle of its interval, and 0 for other numbers.
     """
     match parameter:
         case Float():

@@ -36,12 +36,12 @@ __all__ = ["SEARCHER", "GradientSearcher"]
 
 
 class GradientSearcher:
-    """Searcher by gradient descent with Adam, with one descent for each preference vector.
+    """Searcher by gradient descent with Adam, with one descent for each preference vector (weights of the objectives).
 
-    The first step decides whether gradients are used (`loss_comparison.compare`). If they are not, another searcher
-    makes all proposals. Otherwise points of the descents become trials. After the descents, a study with preference
-    vectors gets the midpoints between trials of the Pareto front that are expected to improve the front. All other
-    trials are proposed by a local search.
+    Before its first proposal it decides whether gradients are used, by comparing the baselines' losses with their
+    scores. If gradients are not used, another searcher makes all proposals. Otherwise points of the descents become
+    trials. After the descents, a study with preference vectors gets the midpoints between trials of the Pareto front
+    that are expected to improve the front. All other trials are proposed by a local search.
     """
 
     def advance(self, context: ProposalContext) -> StepRequest | dict[str, Any]:
@@ -61,10 +61,11 @@ class GradientSearcher:
         return LOCAL_SEARCH.advance(replace(context, observations=_with_one_cost(context)))
 
     def _descend(self, context: ProposalContext, number: int, point: int) -> GradientRequest | dict[str, Any] | None:
-        """The configuration at the point with index `point` of the gradient descent with number `number`.
+        """The configuration at a point of a gradient descent: the point with index `point` of the descent `number`.
 
-        If gradients on the way to the point are still missing, a request for the next gradient is returned instead.
-        Returns None if the descent has failed, because a loss was not finite.
+        Some points of a descent become trials, and are indexed from 0. If gradients on the way to the point are still
+        missing in `context`, a request for the next gradient is returned instead. Returns None if the descent has
+        failed, because a loss was not finite.
         """
         setting, steps = context.setting, context.steps
         descent = _descents(setting)[number]
@@ -92,8 +93,9 @@ class GradientSearcher:
     def _start(self, context: ProposalContext, number: int) -> Point:
         """The point where gradient descent `number` starts: the end of an earlier descent with a similar vector.
 
-        The earlier descent is the one with the nearest preference vector among those that have not failed. If there is
-        none, the start is at the defaults of the parameters.
+        There is a descent for each preference vector (weights of the objectives). The earlier descent is the one with
+        the nearest preference vector among those that have not failed, according to the stored gradients in `context`.
+        If there is none, the start is at the defaults of the parameters.
         """
         parameters, steps = context.parameters, context.steps
         if done := _steps_of(number, steps):
@@ -118,12 +120,18 @@ def _steps_of(descent: int, steps: Sequence[Step]) -> list[GradientStep]:
 
 
 def _after(parameters: Parameters, start: Point, descent: Descent, done: Sequence[GradientStep]) -> Point:
-    """The point that `descent` reaches from `start` after the gradient steps `done`."""
+    """The point that `descent` reaches from `start` after the gradient steps `done`.
+
+    A point has one value for each of the search space's `parameters`.
+    """
     return point_after(parameters, start, done, num_steps=descent.num_steps, learning_rate=descent.learning_rate)
 
 
 def _minibatch(context: ProposalContext, names: Sequence[str]) -> dict[str, tuple[int, ...]]:
-    """The sample positions for the next gradient, in ascending order: equally many for each objective in `names`."""
+    """The samples for the next gradient: equally many sample positions for each objective in `names`, ascending.
+
+    `context` has the earlier gradients; samples that they have not used come first.
+    """
     setting = context.setting
     completed = reference_completions(context.steps) or {}
     return minibatch(
@@ -136,11 +144,12 @@ def _minibatch(context: ProposalContext, names: Sequence[str]) -> dict[str, tupl
 
 
 def _with_one_cost(context: ProposalContext) -> list[Observation]:
-    """The observations for the local search, with the costs of all objectives combined into one.
+    """The observations in `context` with the costs of all objectives combined into one cost, as the local search needs.
 
-    The cost is the mean over the objectives or, in a study with preference vectors, the mean weighted by the vector of
-    the proposal (`_turn`). Trials that were proposed for other vectors are then marked as not proposed, because their
-    success says nothing about the size of the local search's steps.
+    The cost is the mean over the objectives. In a study with preference vectors (weights of the objectives) it is the
+    mean weighted by the vector for which the present trial is proposed (`_turn`). Trials that were proposed for other
+    vectors are then marked as not proposed. The local search learns the size of its steps from proposed trials, and the
+    success of a trial for another vector says nothing about this size.
     """
     setting = context.setting
     turn = _turn(context.number, setting)
@@ -157,10 +166,11 @@ def _with_one_cost(context: ProposalContext) -> list[Observation]:
 
 
 def _turn(number: int, setting: SearchSetting) -> int:
-    """The index of the gradient descent whose preference vector is used to propose trial `number`.
+    """The index of the gradient descent whose weights of the objectives are used to propose trial `number`.
 
-    A trial that is a point of a descent uses this descent's vector. Trials after all descents use the vectors of the
-    descents in turn.
+    `setting` has the options and the preference vectors (weights of the objectives), one for each descent. A trial that
+    is a point of a descent uses this descent's vector. Trials after all descents use the vectors of the descents in
+    turn.
     """
     descents = _descents(setting)
     index = number - setting.num_baselines

@@ -30,9 +30,9 @@ _NUM_DRAWN = 64
 class GridSearcher:
     """Grid search, which avoids known configurations and ignores their results.
 
-    On the first grid a number has `first_levels` values, from one end of its range to the other. When all points of a
-    grid are known, the distance between values is halved, up to `finer` times. All points of a grid are listed if they
-    are at most `max_points`; of a larger grid, random points are drawn.
+    On the first grid a numeric parameter has `first_levels` values, from one end of its range to the other. When all
+    points of a grid are known, the distance between values is halved, up to `finer` times. If a grid has at most
+    `max_points` points, all of them are listed; of a larger grid, random points are drawn.
     """
 
     first_levels: int = 5  # values of a number: the ends of its range, and evenly between
@@ -53,12 +53,13 @@ class GridSearcher:
         return context.sample_unseen(rng)
 
     def _points(self, encoding: Encoding, levels: int, number: int, seed: int, rng: np.random.Generator) -> Rows:
-        """Points of a grid, as encoded rows; each numeric parameter has at most `levels` values.
+        """Points of a grid, as rows of the `encoding`; each numeric parameter has at most `levels` values.
 
-        Parameters of one role (a meaning that parameters of different layers share) have the same value. If the grid
-        has at most `max_points` points, all are returned. Their random order is determined by `seed`, and rotated so
-        that it begins with the point at index `number`, the number of the trial. Of a larger grid, points drawn with
-        `rng` are returned.
+        All parameters with the same role have the same value; a role is a meaning that parameters of different layers
+        share, such as the coefficient of a method. If the grid has at most `max_points` points, the result has all of
+        them in a random order, which depends on `seed` only. The result begins with the point at index `number` (the
+        number of the trial) in this order, and continues with the first points after the last. If the grid has more
+        points, the result has random points, drawn with `rng`.
         """
         values = encoding.values_by_role(levels)
         shape = [len(options) for options in values]

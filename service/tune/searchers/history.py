@@ -19,9 +19,10 @@ Merit: TypeAlias = tuple[int, float, float]
 
 
 def by_trial(observations: Iterable[Observation]) -> tuple[Observation, ...]:
-    """The observation of each trial at its highest rung, by trial number.
+    """One observation for each trial, sorted by trial number: its result at the highest rung that it has reached.
 
-    A trial that failed counts as failed even if it has results at lower rungs.
+    A rung is a number of samples at which trials are compared. A trial that failed counts as failed even if it has
+    results at lower rungs.
     """
     newest: dict[int, Observation] = {}
     for observation in sorted(observations, key=lambda o: (o.number, o.costs is None, o.rung)):
@@ -30,15 +31,17 @@ def by_trial(observations: Iterable[Observation]) -> tuple[Observation, ...]:
 
 
 def thinned(context: ProposalContext, *, max_numbers: int, max_rows: int = 10**9, group: int = 1) -> ProposalContext:
-    """Leave out observations of a context, so that a searcher's model can be fitted to the remaining ones quickly.
+    """Leave out observations (results of trials) of a context, so that a searcher's model can be fitted quickly.
 
     A searcher fits its model again for every proposal, which takes too long with many observations of many parameters.
     The table of observations [num_observations, num_parameters] may have `max_numbers` numbers and `max_rows` rows. If
     it is larger, trials are left out:
+
     - Half of the trials that are kept are the newest.
-    - The other half are the best of the earlier trials: those at the highest rungs, and at one rung the first in the
-      order of promotion.
-    - The number of best trials and the number of earlier trials are multiples of `group`.
+    - The other half are the best of the earlier trials. Trials that were scored on more samples count as better; among
+      trials with equal numbers of samples, the order of promotion decides.
+    - The number of best trials and the number of earlier trials are multiples of `group`, which is the size of a
+      generation for searchers that divide the trials into generations.
 
     Trials stay in their order. A study that was created with version 1 of its searcher keeps all observations.
     """
@@ -58,16 +61,17 @@ def thinned(context: ProposalContext, *, max_numbers: int, max_rows: int = 10**9
 
 
 def violation(observation: Observation) -> float:
-    """The total violation of constraints in an observation; 0 if all constraints hold."""
+    """The total violation of constraints in an observation (a trial's result); 0 if all constraints hold."""
     return sum(max(0.0, value) for value in observation.constraints)
 
 
 def merit(observation: Observation, cost: float | None = None) -> Merit:
-    """A key that sorts observations from the best to the worst.
+    """A key that sorts observations (results of trials) from the best to the worst.
 
     First come the observations that meet all constraints, sorted by `cost`. Then come those that violate constraints,
-    sorted by the total violation, and then failures. If `cost` is None, the cost of the first objective is used. Deb,
-    "An efficient constraint handling method for genetic algorithms" (2000).
+    sorted by the total violation, and then failures. `cost` is a cost that replaces the observation's own; if it is
+    None, the cost of the first objective is used. The order is that of Deb, "An efficient constraint handling method
+    for genetic algorithms" (2000).
     """
     if observation.costs is None:
         return (2, 0.0, 0.0)

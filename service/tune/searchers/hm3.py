@@ -59,7 +59,8 @@ FEW_STEPS = 32
 class Hm3Searcher:
     """The searcher of HM3: a policy that builds layer paths, trained on the results of its trials.
 
-    Each trial is an episode; an update of a policy follows each iteration, a fixed number of episodes.
+    A layer path is the sequence of source models' layers of which a merge consists. Each trial is an episode; the
+    policy is updated after each iteration, a fixed number of episodes.
     """
 
     def __init__(self) -> None:
@@ -107,10 +108,11 @@ class Hm3Searcher:
         return UpdateResult(statistics=statistics, checkpoint=hashlib.sha256(content).hexdigest()), content
 
     def learned_from(self, context: ProposalContext, *, iteration: int) -> Sequence[Observation] | None:
-        """The results that the policy update of `iteration` depends on: all episodes up to its end, and baselines.
+        """The results in `context` that the policy update of `iteration` depends on, sorted by trial number.
 
-        An episode is one trial. Only the known results of baselines are used. Returns None while the result of an
-        episode is not known.
+        An iteration is a fixed number of proposed trials (episodes). The results are those of all episodes up to the
+        end of the iteration, and the known results of baselines. Returns None while the result of an episode is not
+        known.
         """
         setting = context.setting
         num_episodes = (iteration + 1) * setting.options.hm3.episodes
@@ -131,10 +133,12 @@ class Hm3Searcher:
         setting: SearchSetting,
         checkpoints: Mapping[int, bytes],
     ) -> list[dict[str, Any]]:
-        """At most `count` configurations that a trained policy proposes for a preference vector, the best first.
+        """At most `count` configurations that a trained policy proposes for one preference, the best first.
 
-        The policy is that of the last checkpoint that fits the vector; it is not trained further. Raises ValueError if
-        there is no checkpoint, or only checkpoints for other vectors.
+        `preference` is a vector with the weight of each objective. `parameters`, `seed` and `setting` are those of the
+        study that trained the policy; `checkpoints` has its checkpoints by training iteration. The newest checkpoint
+        that fits the vector is used; it is not trained further. Raises ValueError if there is no checkpoint, or only
+        checkpoints for other vectors.
         """
         training = training_of(parameters, seed, setting, checkpoints)
         usable = [i for i in checkpoints if training.options.is_conditioned or _is_for(training, i, preference)]
@@ -154,7 +158,7 @@ class Hm3Searcher:
     def _training_of(self, context: ProposalContext) -> PolicyTraining:
         """The object that trains the study's policies; it has the checkpoints of `context`.
 
-        The object of the last call is used again if parameters, seed and setting are the same.
+        The object of the last call is returned again if the search space, the seed and the setting are the same.
         """
         parameters, seed, setting = context.parameters, context.seed, context.setting
         last = self._last
@@ -169,7 +173,7 @@ SEARCHER = Hm3Searcher()
 
 
 def paths_of(parameters: Parameters) -> LayerPaths:
-    """The layer paths that a search space consists of; `parameters` must describe such a space."""
+    """The set of all layer paths (sequences of layers) of a search space, which its `parameters` describe."""
     assert isinstance(parameters.structure, LayerPaths), "hm3 searches layer paths"
     return parameters.structure
 
@@ -182,7 +186,11 @@ def _is_for(training: PolicyTraining, iteration: int, preference: tuple[float, .
 def training_of(
     parameters: Parameters, seed: int, setting: SearchSetting, checkpoints: Mapping[int, bytes]
 ) -> PolicyTraining:
-    """Make the object that trains a study's policies, which continue from the checkpoints of earlier iterations."""
+    """Make the object that trains a study's policies.
+
+    `parameters` and `setting` are the search space and further facts of the study, and `seed` fixes all random numbers.
+    `checkpoints` has the policies' checkpoints by training iteration; the training continues from them.
+    """
     from workers.training.hm3.actions import Action
     from workers.training.hm3.learner import LearnerOptions
     from workers.training.hm3.networks import NetworkOptions
@@ -236,12 +244,14 @@ def training_of(
 
 
 def action_of(paths: LayerPaths, setting: SearchSetting) -> str:
-    """The way in which policies draw a step of a layer path, "categorical" or "wolpertinger".
+    """The way in which policies draw the next layer of a merge: "categorical" or "wolpertinger".
 
-    With "categorical", a policy draws from all allowed steps. With "wolpertinger", it draws a point in the space of the
-    steps' embeddings, and one of the nearest allowed steps is chosen. The result is the option `action`. With `auto`,
-    it is "categorical" if at most FEW_STEPS steps are allowed at any place. Policies of version 1, and policies for
-    paths whose layers have scales, can only be "wolpertinger".
+    A layer path is the sequence of source models' layers of which a merge consists; each layer is a step. With
+    "categorical", a policy draws from all allowed steps. With "wolpertinger", it draws a point in the space of the
+    steps' embeddings, and one of the nearest allowed steps is chosen. The result is the option `action` in `setting`.
+    If the option is "auto", it is "categorical" if at most FEW_STEPS steps are allowed at any position of the path.
+    Policies of version 1, and policies for paths whose layers have scales (factors on outputs), can only be
+    "wolpertinger".
     """
     from workers.training.hm3.actions import LegalSteps
 
@@ -253,11 +263,12 @@ def action_of(paths: LayerPaths, setting: SearchSetting) -> str:
 
 
 def _descriptors(family: Family, paths: LayerPaths) -> Tensor:
-    """Statistics of the weights of each layer that paths may use, as input to the policy.
+    """Statistics of the weights of each source layer, as input to the policy that builds layer paths.
 
-    `family` has the models, and `paths` the layer paths. One of the paths' models may itself be merged from all others,
-    with coefficients that follow from the preference vector (the importances of the objectives). Its layers get the
-    mean statistics of the other models. The policy receives the preference vector as a separate input.
+    `family` has the models, and `paths` describes all layer paths, which are sequences of their layers. The models of
+    `paths` may include MERGED: a model that is itself merged from all others, by coefficients that depend on the
+    preference vector (the importances of the objectives). Because its weights differ from vector to vector, its layers
+    get the mean statistics of the other models' layers.
     """
     import torch
 
@@ -271,13 +282,13 @@ def _unseen(context: ProposalContext, training: PolicyTraining, played: Episode,
     """The configuration that an episode proposes: the policy's own layer path, or a mutant of it or of a good path.
 
     A layer path is the sequence of source models' layers of which a merge consists; a mutant is a random change of a
-    path. `played` is the episode, with the policy's path. `vector` is the index of its preference vector, which becomes
-    a part of the configuration.
+    path. An episode is one trial; `played` is the episode, with the path that the policy has built. `vector` is the
+    index of its preference vector (weights of the objectives), which becomes a part of the configuration. `context` has
+    the known results, and `training` trains the policies.
 
-    A share of the episodes propose a mutant of one of the best paths in the archive. A policy's path that was proposed
-    before is replaced by a mutant of it, if a new one is found. The archive of the episode's preference vector has only
-    results of baselines, and of iterations that are finished whenever the episode is built. Therefore the archive is
-    the same with any number of replicas.
+    A share of the episodes propose a mutant of one of the best paths so far. A policy's path that was proposed before
+    is replaced by a mutant of it, if a new one is found. The best paths are chosen only among baselines and trials that
+    must have ended before this episode is built, so the result does not depend on the number of engines.
     """
     options, paths = context.setting.options.hm3, paths_of(context.parameters)
     rng = np.random.default_rng(training.seed_of("elites", played.number))
@@ -301,8 +312,9 @@ def _unseen(context: ProposalContext, training: PolicyTraining, played: Episode,
 def _scored(context: ProposalContext, *, num_iterations: int) -> tuple[list[Observation], NDArray[np.float64]]:
     """The results from which policies learn: those of all baselines and of the first `num_iterations` iterations.
 
-    Returns two values. The first has the successful observations, by trial number. The second is an array [num_trials,
-    num_objectives] of values: 1 minus the cost, minus a penalty for the length of the layer path.
+    An iteration is a fixed number of trials, after which a policy learns. The results are taken from `context`. Returns
+    two values. The first has the successful observations, by trial number. The second is an array [num_trials,
+    num_objectives] of values: 1 minus the cost, minus a penalty for the merge's number of layers.
     """
     setting, options = context.setting, context.setting.options.hm3
     end = setting.num_baselines + num_iterations * options.episodes
@@ -313,11 +325,12 @@ def _scored(context: ProposalContext, *, num_iterations: int) -> tuple[list[Obse
 
 
 def _has_stalled(context: ProposalContext, training: PolicyTraining, iteration: int) -> bool:
-    """Whether a policy is reset in `iteration`, because its last `restart_after` iterations found nothing better.
+    """Whether the policy of `iteration` must be reset, because its last iterations have found nothing better.
 
-    A result counts as better if it is the best so far for at least one of the policy's preference vectors. The policy
-    is reset again after each further `restart_after` iterations without a better result. `training` knows the
-    iterations of each policy.
+    An iteration is a fixed number of trials of one policy; the policies take turns. `restart_after`, an option of the
+    study, is the number of iterations of the policy without a better result after which it is reset; after each further
+    such number it is reset again. A result in `context` counts as better if it is the best so far for at least one of
+    the policy's preference vectors (weights of the objectives). `training` knows which iterations each policy has.
     """
     patience = context.setting.options.hm3.restart_after
     if patience is None or training.options.version < FIRST_WITH_ELITES:
@@ -347,8 +360,8 @@ def _results(
 ) -> list[tuple[Mapping[str, Any], tuple[float, ...]]]:
     """The configuration and the objective values of each trial in `numbers`, from which a policy learns.
 
-    A value is 1 minus the cost, so larger is better. A failed trial gets, in each objective, the worst value of all
-    trials up to the last of `numbers`.
+    They are taken from `observations`. A value is 1 minus the cost, so larger is better. For a failed trial, the value
+    of each objective is the worst value of any trial with a number up to the last of `numbers`.
     """
     known = {observation.number: observation for observation in observations if observation.number <= numbers[-1]}
     scored = [tuple(1 - cost for cost in o.costs) for o in known.values() if o.costs is not None]

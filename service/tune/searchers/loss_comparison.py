@@ -47,9 +47,10 @@ Correlations = Mapping[str, float]
 def compare(context: ProposalContext) -> LossesRequest | CompletionsRequest | NoteRequest:
     """Decide whether a search uses gradients, or request losses or completions on which the decision depends.
 
-    First the losses of the baselines are computed on the tasks' reference answers. For some objectives, these losses
-    may rank the baselines in another order than the scores do. The losses of these objectives are then computed on the
-    source models' correct completions. The decision is a NoteRequest, whose text the step stores.
+    A gradient lowers losses, so it helps only if losses rank the baselines as their scores do. First the losses of the
+    baselines in `context` are computed on the tasks' reference answers. For objectives where the ranks disagree, losses
+    are then computed on the source models' own correct completions. The decision is returned as a NoteRequest, which
+    asks the driver to store its text.
     """
     setting, steps = context.setting, context.steps
     known = [o for o in context.observations if not o.is_proposed and o.costs is not None]
@@ -89,18 +90,21 @@ def compare(context: ProposalContext) -> LossesRequest | CompletionsRequest | No
 
 
 def most_compared_samples(setting: SearchSetting) -> int:
-    """The largest number of samples of the study's limit that the comparison of losses with scores can use.
+    """The largest number of samples, towards the study's limit, that the comparison of losses with scores may count as.
 
-    This number is used if the losses of all baselines are computed both on reference answers and on completions.
+    The comparison computes the losses of all baselines, at most once on reference answers and once on completions.
+    `setting` has the objectives, their numbers of samples and the number of baselines.
     """
     compared = sum(min(NUM_COMPARED, len(setting.fitted(name))) for name in setting.objectives)
     return 2 * setting.num_baselines * compared * LossesRequest.charge
 
 
 def reference_completions(steps: Sequence[Step]) -> Mapping[str, Sequence[int]] | None:
-    """Positions of samples with correct source completions, for objectives that use these completions as references.
+    """The positions of the samples for which correct completions of source models serve as reference answers.
 
-    Returns None if the search has not requested completions.
+    They are given for each objective whose gradients are computed on such completions, and read from the stored `steps`
+    (results of computations that the searcher has requested). A position is a sample's index in the order in which
+    samples are scored. Returns None if the search has not requested completions.
     """
     for step in steps:
         if isinstance(step, CompletionsStep):
@@ -110,9 +114,11 @@ def reference_completions(steps: Sequence[Step]) -> Mapping[str, Sequence[int]] 
 
 
 def mean_loss(name: str, steps: Sequence[Step]) -> float:
-    """The mean loss of the baselines on the objective `name`, with the reference answers that gradients use.
+    """The mean loss of the baselines on the objective `name`; 1 if no such loss is stored.
 
-    The result is computed from the stored `steps`; if they have no loss of a baseline, it is 1.
+    Losses of the baselines are read from the stored `steps` (results of computations that the searcher has requested).
+    They were computed with the reference answers that gradients use for this objective: those of its task, or
+    completions of the source models.
     """
     on_completions = name in (reference_completions(steps) or {})
     compared = [s for s in _comparisons(steps, on_completions=on_completions) if s.result.failure is None]
@@ -120,7 +126,7 @@ def mean_loss(name: str, steps: Sequence[Step]) -> float:
 
 
 def rank_correlation(left: Sequence[float], right: Sequence[float]) -> float:
-    """Spearman's rank correlation of two lists of numbers; equal numbers have their mean rank.
+    """Spearman's rank correlation of the lists `left` and `right`, in [-1, 1]; equal numbers have their mean rank.
 
     It is 0 if one of the lists is constant or has fewer than two numbers.
     """
@@ -140,9 +146,9 @@ def _losses_of(
 ) -> LossesRequest:
     """A request for one baseline's losses: the losses of its merge on the first samples of each objective.
 
-    The samples are the first NUM_COMPARED of the objective's `positions`. The references of the objectives in
-    `completions` are the source models' own correct completions. All other objectives have the tasks' answers as
-    references.
+    The samples are the first NUM_COMPARED of the objective's `positions`. For the objectives in `completions`, the
+    losses are computed on the source models' own correct completions; for all others, on the tasks' reference answers.
+    `context` has the search space.
     """
     return LossesRequest(
         label=f"trial {baseline.number}",
@@ -170,8 +176,8 @@ def _comparisons(steps: Sequence[Step], *, on_completions: bool) -> list[LossesS
 def _correlations(known: Sequence[Observation], compared: Sequence[LossesStep], setting: SearchSetting) -> Correlations:
     """The rank correlation between losses and costs over the baselines, for each objective that has losses.
 
-    `compared` are the steps that computed losses, one for each of the baselines `known` and in their order. Baselines
-    that have failed, or whose loss is not finite, are left out.
+    `compared` are the stored computations of losses, one for each of the baselines `known` and in their order.
+    `setting` has the names of the objectives. Baselines that have failed, or whose loss is not finite, are left out.
     """
     found = {}
     for index, name in enumerate(setting.objectives):

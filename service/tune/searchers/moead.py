@@ -29,11 +29,13 @@ _NUM_CHILDREN = 16
 class MoeadSearcher:
     """The searcher MOEA/D-DE (Li and Zhang, 2009), for several objectives.
 
-    `population_size` is the number of members. `crossover_rate`, `scale`, `mutation_rate` and `mutation_index` are CR,
-    F, the probability that a parameter mutates, and eta of the polynomial mutation. `num_neighbours` is T,
-    `neighbour_share` is delta, and `max_replaced` is n_r in the paper. The size of the population and the rates of
-    crossover and mutation are the values that papers on merging use for MOEA/D-DE as a baseline. Choices and inactive
-    parameters are treated as numbers in [0, 1], like numeric parameters.
+    - `population_size`: the number of members
+    - `crossover_rate`, `scale`: CR and F in the paper
+    - `mutation_rate`, `mutation_index`: the probability that a parameter mutates, and eta of the polynomial mutation
+    - `num_neighbours`, `neighbour_share`, `max_replaced`: T, delta and n_r in the paper
+
+    The size of the population and the rates of crossover and mutation are the values that papers on merging use for
+    MOEA/D-DE as a baseline. Choices and inactive parameters are treated as numbers in [0, 1], like numeric parameters.
     """
 
     population_size: int = 30
@@ -95,9 +97,9 @@ class MoeadSearcher:
         return np.clip(np.where(mutates, child + self._mutation(rows.shape[1], rng), child), 0.0, 1.0)
 
     def _mutation(self, num: int, rng: np.random.Generator) -> Rows:
-        """Random changes of `num` parameters by polynomial mutation, each as a share of the parameter's range.
+        """Random changes of `num` parameters by polynomial mutation, as shares of the parameters' ranges.
 
-        Li and Zhang (2009), equation 3.
+        They are drawn with `rng`. The formula is equation 3 of Li and Zhang (2009).
         """
         u = rng.random(num)
         power = 1 / (self.mutation_index + 1)

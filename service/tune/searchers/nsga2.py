@@ -18,9 +18,9 @@ __all__ = ["SEARCHER", "NsgaSearcher"]
 class NsgaSearcher:
     """The searchers NSGA-II and NSGA-III, for spaces without conditions; `sampler` says which of the two it is.
 
-    A generation has `population_size` trials. In long searches, Optuna's sampler gets at most `max_numbers` values of
-    parameters, those of the best and the newest trials. A child takes a choice from either parent with equal
-    probability; a mutation replaces the choice by any other one.
+    A generation has `population_size` trials. In long searches, Optuna's sampler gets only the best and the newest
+    trials, with at most `max_numbers` values of parameters in all. A child takes each choice from either parent with
+    equal probability. If a choice mutates, it is replaced by any other option.
     """
 
     sampler: Literal["NSGAIISampler", "NSGAIIISampler"]

@@ -31,10 +31,11 @@ Predict: TypeAlias = Callable[[Rows, Rows, Rows, Rows], Rows]
 
 
 def chosen(steps: Sequence[Step]) -> tuple[RungChoice, int] | None:
-    """The last stored choice of the results from which the surrogate model learns.
+    """The searcher's last stored choice of the results from which its surrogate model learns; None if it has made none.
 
-    The choice is either "all_rungs" or "highest_budget". It is returned with the number of results at the full budget
-    that were known when the choice was made. Returns None if no choice has been made yet.
+    Such a choice is among the `steps` (answers to the searcher's earlier requests). It is "all_rungs" for results on
+    any number of samples, or "highest_budget" for results at the full budget (all samples) alone. The second value is
+    the number of results at the full budget that were known when the choice was made.
     """
     for step in reversed(steps):
         if isinstance(step, NoteStep):
@@ -50,13 +51,15 @@ def choice_of(
 ) -> NoteRequest | None:
     """Choose whether the surrogate model learns from results at all rungs, or only from those at the full budget.
 
-    Returns a request to store the choice, or None if no new choice is due. Below MIN_RESULTS results at the full
-    budget, the model learns from all rungs. The first comparison is made when MIN_RESULTS such results are known, and
-    the next whenever their number has doubled. In a comparison, a model is fitted in both ways, and predicts results
-    that it was not fitted to. The way with the larger rank correlation of predictions and results is chosen. If both
-    are equal, the model learns from all rungs.
+    A rung is a number of samples at which trials are compared; the full budget is the last one, all samples. Returns a
+    request to store the choice, or None if no new choice is due. Below MIN_RESULTS results at the full budget, the
+    model learns from all rungs. The first comparison is made when MIN_RESULTS such results are known, and the next
+    whenever their number has doubled. In a comparison, a model is fitted in both ways, and predicts results that it was
+    not fitted to. The way with the larger rank correlation of predictions and results is chosen. If both are equal, the
+    model learns from all rungs.
 
-    - `numbers`, `rows`, `fidelities`, `costs`: trial number, encoded configuration, fidelity and cost of each result
+    - `numbers`, `rows`, `fidelities`, `costs`: trial number, encoded configuration, fidelity (share of the full budget)
+      and cost of each result
     - `last`: the number of results at the full budget that the last choice was made from; None if there was none
     - `predict`: fits a model and predicts costs with it
     """
@@ -88,7 +91,8 @@ def choice_of(
 def highest_rung(fidelities: Rows, is_scored: Rows, *, min_results: int) -> float | None:
     """The fidelity of the highest rung at which at least `min_results` trials have a result, or None if there is none.
 
-    `fidelities` has the fidelity of each result, and `is_scored` is False for a trial that failed.
+    A rung is a number of samples at which trials are compared, and its fidelity the share of all samples. `fidelities`
+    has the fidelity of each result, and `is_scored` is False for a trial that failed.
     """
     known = fidelities[is_scored]
     enough = [fidelity for fidelity in np.unique(known) if np.count_nonzero(known == fidelity) >= min_results]

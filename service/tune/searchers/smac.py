@@ -112,12 +112,13 @@ class SmacSearcher:
     def _choice(
         self, context: ProposalContext, observations: Sequence[Observation], rows: Rows, fidelities: Rows
     ) -> RungChoice | NoteRequest:
-        """Choose whether the forest learns from results at all rungs or only at the full budget.
+        """Choose whether the forest learns from results at all rungs or only at the full budget (all samples).
 
-        The option `search.smac.surrogate` may fix the choice. Returns the choice, or a request to store a new choice.
-        If the option is "all_rungs" (the default), or all results are at one rung, the choice is "all_rungs" and
-        nothing is stored. `rows` and `fidelities` are the encoded configurations and the fidelities of the
-        `observations`.
+        A rung is a number of samples at which trials are compared. The option `search.smac.surrogate` may fix the
+        choice. Returns the choice, or a request to store a new choice. If the option is "all_rungs" (the default), or
+        all results are at one rung, the choice is "all_rungs" and nothing is stored. `rows` and `fidelities` are the
+        encoded configurations and the fidelities (shares of the full budget) of the `observations`. `context` has the
+        options and the stored choices.
         """
         surrogate, last = context.setting.options.smac.surrogate, chosen(context.steps)
         if surrogate == "all_rungs" or len(np.unique(fidelities)) == 1:
@@ -144,8 +145,8 @@ class SmacSearcher:
     def _acquisition(self, rows: Rows, fidelities: Rows, costs: Rows, *, is_log: bool, seed: int) -> _Acquisition:
         """The acquisition function, fitted to encoded configurations `rows` with their fidelities and costs.
 
-        With `is_log`, the costs are logarithms. If data and seed are the same as in the last call, the function of that
-        call is returned again.
+        The fidelity of a result is the share of all samples on which it was computed. With `is_log`, the costs are
+        logarithms. If data and seed are the same as in the last call, the function of that call is returned again.
         """
         data = (rows, fidelities, costs, np.array([seed, is_log]))
         if len(self._last) == 0 or not all(map(np.array_equal, data, self._last[0])):
@@ -176,12 +177,12 @@ class SmacSearcher:
         return acquisition
 
     def _scalarise(self, observations: Sequence[Observation], rng: np.random.Generator | None = None) -> Rows:
-        """One cost for each observation, from which the forest learns.
+        """One cost for each observation (result of a trial at a number of samples), from which the forest learns.
 
         Each objective is scaled to [0, 1] by its observed range; a failure has the worst cost. Several objectives are
         combined by the augmented Tchebycheff function (Su and Geiping 2025, section 3.3.2, equation 3), with a weight
-        vector drawn with `rng`, or equal weights if that is None. An observation that violates constraints has a cost
-        above the costs of all observations that do not.
+        vector drawn with `rng`, or with equal weights if `rng` is None. An observation that violates constraints has a
+        cost above the costs of all observations that do not.
         """
         num_objectives = len(next(o.costs for o in observations if o.costs is not None))
         table = np.array([o.costs if o.costs is not None else (np.nan,) * num_objectives for o in observations])
@@ -207,9 +208,10 @@ class SmacSearcher:
     ) -> Rows:
         """Candidates for the next configuration, as encoded rows, sorted by expected improvement, the largest first.
 
-        The candidates are random rows, and random changes (mutants) of those rows of `observed` that the forest
-        predicts to be best. With probability `tied_share`, only rows are used in which all parameters with the same
-        role have the same value.
+        The candidates are random rows, drawn with `rng`, and random changes (mutants) of those rows of `observed` that
+        the forest predicts to be best. `acquisition` computes the expected improvement of rows, and `encoding` draws
+        and changes them. With probability `tied_share`, only rows are used in which all parameters with the same role
+        (a meaning that parameters of different layers share) have the same value.
         """
         by_cost = np.argsort(acquisition.predicted_costs(observed), kind="stable")
         parents = np.repeat(observed[by_cost[: self.num_parents]], self.num_mutants, axis=0)
@@ -225,9 +227,11 @@ class SmacSearcher:
 
 @dataclass(frozen=True)
 class _Acquisition:
-    """The acquisition function: expected improvement at the full budget.
+    """The acquisition function of SMAC: a call returns the expected improvement of each of several configurations.
 
-    Improvement is measured from the observed configuration that the forest predicts to be best.
+    `forest` is the random forest that predicts costs, and `function` is SMAC's object that computes expected
+    improvement from it. Predictions are for costs on all samples. Improvement is measured from the observed
+    configuration that the forest predicts to be best.
     """
 
     forest: Any
@@ -263,8 +267,8 @@ def _at_full_budget(rows: Rows) -> Rows:
 def _columns(num: int) -> Any:
     """A ConfigSpace space of `num` numbers in [0, 1], one for each input column of SMAC's forest.
 
-    The last column is the fidelity. The forest learns from rows that are encoded already, so it only needs the number
-    of columns.
+    The last column is the fidelity, the share of all samples on which a result was computed. SMAC needs such a space to
+    make a forest, although the rows that the forest learns from are encoded already.
     """
     from ConfigSpace import ConfigurationSpace
 

@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import json
 import pickle
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 
 from search_spaces.errors import InvalidConfiguration, InvalidStudy
 from search_spaces.parameters import Float, Integer
-from search_spaces.recipe import Merge, Recipe, Source
+from search_spaces.recipe import COMPONENTS, Merge, Recipe, Source
 from search_spaces.spaces import SPACES
 from search_spaces.spaces.base import SearchedModels, SearchSpace, SpaceSection
 from search_spaces.spaces.hm3 import MergedOptions
@@ -165,6 +166,76 @@ def test_recipes_use_the_methods_that_the_section_announces(name: str) -> None:
 
 def draw(space: SearchSpace, seed: int) -> dict[str, Any]:
     return space.parameters.sample(np.random.default_rng(seed))
+
+
+# A component without tensors has the merge of another one.
+PLACED = [name for name in EXAMPLES if name.startswith(("lfs", "layerwise", "sfs")) and "no norms" not in name]
+
+
+@pytest.mark.parametrize("name", PLACED)
+def test_parameters_change_what_their_place_says(name: str) -> None:
+    """If one parameter changes, so do only the layers, the part and the expert that its place names."""
+    (section, family), space = EXAMPLES[name], BUILT[name]
+    num_checked = 0
+    for seed in range(3):
+        rng = np.random.default_rng(seed)
+        configuration = space.parameters.sample(rng)
+        before = space.to_recipe(configuration)
+        for parameter in configuration:
+            changed = {**configuration, parameter: space.parameters[parameter].sample(rng)}
+            if space.parameters.active(changed) != tuple(configuration):  # others begin or cease to exist
+                continue
+            place = section.place_of(parameter, experts=family.experts, num_layers=family.num_layers)
+            for layer, part, merges in differences(before, space.to_recipe(changed)):
+                num_checked += 1
+                if place.layers is not None:
+                    assert place.layers.start <= layer < place.layers.stop, parameter
+                if place.part in COMPONENTS:
+                    assert part == place.part, parameter
+                if place.expert is not None:
+                    assert any(source.model == place.expert for merge in merges for source in merge.sources), parameter
+    assert num_checked > 0
+
+
+def differences(one: Recipe, other: Recipe) -> Iterator[tuple[int, str, tuple[Merge, ...]]]:
+    """Layer, part and both merges of what differs in layers; merges of single tensors are left out."""
+    for index, (before, after) in enumerate(zip(one.layers, other.layers, strict=True)):
+        for part in COMPONENTS:
+            if before.component(part) != after.component(part):
+                yield index, part, (before.component(part), after.component(part))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "parameter", "place"),
+    [
+        ("lfs", {"layer_groups": 3}, "g2.mlp.ties.lambda", (3, 5, "mlp", None)),
+        ("lfs", {"layer_groups": 3}, "g3.use.math", (5, 7, None, "math")),
+        ("lfs", {}, "g1.norm.linear.weight.text", (0, 2, "norm", "text")),
+        ("lfs", {"component_groups": 1}, "g1.layer.ties.k", (0, 2, None, None)),
+        ("lfs", {}, "g1.mlp.ties.lambda", (0, 2, "mlp", None)),
+        ("layerwise", {}, "model.layers.4.self_attn.k_proj.weight.math", (4, 5, "self_attn.k_proj", "math")),
+        ("layerwise", {}, "model.norm.weight.a.b", (None, None, "model.norm", "a.b")),
+        ("layerwise", {"granularity": "component"}, "layers.4.mlp.text", (4, 5, "mlp", "text")),
+        ("layerwise", {"granularity": "layer"}, "layers.4.text", (4, 5, None, "text")),
+        ("layerwise", {"granularity": "layer_group", "layer_groups": 7}, "g7.text", (6, 7, None, "text")),
+        ("layerwise", {"granularity": "layer"}, "embedding.text", (None, None, "embedding", "text")),
+        ("layerwise", {"layer_scales": True}, "scale:3", (3, 4, None, None)),
+        ("sfs", {"model": "math"}, "layers.5.output", (5, 6, None, None)),
+        ("dis", {}, "b2.use.1.text", (1, 2, None, "text")),
+        ("dis", {}, "b2.key.1.2.text", (1, 2, None, "text")),
+        ("dis", {}, "b2.order", (None, None, None, None)),
+        ("m3", {}, "quantile.math", (None, None, None, None)),
+        ("hm3", {}, "step3.layer", (None, None, None, None)),
+    ],
+)
+def test_place_of_a_parameter(
+    kind: str, options: dict[str, Any], parameter: str, place: tuple[int | None, int | None, str | None, str | None]
+) -> None:
+    """The place is read from the name that the space gives; an expert may be called as a coefficient or have dots."""
+    experts = ("math", "text", "lambda", "b", "a.b")
+    found = SPACES[kind](kind=kind, **options).place_of(parameter, experts=experts, num_layers=7)
+    layers = (None, None) if found.layers is None else (found.layers.start, found.layers.stop)
+    assert (*layers, found.part, found.expert) == place
 
 
 @spaces

@@ -8,6 +8,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Self
 
+from pydantic import ValidationError
+
+from search_spaces.errors import InvalidStudy, Problem
 from search_spaces.objectives import Objective
 from search_spaces.study.file import Study
 from search_spaces.study.objectives import ObjectiveSpec
@@ -16,8 +19,10 @@ from service.api.preflight_process import Preflight, check_request
 from service.disk import artifacts_dir
 from service.jobs.base import Accepted, JobKind, RequestContext
 from service.jobs.finetune.request import check_finetune_files, check_server_paths
+from service.jobs.registry import KINDS
 from service.jobs.search.progress import ProgressSnapshot
 from service.jobs.search.request import read_study
+from service.jobs.serving.request import ServingRequest
 from service.resolved_study import ResolvedStudy
 from service.results.record import RunRecord
 from service.results.selection import held_out
@@ -42,7 +47,7 @@ from service.types import (
     TrialState,
 )
 from tests.service.http_server import HttpServer
-from tests.service.site import FakeCluster
+from tests.service.site import FakeCluster, LocalPreflight
 from tests.service.synthetic_run import EXPERTS, FINGERPRINTS, RUNGS, run_record
 from workers.engines.vllm.support import CapabilityProbe
 from workers.training.finetuning.fleet import parse_pipeline
@@ -70,30 +75,28 @@ def quick_finetune(document: Mapping[str, Any], context: RequestContext) -> Acce
     return Accepted(pipeline.name, pipeline.canonical(), {})
 
 
-QUICK = {"search": quick_study, "finetune": quick_finetune}
+def quick_serving(document: Mapping[str, Any], context: RequestContext) -> Accepted:
+    try:
+        request = ServingRequest.model_validate(dict(document))
+    except ValidationError as error:
+        raise InvalidStudy((Problem("study", str(error)),)) from error
+    return Accepted("chat", request.model_dump(), {})
 
 
-class QuickPreflight:
+QUICK = {"search": quick_study, "finetune": quick_finetune, "serving": quick_serving}
+
+
+class QuickPreflight(LocalPreflight):
     """Checks only what the study file itself tells."""
-
-    def start(self) -> None:
-        pass
-
-    def stop(self) -> None:
-        pass
 
     async def accept(
         self, content: bytes, *, is_json: bool, kind: JobKind, client: str = "", reader: Account | None = None
     ) -> Accepted:
-        return check_request(content, kind.noun, QUICK[kind.name], RequestContext(), is_json=is_json)
+        accept = QUICK[kind.name] if kind is KINDS[kind.name] else kind.accept
+        return check_request(content, kind.noun, accept, RequestContext(), is_json=is_json)
 
-    async def check_benchmarks(
-        self, document: Mapping[str, Any], stored: JobRecord, *, client: str = "", reader: Account | None = None
-    ) -> None:
-        """Accept every benchmark."""
-
-    async def engine_dtype(self, document: Mapping[str, Any], *, client: str = "") -> str:
-        return "float32"
+    async def mergekit_file(self, stored: JobRecord, recipe: Mapping[str, Any], *, client: str = "") -> str:
+        return "merge_method: linear\n"  # made-up studies have no models
 
 
 class ApiServer:
@@ -123,6 +126,13 @@ class ApiServer:
         self.preflight = preflight or QuickPreflight()
 
     def __enter__(self) -> Self:
+        self._http = HttpServer(lambda: self.app, grace_s=1)
+        self.url = self._http.url
+        self.start()
+        return self
+
+    def start(self) -> None:
+        """Start the server, at the address that it has had before."""
         self.store = Store(self.database)
         self.app = create_app(
             self.store,
@@ -134,14 +144,14 @@ class ApiServer:
             prefix=self.prefix,
             **self.options,
         )
-        self._http = HttpServer(lambda: self.app, grace_s=1)
-        self.url = self._http.url
         self._http.start()
-        return self
 
-    def __exit__(self, *_: object) -> None:
+    def stop(self) -> None:
         self._http.stop()
         self.store.close()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
 
 def resolved(study: Study) -> ResolvedStudy:

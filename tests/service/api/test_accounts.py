@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import logging
 import sqlite3
@@ -27,6 +28,7 @@ from service.types import Account, JobState, Role, Scope, Sharing
 from tests.service.api.accounts import OPERATOR, Company, bearer
 from tests.service.api.harness import ApiServer, document, finished_study, stored_study
 from workers.file_access import FileAccess
+from workers.telemetry.logs import JsonLines
 
 
 @pytest.fixture
@@ -111,6 +113,19 @@ def test_a_stream_of_events_ends_with_its_token(server: ApiServer, company: Comp
     writer.set_state(JobState.CANCELLED)
 
 
+@pytest.mark.parametrize(
+    ("user", "rights"), [("viewer", []), ("member", ["use"]), ("owner", ["use", "change"]), ("root", ["use", "change"])]
+)
+def test_a_job_says_what_its_reader_may_do(server: ApiServer, company: Company, user: str, rights: list[str]) -> None:
+    """`rights` of a job are those of the user who reads it, and its routes grant exactly these."""
+    record = company.own(finished_study(server.store, num_trials=5))
+    with company.http(user, Scope.SUBMIT) as http:
+        assert http.get(f"/v1/studies/{record.id}").json()["rights"] == rights
+        exported = http.post(f"/v1/studies/{record.id}/exports", json={"trial": 1, "dtype": "float32"})
+        edited = http.put(f"/v1/studies/{record.id}/trials/1/validity", json={"is_valid": True})
+        assert (exported.status_code != 403, edited.status_code != 403) == ("use" in rights, "change" in rights)
+
+
 def test_jobs_belong_to_user_and_team(company: Company) -> None:
     """A job belongs to its sender and the sender's only team; the sender of several teams names one of them."""
     with company.http("member", Scope.SUBMIT) as member:
@@ -153,14 +168,40 @@ def test_sharing_opens_and_closes_a_job(company: Company) -> None:
         ):
             answer = owner.put(f"{path}/sharing", json=body)
             assert (answer.status_code, answer.json()["problems"][0]["field"]) == (422, field), body
-        assert owner.put(f"{path}/sharing", json={"sharing": "private", "team": None}).json()["team"] is None
+        assert owner.put(f"{path}/sharing", json={"sharing": "private"}).json()["team"] == "red"
         assert stranger.get(path).status_code == 404
     entries = company.accounts.audit(target=f"job {study.id}")
     assert [entry.action for entry in entries] == ["job.share", "job.share"]
     assert entries[0].before == {"team": "red", "sharing": "team"}
-    assert entries[1].after == {"team": None, "sharing": "private"}
+    assert entries[1].after == {"team": "red", "sharing": "private"}
     assert entries[0].user == "owner"
     assert entries[0].origin == "127.0.0.1"
+
+
+def test_only_administrators_take_jobs_out_of_teams(company: Company) -> None:
+    """A job without a team has no quotas, so that neither its owner nor a team's administrator may make it one."""
+    study = company.own(stored_study(company.server.store))
+    path, body = f"/v1/studies/{study.id}/sharing", {"sharing": "team", "team": None}
+    for user in ("owner", "manager"):
+        with company.http(user) as http:
+            (problem,) = http.put(path, json=body).json()["problems"]
+        assert problem["field"] == "team"
+        assert "only an administrator of the server can take a job out of its team" in problem["message"]
+    assert company.server.store.job(study.id).team == "red"
+    with company.http("root") as root:
+        assert root.put(path, json=body).json()["team"] is None
+    with company.http("owner") as owner:
+        assert owner.put(path, json=body).status_code == 200, "it has no team already"
+        assert owner.put(path, json={"sharing": "team", "team": "red"}).json()["team"] == "red"
+
+
+def test_members_submit_no_job_without_a_team(company: Company) -> None:
+    """Whatever a member names as the team, the job is in a team of the member, or is refused."""
+    with company.http("owner") as owner:
+        assert owner.post("/v1/studies", json=document()).json()["team"] == "red"
+        for team in ("", "null", "none"):
+            assert owner.post(f"/v1/studies?team={team}", json=document()).status_code == 422, team
+    assert {job.team for job in company.server.store.jobs()} == {"red"}
 
 
 def test_idempotency_keys_are_of_a_user(company: Company) -> None:
@@ -337,6 +378,9 @@ def test_planted_secrets_are_shown_nowhere(
 ) -> None:
     """Tokens in requests, valid or not, are in no log, response, event, report, file or table of the server."""
     caplog.set_level(logging.DEBUG)
+    json_lines = logging.StreamHandler(io.StringIO())
+    json_lines.setFormatter(JsonLines())
+    logging.getLogger().addHandler(json_lines)
     wrong = "mst_" + "w" * 43
     planted = [*company.tokens.values(), company.expired, wrong]
     study = company.own(finished_study(server.store, num_trials=5))
@@ -351,8 +395,11 @@ def test_planted_secrets_are_shown_nowhere(
             shown.append(http.post("/v1/studies", content=b"{", headers={"Content-Type": "application/json"}).text)
             shown.append(http.post("/v1/tokens", json={"name": secret}).text if secret == wrong else "")
     server.app.state.services.authenticator.store_uses()
+    logging.getLogger().removeHandler(json_lines)
     captured = capfd.readouterr()
-    shown += [captured.out, captured.err, caplog.text, json.dumps([str(entry) for entry in company.accounts.audit()])]
+    shown += [captured.out, captured.err, caplog.text, json_lines.stream.getvalue()]
+    assert json.loads(json_lines.stream.getvalue().splitlines()[0])["logger"]
+    shown += [json.dumps([str(entry) for entry in company.accounts.audit()])]
     with sqlite3.connect(server.data_dir / "mergesearch.db") as connection:
         shown += connection.iterdump()
     files = [file.read_bytes() for file in server.data_dir.rglob("*") if file.is_file()]

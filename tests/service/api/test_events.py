@@ -16,7 +16,7 @@ import pytest
 import sqlalchemy as sa
 from sqlalchemy import event as sql_event
 
-from service.api import event_stream
+from service.api import event_stream, sse
 from service.api.event_stream import EventHub
 from service.store import JobWriter, Store
 from service.types import JobState
@@ -192,7 +192,7 @@ def test_progress_is_told_when_it_changes_and_only_then(server: ApiServer) -> No
 
 
 def test_a_quiet_stream_is_kept_alive(server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_stream, "KEEP_ALIVE_S", 0.05)
+    monkeypatch.setattr(sse, "KEEP_ALIVE_S", 0.05)
     writer = running_study(server.store)
     comments = 0
     with httpx.stream("GET", f"{server.url}/v1/studies/{writer.job_id}/events", timeout=60) as answer:

@@ -31,14 +31,12 @@ from service.studies.preflight.examine import examine
 from service.types import (
     ExportRecord,
     ExportState,
-    JobRecord,
-    JobState,
     Origin,
-    RungRecord,
     TrialRecord,
     TrialState,
 )
 from tests.s3_server import S3, failing
+from tests.service.api.family import family_study
 from tests.service.api.harness import FAMILY, ApiServer, finished_study, stored_study
 from tests.workers.recipes import aligned, path, random_alignment
 from workers.alignments.files import write_alignment
@@ -49,23 +47,6 @@ from workers.merging.bank import Bank
 pytestmark = pytest.mark.slow  # exports are written
 
 TIMEOUT_S = 180.0
-
-
-def family_study(store: Store) -> JobRecord:
-    """A finished study of the shipped family with its baselines, of which number 6 is best."""
-    preflight = examine(load_study(FAMILY / "study.yaml"))
-    study = preflight.study
-    record = store.create_job(
-        kind="search", name=study.name, document=study.canonical(), accepted=preflight.resolved().to_json()
-    )
-    writer = store.open_attempt(record.id)
-    for number, (_, label, recipe) in enumerate(preflight.baselines()):
-        writer.add_trial(TrialRecord(number, Origin.PUBLISHED, label, TrialState.WAITING, recipe))
-        values = dict.fromkeys(preflight.tasks.search, 0.9 if number == 6 else 0.1)
-        finished = RungRecord(2, preflight.budget.rung_samples[-1], values, dict.fromkeys(values, 0.01))
-        writer.finish_rung(number, finished, samples_reused=0, state=TrialState.COMPLETE)
-    writer.set_state(JobState.COMPLETE)
-    return store.job(record.id)
 
 
 def wait(http: httpx.Client, path: str) -> dict[str, Any]:
@@ -134,6 +115,7 @@ def test_the_best_trial_is_downloaded_as_export_writes_it(
     export = wait(http, export["links"]["self"])
     assert (export["state"], export["reason"]) == ("COMPLETE", None)
     answer = http.get(export["links"]["download"])
+    assert "content-encoding" not in answer.headers
     assert answer.headers["content-type"] == "application/x-tar"
     assert answer.headers["content-disposition"] == 'attachment; filename="math-text-lookup-trial-6.tar"'
     assert int(answer.headers["content-length"]) == len(answer.content)

@@ -171,8 +171,8 @@ def test_check_keeps_to_allowed_directories(tmp_path: Path) -> None:
 def test_kinds_are_told_apart(http: httpx.Client, server: ApiServer) -> None:
     study, tuned = stored_study(server.store), stored_finetune(server.store)
     assert [listed["id"] for listed in http.get("/v1/finetunes").json()["finetunes"]] == [tuned.id]
-    assert http.get("/v1/finetunes", params={"name": "other"}).json() == {"finetunes": []}
-    assert http.get("/v1/finetunes", params={"state": "RUNNING"}).json() == {"finetunes": []}
+    assert http.get("/v1/finetunes", params={"name": "other"}).json()["finetunes"] == []
+    assert http.get("/v1/finetunes", params={"state": "RUNNING"}).json()["finetunes"] == []
     assert http.get("/v1/finetunes", params={"state": "DONE"}).status_code == 422
     for path in ("", "/events", "/curves", "/analysis", "/report", "/specification", "/experts/math/download"):
         answer = http.get(f"/v1/finetunes/{study.id}{path}")

@@ -87,7 +87,8 @@ def use(company: Company, provider: IdentityProvider, monkeypatch: Patch, **chan
 
 def later(company: Company, monkeypatch: Patch, seconds: float) -> None:
     """Set the database's clock forward, and forget the answers from before."""
-    monkeypatch.setattr(accounts_module, "clock", lambda _: time.time() + seconds)
+    for name in ("clock", "clock_time"):
+        monkeypatch.setattr(accounts_module, name, lambda _: time.time() + seconds)
     company.server.app.state.services.authenticator.forget()
 
 
@@ -168,7 +169,7 @@ def test_attributes_of_cookies(company: Company, browser: Browser) -> None:
     (sent,) = (text.split(";")[0] for text in begun.headers.get_list("set-cookie"))
     back = browser.authorize(begun.headers["location"], "1").copy_with(scheme="http")
     ended = httpx.get(back, headers={**secure, "Cookie": sent})
-    assert ended.headers["location"] == "/search/docs"
+    assert ended.headers["location"] == "/search/"
     assert attributes(ended, COOKIE) == base | {f"Max-Age={LIFETIME_S:.0f}", "Path=/search", "Secure"}
 
 
@@ -205,7 +206,7 @@ def test_two_servers_share_logins_and_sessions(company: Company, provider: Ident
         assert browser.post("/v1/logout", headers=browser.csrf()).status_code == 200
         begun_at = time.monotonic()
         elsewhere.cookies.set(COOKIE, secret)
-        while elsewhere.get("/v1/session").status_code == 200:
+        while elsewhere.get("/v1/me").status_code == 200:
             assert time.monotonic() - begun_at < 1.0
             time.sleep(0.02)
 
@@ -214,14 +215,14 @@ def test_disabled_users_lose_their_sessions(company: Company, provider: Identity
     """Once an administrator disables a user, its sessions are over for good, and it cannot log in."""
     provider.add_user("member", preferred_username="member")
     browser.log_in("member")
-    assert browser.get("/v1/session").status_code == 200
+    assert browser.get("/v1/me").status_code == 200
     with company.http("root") as root:
         root.patch("/v1/users/member", json={"is_disabled": True}).raise_for_status()
-        assert browser.get("/v1/session").status_code == 401
+        assert browser.get("/v1/me").status_code == 401
         refused = browser.log_in("member")
         assert (refused.status_code, "is disabled" in refused.json()["detail"]) == (403, True)
         root.patch("/v1/users/member", json={"is_disabled": False}).raise_for_status()
-    assert browser.get("/v1/session").status_code == 401
+    assert browser.get("/v1/me").status_code == 401
 
 
 def test_a_name_that_another_person_has_now_is_refused(
@@ -242,7 +243,7 @@ def test_a_name_that_another_person_has_now_is_refused(
             assert other.log_in("second").status_code == 303, "without the check another person is the user"
         with company.http("root") as root:
             root.patch("/v1/users/viewer", json={"identity": None}).raise_for_status()
-        assert browser.get("/v1/session").status_code == 401, "its sessions have ended"
+        assert browser.get("/v1/me").status_code == 401, "its sessions have ended"
         assert other.log_in("second").status_code == 303
         assert browser.log_in("first").status_code == 403
 
@@ -515,14 +516,14 @@ def test_sessions_expire(is_idle: bool, company: Company, browser: Browser, monk
         after = LIFETIME_S + 1 - steps[-1]
     for seconds in steps:
         later(company, monkeypatch, seconds)
-        assert browser.get("/v1/session").status_code == 200
+        assert browser.get("/v1/me").status_code == 200
         company.server.app.state.services.authenticator.store_uses()
     later(company, monkeypatch, steps[-1] + after)
-    refused = browser.get("/v1/session")
+    refused = browser.get("/v1/me")
     assert (refused.status_code, "the session is not valid" in refused.json()["detail"]) == (401, True)
     monkeypatch.setattr(SessionRecord, "is_valid", lambda *_, **__: True)
     company.server.app.state.services.authenticator.forget()
-    assert browser.get("/v1/session").status_code == 200
+    assert browser.get("/v1/me").status_code == 200
 
 
 def test_a_session_that_is_over_is_removed(company: Company, browser: Browser, monkeypatch: Patch) -> None:
@@ -552,7 +553,7 @@ def test_a_session_ends_with_its_logout(browser: Browser, company: Company, monk
         if is_broken:
             monkeypatch.setattr(AccountStore, "end_session", lambda *_, **__: True)
         browser.post("/v1/logout", headers=browser.csrf()).raise_for_status()
-        answer = browser.get("/v1/session", headers={"Cookie": f"{COOKIE}={secret}"})
+        answer = browser.get("/v1/me", headers={"Cookie": f"{COOKIE}={secret}"})
         assert answer.status_code == (200 if is_broken else 401)
 
 
@@ -562,7 +563,7 @@ def test_a_login_replaces_the_session(company: Company, browser: Browser) -> Non
     first = browser.session
     browser.log_in("2")
     assert browser.get("/v1/session").json()["user"]["name"] == "root"
-    assert httpx.get(f"{company.server.url}/v1/session", headers={"Cookie": f"{COOKIE}={first}"}).status_code == 401
+    assert httpx.get(f"{company.server.url}/v1/me", headers={"Cookie": f"{COOKIE}={first}"}).status_code == 401
 
 
 def test_a_stream_ends_with_its_session(company: Company, browser: Browser) -> None:
@@ -587,11 +588,11 @@ def test_tokens_are_no_sessions(company: Company, browser: Browser) -> None:
     assert (shown["user"]["name"], shown["scope"]) == ("owner", "read")
     assert (shown["csrf_token"], shown["expires_at"]) == (None, None)
     assert browser.post("/v1/logout", headers=bearer(token)).json() == {"was_logged_in": False}
-    assert browser.get("/v1/session", headers={"Cookie": f"{COOKIE}={token}"}).status_code == 401
+    assert browser.get("/v1/me", headers={"Cookie": f"{COOKIE}={token}"}).status_code == 401
     browser.log_in("1")
     assert browser.session is not None
-    assert httpx.get(f"{company.server.url}/v1/session", headers=bearer(browser.session)).status_code == 401
-    refused = httpx.get(f"{company.server.url}/v1/session")
+    assert httpx.get(f"{company.server.url}/v1/me", headers=bearer(browser.session)).status_code == 401
+    refused = httpx.get(f"{company.server.url}/v1/me")
     assert (refused.status_code, "browsers log in at /v1/login" in refused.json()["detail"]) == (401, True)
 
 

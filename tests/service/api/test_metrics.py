@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import subprocess
+import threading
 from pathlib import Path
 
 import httpx
 import pytest
+import sqlalchemy as sa
+from fastapi import APIRouter
 
 import service.api.metrics
 from service.api.metrics import METRICS
+from service.api.permissions import open_to_all
+from service.api.request_counter import BOUNDS_S, Histogram
+from service.cluster.queue import Choice, Reason, Waiting
+from service.cluster.reconciler import QueueState
 from service.jobs.heartbeat import ENGINE
-from service.types import EventKind, JobState
+from service.store import Store, schema
+from service.types import EventKind, JobState, Steering
 from tests.postgresql import PostgreSQL
 from tests.prometheus import program
 from tests.service.api.harness import ApiServer, finished_study, stored_finetune, stored_study
@@ -79,6 +87,132 @@ def test_waiting_for_an_engine_ends_with_the_job(http: httpx.Client, server: Api
     assert samples(http)[f"mergesearch_job_patience_seconds{{{of(writer.job_id)}}}"] == 300
     writer.set_state(JobState.CANCELLED)
     assert samples(http)[name] == 0
+
+
+def test_the_queue_is_counted_by_what_jobs_wait_for(http: httpx.Client, server: ApiServer) -> None:
+    """Running jobs wait for nothing; reasons that no job has are 0."""
+    waiting = {"a": Waiting(1, Reason.PLACE), "b": Waiting(2, Reason.QUOTA), "c": Waiting(3, Reason.PLACE)}
+    server.cluster.state = QueueState(3, ("d", "e", "f"), Choice(waiting=waiting))
+    seen = samples(http)
+    assert seen["mergesearch_queue_places"] == 3
+    reasons = ("nothing", "place", "room", "quota")
+    assert [seen[f'mergesearch_queue_jobs{{waits_for="{reason}"}}'] for reason in reasons] == [3, 2, 0, 1]
+
+
+def test_latencies_are_counted_by_route_and_status_class(http: httpx.Client, server: ApiServer) -> None:
+    """Each request is in one histogram of its route's template, method and class of status; 404 and 422 are one."""
+    job = stored_study(server.store)
+    for path in (job.id, job.id, "nowhere", "other"):
+        http.get(f"/v1/studies/{path}")
+    http.get(f"/v1/studies/{job.id}/trials?limit=no")
+    seen = samples(http)
+    name, route = "mergesearch_http_request_seconds", "/v1/studies/{study_id}"
+    of_route = {key: value for key, value in seen.items() if key.startswith(name) and f'route="{route}"' in key}
+    labels = {status: f'method="GET",route="{route}",status="{status}"' for status in ("2xx", "4xx")}
+    assert of_route[f"{name}_count{{{labels['2xx']}}}"] == 2
+    assert of_route[f"{name}_count{{{labels['4xx']}}}"] == 2
+    assert of_route[f'{name}_bucket{{{labels["2xx"]},le="+Inf"}}'] == 2
+    buckets = [of_route[f'{name}_bucket{{{labels["2xx"]},le="{bound}"}}'] for bound in BOUNDS_S]
+    assert buckets == sorted(buckets)
+    assert 0 < of_route[f"{name}_sum{{{labels['2xx']}}}"] < 60
+    assert len(of_route) == 2 * (len(BOUNDS_S) + 3), "a path is not a label"
+
+
+def test_a_histogram_counts_values_up_to_each_bound() -> None:
+    histogram = Histogram((1.0, 2.0))
+    for value in (0.5, 1.0, 1.5, 9.0):
+        histogram.observe(value)
+    assert (histogram.cumulative, histogram.sum) == ((2, 3, 4), 12.0)
+
+
+def test_an_event_stream_has_no_latency(http: httpx.Client, server: ApiServer) -> None:
+    """An open stream is counted while it is open, as a request, and in no histogram of latencies."""
+    job = stored_study(server.store)
+    route = 'route="/v1/studies/{study_id}/events"'
+    with httpx.stream("GET", f"{server.url}/v1/studies/{job.id}/events", timeout=60) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        seen = samples(http)
+        assert seen["mergesearch_http_streams"] == 1
+        assert seen[f'mergesearch_http_requests_total{{method="GET",{route},status="200"}}'] == 1
+        server.store.open_attempt(job.id).set_state(JobState.COMPLETE)
+        assert "event: end" in list(lines)
+    seen = samples(http)
+    assert seen["mergesearch_http_streams"] == 0
+    assert not any(name.startswith("mergesearch_http_request_seconds") and route in name for name in seen)
+
+
+def test_an_unexpected_error_counts_as_500(server: ApiServer) -> None:
+    """A route that raises something unforeseen is counted, although its answer is sent outside of the middleware."""
+    router = APIRouter()
+
+    @router.get("/broken", dependencies=[open_to_all()])
+    def broken() -> None:
+        raise AssertionError("planned")
+
+    server.app.include_router(router)
+    with httpx.Client(base_url=server.url, timeout=60) as http:
+        assert http.get("/broken").status_code == 500
+        seen = samples(http)
+    assert seen['mergesearch_http_requests_total{method="GET",route="/broken",status="500"}'] == 1
+    assert seen['mergesearch_http_request_seconds_count{method="GET",route="/broken",status="5xx"}'] == 1
+
+
+def test_jobs_wait_until_a_driver_has_them(http: httpx.Client, server: ApiServer) -> None:
+    """A job waits from its creation to its driver, and again after it was resumed; a paused one does not wait."""
+    store, job = server.store, stored_study(server.store)
+    own = f"mergesearch_job_wait_seconds{{{of(job.id)}}}"
+
+    def waiting() -> tuple[float, float]:
+        seen = samples(http)
+        kind = 'kind="search"'
+        return seen[f"mergesearch_jobs_waiting{{{kind}}}"], seen[f"mergesearch_jobs_oldest_wait_seconds{{{kind}}}"]
+
+    assert samples(http)['mergesearch_jobs_waiting{kind="finetune"}'] == 0
+    pause(0.1)
+    number, oldest_s = waiting()
+    assert number == 1
+    assert oldest_s >= 0.1
+    assert samples(http)[own] >= oldest_s
+    writer = store.open_attempt(job.id, as_driver=True)
+    waited_s = samples(http)[own]
+    assert waiting() == (0, 0.0)
+    assert samples(http)[own] == waited_s >= 0.1, "the wait has ended"
+    store.open_attempt(job.id, as_driver=True)
+    assert samples(http)[own] == waited_s, "a driver that replaces another does not count"
+
+    store.pause(job.id, steering=Steering("pause"))
+    store.settle(job.id)
+    set_heartbeat(store, job.id, 0.0)
+    assert waiting() == (0, 0.0)
+    store.resume(job.id, reason="resumed by request")
+    number, oldest_s = waiting()
+    assert number == 1
+    assert oldest_s < 60
+    assert samples(http)[own] < 60
+    writer = store.open_attempt(job.id, as_driver=True)
+    writer.set_state(JobState.FAILED)
+    assert waiting() == (0, 0.0)
+
+
+def test_a_job_without_its_driver_waits_since_its_heartbeat(http: httpx.Client, server: ApiServer) -> None:
+    job = stored_study(server.store)
+    server.store.open_attempt(job.id, as_driver=True)
+    set_heartbeat(server.store, job.id, server.store.now() - 100)
+    assert samples(http)['mergesearch_jobs_oldest_wait_seconds{kind="search"}'] < 100
+    with server.store._engine.begin() as connection:
+        connection.execute(sa.update(schema.studies).values(created_at=0.0))
+        connection.execute(sa.update(schema.events).values(time=0.0))
+    assert samples(http)['mergesearch_jobs_oldest_wait_seconds{kind="search"}'] == pytest.approx(100, abs=50)
+
+
+def pause(seconds: float) -> None:
+    threading.Event().wait(seconds)
+
+
+def set_heartbeat(store: Store, job_id: str, time_s: float) -> None:
+    with store._engine.begin() as connection:
+        connection.execute(sa.update(schema.studies).where(schema.studies.c.id == job_id).values(heartbeat_at=time_s))
 
 
 def test_a_failed_check_of_an_engine_is_counted(http: httpx.Client, server: ApiServer) -> None:

@@ -23,8 +23,11 @@ from service.api.limits.rates import Rate, RateLimits
 from service.api.permissions import rule_of
 from service.api.problems import PROBLEM_JSON
 from service.errors import NotFound
-from service.types import ExportRecord, ExportState, JobState, Scope, TrialState
-from tests.service.api.accounts import Company, bearer
+from service.notifications.signatures import new_webhook_secret
+from service.store.accounts import AccountStore, name_problem
+from service.store.notifications import NotificationStore
+from service.types import Coverage, ExportRecord, ExportState, JobRecord, JobState, Scope, TrialState
+from tests.service.api.accounts import OPERATOR, Company, bearer
 from tests.service.api.harness import (
     ApiServer,
     analysed_fleet,
@@ -33,6 +36,8 @@ from tests.service.api.harness import (
     stored_finetune,
     stored_study,
 )
+from tests.service.api.ray_dashboard.upstream import upstream
+from tests.service.jobs.serving.local import Served, served
 
 EXPORT = "e" * 32
 CONFIGURATION: dict[str, Any] = {
@@ -49,7 +54,8 @@ UNLIMITED = RateLimits(*(Rate(math.inf, math.inf) for _ in range(4)))
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
-    with ApiServer(tmp_path_factory.mktemp("api"), rates=UNLIMITED) as server:
+    with ApiServer(tmp_path_factory.mktemp("api"), rates=UNLIMITED) as server, upstream({"/api/jobs/": []}) as ray:
+        server.cluster.ray = ray.dashboard
         services = server.app.state.services
         # Exports that are asked for stay WAITING.
         server.app.state.services = replace(services, exports=Exports(server.store, server.data_dir))
@@ -57,11 +63,19 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
 
 
 @pytest.fixture(scope="module")
-def schema(server: ApiServer) -> Any:
+def chat(server: ApiServer) -> Iterator[Served]:
+    """A served study whose driver is in this process."""
+    with served(server.store, finished_study(server.store, num_trials=5)) as chat:
+        yield chat
+
+
+@pytest.fixture(scope="module")
+def schema(server: ApiServer, chat: Served) -> Any:
     """Of well-formed names of studies and exports, some are of what there is."""
     finished, marked = (finished_study(server.store, num_trials=5) for _ in range(2))
     searched = finished_study(server.store)
     pruned = server.store.trials(searched.id, state=TrialState.PRUNED)[0].number
+    AccountStore(server.store).add_team("red", actor=OPERATOR)
     created, failed = stored_study(server.store), stored_study(server.store)
     server.store.open_attempt(failed.id).set_state(JobState.FAILED, "no engine")
     analysis = {"samples": 3, "fleets": [analysed_fleet("mergopt", 1, 2, 3, 4)]}
@@ -81,6 +95,7 @@ def schema(server: ApiServer) -> Any:
     turns = itertools.cycle((finished, finished, created, None))
     tuned_turns = itertools.cycle((tuned, tuned, begun, None))
 
+    pages = itertools.cycle(("api/jobs/", None))
     numbers = itertools.count()
 
     def disposable() -> tuple[str, str]:
@@ -90,6 +105,14 @@ def schema(server: ApiServer) -> Any:
         name = f"{next(numbers):032x}"
         server.store.add_export(ExportRecord(name, study.id, 1, "float32", ExportState.COMPLETE, created_at=1.0))
         return study.id, name
+
+    def webhook() -> str:
+        """The id of the only webhook."""
+        notifications = NotificationStore(server.store)
+        for before in notifications.webhooks():
+            notifications.remove_webhook(before.id, actor=OPERATOR)
+        options: dict[str, Any] = {"secret": new_webhook_secret(), "events": (), "owner": None, "covers": Coverage.ALL}
+        return notifications.add_webhook("https://hook.invalid/", **options, actor=OPERATOR).id
 
     def of_finetune(path_parameters: dict[str, Any], operation: Any) -> dict[str, Any]:
         name = str(path_parameters["finetune_id"])
@@ -104,10 +127,39 @@ def schema(server: ApiServer) -> Any:
             server.store.open_attempt(given.id).set_state(JobState.CANCELLED)
         return path_parameters | {"finetune_id": given.id} | ({"alias": "math"} if "alias" in path_parameters else {})
 
+    def new_served() -> JobRecord:
+        document = {"study": finished.id, "idle_minutes": 30.0, "shares_engines": False}
+        return server.store.create_job(kind="serving", name="chat", document=document, accepted={})
+
+    failed_chat = new_served()
+    server.store.open_attempt(failed_chat.id).set_state(JobState.FAILED, "no engine")
+
+    def of_served(path_parameters: dict[str, Any], operation: Any) -> dict[str, Any]:
+        """Completions are asked of the study that is served; others may end."""
+        name = str(path_parameters["served_id"])
+        if len(name) != 32 or not set(name) <= set("0123456789abcdef"):
+            return path_parameters
+        if "/openai/" in operation.path:
+            return {"served_id": chat.job.id}
+        if operation.path.endswith((":resume", "/events")):
+            return {"served_id": failed_chat.id}
+        given = new_served()
+        if operation.method.upper() == "DELETE":
+            server.store.open_attempt(given.id).set_state(JobState.CANCELLED)
+        return {"served_id": given.id}
+
     @schema.hook
     def map_path_parameters(context: Any, path_parameters: Any) -> Any:
+        if set(path_parameters or {}) == {"team"} and name_problem(str(path_parameters["team"])) is None:
+            return {"team": "red"}
+        if "served_id" in (path_parameters or {}):
+            return of_served(path_parameters, context.operation)
         if "finetune_id" in (path_parameters or {}):
             return of_finetune(path_parameters, context.operation)
+        if context.operation.path.startswith("/ray/") and (page := next(pages)) is not None:
+            return {"path": page}
+        if len(str((path_parameters or {}).get("webhook_id", ""))) == 32:
+            return path_parameters | {"webhook_id": webhook()}
         name = str((path_parameters or {}).get("study_id", ""))
         is_name = len(name) == 32 and set(name) <= set("0123456789abcdef")
         if is_name and context.operation.path.endswith(":resume"):
@@ -118,6 +170,10 @@ def schema(server: ApiServer) -> Any:
             path_parameters["study_id"] = ended.id
         elif is_name and context.operation.path.endswith("/validity"):  # which lets the study continue
             return path_parameters | {"study_id": marked.id, "number": 1}
+        elif is_name and context.operation.path.endswith(":serve"):
+            return path_parameters | {"study_id": chat.job.document["study"], "number": 1}  # it is served already
+        elif is_name and context.operation.path.endswith(("/samples", "{number}/plots/{name}")):
+            return path_parameters | {"study_id": finished.id, "number": 1}
         elif is_name and context.operation.path.endswith(":evaluate"):
             return path_parameters | {"study_id": searched.id, "number": pruned}
         elif is_name and (study := next(turns)) is not None:
@@ -129,6 +185,13 @@ def schema(server: ApiServer) -> Any:
             if "export_id" in path_parameters:
                 path_parameters["export_id"] = EXPORT
         return path_parameters
+
+    @schema.hook
+    def map_body(context: Any, body: Any) -> Any:
+        is_move = context.operation.path == "/v1/queue:move" and isinstance(body, dict)
+        if is_move and isinstance(body.get("job"), str) and len(body["job"]) == 32:  # a job that waits
+            body["job"] = stored_study(server.store).id
+        return body
 
     @schema.hook
     def map_query(context: Any, query: Any) -> Any:
@@ -145,14 +208,36 @@ def schema(server: ApiServer) -> Any:
         because other streams do not end. A key that was used before gets 409 for any body: bodies in JSON get new keys.
         """
         parameters = case.path_parameters or {}
-        if case.query and (case.meta is None or case.meta.generation.mode.is_positive):
+        is_positive = case.meta is None or case.meta.generation.mode.is_positive
+        if is_positive and case.operation.path.endswith("/served/{served_id}/sharing"):
+            with suppress(NotFound):  # a served study has the sharing of its study
+                case.body = {"sharing": server.store.job(finished.id).sharing.value}
+        if case.query and is_positive:
             for name in ("team", "sharing"):  # a server without users has no teams, and refuses every name
                 case.query.pop(name, None)
+        if "/openai/" in case.operation.path:  # without a driver the answer is 503
+            with suppress(NotFound):
+                server.store.job(str(parameters.get("served_id")))
+                parameters["served_id"] = chat.job.id
+        if "/openai/" in case.operation.path and isinstance(case.body, dict):
+            if isinstance(case.body.get("model"), str):
+                case.body["model"] = "1"
+            for name in ("max_tokens", "max_completion_tokens"):  # the answers are short
+                if isinstance(case.body.get(name), int):
+                    case.body[name] = min(case.body[name], 8)
+        if case.operation.path in ("/v1/served", "/v1/served/{served_id}:resume") and case.method == "POST":
+            for job in server.store.unfinished_jobs():  # only so many may be served at the same time
+                if job.kind == "serving" and job.id not in (chat.job.id, parameters.get("served_id")):
+                    server.store.open_attempt(job.id).set_state(JobState.CANCELLED)
+        if case.operation.label == "POST /v1/served" and isinstance(case.body, dict) and "study" in case.body:
+            case.body["study"] = stored_study(server.store).id  # the others may be served already
         if case.operation.path.endswith("/events"):
-            for kind, ended in (("study_id", finished), ("finetune_id", tuned)):
+            for kind, ended in (("study_id", finished), ("finetune_id", tuned), ("served_id", failed_chat)):
                 with suppress(NotFound):
                     if not server.store.job(str(parameters.get(kind))).state.is_finished:
                         parameters[kind] = ended.id
+        if case.operation.path == "/v1/events":  # the stream has no end
+            case.headers = {**(case.headers or {}), "Accept": "application/json"}
         if case.headers and "If-Match" in case.headers and case.path_parameters:
             case.headers["If-Match"] = "*"  # whatever was edited before
         if case.headers and "Idempotency-Key" in case.headers and case.operation.path.endswith("/studies"):
@@ -185,11 +270,14 @@ def test_the_server_keeps_to_its_document(server: ApiServer, schema: Any) -> Non
     told = httpx.get(f"{server.url}/metrics").text
     answered = answers(told)
     routes = [route for route in server.app.routes if isinstance(route, APIRoute) and route.include_in_schema]
-    # Without an identity provider there are no logins.
-    managed = {route.path_format for route in routes if is_managed(route)} | {"/v1/login", "/v1/login/callback"}
+    # Without an identity provider there are no logins, and without accounts no addresses of users.
+    managed = {route.path_format for route in routes if is_managed(route)}
+    managed |= {"/v1/login", "/v1/login/callback", "/v1/users/{user}/mail"}
+    sessions = ("POST", "/v1/session")  # without accounts there is none to begin
     for path, operations in schema.raw_schema["paths"].items():
         for method in operations:
-            assert (method.upper(), path, "2") in answered or path in managed, (method, path, told)
+            operation = (method.upper(), path)
+            assert (*operation, "2") in answered or path in managed or operation == sessions, (operation, told)
     assert not any(status == "5" for _, _, status in answered), told
 
 
@@ -206,7 +294,11 @@ def is_managed(route: APIRoute) -> bool:
 @pytest.mark.slow
 def test_with_accounts_it_keeps_to_its_document(tmp_path: Path) -> None:
     """With a token of an administrator and without one, generated requests get documented answers only."""
-    with ApiServer(tmp_path, rates=UNLIMITED, has_open_metrics=True) as server:
+    with (
+        ApiServer(tmp_path, rates=UNLIMITED, has_open_metrics=True) as server,
+        upstream({"/": []}) as ray,
+    ):
+        server.cluster.ray = ray.dashboard
         company = Company.on(server)
         few = {**CONFIGURATION, "generation": {"max-examples": 3, "deterministic": True}}
         for token in (company.tokens["root", Scope.ADMIN], None):

@@ -22,12 +22,20 @@ from service.api.limits.rates import Rate, RateLimits
 from service.api.permissions import Right, Rule, check_rules, rule_of
 from service.api.protocols import Principal
 from service.auth.sessions import COOKIE, csrf_token_of, new_session_secret
-from service.types import Account, JobRecord, Role, Scope
-from tests.service.api.accounts import EXPORT, ROLES, Company, bearer
+from service.notifications.signatures import new_webhook_secret
+from service.store.notifications import NotificationStore
+from service.types import Account, Coverage, JobRecord, JobState, Role, Scope
+from tests.service.api.accounts import EXPORT, OPERATOR, ROLES, Company, bearer
 from tests.service.api.harness import ApiServer, analysed_fleet, stored_study
 from tests.service.api.identity_provider import identity_provider
+from tests.service.api.ray_dashboard.upstream import upstream
+from tests.service.jobs.serving.local import served
 
 UNKNOWN = "0" * 32
+SECRET = new_webhook_secret()
+
+# Path parameters with ids of jobs.
+JOBS = ("study_id", "finetune_id", "served_id")
 
 
 @dataclass(frozen=True)
@@ -63,6 +71,8 @@ class Place:
     created: JobRecord
     tuned: JobRecord
     begun: JobRecord
+    served: JobRecord
+    ended: JobRecord
     http: httpx.Client
     sessions: dict[str, str]
 
@@ -70,6 +80,10 @@ class Place:
     def app(self) -> FastAPI:
         app: FastAPI = self.company.server.app
         return app
+
+    @property
+    def notifications(self) -> NotificationStore:
+        return NotificationStore(self.company.server.store)
 
     @property
     def routes(self) -> list[APIRoute]:
@@ -92,6 +106,13 @@ class Place:
         """Path parameters of objects of the team "red" by whose state a change is refused, or that are new."""
         is_delete = "DELETE" in route.methods
         token = ""
+        webhook = ""
+        if "{webhook_id" in route.path:
+            for before in self.notifications.webhooks("owner"):
+                self.notifications.remove_webhook(before.id, actor=OPERATOR)
+            webhook = self.notifications.add_webhook(
+                "https://example.org/", secret=SECRET, events=(), owner="owner", covers=Coverage.OWN, actor=OPERATOR
+            ).id
         if "{token_id" in route.path:
             self.company.add_token("owner", Scope.READ)
             token = self.company.accounts.tokens("owner")[-1].id
@@ -100,13 +121,16 @@ class Place:
         return {
             "study_id": (self.created if is_delete and "export_id" not in route.path else self.study).id,
             "finetune_id": (self.begun if is_delete else self.tuned).id,
+            "served_id": (self.served if is_delete or "/openai/" in route.path else self.ended).id,
             "export_id": EXPORT,
             "number": "1",
-            "name": "hypervolume",
+            "name": "recipe",
             "alias": "math",
             "team": "red",
-            "user": "loner",
+            "user": "owner" if route.path.endswith("/mail") else "loner",
             "token_id": token,
+            "path": "api/jobs/",
+            "webhook_id": webhook,
         }
 
     def send(self, route: APIRoute, visitor: Visitor, **changes: str) -> httpx.Response:
@@ -116,7 +140,8 @@ class Place:
             assert visitor.user is not None
             visitor = replace(visitor, session=self.company.add_session(visitor.user))
         self.http.cookies.clear()
-        return self.http.request(method, path, headers=visitor.headers())
+        accept = {"Accept": "application/json"} if route.path == "/v1/events" else {}  # the stream has no end
+        return self.http.request(method, path, headers={**visitor.headers(), **accept})
 
 
 @pytest.fixture(scope="module")
@@ -126,13 +151,19 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         identity_provider() as provider,
         ApiServer(tmp_path_factory.mktemp("api"), rates=unlimited, oidc=provider.settings()) as server,
         httpx.Client(base_url=server.url, timeout=60) as http,
+        upstream({"/api/jobs/": []}) as ray,
     ):
+        server.cluster.ray = ray.dashboard
         company = Company.on(server)
         analysis = {"samples": 3, "fleets": [analysed_fleet("mergopt", 1, 2, 3, 4)]}
         tuned = company.tuned(server.data_dir, analysis=analysis)
         created = company.own(stored_study(server.store))
         sessions = {user: company.add_session(user) for user in ("root", "owner", "stranger")}
-        yield Place(company, company.finished(), created, tuned, company.begun(), http, sessions)
+        study = company.finished()
+        with served(server.store, study) as ended:
+            server.store.open_attempt(ended.job.id).set_state(JobState.CANCELLED)
+        with served(server.store, study) as chat:
+            yield Place(company, study, created, tuned, company.begun(), chat.job, ended.job, http, sessions)
 
 
 def account_of(user: str) -> Account:
@@ -146,13 +177,15 @@ def expected(rule: Rule, visitor: Visitor, job: JobRecord | None, *, method: str
         return None
     if visitor.user is None or visitor.scope is None:
         return 401
-    if not visitor.has_csrf and method != "GET":
+    if not visitor.has_csrf and method not in ("GET", "HEAD"):
         return 403
     if not visitor.scope.allows(rule.scope):
         return 403
     account = account_of(visitor.user)
     if rule.is_for_admins and not account.is_admin:
         return 403
+    if rule.right is Right.SEE:
+        return None if account.is_admin or "red" in account.roles else 404
     if rule.right is Right.MANAGE:
         role = account.roles.get("red")
         return None if account.is_admin or role is Role.ADMIN else 404 if role is None else 403
@@ -170,7 +203,7 @@ def expected(rule: Rule, visitor: Visitor, job: JobRecord | None, *, method: str
 
 def job_of(place: Place, route: APIRoute) -> JobRecord | None:
     parameters = place.parameters(route)
-    for name in ("study_id", "finetune_id"):
+    for name in JOBS:
         if f"{{{name}" in route.path:
             return place.company.server.store.job(parameters[name])
     return None
@@ -208,10 +241,10 @@ def test_another_teams_objects_do_not_exist(place: Place) -> None:
         rule = rule_of(route)
         if rule.right is None:
             continue
-        name = {Right.MANAGE: "team", Right.OWN: "token_id"}.get(rule.right, "")
-        name = name or ("study_id" if "{study_id" in route.path else "finetune_id")
+        names = ("token_id", "webhook_id", *JOBS, "team", "user")
+        name = next(name for name in names if f"{{{name}" in route.path)
         real = place.parameters(route)[name]
-        unknown = "unknown" if name == "team" else UNKNOWN
+        unknown = "unknown" if name in ("team", "user") else UNKNOWN
         there = place.send(route, stranger, **{name: real})
         not_there = place.send(route, stranger, **{name: unknown})
         assert there.status_code == not_there.status_code == 404, route.path
@@ -231,13 +264,18 @@ def without_check(place: Place, route: APIRoute) -> Iterator[None]:
 
     async def unchecked(request: Request) -> Any:
         parameters = request.path_params
-        if rule.right is Right.MANAGE:
+        if rule.right in (Right.MANAGE, Right.SEE):
             return company.accounts.team(parameters["team"])
+        if "webhook_id" in parameters:
+            return place.notifications.webhook(parameters["webhook_id"])
+        if rule.right is Right.OWN and "user" in parameters:
+            return company.accounts.user(parameters["user"])
         if rule.right is Right.OWN:
             return company.accounts.token(parameters["token_id"])
         if rule.right is None:
             return Principal("eve", "192.0.2.1", Account("root", True))
-        return company.server.store.job(parameters.get("study_id") or parameters["finetune_id"])
+        named = next(parameters[name] for name in JOBS if name in parameters)
+        return company.server.store.job(named)
 
     unchecked.rule = rule  # type: ignore[attr-defined]
     parts = list(declaring(route.dependant))

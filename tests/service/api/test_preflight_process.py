@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from service.jobs.search.kind import SEARCH
 from service.jobs.search.request import read_study
 from service.resolved_study import ResolvedStudy
 from service.studies.preflight.examine import examine
+from service.types import Account
 from tests.service.api.harness import FAMILY, ApiServer, ask_vllm, document
 from workers.file_access import FileAccess
 
@@ -95,6 +97,26 @@ def test_the_server_answers_at_once_while_a_study_is_examined(http: httpx.Client
     seconds, statuses = asyncio.run(scenario())
     assert statuses == [201] * 5
     assert sorted(seconds)[len(seconds) * 9 // 10] < 0.5
+
+
+@pytest.mark.slow
+def test_models_of_other_jobs_are_not_listed(tmp_path: Path) -> None:
+    """Users see no models in the data directory, where other jobs' files are; without accounts all are seen."""
+    data, free = tmp_path / "data", tmp_path / "free"
+    for place in (data / "exports" / "model", free):
+        shutil.copytree(FAMILY / "base", place)
+    access = FileAccess((str(tmp_path), str(data)))
+    preflight = PreflightProcess(RequestContext(access, data_dir=data))
+
+    async def listed(reader: Account | None) -> list[str]:
+        found = await preflight.find_models(under=None, text=None, limit=10, reader=reader)
+        return [model.directory for model in found.models]
+
+    try:
+        assert asyncio.run(listed(Account("ann"))) == [str(free.resolve())]
+        assert len(asyncio.run(listed(None))) == 2
+    finally:
+        preflight.stop()
 
 
 @pytest.mark.slow

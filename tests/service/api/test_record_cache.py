@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import httpx
 import pytest
+import sqlalchemy as sa
 
 from service.results.load import RunReader
 from service.results.record import RunRecord
@@ -101,3 +103,36 @@ def test_unchanged_results_are_not_sent_again(http: httpx.Client, server: ApiSer
     changed = http.get(path, headers={"If-None-Match": tag})
     assert changed.status_code == 200
     assert changed.headers["etag"] != tag
+
+
+@pytest.mark.parametrize(
+    ("rest", "expected"),
+    [
+        ("", 4),  # the job, its last event, the job as of then, the counts of its trials
+        ("/trials?limit=5", 5),  # the job, the version, trials, rungs, counts
+        ("/summary", 2),  # the job, the version: the summary is known
+        ("/plots/history", 2),
+        ("/events", 3),  # the job, its events, their number
+    ],
+)
+def test_a_repeated_read_takes_few_queries(http: httpx.Client, server: ApiServer, rest: str, expected: int) -> None:
+    """Reads of an unchanged study send so many queries to the database; 304 takes no more."""
+    study = finished_study(server.store, num_trials=3).id
+    path, headers = f"/v1/studies/{study}{rest}", {"Accept": "application/json"}
+    tag = http.get(path, headers=headers).headers.get("etag", "none")
+    queries: list[str] = []
+
+    def count(_connection: Any, _cursor: Any, statement: str, parameters: Any, *_: Any) -> None:
+        if statement.startswith("SELECT") and study in str(parameters):
+            queries.append(statement)
+
+    sa.event.listen(server.store.engine, "before_cursor_execute", count)
+    try:
+        assert http.get(path, headers=headers).status_code == 200
+        assert len(queries) == expected, queries
+        if tag.startswith('"') and rest:
+            queries.clear()
+            assert http.get(path, headers={**headers, "If-None-Match": tag}).status_code == 304
+            assert len(queries) == 2
+    finally:
+        sa.event.remove(server.store.engine, "before_cursor_execute", count)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import socket
 import time
@@ -144,6 +145,23 @@ def test_other_media_types_are_refused_with_those_accepted(http: httpx.Client, m
 )
 def test_other_encodings_are_refused(http: httpx.Client, headers: dict[str, str]) -> None:
     refused(http.post("/v1/studies", content=TEXT, headers=headers), 415)
+
+
+def test_large_json_is_compressed(http: httpx.Client, finished: str) -> None:
+    """Documents are compressed for clients that accept it; small ones and event streams are sent as they are."""
+    plain = http.get(f"{finished}/trials", headers={"Accept-Encoding": "identity"})
+    assert "content-encoding" not in plain.headers
+    with http.stream("GET", f"{finished}/trials", headers={"Accept-Encoding": "gzip"}) as answer:
+        raw = b"".join(answer.iter_raw())
+    assert answer.headers["content-encoding"] == "gzip"
+    assert int(answer.headers["content-length"]) == len(raw) < len(plain.content) / 2
+    assert gzip.decompress(raw) == plain.content
+    assert answer.headers["ETag"] == plain.headers["ETag"]
+    assert "content-encoding" not in http.get("/healthz").headers
+    events = http.get(f"{finished}/events")
+    assert events.headers["content-type"].startswith("text/event-stream")
+    assert len(events.content) > 1000
+    assert "content-encoding" not in events.headers
 
 
 def test_a_body_of_50_mb_is_refused_before_it_was_read(server: ApiServer) -> None:

@@ -2,29 +2,46 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 import httpx
 import jsonschema
+import numpy as np
 import pytest
+from starlette.requests import Request
+from starlette.responses import Response
 
 from search_spaces.constraints import parse_constraint
+from search_spaces.errors import InvalidStudy, Problem
 from search_spaces.study.file import Study
+from service.api.conditional import answer_computed
+from service.api.importances import Importances
+from service.api.presenters import rfc_3339
+from service.api.record_cache import MAX_LARGE_READS, RunRecords
+from service.api.routes.results import NO_PROMPTS, NO_RESPONSES
 from service.results.documents import pareto, trial_document, trial_documents
 from service.results.load import run_record
 from service.results.preference import choices
 from service.results.report import render_report
 from service.results.selection import accuracy_objectives, full_budget_trials
 from service.results.series import CHARTS
+from service.results.statistics import paired_difference
 from service.results.summary import summary
 from service.schemas.json_schemas import schemas
-from service.types import EventKind, JobRecord, JobState, TrialState
+from service.store import SampleText
+from service.store.documents import VERIFICATION, read_verification
+from service.types import EventKind, JobRecord, JobState, Origin, TrialResult, TrialState
 from tests.service.api.harness import ApiServer, document, finished_study, resolved, rung, stored_study, write_trial
 from tests.service.paths_study import plain_study
 from tests.service.synthetic_run import run_record as made_up
+from workers.types import Split
 
 pytestmark = pytest.mark.slow  # whole searches
 
@@ -69,6 +86,212 @@ def test_pages_of_trials_are_all_of_them(get: Any, server: ApiServer, study: Job
         jsonschema.validate(trial, schemas()["trial"])
 
 
+def test_a_sorted_table_is_paged(get: Any, server: ApiServer, study: JobRecord, http: httpx.Client) -> None:
+    """Pages of a table follow each other, and `total` counts the trials of all pages."""
+    trials = server.store.trial_results(study.id)
+    expected = [t.number for t in sorted(trials, key=lambda t: (not t.values, not t.rungs, -last(t), t.number))]
+    page = get("/trials?sort=-math&limit=7")
+    seen = page["trials"]
+    while page["next"] is not None:
+        assert page["total"] == len(trials)
+        page = http.get(page["next"]).json()
+        seen += page["trials"]
+    assert [trial["number"] for trial in seen] == expected
+    assert seen[0] == as_json(trial_document(server.store.trial(study.id, expected[0])))
+    few = get("/trials?where=math>=0.5,rung=2&where=origin=search&q=TRIAL&offset=1&limit=1&state=COMPLETE")
+    kept = [t for t in trials if t.origin == "search" and t.rungs and t.rungs[-1].rung == 2 and last(t) >= 0.5]
+    assert (few["total"], few["trials"][0]["number"]) == (len(kept), kept[1].number)
+    assert few["total"] < len(trials)
+
+
+def last(trial: TrialResult) -> float:
+    return trial.rungs[-1].values["math"] if trial.rungs else 0.0
+
+
+def test_tables_follow_what_changes(server: ApiServer, http: httpx.Client) -> None:
+    """A table has a trial that was added since the last request; an unchanged study answers 304."""
+    study = finished_study(server.store)
+    path = f"/v1/studies/{study.id}/trials?sort=-number&limit=1"
+    first = http.get(path)
+    assert http.get(path, headers={"If-None-Match": first.headers["ETag"]}).status_code == 304
+    highest = first.json()["trials"][0]["number"]
+    assert http.put(
+        f"/v1/studies/{study.id}/trials/{highest}/validity", json={"is_valid": False, "reason": "wrong"}
+    ).is_success
+    assert http.get(path, headers={"If-None-Match": first.headers["ETag"]}).json()["trials"][0]["invalid"] == "wrong"
+    writer = server.store.open_attempt(study.id)
+    writer.set_state(JobState.RUNNING)
+    write_trial(writer, replace(server.store.trial(study.id, highest), number=highest + 1))
+    assert http.get(path).json()["trials"][0]["number"] == highest + 1
+    assert http.get(f"/v1/studies/{study.id}/summary").is_success
+
+
+def test_wrong_tables_are_refused(http: httpx.Client, study: JobRecord) -> None:
+    """A refusal names the parameter, the expression and what is accepted."""
+    for query, field, message in (
+        ("where=math>>1", "where", "'math>>1' is not FIELD, one of >= <= != = > < and a value"),
+        ("where=speed>1", "where", "'speed>1': the study has no 'speed'; accepted are number, state"),
+        ("where=rung<two", "where", "'rung<two': 'two' is not a number, which < needs"),
+        ("where=parameter.none=1", "where", "the study has no 'parameter.none'"),
+        ("sort=-speed", "sort", "'speed' is no field to sort by; accepted are number, state"),
+        ("sort=mean&after=3", "after", "pages through all trials by number"),
+        (f"where={'number>0,' * 50}number>1", "where", "has 51 conditions; give at most 50"),
+        (f"where=number>0&where={'a' * 2001}", "where.1", "at most 2000 characters"),
+        (f"sort={'a' * 2001}", "sort", "at most 2000 characters"),
+        (f"sort={'a' * 2000}", "sort", "is no field to sort by"),
+    ):
+        answer = http.get(f"/v1/studies/{study.id}/trials?{query}")
+        assert answer.status_code == 422, query
+        (problem,) = answer.json()["problems"]
+        assert problem["field"] == field
+        assert message in problem["message"]
+
+
+def test_long_choices_of_columns_are_refused(http: httpx.Client, study: JobRecord) -> None:
+    """The length of the choice and the number of its patterns are limited."""
+    path = f"/v1/studies/{study.id}/trials/columns"
+    for fields, message in (("a" * 2001, "at most 2000 characters"), ("a*," * 50 + "b*", None), ("*", None)):
+        answer = http.get(path, params={"fields": fields})
+        assert answer.status_code == (200 if message is None else 422)
+        assert message is None or message in answer.text
+    refused = http.get(path, params={"fields": ",".join(f"a{number}*" for number in range(51))})
+    assert refused.json()["problems"] == [{"field": "fields", "message": "has 51 patterns; give at most 50"}]
+
+
+def test_plots_of_any_trial(server: ApiServer, study: JobRecord, get: Any, http: httpx.Client) -> None:
+    """The plots of the best trial are those of its number; other trials have plots of their own."""
+    run = run_record(server.store, study.id)
+    assert run.best is not None
+    worst = next(trial for trial in run.whole_trials if trial.configuration and trial != run.best)
+    for name in ("recipe", "coefficients", "path"):
+        assert get(f"/trials/{run.best.number}/plots/{name}") == get(f"/plots/{name}")
+        found = get(f"/trials/{worst.number}/plots/{name}")
+        assert (found["plot"], found["trial"]) == (name, worst.number)
+    assert get(f"/trials/{worst.number}/plots/recipe")["models"] == list(worst.read_recipe().models)
+    assert http.get(f"/v1/studies/{study.id}/trials/1/plots/history").status_code == 404
+    assert http.get(f"/v1/studies/{study.id}/trials/9999/plots/recipe").status_code == 404
+
+
+def test_the_timeline_has_every_chunk(server: ApiServer, study: JobRecord, get: Any, http: httpx.Client) -> None:
+    """Chunks of held-out data were scored by one replica; a time without work is empty."""
+    found = get("/plots/timeline?bins=10")
+    rows = server.store.evidence(study.id)
+    assert (found["plot"], found["replicas"]) == ("timeline", ["replica-1"])
+    assert [chunk["end"] for chunk in found["chunks"]] == [row.finished_at for row in rows]
+    assert [chunk["trial"] for chunk in found["chunks"]] == [row.trial for row in rows]
+    assert [(event["kind"], event["text"]) for event in found["events"]] == [("attempt", "attempt 1")]
+    assert len(found["bins"][0]["score"]) == 10
+    assert get(f"/plots/timeline?from={found['end'] + 1}")["chunks"] == []
+    assert get("/plots/timeline?to=1e9")["replicas"] == []
+    refused = http.get(f"/v1/studies/{study.id}/plots/timeline?from=5&to=5")
+    assert refused.json()["problems"] == [{"field": "to", "message": "5 is not after from=5; give a later time"}]
+
+
+# Samples side by side.
+
+
+def test_samples_of_two_trials_are_aligned(server: ApiServer, http: httpx.Client) -> None:
+    """Texts, answers and values are of the same position; counts and the difference are over all samples."""
+    study = finished_study(server.store)
+    first, second = 1, 2  # of 12 samples, sample p of trial t is wrong where t + p is a multiple of 3
+    texts = [SampleText(f"question {position}", f"answer {position}") for position in range(10)]
+    server.store.open_attempt(study.id).add_prompts(Split.HOLDOUT, "text", texts)
+    path = f"/v1/studies/{study.id}/trials/{first}/samples"
+    query: dict[str, Any] = {"split": "holdout", "objective": "text", "against": second}
+    whole = http.get(path, params=query).json()
+    assert whole["counts"] == {"samples": 12, "both_right": 4, "a_only": 4, "b_only": 4, "both_wrong": 0}
+    assert [row["position"] for row in whole["samples"]] == list(range(12))
+    for row in whole["samples"]:
+        position = row["position"]
+        assert row["a"]["value"] == float((first + position) % 3 > 0)
+        assert row["b"]["value"] == float((second + position) % 3 > 0)
+        assert row["a"]["is_right"] is ((first + position) % 3 > 0)
+        assert row["document"] == f"d{position}"
+        assert row["a"]["response"] == row["b"]["response"] == "says"
+        assert row["prompt"] == (texts[position].prompt if position < 10 else None)
+        assert row["reference"] == (texts[position].reference if position < 10 else None)
+    assert whole["missing"] == [NO_PROMPTS]
+    a, b = ([row[name]["value"] for row in whole["samples"]] for name in "ab")
+    expected = paired_difference(a, b)
+    assert whole["difference"]["value"] == expected.value == 0
+    assert whole["difference"]["ci95"] == list(expected.ci95)
+    page = http.get(path, params={**query, "only": "a_only", "limit": 3}).json()
+    assert (page["total"], page["counts"], page["missing"]) == (4, whole["counts"], [])
+    seen = page["samples"] + http.get(page["next"]).json()["samples"]
+    assert seen == [row for row in whole["samples"] if row["a"]["value"] > row["b"]["value"]]
+    alone = http.get(path, params={"split": "holdout", "objective": "text", "after": 9}).json()
+    assert (alone["counts"], alone["difference"], alone["next"]) == (None, None, None)
+    assert [(row["position"], row["b"]) for row in alone["samples"]] == [(10, None), (11, None)]
+    server.store.open_attempt(study.id).set_state(JobState.COMPLETE)
+    server.store.remove_texts(study.id, num_samples=12, num_bytes=1)
+    removed = http.get(path, params={**query, "limit": 10}).json()
+    assert {row["a"]["response"] for row in removed["samples"]} == {None}
+    assert removed["samples"][0]["prompt"] == "question 0"
+    assert removed["missing"] == [NO_RESPONSES]
+
+
+def test_pages_of_long_texts_are_shorter(
+    server: ApiServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A page ends after the sample that reaches the limit of bytes, and `next` goes on after it."""
+    study = finished_study(server.store)
+    texts = [SampleText("é" * (10 * position), "answer") for position in range(12)]
+    server.store.open_attempt(study.id).add_prompts(Split.HOLDOUT, "text", texts)
+    path = f"/v1/studies/{study.id}/trials/1/samples"
+    query = {"split": "holdout", "objective": "text"}
+    whole = http.get(path, params=query).json()
+    assert (len(whole["samples"]), whole["next"]) == (12, None)
+    monkeypatch.setattr("service.api.routes.results.MAX_TEXT_BYTES", 90)
+    page = http.get(path, params=query).json()
+    pages = [page["samples"]]
+    while page["next"] is not None:
+        page = http.get(page["next"]).json()
+        pages.append(page["samples"])
+    assert [row for rows in pages for row in rows] == whole["samples"]
+    # 10 bytes of reference and response, and 20 more of the prompt at each position.
+    assert [len(rows) for rows in pages] == [3, 2, *[1] * 7]
+    assert page["total"] == 12
+
+
+def test_few_threads_read_samples(
+    server: ApiServer, http: httpx.Client, study: JobRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of many requests for samples at the same time, MAX_LARGE_READS are answered at a time."""
+    lock, running, most = threading.Lock(), 0, 0
+
+    def slow(*_: object) -> tuple[list[Any], list[str]]:
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        time.sleep(0.3)
+        with lock:
+            running -= 1
+        return [], []
+
+    monkeypatch.setattr("service.api.routes.results._samples", slow)
+    path = f"/v1/studies/{study.id}/trials/1/samples"
+    with ThreadPoolExecutor(6) as threads:
+        answers = list(threads.map(lambda _: http.get(path), range(6)))
+    assert {answer.status_code for answer in answers} == {200}
+    assert most == MAX_LARGE_READS
+
+
+def test_wrong_requests_for_samples_are_refused(http: httpx.Client, study: JobRecord) -> None:
+    path = f"/v1/studies/{study.id}/trials/1/samples"
+    for query, status, message in (
+        ("objective=speed", 422, "'speed' is no objective with samples of the study; accepted are math, text, lookup"),
+        ("split=bench", 422, "is no benchmark with samples of the study; accepted are none yet"),
+        ("only=differs", 422, "differs compares two trials; give the other trial as against"),
+        ("against=9999", 404, "trial 9999: study"),
+    ):
+        answer = http.get(f"{path}?{query}")
+        assert answer.status_code == status
+        assert message in answer.text
+    empty = http.get(f"{path}?split=search").json()
+    assert (empty["samples"], empty["total"], empty["missing"], empty["next"]) == ([], 0, [], None)
+
+
 @pytest.mark.parametrize("state", list(TrialState))
 @pytest.mark.parametrize("limit", [1, 4, 1000])
 def test_pages_of_one_state_are_all_of_it(
@@ -86,7 +309,9 @@ def test_pages_of_one_state_are_all_of_it(
 
 def test_a_trial_and_its_recipe(get: Any, server: ApiServer, study: JobRecord) -> None:
     trial = server.store.trial(study.id, 17)
-    assert get("/trials/17") == as_json(trial_document(trial))
+    shown = get("/trials/17")
+    del shown["provenance"]
+    assert shown == as_json(trial_document(trial))
     assert get("/trials/17/recipe") == as_json(trial.read_recipe().to_json())
     jsonschema.validate(get("/trials/17/recipe"), schemas()["recipe"])
 
@@ -109,7 +334,30 @@ def test_a_trial_says_which_constraints_it_violates(http: httpx.Client, server: 
     assert expected[0]["violations"] == {"text >= base + 0.05": pytest.approx(0.05)}
     assert http.get(f"/v1/studies/{record.id}/trials").json()["trials"] == expected
     assert http.get(f"/v1/studies/{record.id}/trials?after=3&limit=2").json()["trials"] == expected[4:6]
-    assert http.get(f"/v1/studies/{record.id}/trials/0").json() == expected[0]
+    assert http.get(f"/v1/studies/{record.id}/trials/0").json().items() >= expected[0].items()
+
+
+def test_a_trial_says_where_its_samples_come_from(get: Any, server: ApiServer, study: JobRecord) -> None:
+    """Provenance has the engines, weights and replicas of the recipe's own samples, and the trial's verification."""
+    number = read_verification(server.store.document(study.id, VERIFICATION)).reports[0].trial
+    provenance = get(f"/trials/{number}")["provenance"]
+    rows = server.store.evidence(study.id, recipe_digest=server.store.trial(study.id, number).recipe.digest)
+    others = [row for row in server.store.evidence(study.id) if row not in rows]
+    assert rows
+    assert others
+    assert provenance["replicas"] == {"replica-1": sum(row.num_samples for row in rows)}
+    assert provenance["fingerprints"] == ["bank"]
+    assert provenance["engines"] == ["fake"]
+    assert provenance["finished_at"] == rfc_3339(max(row.finished_at for row in rows))
+    assert provenance["verification"]["trials"] == 1
+    pruned = server.store.trials(study.id, state=TrialState.PRUNED)[0].number
+    assert get(f"/trials/{pruned}")["provenance"] == {
+        "fingerprints": [],
+        "engines": [],
+        "replicas": {},
+        "finished_at": None,
+        "verification": None,
+    }
 
 
 def test_summary_and_front_are_those_of_the_result_files(get: Any, server: ApiServer, study: JobRecord) -> None:
@@ -136,6 +384,34 @@ def test_weights_pick_a_trial_of_the_front(get: Any, http: httpx.Client, server:
         assert (answer.status_code, answer.json()["problems"]) == (422, [{"field": "prefer", "message": message}])
 
 
+@pytest.mark.parametrize(
+    ("field", "status", "detail"),
+    [
+        ("recipe", 409, "there is no mergekit configuration that computes the same merge"),
+        ("models.base", 409, "the models of the study cannot be read, or have changed"),
+        ("", 503, "the mergekit configuration cannot be computed within the limits of a request"),
+    ],
+)
+def test_a_missing_mergekit_file_has_its_reason(
+    http: httpx.Client,
+    server: ApiServer,
+    study: JobRecord,
+    monkeypatch: pytest.MonkeyPatch,
+    field: str,
+    status: int,
+    detail: str,
+) -> None:
+    """Only a recipe that mergekit cannot express is called so; absent models and limits have their own answers."""
+
+    async def refused(*_: Any, **__: Any) -> str:
+        raise InvalidStudy((Problem(field, "why"),))
+
+    monkeypatch.setattr(server.preflight, "mergekit_file", refused)
+    answer = http.get(f"/v1/studies/{study.id}/trials/3/mergekit")
+    assert (answer.status_code, answer.json()["detail"]) == (status, f"trial 3: {detail}")
+    assert answer.json()["problems"] == [{"field": field, "message": "why"}]
+
+
 def test_report_is_the_result_files_page(http: httpx.Client, server: ApiServer, study: JobRecord) -> None:
     """The report is the page of the result files and runs no script."""
     answer = http.get(f"/v1/studies/{study.id}/report")
@@ -147,10 +423,84 @@ def test_report_is_the_result_files_page(http: httpx.Client, server: ApiServer, 
 
 def test_every_plot_there_is_can_be_had(get: Any, http: httpx.Client) -> None:
     plots = get("/plots")["plots"]
-    assert [plot["name"] for plot in plots] == list(CHARTS)
+    assert [plot["name"] for plot in plots] == [*CHARTS, "timeline", "importance"]
     for plot in plots:
         assert plot["title"]
         assert http.get(plot["link"]).json()["plot"] == plot["name"]
+
+
+def searched_study(server: ApiServer, num_trials: int) -> JobRecord:
+    """A study with as many trials at full budget, whose value is one of their two parameters."""
+    study = stored_study(server.store)
+    writer = server.store.open_attempt(study.id)
+    known = made_up().whole_trials[0]
+    values = np.random.default_rng(0).uniform(size=(num_trials, 2))
+    for number, (first, second) in enumerate(values.tolist()):
+        configuration = {"g1.mlp.ties.lambda": first, "g2.use.math": second > 0.5}
+        rungs = (replace(rung(2), values={"math": first, "text": 0.5}),)
+        trial = replace(known, number=number, origin=Origin.SEARCH, label=f"trial:{number}", rungs=rungs)
+        write_trial(writer, replace(trial, configuration=configuration, state=TrialState.COMPLETE))
+    return study
+
+
+def test_importances_are_summed_by_part(server: ApiServer, http: httpx.Client) -> None:
+    """The plot says which parameter decides, sums by layers, part and expert, and is not computed for the same ETag."""
+    path = f"/v1/studies/{searched_study(server, 60).id}/plots/importance"
+    answer = http.get(path)
+    assert answer.status_code == 200, answer.text
+    plot = answer.json()
+    assert (plot["plot"], plot["objective"], plot["trials"], plot["used"], plot["reason"]) == (
+        *("importance", "math", 60, 60),
+        None,
+    )
+    assert [parameter["name"] for parameter in plot["parameters"]] == ["g1.mlp.ties.lambda", "g2.use.math"]
+    assert plot["parameters"][0]["importance"] > 0.9
+    assert [(each["name"], each["start"], each["stop"]) for each in plot["layers"]] == [("g1", 0, 4), ("g2", 4, 8)]
+    assert ([each["name"] for each in plot["parts"]], [each["name"] for each in plot["experts"]]) == (["mlp"], ["math"])
+    assert http.get(path, headers={"If-None-Match": answer.headers["etag"]}).status_code == 304
+    equal = http.get(f"{path}?objective=text").json()  # no parameter matters
+    assert equal["objective"] == "text"
+    refused = http.get(f"{path}?objective=speed")
+    assert refused.status_code == 422
+    assert refused.json()["problems"][0]["field"] == "objective"
+
+
+def test_few_trials_have_no_importances(server: ApiServer, http: httpx.Client) -> None:
+    """Below 50 trials at full budget the parameters are null, with the reason; one more trial suffices."""
+    few = http.get(f"/v1/studies/{searched_study(server, 49).id}/plots/importance").json()
+    assert few["parameters"] is None
+    assert few["reason"] == "49 trials at full budget have a configuration; importances need 50"
+    enough = http.get(f"/v1/studies/{searched_study(server, 50).id}/plots/importance").json()
+    assert enough["parameters"]
+
+
+def test_importances_have_a_limit_of_time(server: ApiServer) -> None:
+    """A computation that takes too long is ended; the plot says so, has no ETag, and is computed again."""
+    study = searched_study(server, 50)
+    objective = resolved(Study.model_validate(study.document)).objectives[0]
+    records = RunRecords(server.store)
+
+    async def asked() -> list[Response]:
+        computed = Importances(server.store, records, time_s=0.01)
+        request = Request({"type": "http", "headers": []})
+        answers = []
+        try:
+            for time_s in (0.01, 60.0, 0.01):
+                computed._time_s = time_s
+                answers.append(
+                    await answer_computed(request, records, study.id, lambda: computed.plot(study, objective))
+                )
+        finally:
+            computed.stop()
+        return answers
+
+    slow, done, kept = asyncio.run(asked())
+    reason = "the computation takes more than 0.01 s or its limit of memory"
+    assert (json.loads(bytes(slow.body))["reason"], json.loads(bytes(slow.body))["trials"]) == (reason, 50)
+    assert "etag" not in slow.headers
+    assert json.loads(bytes(done.body))["parameters"]
+    assert done.headers["etag"]
+    assert kept.body is done.body
 
 
 def test_history_holds_every_rung(get: Any, server: ApiServer, study: JobRecord) -> None:

@@ -13,12 +13,14 @@ import httpx
 import pytest
 import yaml
 
+from search_spaces.study.file import load_study, parse_study
 from service.errors import StaleAttempt
 from service.jobs.base import Accepted, JobKind
 from service.resolved_study import ResolvedStudy
 from service.store import blobs, schema
+from service.store.accounts import AccountStore
 from service.store.artifacts import ArtifactStore
-from service.types import Account, JobState, Origin, TrialRecord, TrialState
+from service.types import Account, EventKind, JobRecord, JobState, Origin, TrialRecord, TrialState
 from tests.s3_server import S3
 from tests.service.api.harness import (
     ApiServer,
@@ -31,6 +33,7 @@ from tests.service.api.harness import (
 )
 from tests.service.synthetic_run import run_record
 from workers.object_store import ObjectStore
+from workers.tiny_family import STUDY_FILE, family_dir
 
 UNKNOWN = "0" * 32
 
@@ -115,6 +118,82 @@ def test_studies_are_listed_by_state_and_name_oldest_first(http: httpx.Client, s
     assert ids(state="RUNNING", name="a") == []
 
 
+def test_a_study_file_is_checked(http: httpx.Client, server: ApiServer) -> None:
+    """A check says every problem with its field, has the plan if asked for, and stores nothing."""
+    for level in ("syntax", "full"):
+        wrong = http.post("/v1/studies:check", params={"level": level}, json=document(search={"max_trials": 0}, x=1))
+        assert wrong.status_code == 200
+        assert {problem["field"] for problem in wrong.json()["problems"]} == {"search.max_trials", "x"}
+        assert (wrong.json()["is_valid"], wrong.json()["plan"]) == (False, None)
+    headers = {"Content-Type": "application/yaml"}
+    for torn in (b"name: [", b"- 1", b""):
+        assert http.post("/v1/studies:check?level=syntax", content=torn, headers=headers).status_code == 422
+    assert http.post("/v1/studies:check?level=syntax", json=document()).json() == {
+        "is_valid": True,
+        "problems": [],
+        "plan": None,
+    }
+    absent = document(models={"base": str(server.data_dir / "none"), "experts": document()["models"]["experts"]})
+    assert http.post("/v1/studies:check?level=syntax", json=absent).json()["is_valid"]
+    assert http.get("/v1/studies").json()["studies"] == []
+
+
+@pytest.mark.slow
+def test_a_full_check_has_the_plan(http: httpx.Client) -> None:
+    """The plan is that of `mergesearch run --check`: models and tasks are read."""
+    checked = http.post("/v1/studies:check", json=document(), timeout=300).json()
+    assert checked["problems"] == []
+    plan = checked["plan"]
+    assert plan["trials"]["search"] == 12
+    assert plan["rungs"][-1] == dict.fromkeys(("math", "text", "lookup"), 270)
+    assert plan["samples"]["search"] > 0
+    assert 0 < plan["hours"]["least"] <= plan["hours"]["most"]
+    assert plan["memory_bytes"]["needed"] > 0
+    assert plan["text"].startswith("study     math-text-lookup: nothing is wrong with it")
+
+
+def test_the_example_is_accepted(http: httpx.Client) -> None:
+    """The shipped study file, as the server hands it out, has comments and no problem."""
+    example = http.get("/v1/studies:example")
+    assert example.headers["content-type"].startswith("application/yaml")
+    assert example.text.startswith("# Merge three experts")
+    headers = {"Content-Type": "application/yaml"}
+    url = "/v1/studies:check?level=syntax"
+    assert http.post(url, content=example.content, headers=headers).json()["is_valid"]
+    shipped = load_study(family_dir() / STUDY_FILE)
+    assert parse_study(yaml.safe_load(example.text)).canonical() == shipped.canonical()
+
+
+def test_events_are_listed_a_page_at_a_time(http: httpx.Client, server: ApiServer) -> None:
+    """A list has the events of the kinds that are asked for, in either order, and their number."""
+    writer = server.store.open_attempt(stored_study(server.store).id)
+    for number in range(5):
+        writer.add_event(EventKind.SEARCH_NOTE, {"text": str(number)})
+    url, headers = f"/v1/studies/{writer.job_id}/events", {"Accept": "application/json"}
+    query: dict[str, Any] = {"kind": ["search_note", "rung"], "order": "newest", "offset": 1, "limit": 2}
+    found = http.get(url, params=query, headers=headers).json()
+    assert found["total"] == 5
+    assert [event["payload"]["text"] for event in found["events"]] == ["3", "2"]
+    assert http.get(url, headers=headers).json()["total"] == 7  # and that it was created, and its attempt
+
+
+def test_a_list_of_studies_has_pages(http: httpx.Client, server: ApiServer) -> None:
+    """Without a limit the list has every study; `next` leads through pages with the same conditions."""
+    made = [stored_study(server.store, name=f"s{number}") for number in range(5)]
+    whole = http.get("/v1/studies").json()
+    assert (len(whole["studies"]), whole["total"], whole["next"]) == (5, 5, None)
+    page = http.get("/v1/studies", params={"q": "S", "sort": "-name", "limit": 2, "state": "CREATED"}).json()
+    seen = [study["id"] for study in page["studies"]]
+    while page["next"] is not None:
+        assert page["total"] == 5
+        page = http.get(page["next"]).json()
+        seen += [study["id"] for study in page["studies"]]
+    assert seen == [record.id for record in reversed(made)]
+    (problem,) = http.get("/v1/studies", params={"sort": "age"}).json()["problems"]
+    assert problem["field"] == "sort"
+    assert "'created', '-created'" in problem["message"]
+
+
 def test_an_unknown_state_is_refused_with_those_there_are(http: httpx.Client) -> None:
     (problem,) = http.get("/v1/studies", params={"state": "DONE"}).json()["problems"]
     assert problem["field"] == "state"
@@ -129,7 +208,7 @@ def test_a_study_tells_how_far_it_is(http: httpx.Client, server: ApiServer) -> N
     assert told["progress"]["stage"] == "held-out"
     assert told["job"] == {
         "submission_id": "math-text-lookup-1",
-        "dashboard_url": "http://dashboard/#/jobs/math-text-lookup-1",
+        "dashboard_url": "/ray/#/jobs/math-text-lookup-1",
     }
 
 
@@ -147,7 +226,7 @@ def test_a_job_of_another_kind_is_no_study(http: httpx.Client, server: ApiServer
 
 
 def test_what_is_no_study_is_not_found(http: httpx.Client) -> None:
-    names = (UNKNOWN, "x", "0" * 33, "..", "%00", "%2e%2e%2fetc", "\N{SNOWMAN}", "0' OR '1'='1")
+    names = (UNKNOWN, "x", "0" * 33, "%00", "%2e%2e%2fetc", "\N{SNOWMAN}", "0' OR '1'='1")
     for name, rest in itertools.product(names, ("", "/trials", "/events", "/report", "/exports", ":cancel")):
         answer = http.request("POST" if rest == ":cancel" else "GET", f"/v1/studies/{name}{rest}")
         assert answer.status_code == 404, (name, rest)
@@ -403,6 +482,23 @@ def test_reasons_are_one_short_line(http: httpx.Client, server: ApiServer, reaso
     assert server.store.job(record.id).state is JobState.CREATED
 
 
+def test_no_change_is_between_a_job_and_its_last_event(
+    http: httpx.Client, server: ApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The document of a job has every change up to its `last_event_id`, also one that is made while it is read."""
+    record = stored_study(server.store)
+    writer, read = server.store.open_attempt(record.id), server.store.last_event_id
+
+    def changed(job_id: str | None = None) -> int:
+        if job_id == record.id:
+            writer.set_state(JobState.RUNNING)
+        return read(job_id)
+
+    monkeypatch.setattr(server.store, "last_event_id", changed)
+    shown = http.get(f"/v1/studies/{record.id}").json()
+    assert (shown["state"], shown["last_event_id"]) == ("RUNNING", read(record.id))
+
+
 # Edits.
 
 
@@ -536,6 +632,7 @@ def test_nothing_selects_an_invalid_trial(http: httpx.Client, server: ApiServer)
     path = f"/v1/studies/{record.id}"
     best = http.get(f"{path}/summary").json()["best"]["trial"]
     before = http.get(f"{path}/trials/{best}").json()
+    del before["provenance"]  # the answer to a change has none
     sent = {"is_valid": False, "reason": "its answers were cut off"}
     for _ in range(2):
         answer = http.put(f"{path}/trials/{best}/validity", json=sent)
@@ -580,6 +677,29 @@ def test_an_invalid_trial_has_a_reason(http: httpx.Client, server: ApiServer, se
     assert server.store.job(record.id) == record
 
 
+# Trials as columns.
+
+
+def test_columns_are_chosen_and_change_with_events(http: httpx.Client, server: ApiServer) -> None:
+    """`since` has only the trials that events tell of since then; an unchanged study answers 304."""
+    record = finished_study(server.store)
+    path = f"/v1/studies/{record.id}/trials/columns"
+    answer = http.get(path)
+    columns = answer.json()["columns"]
+    numbers = sorted(server.store.trial_numbers(record.id))
+    assert columns["number"] == numbers
+    assert {len(values) for values in columns.values()} == {len(numbers)}
+    assert http.get(path, headers={"If-None-Match": answer.headers["ETag"]}).status_code == 304
+    chosen = http.get(path, params={"fields": "number,value.*"}).json()["columns"]
+    assert chosen.keys() == {name for name in columns if name == "number" or name.startswith("value.")}
+    event = answer.json()["event"]
+    assert http.get(path, params={"since": event}).json()["columns"]["number"] == []
+    assert http.put(f"/v1/studies/{record.id}/trials/1/validity", json={"is_valid": False, "reason": "why"}).is_success
+    changed = http.get(path, params={"since": event, "fields": "number,invalid"}).json()
+    assert changed["columns"] == {"number": [1], "invalid": ["why"]}
+    assert changed["event"] > event
+
+
 # Trials at the full budget, by request.
 
 
@@ -598,6 +718,28 @@ def test_a_pruned_trial_is_requested_at_the_full_budget(http: httpx.Client, serv
     assert server.cluster.num_wakes == 1
 
 
+def test_a_repeated_request_has_one_audit_entry(
+    http: httpx.Client, server: ApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This is so although the driver's heartbeats change the study while a request is answered."""
+    record = finished_study(server.store)
+    number = next(trial.number for trial in server.store.trials(record.id, state=TrialState.PRUNED))
+    writer = server.store.open_attempt(record.id)
+    beats = itertools.count(1000)
+
+    def check_with_heartbeat(study: JobRecord) -> None:
+        writer.heartbeat(wall_clock_s=float(next(beats)), progress={})
+
+    monkeypatch.setattr("service.api.routes.results._check_evaluations", check_with_heartbeat)
+    path = f"/v1/studies/{record.id}/trials"
+    for _ in range(2):
+        assert http.post(f"{path}/{number}:evaluate").status_code == 202
+        assert http.post(path, json={"label": "by hand", "configuration": {"x": 0.5}}).status_code == 202
+    actions = [entry.action for entry in AccountStore(server.store).audit(target=f"job {record.id}")]
+    assert actions == ["trial.evaluate", "trial.enqueue"]
+    assert server.cluster.num_wakes == 2
+
+
 def test_only_what_was_pruned_or_failed_is_evaluated(http: httpx.Client, server: ApiServer) -> None:
     record = finished_study(server.store)
     path = f"/v1/studies/{record.id}"
@@ -610,6 +752,39 @@ def test_only_what_was_pruned_or_failed_is_evaluated(http: httpx.Client, server:
     )
     assert http.post(f"{path}/trials/99999:evaluate").status_code == 404
     assert server.store.evaluation_requests(record.id) == ()
+
+
+def test_a_merge_is_enqueued_once(http: httpx.Client, server: ApiServer) -> None:
+    record = finished_study(server.store)
+    path = f"/v1/studies/{record.id}/trials"
+    body = {"label": "by hand", "configuration": {"x": 0.5}, "reason": "why not"}
+    answers = [http.post(path, json=body) for _ in range(2)]
+    assert [(answer.status_code, answer.json()["state"]) for answer in answers] == [(202, "STOPPED")] * 2
+    (request,) = server.store.evaluation_requests(record.id)
+    assert (request.label, request.configuration, request.recipe) == ("by hand", {"x": 0.5}, None)
+    (payload,) = [event.payload for event in server.store.events(record.id) if event.kind == "steered"]
+    assert (payload["action"], payload["reason"]) == ("enqueue", "why not")
+    assert server.cluster.num_wakes == 1
+    other = http.post(path, json={"label": "by hand", "recipe": {"x": 1}})
+    assert (other.status_code, "give another label" in other.text) == (409, True)
+
+
+@pytest.mark.parametrize(
+    ("sent", "field"),
+    [
+        ({"configuration": {}}, "label"),
+        ({"label": "", "configuration": {}}, "label"),
+        ({"label": "a\nb", "configuration": {}}, "label"),
+        ({"label": "a"}, "recipe"),
+        ({"label": "a", "recipe": {}, "configuration": {}}, "configuration"),
+        ({"label": "a", "recipe": []}, "recipe"),
+    ],
+)
+def test_what_is_enqueued_is_one_merge(http: httpx.Client, server: ApiServer, sent: dict[str, Any], field: str) -> None:
+    record = finished_study(server.store)
+    answer = http.post(f"/v1/studies/{record.id}/trials", json=sent)
+    assert (answer.status_code, [problem["field"] for problem in answer.json()["problems"]]) == (422, [field])
+    assert server.store.job(record.id) == record
 
 
 def test_limits_that_are_not_edited_are_not_checked(http: httpx.Client, server: ApiServer) -> None:
@@ -645,6 +820,8 @@ def test_searchers_that_plan_steps_keep_their_trials(http: httpx.Client, server:
     fewer = edit(http, path, {"max_trials": source.document["search"]["max_trials"] - 1})
     assert (fewer.status_code, "has planned its steps" in fewer.text) == (422, True)
     refused = http.post(f"{path}/trials/{number}:evaluate")
+    assert (refused.status_code, "send the request when it is COMPLETE" in refused.text) == (409, True)
+    refused = http.post(f"{path}/trials", json={"label": "a", "recipe": {}})
     assert (refused.status_code, "send the request when it is COMPLETE" in refused.text) == (409, True)
     writer.set_state(JobState.COMPLETE)
     assert http.post(f"{path}/trials/{number}:evaluate").status_code == 202

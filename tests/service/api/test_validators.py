@@ -28,8 +28,8 @@ from service.resolved_study import ResolvedStudy
 from service.studies.export import export_trial
 from service.types import JobState
 from tests.conftest import write_choices
-from tests.service.api.harness import FAMILY, ApiServer, ask_vllm, document
-from tests.service.api.test_exports import family_study
+from tests.service.api.family import family_study
+from tests.service.api.harness import FAMILY, ApiServer, QuickPreflight, ask_vllm, document
 from workers.file_access import FileAccess
 
 TIMEOUT_S = 300.0
@@ -168,6 +168,21 @@ def test_functions_of_task_files_need_trust(tmp_path: Path) -> None:
 
 
 # Over HTTP.
+
+
+def test_only_directories_are_searched_for_models(tmp_path: Path) -> None:
+    """A directory to search is used; what is not one is refused (422), also with characters that no path has."""
+    (tmp_path / "none").mkdir()
+    (tmp_path / "data").mkdir()
+    with ApiServer(tmp_path / "data", preflight=QuickPreflight(FileAccess((str(tmp_path),)))) as server:
+        found = httpx.get(f"{server.url}/v1/models", params={"under": str(tmp_path / "none")})
+        assert found.status_code == 200, found.text
+        assert (found.json()["models"], found.json()["is_complete"]) == ([], True)
+        for under in ("none", f"{tmp_path}/nowhere", f"{tmp_path}/no\0ne"):
+            refused = httpx.get(f"{server.url}/v1/models", params={"under": under})
+            assert refused.status_code == 422, under
+            assert refused.json()["problems"][0]["field"] == "under"
+            assert "directory" in refused.json()["problems"][0]["message"]
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 
-from service.auth.settings import DEFAULT_SCOPES, VARIABLE, GroupRole, OidcSettings, is_protected, oidc_settings
+from service.auth.settings import (
+    DEFAULT_SCOPES,
+    VARIABLE,
+    GroupRole,
+    OidcSettings,
+    is_protected,
+    oidc_settings,
+    public_address,
+)
 from service.errors import Conflict
 from service.types import Role
 
@@ -64,8 +72,6 @@ TEAM = GroupRole("g", "red", Role.VIEWER)
         ({"scopes": "profile email"}, "--oidc-scopes 'profile email': does not have the scope openid"),
         ({"groups_claim": "groups"}, "--oidc-groups-claim: has no effect without --oidc-team GROUP=TEAM:ROLE"),
         ({"teams": (TEAM,)}, "--oidc-team: has no effect without --oidc-groups-claim CLAIM"),
-        ({"public_url": "search.example.org"}, "--public-url 'search.example.org': is not the URL of a server"),
-        ({"public_url": "https://search.example.org/?a"}, "is not the URL of a server"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
@@ -100,3 +106,12 @@ def test_only_this_machine_needs_no_https() -> None:
         "http://[::1",
     ):
         assert not is_protected(url)
+
+
+def test_the_public_url_is_that_of_a_server() -> None:
+    """The public URL has no slash at its end; a text that is no URL of a server is refused."""
+    assert public_address(None) is None
+    assert public_address("https://search.example.org/merges/") == "https://search.example.org/merges"
+    for url in ("search.example.org", "https://search.example.org/?a"):
+        with pytest.raises(Conflict, match=r"--public-url '.*': is not the URL of a server; give one such as"):
+            public_address(url)

@@ -57,6 +57,40 @@ def test_the_first_administrator_and_a_team(terminal: Terminal, tmp_path: Path, 
     assert all(entry.origin.startswith("command of ") for entry in accounts.audit())
 
 
+def test_limits_of_a_team_are_changed(terminal: Terminal, tmp_path: Path, accounts: AccountStore) -> None:
+    """Options that are left out keep their values, none lifts a quota, and each change has an audit entry."""
+    on = ("--data", tmp_path)
+    terminal.run("teams", "add", "red", *on)
+    changed = ("--weight", 2, "--max-running", 2, "--max-served", 9, "--gpu-hours", 500, "--artifact-bytes", "2GiB")
+    assert terminal.run("teams", "limit", "red", *changed, *on)[0] == 0
+    document = json.loads(terminal.run("teams", "limit", "red", "--gpu-hours", "none", *on, "--json")[1])
+    assert document["limits"] == {
+        "weight": 2.0,
+        "max_running": 2,
+        "max_replicas": None,
+        "max_served": 9,
+        "gpu_hours": None,
+        "artifact_bytes": 2**31,
+        "export_bytes": None,
+        "requests_per_minute": None,
+    }
+    listed = terminal.run("teams", "list", *on)[1]
+    assert "weight 2, max_running 2" in " ".join(listed.split())
+    entries = accounts.audit(target="team red")
+    assert [entry.action for entry in entries] == ["team.add", "team.limit", "team.limit"]
+    code, _, err = terminal.run("teams", "limit", "red", *on)
+    assert (code, "nothing to change" in err) == (2, True)
+    code, _, err = terminal.run("teams", "limit", "blue", "--weight", 2, *on)
+    assert (code, err) == (2, "mergesearch: team 'blue': there is no such team\n")
+
+
+@pytest.mark.parametrize("option", [("--weight", 0), ("--weight", "none"), ("--max-running", 0), ("--gpu-hours", "x")])
+def test_impossible_limits_are_refused(option: tuple[str, object], terminal: Terminal, tmp_path: Path) -> None:
+    """Numbers that are not above 0 are refused, and a weight is always a number."""
+    code, _, err = terminal.run("teams", "limit", "red", *option, "--data", tmp_path)
+    assert (code, f"argument {option[0]}" in err) == (2, True)
+
+
 def test_a_token_is_printed_once(terminal: Terminal, tmp_path: Path, accounts: AccountStore) -> None:
     """A new token is the whole standard output; lists show its beginning, and it can be revoked by that."""
     on = ("--data", tmp_path)

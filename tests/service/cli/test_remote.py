@@ -12,6 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from service.cli.remote import DEFAULT_SERVER, SERVER_VARIABLE
+from service.cluster.queue import Choice, Reason, Waiting
+from service.cluster.reconciler import QueueState
 from service.results.documents import pareto, trial_document
 from service.results.load import run_record
 from service.types import JobState, Origin, TrialRecord, TrialState
@@ -97,13 +99,13 @@ def test_show_tells_all_of_a_study(site: Site, finished: str, terminal: ServerTe
         "study finished",
         f"id {finished}",
         "state complete",
-        "worked 12m34s, by 1 driver",
+        "worked 12m34s, by ",
         "trials 9 of 14 8 complete 1 fail",
         "samples 300 of 900",
         "sample limit 360 of 5,000 used by the search (7%)",
         "best so far trial 7: sums 0.7",
         "Ray job finished-1",
-        "dashboard http://dashboard/#/jobs/finished-1",
+        f"dashboard {site.url}/ray/#/jobs/finished-1",
         f"report {site.url}/v1/studies/{finished}/report",
         f"log {site.url}/v1/studies/{finished}/log",
     ):
@@ -206,6 +208,21 @@ def test_weights_pick_the_trial_on_the_server(
     assert "prefer: sums=0.5 sum to 0.5, not to 1" in terminal.refused(
         "export", finished, "best", "--prefer", "sums=0.5", "--out", tmp_path / "other"
     )
+    both = terminal.refused("export", finished, "3", "--prefer", "sums=1", "--out", tmp_path / "other")
+    assert both == "preference: weights choose the trial; give \"best\", not '3'"
+
+
+def test_a_recipe_is_printed_or_written_for_mergekit(site: Site, finished: str, terminal: ServerTerminal) -> None:
+    """The recipe is JSON, mergekit's file YAML; `--json` wraps it."""
+    trial = next(trial for trial in site.store.trials(finished) if trial.label == "uniform average")
+    assert terminal.document("recipe", finished, trial.number) == trial.read_recipe().to_json()
+    shown = terminal.shown("recipe", finished, trial.number, "--mergekit")
+    assert shown.startswith("merge_method: linear\n")
+    assert terminal.document("recipe", finished, trial.number, "--mergekit") == {"mergekit": shown}
+    writer = site.begin(site.new_name())
+    ties = next(recipe for _, label, recipe in site.preflight.baselines() if "TIES" in label)
+    writer.add_trial(TrialRecord(0, Origin.PUBLISHED, "ties", TrialState.RUNNING, ties))
+    assert "ties differs in mergekit" in terminal.refused("recipe", writer.job_id, 0, "--mergekit")
 
 
 def test_what_cannot_be_exported_is_refused(
@@ -255,6 +272,29 @@ def test_pause_and_stop_steer_a_study(site: Site, finished: str, terminal: Serve
         assert "is already COMPLETE" in terminal.refused(verb, finished)
 
 
+def test_the_queue_is_shown_and_changed(
+    site: Site, finished: str, terminal: ServerTerminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The order, what a job waits for and when it may start are shown; a move has a reason."""
+    first, second = (site.create(site.new_name()) for _ in range(2))
+    name = site.store.job(second).name
+    waiting = Choice(waiting={first: Waiting(1, Reason.PLACE), second: Waiting(2, Reason.PLACE)})
+    monkeypatch.setattr(site.cluster, "state", QueueState(4, ("0" * 32,), waiting, {second: 1e9}))
+    out = words(terminal.shown("queue"))
+    assert "Queue: 1 of 4 places are taken" in out
+    assert "runs a job that you may not read" in out
+    assert re.search(rf"2 {second[:4]}\w* {name} 0 2001-09-0\d \d\d:46", out)
+    shown = words(terminal.shown("show", name))
+    assert re.search(r"queue 2 of 2, expected to start 2001-09-0\d \d\d:46", shown)
+    document = terminal.document("move", name, "--before", first, "--reason", "a deadline")
+    assert [entry["position"] for entry in document["waiting"]] == [1, 2]
+    assert site.store.job(second).moved_before == first
+    assert site.store.events(second)[-1].payload["reason"] == "a deadline"
+    terminal.shown("move", name)
+    assert site.store.job(second).moved_before == ""
+    assert "does not wait" in terminal.refused("move", name, "--before", finished)
+
+
 def test_edit_and_clone_change_a_study(site: Site, terminal: ServerTerminal) -> None:
     name = site.new_name()
     study = site.create(name)
@@ -283,6 +323,26 @@ def test_invalidate_marks_a_trial(site: Site, finished: str, terminal: ServerTer
     assert "--reason is missing" in terminal.refused("invalidate", finished, "0")
     assert "only a trial that is PRUNED or has failed" in terminal.refused("reevaluate", finished, "0")
     site.store.open_attempt(finished).set_state(JobState.COMPLETE)
+
+
+def test_trials_are_written_to_files(finished: str, terminal: ServerTerminal, tmp_path: Path) -> None:
+    told = terminal.shown("trials", finished, "--out", str(tmp_path / "trials.csv"))
+    assert told.endswith(f"trials: {tmp_path / 'trials.csv'}\n")
+    assert (tmp_path / "trials.csv").read_text().startswith("number,state,origin,label")
+    assert "in sqlite:///" in terminal.shown("trials", finished, "--optuna", f"sqlite:///{tmp_path / 'trials.db'}")
+    assert "written as .csv or .parquet" in terminal.refused("trials", finished, "--out", str(tmp_path / "trials"))
+
+
+def test_enqueue_sends_a_file(site: Site, terminal: ServerTerminal, tmp_path: Path) -> None:
+    study = site.create(site.new_name())
+    (tmp_path / "values.yaml").write_text("x: 0.5\n")
+    (tmp_path / "recipe.json").write_text('{"format": "f"}')
+    terminal.shown("enqueue", study, "values", "--configuration", str(tmp_path / "values.yaml"))
+    terminal.shown("enqueue", study, "recipe", "--recipe", str(tmp_path / "recipe.json"), "--reason", "why not")
+    first, second = site.store.evaluation_requests(study)[-2:]
+    assert (first.label, first.configuration, first.recipe) == ("values", {"x": 0.5}, None)
+    assert (second.label, second.configuration, second.recipe) == ("recipe", None, {"format": "f"})
+    assert "missing.json" in terminal.refused("enqueue", study, "a", "--recipe", str(tmp_path / "missing.json"))
 
 
 def test_show_and_watch_say_what_a_study_waits_for(

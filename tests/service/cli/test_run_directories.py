@@ -97,6 +97,19 @@ def test_trials_and_front_are_listed_for_people_and_programs(place: Workplace) -
     code, out, _ = place.run("pareto", place.run_dir, "--json")
     assert [point["trial"] for point in json.loads(out)["front"]] == [7]
     assert place.run("pareto", place.run_dir)[0] == 0
+    file = place.directory / "trials.csv"
+    assert place.run("trials", place.run_dir, "--out", file)[1] == f"9 trials: {file}\n"
+    assert len(file.read_text().splitlines()) == 1 + 9
+
+
+def test_a_recipe_of_a_run_is_printed(place: Workplace) -> None:
+    """The recipe of a run's trial is JSON, mergekit's file YAML."""
+    place.begin(scored=True)
+    code, out, _ = place.run("recipe", place.run_dir, "1")
+    assert (code, json.loads(out)["format"].split("/")[0]) == (0, "mergesearch-recipe")
+    code, out, _ = place.run("recipe", place.run_dir, "1", "--mergekit")
+    assert (code, out.startswith("merge_method: linear\n")) == (0, True)
+    assert "trial 99" in place.refused("recipe", place.run_dir, "99")
 
 
 def test_export_writes_the_named_trial(place: Workplace) -> None:

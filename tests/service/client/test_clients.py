@@ -7,11 +7,13 @@ import json
 import threading
 import time
 import uuid
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
 from search_spaces.errors import InvalidStudy
@@ -29,7 +31,7 @@ from service.results.documents import pareto, trial_document
 from service.results.load import run_record
 from service.results.report import render_report
 from service.results.summary import summary
-from service.types import ExportRecord, ExportState, JobState, Origin
+from service.types import ExportRecord, ExportState, JobState, Origin, TrialRecord, TrialState
 from tests.service.client.asker import Asker
 from tests.service.http_server import HttpServer
 from tests.service.site import PROGRESS, Site
@@ -107,6 +109,7 @@ def test_studies_are_listed_and_sorted_out_by_state_and_name(site: Site, finishe
     assert [study["id"] for study in ask("studies", name=name)] == [first, second]
     assert finished in [study["id"] for study in ask("studies", state="COMPLETE")]
     assert ask("studies", state="COMPLETE", name=name) == []
+    assert [study["id"] for study in ask("studies", text=name.upper(), sort="-created", limit=1)] == [second]
     with pytest.raises(RequestRefused, match="state: "):
         ask("studies", state="BUSY")
 
@@ -166,6 +169,16 @@ def test_a_study_is_paused_edited_cloned_and_stopped(site: Site, ask: Asker) -> 
     assert site.store.job(study).stop_reason == "stopped by request: good enough"
 
 
+def test_a_waiting_study_is_moved(site: Site, ask: Asker) -> None:
+    study, other = (ask("submit", {**site.document, "name": site.new_name()}) for _ in range(2))
+    assert ask("queue")["places"] == ask("move", study, before=other["id"], reason="urgent")["places"] == 4
+    assert site.store.job(study["id"]).moved_before == other["id"]
+    ask("move", study["id"])
+    assert site.store.job(study["id"]).moved_before == ""
+    with pytest.raises(RequestRefused, match="there is no such job"):
+        ask("move", "0" * 32)
+
+
 def test_a_pruned_trial_is_evaluated_and_another_invalid(site: Site, finished: str, ask: Asker) -> None:
     trials = ask("trials", finished)
     states = {trial["state"]: trial["number"] for trial in trials}
@@ -175,6 +188,57 @@ def test_a_pruned_trial_is_evaluated_and_another_invalid(site: Site, finished: s
     assert marked["invalid"] == "cut off"
     assert ask("set_validity", finished, states["COMPLETE"], is_valid=True)["invalid"] is None
     site.store.open_attempt(finished).set_state(JobState.COMPLETE)
+
+
+def test_a_study_is_checked_before_it_is_submitted(site: Site, ask: Asker) -> None:
+    assert ask("check_study", site.study_file(site.new_name()), level="syntax")["is_valid"]
+    wrong = ask("check_study", {**site.document, "name": ""}, level="syntax")
+    assert [problem["field"] for problem in wrong["problems"]] == ["name"]
+
+
+def test_trials_are_sorted_and_filtered(finished: str, ask: Asker) -> None:
+    """The client sends conditions as they are, and ends after `limit` trials."""
+    every = {trial["number"]: trial for trial in ask("trials", finished)}
+    latest = ask("trials", finished, sort="-number", where=["number>=1", "number<3"])
+    assert [trial["number"] for trial in latest] == [2, 1]
+    assert ask("trials", finished, sort="-number", limit=1) == [every[max(every)]]
+    assert ask("trials", finished, text=every[1]["label"], origin=every[1]["origin"])[0]["label"] == every[1]["label"]
+    with pytest.raises(RequestRefused, match="'number>' is not FIELD"):
+        ask("trials", finished, where=["number>"])
+
+
+def test_plots_are_of_the_study_or_of_a_trial(finished: str, ask: Asker) -> None:
+    assert ask("plot", finished, "rungs")["plot"] == "rungs"
+    assert ask("plot", finished, "recipe", trial=1)["trial"] == 1
+    with pytest.raises(RequestRefused, match="name: "):
+        ask("plot", finished, "history", trial=1)
+    assert ask("importance", finished, objective="sums")["parameters"] is None
+
+
+def test_samples_come_side_by_side(finished: str, ask: Asker) -> None:
+    """The client sends the two trials and the filter; the site's study has no samples of held-out data of math."""
+    trials = [trial["number"] for trial in ask("trials", finished)][:2]
+    found = ask("samples", finished, trials[0], against=trials[1], only="differs", split="search", limit=5)
+    assert (found["trial"], found["against"], found["split"]) == (*trials, "search")
+    assert found["counts"]["samples"] >= found["total"] == len(found["samples"])
+    with pytest.raises(RequestRefused, match="is no objective with samples"):
+        ask("samples", finished, trials[0], objective="speed")
+
+
+def test_trials_come_as_columns(finished: str, ask: Asker) -> None:
+    columns = ask("trial_columns", finished, fields=["number", "value.*"])
+    assert columns["number"] == [trial["number"] for trial in ask("trials", finished)]
+    assert any(name.startswith("value.") for name in columns)
+    assert "label" not in columns
+    assert ask("trial_columns", finished)["label"]
+
+
+def test_a_merge_is_enqueued(site: Site, ask: Asker) -> None:
+    study, label = site.create(site.new_name()), site.new_name()
+    assert ask("enqueue_trial", study, label, configuration={"x": 0.5}, reason="why not")["state"] == "CREATED"
+    with pytest.raises(RequestRefused, match="give another label"):
+        ask("enqueue_trial", study, label, recipe={"x": 0.5})
+    assert label in [request.label for request in site.store.evaluation_requests(study)]
 
 
 def test_a_study_is_cancelled_once_and_for_good(site: Site, finished: str, ask: Asker) -> None:
@@ -249,6 +313,46 @@ def test_one_trial_and_its_recipe(site: Site, finished: str, ask: Asker) -> None
     for method in ("trial", "recipe"):
         with pytest.raises(RequestRefused, match="trial 99: study 'finished' has no such trial"):
             ask(method, finished, 99)
+
+
+def test_models_are_listed_for_pickers(site: Site, ask: Asker) -> None:
+    """The server lists the models that jobs may read, and refuses other directories."""
+    found = ask("models")
+    assert [model["path"] for model in found["models"]] == [str(site.models / n) for n in ("base", "math", "text")]
+    assert {(m["architecture"], m["is_adapter"], m["base"]) for m in found["models"]} == {
+        ("LlamaForCausalLM", False, None)
+    }
+    assert (found["is_complete"], found["directories"]) == (True, [str(site.models)])
+    (math,) = ask("models", text="MATH", limit=5)["models"]
+    assert math["name"] == str(site.models / "math")
+    assert not ask("models", limit=1)["is_complete"]
+    assert ask("models", under=str(site.models / "text"))["models"][0]["path"] == str(site.models / "text")
+    with pytest.raises(RequestRefused, match="under: /etc: is not below a directory that studies may read") as refused:
+        ask("models", under="/etc")
+    assert refused.value.status == 422
+
+
+def test_a_merge_is_written_for_mergekit(site: Site, finished: str, ask: Asker) -> None:
+    """A trial's merge comes as mergekit's YAML, or is refused with every reason why mergekit cannot express it."""
+    trials = {trial.label: trial.number for trial in site.store.trials(finished)}
+    document = yaml.safe_load(ask("mergekit", finished, trials["uniform average"]))
+    assert (document["merge_method"], document["out_dtype"]) == ("linear", "float32")
+    (slice_,) = document["slices"]
+    assert {source["model"] for source in slice_["sources"]} == {str(site.models / name) for name in ("math", "text")}
+    writer = site.begin(site.new_name())
+    ties = next(recipe for _, label, recipe in site.preflight.baselines() if "TIES" in label)
+    scaled = replace(ties, layers=(replace(ties.layers[0], scale=1.5), *ties.layers[1:]))
+    writer.add_trial(TrialRecord(0, Origin.SEARCH, "trial:0", TrialState.WAITING, scaled, 0, configuration={"a": 1}))
+    with pytest.raises(RequestRefused) as refused:
+        ask("mergekit", writer.job_id, 0)
+    assert refused.value.status == 409
+    assert refused.value.problem["detail"] == (
+        "trial 0: there is no mergekit configuration that computes the same merge"
+    )
+    assert [problem["message"] for problem in refused.value.problems] == [
+        "layers are scaled or aligned",
+        "ties differs in mergekit where signs cancel and where magnitudes are equal",
+    ]
 
 
 def test_the_log_is_text_and_away_with_ray(
@@ -399,7 +503,8 @@ def test_clients_have_the_same_methods() -> None:
             documentation = inspect.getdoc(method) or ""
             assert "\nExamples:\n    >>> " in documentation, name
             for parameter in [*signature.parameters.values()][1:]:
-                assert f"\n    {parameter.name}: " in documentation, name
+                stars = "**" if parameter.kind is parameter.VAR_KEYWORD else ""
+                assert f"\n    {stars}{parameter.name}: " in documentation, name
                 assert parameter.annotation is not inspect.Parameter.empty, name
             assert signature.return_annotation is not inspect.Signature.empty, name
 

@@ -166,3 +166,18 @@ def test_heartbeat_reports_a_takeover(store: Store, writer: JobWriter) -> None:
         heartbeat._thread.join(30)  # it ends with the first refusal
         with pytest.raises(StaleAttempt, match=r"attempt 1 may not write, attempt 2 has taken over"):
             heartbeat.check()
+
+
+def test_worked_time_counts_for_each_gpu(store: Store, writer: JobWriter, clock: Clock) -> None:
+    """The usage is that of the GPUs that the driver has at the time; a command counts for nobody."""
+    heartbeat = Heartbeat(writer, 0.0, num_gpus=2)
+    clock.advance(3600)
+    heartbeat.send()
+    heartbeat.num_gpus = 1
+    clock.advance(1800)
+    heartbeat.send()
+    assert store.team_usage()[None].month == pytest.approx(2.5)
+    alone = Heartbeat(writer, heartbeat.wall_clock_s)
+    clock.advance(3600)
+    alone.send()
+    assert store.team_usage()[None].month == pytest.approx(2.5)

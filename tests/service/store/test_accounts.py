@@ -47,7 +47,7 @@ def with_token(accounts: AccountStore, user: str, *, lifetime_s: float | None = 
 
 
 def test_jobs_without_owner_go_to_the_first_admin(store: Store, accounts: AccountStore) -> None:
-    """Jobs of a database without accounts belong to the first administrator; later jobs and users change nothing."""
+    """Jobs of a database without accounts belong to the first administrator; later users, also those, get none."""
     jobs = [store.create_job(kind="search", name=name, document={}, accepted={}) for name in ("a", "b")]
     assert {job.owner for job in jobs} == {None}
     with pytest.raises(
@@ -58,7 +58,10 @@ def test_jobs_without_owner_go_to_the_first_admin(store: Store, accounts: Accoun
     accounts.add_user("ann", is_admin=True, actor=ACTOR)
     accounts.add_user("bob", is_admin=False, actor=ACTOR)
     later = store.create_job(kind="search", name="c", document={}, accepted={}, owner="bob")
-    assert [store.job(job.id).owner for job in (*jobs, later)] == ["ann", "ann", "bob"]
+    without = store.create_job(kind="search", name="d", document={}, accepted={})  # of a server with --no-accounts
+    accounts.add_user("cia", is_admin=True, actor=ACTOR)
+    assert [store.job(job.id).owner for job in (*jobs, later, without)] == ["ann", "ann", "bob", None]
+    assert sum(entry.action == "jobs.adopt" for entry in accounts.audit()) == 1
     assert [(entry.action, entry.after) for entry in accounts.audit()][:2] == [
         ("user.add", {"is_admin": True, "is_disabled": False}),
         ("jobs.adopt", {"jobs": 2}),
@@ -165,6 +168,8 @@ def test_the_audit_log_is_append_only(store: Store, accounts: AccountStore) -> N
     assert (last.before, last.after) == ({"members": {}}, {"members": {"ann": "member"}})
     assert accounts.audit(after=entries[0].id, limit=1) == entries[1:2]
     assert accounts.audit(target="team red") == entries[1:]
+    assert accounts.audit(newest_first=True, limit=2) == (entries[-1], entries[-2])
+    assert accounts.audit(newest_first=True, before=last.id) == tuple(reversed(entries[:-1]))
     changes = (sa.update(schema.audit).values(user="eve"), sa.delete(schema.audit))
     for change in changes:
         with pytest.raises(sa.exc.DBAPIError, match="the audit log is append-only"), transaction(store.engine) as open_:
@@ -318,3 +323,28 @@ def test_sessions_have_the_rights_of_their_users(accounts: AccountStore) -> None
         begin("f", user="eve")
     actions = [entry.action for entry in accounts.audit() if entry.action.startswith("session")]
     assert actions == ["session.login", "session.logout", "session.login", "session.login"]
+
+
+def test_a_session_ends_when_its_token_expires(accounts: AccountStore) -> None:
+    """A session of a token that expires has the token's end, if it is before the end of the session's lifetime."""
+    accounts.add_user("ann", is_admin=True, actor=ACTOR)
+    for digest, lifetime_s in (("a", 20.0), ("b", 90.0), ("c", None)):
+        _, token = with_token(accounts, "ann", lifetime_s=lifetime_s)
+        session = accounts.add_session(
+            "ann", digest=digest * 64, lifetime_s=60.0, idle_s=30.0, actor=ACTOR, token=token
+        )
+        assert session.expires_at - session.created_at == pytest.approx(min(60.0, lifetime_s or 60.0), abs=1.0)
+        found, _ = accounts.find_session(digest * 64, idle_s=30.0) or pytest.fail("no session")
+        assert found == session
+
+
+def test_old_servers_find_no_session_of_a_token(store: Store, accounts: AccountStore) -> None:
+    """A server from before scopes of sessions, which asks for the digest alone, does not find a token's session."""
+    accounts.add_user("ann", is_admin=True, actor=ACTOR)
+    _, token = with_token(accounts, "ann")
+    for digest, begun_with in (("a", None), ("b", token)):
+        accounts.add_session("ann", digest=digest * 64, lifetime_s=60.0, idle_s=30.0, actor=ACTOR, token=begun_with)
+        assert accounts.find_session(digest * 64, idle_s=30.0) is not None
+        with store.engine.connect() as connection:
+            old = connection.execute(sa.select(schema.sessions).where(schema.sessions.c.digest == digest * 64)).all()
+        assert len(old) == (1 if begun_with is None else 0)

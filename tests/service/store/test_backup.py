@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,15 +22,19 @@ from service.disk import locked
 from service.errors import Conflict, InUse
 from service.store import Store, schema
 from service.store import backup as backups
+from service.store.accounts import Actor
 from service.store.artifacts import ArtifactStore
 from service.store.backup import MANIFEST, back_up, read_backup, restore
 from service.store.blobs import DirectoryBlobs
-from service.types import JobState
+from service.store.documents import ENDPOINT, WARM_START
+from service.store.notifications import NotificationStore
+from service.types import Coverage, JobState, NoticeKind
 from tests.s3_server import S3
 from tests.service.store.test_move import filled, rows_of
 from tests.service.store.test_store import TRIAL
 
 ROOT = Path(__file__).parents[3]
+DETACHED: dict[str, list[Any]] = {table: [] for table in ("exports", "drains", "notices", "waits", "deliveries")}
 FILES = {"model.safetensors": b"weights", "config.json": b"{}", "folder/tokenizer.json": b"tokens"}
 
 
@@ -80,7 +85,7 @@ def test_a_backup_restores_rows_and_files(store: Store, files: str, tmp_path: Pa
     restored = restore(tmp_path / "backup", target, tmp_path / "new/artifacts")
     assert restored.backup == backup
     assert restored.removed_exports == 1
-    expected = {**rows_of(store), "exports": [], "drains": []}
+    expected = {**rows_of(store), **DETACHED}
     assert rows_of(target) == expected
     assert content_of(target, tmp_path / "new/artifacts", "expert", tmp_path / "a") == FILES
     assert content_of(target, tmp_path / "new/artifacts", "other", tmp_path / "b")["model.safetensors"] == b"others"
@@ -93,7 +98,7 @@ def test_a_backup_restores_to_the_same_kind(
     """A backup holds an SQLite file whatever the database was, and is restored to either, in either place of files."""
     put(store, files, "expert", FILES, tmp_path / "expert")
     back_up(store, files, tmp_path / "backup")
-    expected = {**rows_of(store), "exports": [], "drains": []}
+    expected = {**rows_of(store), **DETACHED}
     is_sqlite = database.startswith("sqlite")
     url = f"sqlite:///{tmp_path / 'other.db'}" if is_sqlite else request.getfixturevalue("postgresql").migrated()
     target = Store(url)
@@ -133,7 +138,7 @@ def test_a_backup_is_of_one_moment(store: Store, tmp_path: Path) -> None:
     assert ArtifactStore(store, files).collect() > 0, "afterwards unused files are removed"
     target = empty(tmp_path / "new")
     restore(tmp_path / "backup", target, tmp_path / "new/artifacts")
-    assert rows_of(target) == {**before, "exports": [], "drains": []}
+    assert rows_of(target) == {**before, **DETACHED}
     assert content_of(target, tmp_path / "new/artifacts", "expert", tmp_path / "a") == FILES
     target.close()
 
@@ -168,6 +173,7 @@ import os, signal, sys
 from pathlib import Path
 from service.store import Store
 from service.store import backup as backups
+from service.store.accounts import Actor
 limit, url, files, out = int(sys.argv[1]), *sys.argv[2:5]
 lines = 0
 def trace(frame, event, argument):
@@ -330,6 +336,43 @@ def test_restored_jobs_have_no_driver(tmp_path: Path) -> None:
     restore(tmp_path / "backup", target, tmp_path / "new/artifacts")
     assert target.job(running.id).state is JobState.RUNNING
     assert not target.job(running.id).has_driver(now=target.now())
+    store.close()
+    target.close()
+
+
+def test_a_restored_server_repeats_no_notification(tmp_path: Path) -> None:
+    """What was not sent at the time of the backup is not sent again; endpoints of the original's drivers are gone."""
+    store = filled(f"sqlite:///{tmp_path / 'server.db'}")
+    with store.engine.begin() as connection:
+        connection.execute(schema.artifacts.delete())
+    notifications = NotificationStore(store)
+    notifications.expand(lambda job, notice: "{}")
+    served = store.create_job(kind="serving", name="served", document={}, accepted={}, owner="ann", team="red")
+    writer = store.open_attempt(served.id)
+    writer.set_document_named(ENDPOINT, {"url": "http://127.0.0.1:8700", "secret": "s"})
+    writer.set_document_named(WARM_START, {})
+    hook = notifications.add_webhook(
+        "https://example.org/", secret="whsec_x", events=tuple(NoticeKind), owner="ann", covers=Coverage.OWN,
+        actor=Actor(None, "tests"),
+    )  # fmt: skip
+    writer.set_state(JobState.FAILED)
+    notifications.expand(lambda job, notice: "{}")
+    (sent,) = notifications.deliveries(hook.id, limit=10)
+    notifications.begin(sent, pause_s=0.0)
+    notifications.succeed(sent, status=200)
+    writer.set_state(JobState.PAUSED)
+    notifications.expand(lambda job, notice: "{}")
+    assert len(notifications.deliveries(hook.id, limit=10)) == 2
+    writer.set_state(JobState.FAILED)
+    assert all(rows_of(store)[table] for table in ("notices", "deliveries", "waits"))
+    back_up(store, tmp_path / "artifacts", tmp_path / "backup")
+    target = empty(tmp_path / "new")
+    restore(tmp_path / "backup", target, tmp_path / "new/artifacts")
+    restored = NotificationStore(target)
+    assert [each.id for each in restored.deliveries(hook.id, limit=10)] == [sent.id]
+    assert [rows_of(target)[table] for table in ("notices", "waits")] == [[], []]
+    assert target.document(served.id, ENDPOINT) is None
+    assert target.document(served.id, WARM_START) == {}
     store.close()
     target.close()
 

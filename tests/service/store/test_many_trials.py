@@ -52,6 +52,16 @@ def test_pages_read_a_bounded_number_of_rows(studies: Studies, state: TrialState
     assert 0 < many <= few * TOLERANCE + 100
 
 
+def test_named_trials_read_their_own_rows(studies: Studies) -> None:
+    """Trials are read in the order of their names, with the same steps at 3,000 trials as at 300."""
+    numbers = [250, 3, 120]
+    store, study = studies.many
+    assert [trial.number for trial in store.named_trials(study, [*numbers, 10**6])] == numbers
+    assert store.named_trials(study, [3]) == (store.trial(study, 3),)
+    few, many = studies.steps(lambda store, study: store.named_trials(study, numbers))
+    assert 0 < many <= few * TOLERANCE + 100
+
+
 def test_one_more_result_reads_few_rows(studies: Studies) -> None:
     """After one more result, results read what has changed, and not the other trials."""
 
@@ -71,6 +81,8 @@ def test_one_more_result_reads_few_rows(studies: Studies) -> None:
         readers[store].read()
         writer.add_trial(replace(last, number=last.number + 1, state=TrialState.WAITING, rungs=()))
         writer.finish_rung(last.number + 1, last.rungs[-1], samples_reused=0, state=TrialState.COMPLETE)
+    few, many = studies.steps(lambda store, _: readers[store].read_trials())
+    assert 0 < many <= few * TOLERANCE + 100
     few, many = studies.steps(lambda store, _: readers[store].read())
     assert 0 < many <= few * TOLERANCE + 100
     first_few, first_many = studies.steps(lambda store, study: RunReader(store, study).read())

@@ -17,7 +17,9 @@ from service.store import Store, schema
 from service.store import move as moving
 from service.store.accounts import AccountStore, Actor
 from service.store.move import move
-from service.types import EventKind, ExportRecord, ExportState, JobState, Role, Scope, Steering
+from service.store.notifications import NotificationStore
+from service.store.usage import add_usage
+from service.types import Coverage, EventKind, ExportRecord, ExportState, JobState, Role, Scope, Steering
 from tests.postgresql import PASSWORD, PostgreSQL
 from tests.service.store.test_connection import ODD
 from tests.service.store.test_store import RESOLVED, RUNG, TRIAL, WRITES, chunk
@@ -54,16 +56,25 @@ def filled(url: str) -> Store:
             connection.execute(sa.insert(schema.artifacts).values(row))
             connection.execute(sa.insert(schema.samples), [old_sample(job.id, *each) for each in enumerate(ODD)])
         store.request_evaluation(job, 3, steering=Steering("evaluate"))
-        writer.set_state(JobState.COMPLETE)
+        store.enqueue_trial(job, "by hand", configuration={"x": 1 / 3}, steering=Steering("enqueue"))
+        store.open_attempt(job.id).set_state(JobState.COMPLETE)
     store.delete_job(job.id)
     store.set_drained(drained=True)
     accounts, actor = AccountStore(store), Actor(None, "command")
     accounts.add_user("ann", is_admin=True, actor=actor)
     accounts.add_team("red", actor=actor)
     accounts.set_role("red", "ann", Role.ADMIN, actor=actor)
+    with store.engine.begin() as connection:
+        add_usage(connection, "red", 1 / 3)
     accounts.add_token(
         "ann", name="ci", digest="d" * 64, prefix="mst_", scope=Scope.READ, lifetime_s=1 / 3, actor=actor
     )
+    notifications = NotificationStore(store)
+    hook = notifications.add_webhook(
+        "https://example.org/", secret="whsec_x", events=(), owner="ann", covers=Coverage.TEAM, team="red", actor=actor
+    )
+    notifications.add_test(hook.id, lambda now: f'{{"now":{now}}}')
+    notifications.record_waits({store.jobs()[0].id: "Ray"}, notify_after_s=1 / 3, works_after_s=1.0, passing="")
     return store
 
 

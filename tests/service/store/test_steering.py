@@ -8,7 +8,7 @@ import pytest
 
 from service.cluster.reconciler import submission_id
 from service.errors import Conflict, NotFound, StaleAttempt
-from service.store import Store
+from service.store import EvaluationRequest, Store
 from service.store.documents import RESPONSES
 from service.types import JobRecord, JobState, Steering
 from tests.service.store.test_store import TRIAL
@@ -71,7 +71,7 @@ def test_a_driver_that_died_leaves_its_job_paused(store: Store, job: JobRecord) 
     writer.set_state(JobState.RUNNING)
     store.pause(job.id, steering=PAUSE)
     for _ in range(2):
-        store.settle_pause(job.id)
+        store.settle(job.id)
         assert store.job(job.id).state is JobState.PAUSED
     assert events(store, job, "state").count({"state": "PAUSED", "reason": "its driver has ended"}) == 1
     with pytest.raises(StaleAttempt):
@@ -80,7 +80,7 @@ def test_a_driver_that_died_leaves_its_job_paused(store: Store, job: JobRecord) 
 
 def test_a_job_that_is_not_to_pause_is_not_settled(store: Store, job: JobRecord) -> None:
     store.open_attempt(job.id, as_driver=True).set_state(JobState.RUNNING)
-    store.settle_pause(job.id)
+    store.settle(job.id)
     assert store.job(job.id).state is JobState.RUNNING
 
 
@@ -182,12 +182,47 @@ def test_a_study_without_its_responses_does_not_continue(store: Store, job: JobR
     writer.set_state(JobState.COMPLETE)
     marked = store.set_invalid(job, TRIAL.number, invalid="why", steering=Steering("invalidate"))
     assert marked.state is JobState.STOPPED, "with its responses it continues"
+    writer = store.open_attempt(job.id)
     writer.set_document_named(RESPONSES, {})
     writer.set_state(JobState.COMPLETE)
     assert store.set_invalid(job, TRIAL.number, invalid=None, steering=Steering("validate")).state is JobState.COMPLETE
     with pytest.raises(Conflict, match="its responses were removed"):
         store.request_evaluation(job, TRIAL.number, steering=Steering("evaluate"))
     assert store.evaluation_requests(job.id) == ()
+
+
+def test_a_label_names_one_enqueued_merge(store: Store, job: JobRecord) -> None:
+    """The same request sent twice is one; another merge needs another label. Requests keep their order."""
+    added = store.enqueue_trial(job, "a", configuration={"x": 0.1}, steering=Steering("enqueue"))
+    once = store.job(job.id)
+    assert added == (once, True)
+    assert store.enqueue_trial(job, "a", configuration={"x": 0.1}, steering=Steering("enqueue")) == (once, False)
+    with pytest.raises(Conflict, match="another merge is enqueued as 'a'; give another label"):
+        store.enqueue_trial(job, "a", configuration={"x": 0.2}, steering=Steering("enqueue"))
+    store.enqueue_trial(job, "b", recipe={"base": "b"}, steering=Steering("enqueue"))
+    assert [store.request_evaluation(job, 3, steering=Steering("evaluate"))[1] for _ in range(2)] == [True, False]
+    assert store.evaluation_requests(job.id) == (
+        EvaluationRequest(0, label="a", configuration={"x": 0.1}),
+        EvaluationRequest(1, label="b", recipe={"base": "b"}),
+        EvaluationRequest(2, trial=3),
+    )
+    events = [event.payload["action"] for event in store.events(job.id) if event.kind == "steered"]
+    assert events == ["enqueue", "enqueue", "evaluate"]
+
+
+def test_a_study_that_ends_does_not_lose_a_request(store: Store, job: JobRecord) -> None:
+    """A request that comes when the driver has nothing left to do lets the study continue with another driver."""
+    writer = store.open_attempt(job.id, as_driver=True)
+    writer.set_state(JobState.RUNNING)
+    store.enqueue_trial(job, "late", configuration={"x": 0.5}, steering=Steering("enqueue"))
+    writer.set_state(JobState.COMPLETE)
+    ended = store.job(job.id)
+    assert (ended.state, ended.reason) == (JobState.STOPPED, "it was changed when it was about to end")
+    last = store.open_attempt(job.id, as_driver=True)
+    last.set_state(JobState.COMPLETE)
+    assert store.job(job.id).state is JobState.COMPLETE
+    store.enqueue_trial(job, "late", configuration={"x": 0.5}, steering=Steering("enqueue"))
+    assert store.job(job.id).state is JobState.STOPPED, "no trial has answered the request yet"
 
 
 def test_benchmarks_and_edits_do_not_overwrite_each_other(store: Store, job: JobRecord) -> None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,9 +19,20 @@ import sqlalchemy as sa
 from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
 from service.errors import Conflict, NotFound, StaleAttempt
 from service.resolved_study import ResolvedStudy
-from service.store import BracketRecord, JobWriter, JudgmentRecord, Store, schema
+from service.store import BracketRecord, JobWriter, JudgmentRecord, SampleText, Store, schema
+from service.store.samples import _unpack_texts as unpack
 from service.store.steps import LossesRequest, LossesResult, LossesStep
-from service.types import EventKind, ExportRecord, ExportState, JobState, Origin, RungRecord, TrialRecord, TrialState
+from service.types import (
+    Account,
+    EventKind,
+    ExportRecord,
+    ExportState,
+    JobState,
+    Origin,
+    RungRecord,
+    TrialRecord,
+    TrialState,
+)
 from tests.service.resolved import resolved_study
 from tests.service.stored_values import stored_values
 from workers.types import Evidence, SampleResult, ScoreResult, Split
@@ -84,6 +96,35 @@ def test_studies_come_oldest_first(store: Store) -> None:
         store.create_job(kind="search", name=name, document={}, accepted=RESOLVED.to_json()) for name in ("c", "a", "b")
     ]
     assert store.jobs() == tuple(created)
+
+
+def test_jobs_come_in_pages(store: Store) -> None:
+    """A page is a part of the jobs that satisfy the conditions, and comes with their number."""
+    made = [
+        store.create_job(kind="search", name=name, document={}, accepted={}, owner=owner)
+        for name, owner in (("Math", "ann"), ("code", None), ("math-2", "bob"), ("text_100%", None))
+    ]
+    ids = {job.id: job.name for job in made}
+
+    def names(**conditions: Any) -> tuple[list[str], int]:
+        page, total = store.job_page("search", **conditions)
+        return [ids[job.id] for job in page], total
+
+    assert names() == (["Math", "code", "math-2", "text_100%"], 4)
+    assert names(sort="-created", limit=2) == (["text_100%", "math-2"], 4)
+    assert names(sort="-created", limit=2, offset=3) == (["Math"], 4)
+    assert names(sort="name") == (["Math", "code", "math-2", "text_100%"], 4)
+    assert names(sort="-owner", limit=2) == (["math-2", "Math"], 4)
+    assert names(text="MATH") == (["Math", "math-2"], 2)
+    assert names(text="ANN") == (["Math"], 1)
+    assert names(text="_100%") == (["text_100%"], 1)
+    assert names(text="_") == (["text_100%"], 1), "no pattern"
+    assert names(text="\0\ud800") == ([], 0)
+    assert names(text=made[1].id[:12].upper()) == (["code"], 1)
+    assert names(state=JobState.RUNNING) == ([], 0)
+    assert store.job_page("finetune") == ((), 0)
+    ann = Account("ann", is_admin=False, roles={})
+    assert names(reader=ann, limit=1) == (["Math"], 1)
 
 
 def test_an_unknown_study_is_not_found(store: Store) -> None:
@@ -219,6 +260,89 @@ def test_a_sample_keeps_the_tokens_of_its_completions(store: Store, writer: JobW
     samples = tuple(replace(sample, tokens=each) for sample, each in zip(scored.samples, tokens, strict=True))
     writer.record_chunk(3, Split.SEARCH, replace(scored, samples=samples))
     assert store.samples(writer.job_id, RECIPE.digest, Split.SEARCH) == samples
+
+
+def test_samples_of_an_objective_are_read_alone(store: Store, writer: JobWriter) -> None:
+    """Samples can be read of one objective, and of some positions."""
+    writer.add_trial(TRIAL)
+    for positions, objective in ((range(4), "math"), (range(4, 8), "math"), (range(4), "text")):
+        writer.record_chunk(3, Split.SEARCH, chunk(positions, objective=objective))
+    digest = RECIPE.digest
+    every = store.samples(writer.job_id, digest, Split.SEARCH)
+    assert len(every) == 12
+    read = partial(store.samples, writer.job_id, digest, Split.SEARCH)
+    assert read(objective="text") == tuple(sample for sample in every if sample.objective == "text")
+    found = [sample.position for sample in read(objective="math", positions={3, 5})]
+    assert found == [3, 5]
+    assert read(objective="math", positions={8, 9}) == ()
+    old = {"study": writer.job_id, "recipe_digest": digest, "split": "search", "objective": "math", "position": 9}
+    values = {"document": "d", "value": 0.5, "response": "x", "is_truncated": False, "evidence": 1, "tokens": None}
+    with store.engine.begin() as connection:
+        connection.execute(sa.insert(schema.samples).values(**old, **values))
+    assert [sample.position for sample in read(objective="math", positions={5, 7, 9})] == [5, 7, 9]
+    assert [sample.position for sample in read(objective="math", positions={5, 7})] == [5, 7]
+    assert read(objective="text") == tuple(sample for sample in every if sample.objective == "text")
+    assert [sample.position for sample in read(positions={0, 9})] == [0, 9, 0]
+
+
+def test_positions_far_apart_read_their_own_chunks(
+    store: Store, writer: JobWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks between the positions are not unpacked; without tokens, only the number of completions is returned."""
+    writer.add_trial(TRIAL)
+    for start in range(0, 80, 8):
+        scored = chunk(range(start, start + 8))
+        samples = tuple(replace(sample, tokens=((1, 2), (3,))) for sample in scored.samples)
+        writer.record_chunk(3, Split.SEARCH, replace(scored, samples=samples))
+    unpacked = []
+    monkeypatch.setattr(
+        "service.store.samples._unpack_texts", lambda packed, count: unpacked.append(count) or unpack(packed, count)
+    )
+    read = partial(store.samples, writer.job_id, RECIPE.digest, Split.SEARCH, objective="math", positions={1, 3, 79})
+    whole, without = read(), read(has_tokens=False)
+    assert unpacked == [8] * 4
+    assert [sample.position for sample in whole] == [1, 3, 79]
+    assert {sample.tokens for sample in whole} == {((1, 2), (3,))}
+    assert without == tuple(replace(sample, tokens=((), ())) for sample in whole)
+
+
+def test_any_number_of_trials_is_read(store: Store, writer: JobWriter) -> None:
+    """More trials can be named than a statement may have parameters; those that are not named are left out."""
+    trials = [replace(TRIAL, number=number, configuration={"x": number}) for number in range(5)]
+    for trial in trials:
+        writer.add_trial(trial)
+    named = set(range(300_000)) - {3}
+    assert [trial.number for trial in store.trial_results(writer.job_id, named)] == [0, 1, 2, 4]
+    assert store.configurations(writer.job_id, named) == {number: {"x": number} for number in (0, 1, 2, 4)}
+    assert [trial.number for trial in store.trial_results(writer.job_id, {1, 3})] == [1, 3]
+
+
+def test_work_of_replicas_is_read_since_a_time(store: Store, writer: JobWriter) -> None:
+    writer.add_trial(TRIAL)
+    for positions in (range(4), range(4, 6)):
+        writer.record_chunk(3, Split.SEARCH, chunk(positions))
+    rows = store.evidence(writer.job_id)
+    work = store.chunk_work(writer.job_id)
+    assert [(each.replica, each.num_samples, each.finished_at) for each in work] == [
+        (row.replica, row.num_samples, row.finished_at) for row in rows
+    ]
+    assert work[0].timings_s == rows[0].timings_s
+    assert store.chunk_work(writer.job_id, since=rows[0].finished_at) == work[1:]
+
+
+def test_prompts_are_stored_once(store: Store, writer: JobWriter) -> None:
+    """Texts with any characters come back by position; those that are stored stay."""
+    texts = [SampleText(f"{n} \0\ud800?", None if n % 2 else str(n)) for n in range(120)]
+    writer.add_prompts(Split.SEARCH, "math", texts)
+    writer.add_prompts(Split.SEARCH, "math", [SampleText("other", None)])
+    writer.add_prompts(Split.HOLDOUT, "text", texts[:1])
+    assert store.stored_prompts(writer.job_id) == {(Split.SEARCH, "math"), (Split.HOLDOUT, "text")}
+    found = store.prompts(writer.job_id, Split.SEARCH, "math", [0, 49, 50, 119, 120])
+    assert found == {position: texts[position] for position in (0, 49, 50, 119)}
+    assert store.prompts(writer.job_id, Split.SEARCH, "text", [0]) == {}
+    writer.set_state(JobState.COMPLETE)
+    store.delete_job(writer.job_id)
+    assert store.prompts(writer.job_id, Split.SEARCH, "math", [0]) == {}
 
 
 def test_tokens_are_counted_where_all_samples_have_them(store: Store, writer: JobWriter) -> None:
@@ -484,6 +608,10 @@ def test_event_ids_grow(store: Store, writer: JobWriter) -> None:
     assert set(ids).isdisjoint(event.id for event in store.events(other.job_id))
     assert [event.payload["n"] for event in store.events(writer.job_id, after=ids[0])] == [1, 2]
     assert store.events(writer.job_id, after=ids[-1]) == ()
+    assert [event.id for event in store.events(writer.job_id, newest_first=True, offset=1, limit=1)] == [ids[1]]
+    assert [event.id for event in store.events(writer.job_id, kinds=["note"], offset=1)] == ids[1:]
+    assert store.num_events(writer.job_id, kinds=["note"]) == 3
+    assert store.num_events(writer.job_id, kinds=["note"], after=ids[0]) == 2
 
 
 def test_everything_that_happens_to_a_trial_is_an_event(store: Store, writer: JobWriter) -> None:
@@ -516,6 +644,7 @@ WRITES: dict[str, Callable[[JobWriter], object]] = {
     "add_event": lambda w: w.add_event("x", {}),
     "add_step": lambda w: w.add_step(losses_step(0)),
     "add_prompt_templates": lambda w: w.add_prompt_templates("x", {"@x": "{{x}}"}),
+    "add_prompts": lambda w: w.add_prompts(Split.SEARCH, "math", [SampleText("1 + 1?", None)]),
     "add_judgments": lambda w: w.add_judgments([JudgmentRecord("x", "d", 0, False, None, "m", "p", "a")]),
 }
 

@@ -38,8 +38,9 @@ from service.studies.warm_start import check_warm_start, with_warm_start
 from service.tune.proposing.searcher_state import SearcherState
 from service.tune.searchers import get_searcher
 from service.tune.searchers.base import Observation, ProposalContext
-from service.types import Account, JobRecord, JobState, Origin, TrialState
+from service.types import Account, JobState, Origin, TrialState
 from tests.service.api.harness import ApiServer
+from tests.service.site import LocalPreflight
 from tests.service.tune.harness import (
     FINGERPRINTS,
     InlineProposer,
@@ -456,17 +457,11 @@ def test_the_directory_is_relative_to_the_file(tmp_path: Path) -> None:
     assert found.dir == str(tmp_path / "runs" / "first")
 
 
-class WarmPreflight:
+class WarmPreflight(LocalPreflight):
     """The server's checks of a submitted study, without those of models and tasks."""
 
     def __init__(self, url: str) -> None:
         self._url = url
-
-    def start(self) -> None:
-        pass
-
-    def stop(self) -> None:
-        pass
 
     async def accept(
         self, content: bytes, *, is_json: bool, kind: JobKind, client: str = "", reader: Account | None = None
@@ -478,14 +473,6 @@ class WarmPreflight:
             return Accepted(study.name, study.canonical(), preflight.resolved().to_json())
 
         return check_request(content, kind.noun, accept, RequestContext(store_url=self._url), is_json=is_json)
-
-    async def check_benchmarks(
-        self, document: Mapping[str, Any], stored: JobRecord, *, client: str = "", reader: Account | None = None
-    ) -> None:
-        """Accept every benchmark."""
-
-    async def engine_dtype(self, document: Mapping[str, Any], *, client: str = "") -> str:
-        return "float32"
 
 
 def test_a_server_knows_its_own_studies(earlier: Earlier, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from search_spaces.fidelity import Scheduler
@@ -19,7 +20,7 @@ from service.tune.coordinator import Coordinator
 from service.tune.evaluation import Evaluation
 from service.tune.schedulers import SCHEDULERS
 from service.types import EventKind, Origin, Steering, TrialState
-from tests.service.tune.harness import Killed, coordinator_of, drive, killer, new_study, score, trial_list
+from tests.service.tune.harness import Killed, coordinator_of, drive, killer, lfs_space, new_study, score, trial_list
 from workers.serving.fake import FakeScorer
 
 REASON = "stopped by ann: good enough"
@@ -273,6 +274,44 @@ def test_a_request_while_a_search_runs_survives_kills(tmp_path: Path, scheduler:
         assert last.is_finished
         assert sum(trial.origin is Origin.SEARCH for trial in last.trials) == 20
         assert sum(trial.origin is Origin.USER for trial in last.trials) == 1
+        return trial_list(store, study)
+
+    expected = searched(tmp_path / "whole", None)
+    for at in (0, 5, 23):
+        assert searched(tmp_path / str(at), at) == expected, at
+
+
+@pytest.mark.parametrize("form", ["recipe", "configuration"])
+@pytest.mark.parametrize("scheduler", ["hyperband", "racing"])
+def test_an_enqueued_trial_survives_kills(tmp_path: Path, scheduler: Scheduler, form: str) -> None:
+    """It is evaluated at the full budget, and the search proposes as many trials as before."""
+
+    def searched(directory: Path, at: int | None) -> list[tuple[Any, ...]]:
+        directory.mkdir()
+        store, study = new_study(directory)
+        coordinator = coordinator_of(store, study, scheduler=scheduler, max_trials=20)
+        run_until(coordinator, 40)
+        assert sum(trial.origin.is_searched for trial in coordinator.trials) < 20, "the search still runs"
+        space = lfs_space()
+        configuration = space.parameters.sample(np.random.default_rng(12345))
+        recipe = space.to_recipe(configuration)
+        assert recipe.digest not in {trial.recipe.digest for trial in coordinator.trials}
+        given = recipe.to_json() if form == "recipe" else configuration
+        for _ in range(2):
+            store.enqueue_trial(store.job(study), "by hand", **{form: given}, steering=Steering("enqueue"))
+        if at is not None:
+            with suppress(Killed):
+                dying = coordinator_of(store, study, scheduler=scheduler, max_trials=20, observer=killer(at))
+                drive(dying, FakeScorer())
+        last = coordinator_of(store, study, scheduler=scheduler, max_trials=20)
+        drive(last, FakeScorer())
+        assert last.is_finished
+        assert sum(trial.origin is Origin.SEARCH for trial in last.trials) == 20
+        (added,) = [trial for trial in last.trials if trial.origin is Origin.USER]
+        assert (added.label, added.state, added.bracket) == ("by hand", TrialState.COMPLETE, None)
+        assert added.recipe.digest == recipe.digest
+        assert added.configuration == (None if form == "recipe" else configuration)
+        assert [own.added for own in store.evaluation_requests(study)] == [added.number]
         return trial_list(store, study)
 
     expected = searched(tmp_path / "whole", None)

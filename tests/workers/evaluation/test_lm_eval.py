@@ -15,6 +15,7 @@ from workers.errors import InvalidModel, InvalidTask
 from workers.evaluation.built_tasks import BuiltTask
 from workers.evaluation.lm_eval import BackendLM, TaskEvaluator, describe
 from workers.evaluation.prompts import Completion, Continuation, Generation, Prompts
+from workers.evaluation.sample_texts import sample_texts
 from workers.evaluation.tasks import build_task
 from workers.models.tokenizers import load_tokenizer
 from workers.types import Span, TaskSpec
@@ -100,8 +101,21 @@ def test_chat_template_adds_no_second_bos(tmp_path: Path) -> None:
     )
     tokenizer.save_pretrained(directory)
     evaluation = TaskEvaluator(None, Prompts(directory, options))
-    (request,) = evaluation.requests(one(tmp_path / "a.jsonl", "1+1="), 0)
-    assert tokenizer.decode(request.tokens) == "<s>[system]Be brief.[user]1+1=[assistant]"
+    spec = one(tmp_path / "a.jsonl", "1+1=")
+    (request,) = evaluation.requests(spec, 0)
+    text = "<s>[system]Be brief.[user]1+1=[assistant]"
+    assert tokenizer.decode(request.tokens) == text
+    assert [prompt for prompt, _ in evaluation.sample_texts(spec, 0, 5)] == [text]
+
+
+def test_texts_of_scored_tasks_are_at_hand(llama: str, sums: TaskSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts and answers of a task that was scored are read without building the task again."""
+    evaluation = TaskEvaluator(Recorder(), Prompts(llama, OPTIONS))
+    evaluation.score([Span("a", sums, 0, 4)])
+    expected = sample_texts(sums, 2, 6)
+    monkeypatch.setattr("workers.evaluation.lm_eval.build_task", lambda spec: pytest.fail("the task was built again"))
+    assert evaluation.sample_texts(sums, 2, 6) == expected
+    assert len(expected) == 4
 
 
 def test_truncated_prompts_keep_their_end_and_are_counted(llama: str, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from workers.engines.source_recipes import base_recipe
 from workers.errors import TrialFailed
 from workers.evaluation.attacks.checks import prepared_attack
 from workers.evaluation.attacks.search import run, search
+from workers.evaluation.sample_texts import sample_texts
 from workers.evaluation.tasks import check_task
 from workers.serving.serve_scorer import ServeScorer
 from workers.types import Family, ScoreRequest, ScoreResult, Span, TaskSpec
@@ -103,6 +104,7 @@ def test_real_replica_is_attacked(scorer: ServeScorer, tied_family: Family, sums
 def test_real_replica_agrees(scorer: ServeScorer, tied_family: Family, sums: TaskSpec, choices: TaskSpec) -> None:
     """A real replica of a tied model agrees with transformers."""
     info = scorer.describe((sums, choices))
+    assert scorer.sample_texts(sums, 1, 4) == sample_texts(sums, 1, 4)
     assert [each.num_samples for each in info] == [400, 12]
     spans = (Span("sums", sums, 0, 60), Span("choices", choices, 0, 12))
     for recipe in (base_recipe(tied_family), slerp(tied_family, 0.4)):

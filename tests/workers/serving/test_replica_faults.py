@@ -7,6 +7,7 @@ import errno
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 
@@ -26,7 +27,7 @@ def recipe(weight: float) -> Recipe:
     return Recipe({"base": "b0", "math": "m1"}, "base", (LayerRecipe(at, at, at),), embedding=merge, head=merge)
 
 
-def request(weight: float, stop: int = 5, **changes: int) -> ScoreRequest:
+def request(weight: float, stop: int = 5, **changes: Any) -> ScoreRequest:
     return ScoreRequest("study", recipe(weight), (Span("x", TASK, 0, stop),), **changes)
 
 

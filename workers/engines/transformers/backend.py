@@ -107,9 +107,10 @@ class Reference:
     ) -> str | None:
         """Append one generated token to a completion; return the final text if the completion ends, else None.
 
-        `chosen` has the tokens so far, to which `token` is appended. `steps` gets the pair (text so far, `gap`). `gap`
-        is the difference between the log-probabilities of the token and of the second likeliest token. A completion
-        ends with an end-of-text token, a stop string, or the last of `max_tokens`.
+        `request` has the prompt, and `chosen` the tokens that were generated for it so far, to which `token` is
+        appended. `gap` is the difference between the log-probabilities of the token and of the second likeliest token;
+        the pair (text so far, `gap`) is appended to `steps`. A completion ends with an end-of-text token, a stop
+        string, or the last of the tokens that `request` allows.
         """
         chosen.append(token)
         is_end = token in self.prompts.stop_token_ids
@@ -124,17 +125,21 @@ class Reference:
 
 
 def logprobs(model: Any, tokens: Sequence[int]) -> list[float]:
-    """The log-probability (natural log) of each token except the first, given the tokens before it."""
+    """The log-probability that `model` gives to each of `tokens` except the first, given the tokens before it.
+
+    Log-probabilities are natural logarithms.
+    """
     scores = _log_softmax(model, tokens)[:-1]
     return [float(value) for value in scores.gather(-1, torch.tensor(tokens[1:])[:, None])[:, 0]]
 
 
 @torch.inference_mode()
 def choice_gaps(model: Any, prompt: Sequence[int], completion: Sequence[int]) -> list[float]:
-    """For each token of `completion`, how much less likely it is than the likeliest token in its place.
+    """Gap between each token of `completion` and the likeliest token in its place, by the transformers model `model`.
 
-    The result has differences of log-probabilities, 0 for a token that is the likeliest. The log-probabilities are
-    those after `prompt` and the preceding tokens of `completion`.
+    `prompt` and `completion` are token ids. A gap is the log-probability (natural log) of the likeliest token minus
+    that of the token, so it is 0 for a token that is the likeliest. The log-probabilities are those after `prompt` and
+    the preceding tokens of `completion`.
     """
     scores = _log_softmax(model, [*prompt, *completion])[len(prompt) - 1 : -1]
     chosen = scores.gather(-1, torch.tensor(completion)[:, None])[:, 0]
@@ -142,11 +147,12 @@ def choice_gaps(model: Any, prompt: Sequence[int], completion: Sequence[int]) ->
 
 
 def typical_difference(ours: Sequence[float], theirs: Sequence[float], *, dtype: str) -> float:
-    """Difference between two lists of log-probabilities of the same tokens, in nats.
+    """Difference, in nats, between the log-probabilities that two programs give to the same tokens.
 
-    The result is NaN if a list contains NaN. `dtype` is the engine's dtype. For "float32" the result is the largest
-    absolute difference. For dtypes of 16 bits it is the root mean square of the differences: rounding errors are small
-    on average there, but can change the log-probabilities of single unlikely tokens by large amounts.
+    `ours` are those of the engine, which computes in `dtype`, and `theirs` those of transformers. For "float32" the
+    result is the largest absolute difference. For dtypes of 16 bits it is the root mean square of the differences:
+    rounding errors are small on average there, but can change the log-probabilities of single unlikely tokens by large
+    amounts. The result is NaN if a list contains NaN.
     """
     apart = [0.0 if a == b else abs(a - b) for a, b in zip(ours, theirs, strict=True)]
     return float(np.max(apart) if dtype == "float32" else np.sqrt(np.mean(np.square(apart))))
@@ -155,8 +161,8 @@ def typical_difference(ours: Sequence[float], theirs: Sequence[float], *, dtype:
 def whole_characters(text: str) -> str:
     """Remove replacement characters (U+FFFD) from the end of `text`.
 
-    They stand for a character whose bytes are not complete yet. An engine writes nothing for such a character, so its
-    text ends before it.
+    A tokenizer decodes a character whose last bytes are still missing to replacement characters. Engines leave such a
+    character out of their text, so this function does, too.
     """
     return text.rstrip("\ufffd")
 
@@ -171,8 +177,9 @@ def _log_softmax(model: Any, tokens: Sequence[int]) -> torch.Tensor:
 def _checked(logits: torch.Tensor, num_prompts: int) -> torch.Tensor:
     """Return `logits` unchanged; raise EvidenceMismatch if they contain NaN or are infinite.
 
-    The logits are of a merge that an engine has scored. An engine scores nothing with logits that are not finite. So
-    these logits would mean that the engine had another model. `num_prompts` is for the message.
+    transformers has computed the logits of a merge that an engine has scored. An engine refuses to score if its own
+    logits are NaN or infinite. If those of transformers are, the engine must therefore have had other weights.
+    `num_prompts`, the number of prompts, is for the message.
     """
     if any(rows := bad_rows(logits).tolist()):
         raise EvidenceMismatch(

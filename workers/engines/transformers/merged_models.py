@@ -27,9 +27,10 @@ __all__ = ["merged_model"]
 def merged_model(recipe: Recipe, bank: Bank, *, dtype: str) -> Any:
     """Compute the merge of `recipe`, and return it as a transformers model on CPU.
 
-    The number of layers may differ from the base's. The weights are rounded to `dtype`; the model computes in float32.
-    If the recipe has alignments (maps of the residual stream before layers), the model applies them. Memory is needed
-    for one copy of the weights. Raises the errors of `plan_tensors`, `alignments_before` and `read_alignments`.
+    `bank` has the weights of the recipe's models. The number of layers may differ from the base's. The weights are
+    rounded to `dtype`; the model computes in float32. If the recipe has alignments (maps of the residual stream before
+    layers), the model applies them. Memory is needed for one copy of the weights. Raises InvalidRecipe, InvalidModel or
+    EvidenceMismatch if the merge cannot be computed or an alignment cannot be used.
     """
     import transformers
 

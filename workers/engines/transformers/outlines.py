@@ -78,7 +78,10 @@ def _small_files_of(model: str) -> Path:
 
 
 def _tensors(directory: Path, model: str) -> dict[str, Any]:
-    """Build a safetensors header (dtype, shape and offsets of each tensor) from a model's configuration alone."""
+    """Build a safetensors header (dtype, shape and offsets of each tensor) from a model's configuration alone.
+
+    `directory` has the model's config.json. `model` names the model in messages.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -33,11 +33,11 @@ MOST_SHARE = 0.02
 
 
 def rounding_bounds(model: Any, tokens: Sequence[int]) -> list[float]:
-    """Estimate, for each token except the first, by how much float32 rounding may change its log-probability.
+    """Estimate, for each of `tokens` except the first, by how much float32 rounding may change its log-probability.
 
-    `model` is a transformers model in float32. The log-probabilities are computed again with random errors in the
-    model, and the bounds are a multiple of the changes. The random errors are the same at every call. No bound is
-    larger than `MOST`.
+    `model` is a transformers model in float32. Random errors, as large as rounding errors, are added to the outputs of
+    its modules, and the log-probabilities are computed again. A token's bound is a multiple of the root mean square of
+    the changes, but at most `MOST`, a constant of this module. The random errors are the same at every call.
     """
     plain = torch.tensor(logprobs(model, tokens))
     squares = torch.zeros_like(plain)

@@ -58,12 +58,15 @@ def verify(
     - `spans`: the ranges of samples to compare, each of one task; spans of tasks that sample at a temperature above 0
       are left out
     - `dtype`: the engine's dtype
-    - `engine_logprobs`: the engine's log-probabilities of the tokens, except the first, of each of `texts_to_read`
-    - `evaluator`: provides the tokenized requests; without it, they are built with the exported tokenizer
+    - `engine_logprobs`: the engine's log-probabilities of the tokens, except the first, of each text that the function
+      `texts_to_read` returns
+    - `evaluator`: builds the tasks, and keeps the prompts and options of samples as token ids; without it, an evaluator
+      with the exported tokenizer is made
     - `model`: the merge as a transformers model, if it cannot be stored as a checkpoint; then `directory` contains only
       its tokenizer and configuration
 
-    Raises InvalidTask if `samples` lacks a sample of a span, or a text does not begin with the request of any sample.
+    Raises InvalidTask if a sample of a span is missing in `samples`, or if a text in `engine_logprobs` begins with the
+    prompt of none of these samples.
     """
     reference = Reference(directory, options, model=model)
     if evaluator is None:
@@ -107,8 +110,8 @@ def nothing_to_compare(
     """Reason why a merge cannot be verified with transformers, as text; None if it can be verified.
 
     A reason is that no task can be compared, or that there is too little memory. Only tasks with greedy completions or
-    with options can be compared. `spans` has the samples to verify. `depth` is the merge's number of layers divided by
-    that of the checkpoint in `directory`; the required memory grows with it.
+    with options can be compared. `evaluator` builds the tasks. `spans` has the ranges of samples to verify. `depth` is
+    the merge's number of layers divided by that of the checkpoint in `directory`; the required memory grows with it.
     """
     if not any(evaluator.is_greedy(span.task) for span in spans):
         return _sampled([span.objective for span in spans])
@@ -125,11 +128,12 @@ def nothing_to_compare(
 def texts_to_read(
     evaluator: TaskEvaluator, samples: Iterable[SampleResult], spans: Iterable[Span]
 ) -> tuple[Tokens, ...]:
-    """The texts, as token ids, whose log-probabilities are compared token by token between engine and transformers.
+    """The texts, as token ids, on which engine and transformers are compared token by token.
 
-    A text is a prompt followed by the first option or by the completion in `samples`. It is cut to the length that the
-    engine reads. The texts are from the first TEXTS_READ samples of each of `spans` (ranges of samples of one task)
-    whose task is not sampled at random.
+    There is a text for each of the first TEXTS_READ samples of each of `spans` (ranges of samples of one task); tasks
+    with random completions are left out. The text is the sample's prompt with the completion that the engine gave in
+    `samples`, or with the sample's first option in a multiple choice. It is cut to the length that the engine reads.
+    `evaluator` provides the samples' prompts and options.
     """
     known = {(sample.objective, sample.position): sample for sample in samples}
     room = evaluator.lm.max_length - 1  # the engine always generates one token
@@ -148,8 +152,8 @@ def texts_to_read(
 class _Pair:
     """One sample as the engine scored it (`stored`) and as transformers scores it (`expected`).
 
-    `requests` are the sample's tokenized requests. They are one or several prompts to complete, or the options of a
-    multiple choice.
+    `requests` are the sample's tokenized requests. A request is a prompt to complete, or one option of a multiple
+    choice with its prompt.
     """
 
     stored: SampleResult
@@ -168,13 +172,14 @@ class _Pair:
 class _Comparison:
     """Comparison of the engine's samples of one merge with those of transformers.
 
-    - `apart`: for each compared sample (objective, position), the largest `typical_difference` between the
-      log-probabilities of engine and transformers
+    `tolerance` is the largest difference that still counts as equal, and `dtype` is the engine's dtype. The results are
+    in these attributes:
+
+    - `apart`: for each compared sample (objective, position), how much the log-probabilities of engine and transformers
+      differ: the largest `typical_difference` of all comparisons for the sample
     - `num_logprobs`: the number of log-probabilities compared
     - `num_unstable`: the number of tokens whose larger differences float32 rounding explains (`rounding`); they are
       left out of `apart`
-    - `tolerance`: the largest difference that rounding explains for other tokens
-    - `dtype`: the engine's dtype
     """
 
     def __init__(self, reference: Reference, tolerance: float, dtype: str) -> None:
@@ -188,9 +193,9 @@ class _Comparison:
     def read(self, pairs: Sequence[_Pair], engine_logprobs: Mapping[Tokens, Sequence[float]]) -> None:
         """Compare log-probabilities by the engine and by transformers, and record the difference for each sample.
 
-        The method compares the tokens of all texts in `engine_logprobs`, and the options of those samples in `pairs`
-        that are multiple choices. `engine_logprobs` has the engine's log-probabilities of the tokens, except the first,
-        of each text.
+        `pairs` are the samples as the engine and as transformers scored them. `engine_logprobs` maps texts, as token
+        ids, to the engine's log-probabilities of their tokens except the first. Two kinds of log-probabilities are
+        compared: those of all tokens of these texts, and those of the options of each sample that is a multiple choice.
         """
         for text, values in engine_logprobs.items():
             self._add(_pair_of(text, pairs), values, logprobs(self.reference.model, text), text)
@@ -208,9 +213,9 @@ class _Comparison:
     def _add(self, pair: _Pair, ours: Sequence[float], theirs: Sequence[float], text: Tokens = ()) -> None:
         """Compare two lists of log-probabilities for one sample, and record how much they differ.
 
-        `ours` has the engine's log-probabilities, and `theirs` those of transformers. With `text`, both lists are for
-        the tokens of this text; without it, they are for the options of a multiple choice. For tokens in float32,
-        differences that rounding explains are left out.
+        `pair` is the sample. `ours` has the engine's log-probabilities, and `theirs` those of transformers. With
+        `text`, both lists are for the tokens of this text; without it, they are for the options of a multiple choice.
+        If the engine computes in float32, differences of single tokens that rounding explains are left out.
         """
         apart = _finite(typical_difference(ours, theirs, dtype=self._dtype))
         if self._dtype == "float32" and self.tolerance < apart < FAR and text:
@@ -223,14 +228,14 @@ class _Comparison:
     def difference(self, pair: _Pair) -> SampleDifference | None:
         """Difference between the engine's and transformers' answers to one sample; None if the answers are equal.
 
-        `is_beyond` of the result says whether the difference is larger than rounding explains. There are three cases of
-        such a difference:
+        `pair` has both answers to the sample. The method `read` must have been called before. The field `is_beyond` of
+        the result is True if the difference is larger than rounding explains. This is so in three cases:
 
         - the log-probabilities differ by more than the tolerance
-        - completions differ at a place where transformers' choice was clear by more than the tolerance
-        - equal tokens have another text or metric
-
-        The method `read` must have been called before.
+        - the completions differ although transformers' choice was clear: a token of the engine is less likely than
+          transformers' choice, or the second likeliest token than the likeliest, by a gap of log-probabilities above
+          the tolerance
+        - the tokens of the completions are equal, but their text or metric differs
         """
         apart = self.apart.get(pair.key, 0.0)
         is_apart = apart > self.tolerance
@@ -257,12 +262,15 @@ class _Comparison:
         )
 
     def _parting(self, pair: _Pair) -> tuple[str, float] | None:
-        """Find the first difference between the engine's completions of a sample and transformers'; None if equal.
+        """Find the first difference between the engine's and transformers' completions of a sample; None if equal.
 
-        The result is (what differs, gap). The gap is a difference of log-probabilities by transformers, and shows how
-        clear transformers' choice was. For "tokens" it is the largest amount by which a token of the engine's
-        completion is less likely than the likeliest token in its place. For "text" it is the gap between the two
-        likeliest tokens where the texts begin to differ.
+        `pair` is the sample as both have scored it. The result is a pair: "tokens" or "text", and a gap of
+        log-probabilities by transformers that shows how clear transformers' choice was:
+
+        - "tokens": the tokens differ. The gap is the largest amount by which a token of the engine's completion is less
+          likely than the likeliest token in its place.
+        - "text": only the texts differ. The gap is that between the two likeliest tokens where the texts begin to
+          differ.
         """
         completions = zip(pair.requests, pair.stored.tokens or (), pair.expected.tokens or (), strict=False)
         for request, ours, theirs in completions:
@@ -273,19 +281,21 @@ class _Comparison:
         return None
 
     def _choice_gap(self, prompt: Tokens, completion: Tokens) -> float:
-        """Largest amount by which a token of `completion` is less likely than the likeliest token in its place.
+        """Measure how far the engine's completion is from transformers' greedy choices, as a gap of log-probabilities.
 
-        The amount is a difference of log-probabilities by transformers, at most FAR. The result is FAR if the
-        completion has a token that the exported model lacks.
+        `prompt` and `completion` are token ids. For each token of `completion`, the gap is the log-probability (natural
+        log) of the likeliest token minus that of this token, by transformers. The result is the largest gap, but at
+        most FAR, a very large number. It is FAR if the completion has a token that the exported model lacks.
         """
         if max(completion) >= self.reference.model.get_input_embeddings().num_embeddings:
             return FAR
         return _finite(max(choice_gaps(self.reference.model, prompt, completion)))
 
     def _gap_of_text(self, pair: _Pair) -> float:
-        """How clear transformers' choice was where its completion and the engine's begin to differ, compared as texts.
+        """Gap between transformers' two likeliest tokens where its text and the engine's text begin to differ.
 
-        The result is the log-probability of the likeliest token minus that of the second likeliest.
+        `pair` is the sample as both have scored it. The gap is a difference of log-probabilities; a large gap means
+        that transformers' choice was clear.
         """
         steps = self.reference.gaps[pair.requests[0].tokens]
         gaps = (gap for text, gap in steps if not pair.stored.response.startswith(whole_characters(text)))
@@ -304,7 +314,10 @@ def _finite(difference: float) -> float:
 
 
 def _legible(text: str) -> str:
-    """Remove replacement characters (U+FFFD) from `text`: equal tokens may be decoded with more or fewer of them."""
+    """Remove replacement characters (U+FFFD) from `text`.
+
+    They stand for bytes that are not a character. Two programs may decode the same tokens to different numbers of them.
+    """
     return text.replace("\ufffd", "")
 
 

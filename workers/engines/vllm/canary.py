@@ -65,22 +65,23 @@ class Calibration:
 
     @property
     def tolerance(self) -> float:
-        """Largest difference between the log-probabilities of the engine and of transformers that rounding explains.
+        """Largest difference between log-probabilities of the engine and of transformers that rounding may cause.
 
-        The difference is the one that `typical_difference` computes. The tolerance is a multiple of `rounding`, but not
-        below a minimum for each dtype. If `rounding` is None, the tolerance is a constant for each dtype.
+        For "float32" it is the largest absolute difference, for 16-bit dtypes the root mean square of the differences
+        (`typical_difference`). The tolerance is a multiple of `rounding`, the measured effect of rounding the weights,
+        but not below a minimum for each dtype. If `rounding` is None, the tolerance is a constant for each dtype.
         """
         if self.rounding is None:
             return LOGPROB_TOLERANCE[self.dtype]
         return max(TIMES_ROUNDING * self.rounding, LEAST_TOLERANCE[self.dtype])
 
     def base_share(self, ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float]:
-        """Estimate how far an engine's log-probabilities are on the way from the merge's to the base model's.
+        """Estimate the base model's share in an engine's log-probabilities, which should be those of the merge alone.
 
-        A share that is far from 0 suggests that some weights of the merge were not written. `ours` are the engine's
-        log-probabilities, and `theirs` those that transformers computes for the merge. The share is 0 if `ours` equals
-        `theirs`, and 1 if `ours` equals the log-probabilities of the base model. The estimate is by least squares over
-        all tokens, so that rounding errors average out. Therefore it detects unwritten weights much earlier than
+        `ours` are the engine's log-probabilities, and `theirs` those that transformers computes for the merge. The
+        share is 0 if `ours` equals `theirs`, and 1 if `ours` equals the log-probabilities of the base model. A share
+        that is far from 0 suggests that some weights of the merge were not written. The estimate is by least squares
+        over all tokens, so that rounding errors average out. Therefore it detects unwritten weights much earlier than
         `typical_difference` does.
 
         Returns the share, and the largest magnitude of the share that rounding explains. Returns (0, infinity) if
@@ -104,9 +105,9 @@ class Calibration:
     ) -> float:
         """Compare an engine's log-probabilities with those of transformers, and return how much they differ.
 
-        Raises EvidenceMismatch if the log-probabilities differ by more than rounding explains. It is also raised if the
-        magnitude of the base model's share in the engine's log-probabilities (`base_share`) is larger than rounding
-        explains.
+        Raises EvidenceMismatch in two cases: if the difference is larger than rounding explains, or if the share of the
+        base model in the engine's log-probabilities (`base_share`), which should be 0, is larger in magnitude than
+        rounding explains.
 
         `ours` are the engine's log-probabilities, `theirs` those of transformers for the same tokens. `of` names the
         compared texts in the message. `bounds` returns the largest change of each token's log-probability that rounding
@@ -161,9 +162,9 @@ class Canary:
 
     @property
     def report(self) -> CanaryReport:
-        """The number of canaries (comparisons with transformers) that the engine has passed so far, for users.
+        """Report of the canaries (comparisons with transformers) that the engine has passed so far, for users.
 
-        If the last canary was skipped, the report has the reason.
+        The report has their number and, if the last canary was skipped, the reason.
         """
         return CanaryReport(self._replica, self.num_passed, self._skipped)
 
@@ -178,12 +179,12 @@ class Canary:
         free_bytes: int,
         swap_count: int,
     ) -> CanaryReport:
-        """Compare the engine with transformers (see `compare`), and count the canary as passed or skipped.
+        """Make a canary: compare the engine with transformers, and count the comparison as passed or skipped.
 
         - `recipe`: the recipe that the engine should hold
         - `engine_logprobs`: returns the engine's log-probabilities of the tokens of each prompt except the first
         - `free_bytes`: the host memory that a second model, in transformers, may take
-        - `swap_count`: the number of swaps of the engine so far
+        - `swap_count`: the number of merges that were written into the engine so far
 
         Raises EvidenceMismatch if the engine fails the canary.
         """
@@ -241,7 +242,7 @@ class Canary:
 
 
 def canary_prompts(*, vocabulary: int, max_length: int) -> list[list[int]]:
-    """Make the prompts of token ids with which engines are compared with transformers.
+    """Make the prompts, as token ids, on which the log-probabilities of engines and of transformers are compared.
 
     The tokens are spread over the vocabulary, and the prompts are the same for every engine of a model. `vocabulary` is
     the number of token ids. Each prompt has fewer than `max_length` tokens.
@@ -251,9 +252,10 @@ def canary_prompts(*, vocabulary: int, max_length: int) -> list[list[int]]:
 
 
 def calibrate(model: Any, prompts: Sequence[Sequence[int]], *, dtype: str) -> Calibration:
-    """Measure the base model's log-probabilities in float32, and their changes by rounding to `dtype`.
+    """Measure the base model's log-probabilities in float32, and how rounding of the weights to `dtype` changes them.
 
-    `model` is the base model in transformers. Its parameters must be in float32; they are rounded to `dtype` in place.
+    `model` is the base model in transformers. `prompts` are lists of token ids. The model's parameters must be in
+    float32; they are rounded to `dtype` in place.
     """
     base = read(model, prompts)
     if dtype == "float32":

@@ -26,11 +26,11 @@ SENTENCE_END = re.compile(r"\.(?:\s|$)")
 
 
 def main(questions: str, answers: str) -> None:
-    """Write to the file `answers` how vLLM would run each of the models in the file `questions`.
+    """Ask vLLM how it would run several models, and write the answers to a file.
 
-    Both are paths of JSON files, given on the command line. `questions` has a list of models' configurations (as in
-    config.json). For each configuration, `answers` gets a dict of the results of `describe` by dtype, for all dtypes
-    that engines can have.
+    `questions` and `answers` are paths of JSON files, given on the command line. The file `questions` has a list of
+    models' configurations (as in config.json). For each configuration, the file `answers` gets a dict that maps each
+    dtype that engines can have to the result of `describe`: vLLM's implementation of the model and its limits.
     """
     # vLLM imports a model's code in a subprocess, which takes as long as importing vLLM; this process is one already.
     registry._run_in_subprocess = lambda function: function()
@@ -81,7 +81,7 @@ def describe(config: Mapping[str, Any], *, dtype: str) -> dict[str, Any]:
 
 
 def model_config(directory: str, *, dtype: str) -> Any:
-    """The configuration object (`ModelConfig`) that vLLM makes for the model in `directory`.
+    """The configuration object (`ModelConfig`) that vLLM makes for the model in `directory`, in an engine of `dtype`.
 
     Every error of vLLM is raised unchanged.
     """
@@ -91,10 +91,11 @@ def model_config(directory: str, *, dtype: str) -> Any:
 
 
 def _reason(error: Exception, asked: list[str]) -> str:
-    """The reason why vLLM refuses a model, in one sentence.
+    """The reason why vLLM refuses a model, for users.
 
-    The result is the first sentence of vLLM's message. If the message only refers to the log, the cause is found by
-    inspecting `asked`, the architectures in the model's configuration, again.
+    `error` is the exception that vLLM raised, and `asked` are the architectures in the model's configuration. Usually
+    the result is the first sentence of the error's message. If the message only says that vLLM's log has the reason,
+    the function lets vLLM inspect the model's classes again; the result is then the error that this inspection raises.
     """
     details = error.errors() if hasattr(error, "errors") else []  # pydantic's
     text = str(details[0].get("ctx", {}).get("error", details[0]["msg"]) if details else error)

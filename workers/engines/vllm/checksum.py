@@ -39,7 +39,8 @@ def combined(parameters: Mapping[str, torch.Tensor], sums: Mapping[str, int]) ->
 def word_sum(parameter: torch.Tensor) -> int:
     """Sum modulo 2^64 of a parameter's 64-bit words, each multiplied by an odd number that depends on its position.
 
-    Words are shorter if the parameter's bytes do not divide into words of 64 bits (`_words`).
+    If the number of the parameter's bytes or their address is not a multiple of 8, words of 32, 16 or 8 bits are used,
+    each converted to 64 bits.
     """
     words = _words(parameter)
     if words.device.type == "cpu":
@@ -56,7 +57,7 @@ def word_sum(parameter: torch.Tensor) -> int:
 
 
 def _words(parameter: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor as a flat tensor of int64 words.
+    """The bytes of `parameter` as a flat tensor of int64 words.
 
     If the number of bytes or their address is not a multiple of 8, shorter words are used, and converted to int64.
     """

@@ -41,7 +41,7 @@ from workers.errors import (
     InvalidModel,
     TrialFailed,
 )
-from workers.evaluation.prompts import Completion, Continuation, Generation, Prompts
+from workers.evaluation.prompts import Completion, Continuation, Generation, Prompts, Stream
 from workers.models.family import on_this_machine, open_sources
 from workers.models.tokenizers import stated_directory
 from workers.types import CanaryReport, Family
@@ -61,14 +61,14 @@ class SwapReport:
     - `swap_count`: the number of swaps of the engine so far
     - `weights_checksum`: the checksum of the engine's parameters after the swap
     - `materialise_s`: the seconds for computing the merge
-    - `swap_s`: the seconds for writing it, including `repack_s`
+    - `swap_s`: the seconds for writing the merge, including `repack_s`
     - `repack_s`: the seconds for packing weights, that is, copying them to the layout of vLLM's CPU kernels
     - `is_new`: whether the merge was written; false if the engine already held the recipe and nothing was done
     - `canary`: the report of the comparison with transformers after the swap; None if no comparison was due
     - `off_device`: text that says which part of the merge was computed on another device than the engine's; "" if none
       was
-    - `whole`: text that says of how many tensors, and why, each rank computed more than the elements that it holds; ""
-      if there are none
+    - `whole`: text that says how many tensors a rank computed as a whole, and why; "" if there are none. A rank is a
+      process of a tensor-parallel engine, and usually computes only the elements that it holds.
     - `elements_read`: the number of elements of the sources that all ranks together read
     """
 
@@ -110,6 +110,7 @@ class Engine:
         self.swap_s: list[float] = []
         self._is_checked = False  # nothing was scored since the last canary that passed
         self._held: Recipe | None = None
+        self._num_streams = 0
         self._fault: EngineFault | None = None
         self._state: dict[str, Any] = {
             "digest": None,
@@ -198,7 +199,7 @@ class Engine:
     def held_digest(self) -> str | None:
         """The digest of the recipe whose merge the engine reports to hold.
 
-        The result is None after a failed swap, and after the engine failed a check.
+        The result is None after a failed swap (writing a merge into the engine), and after the engine failed a check.
         """
         if self._fault is not None:
             return None
@@ -212,12 +213,16 @@ class Engine:
 
     @property
     def bank_summary(self) -> dict[str, Any]:
-        """Summary of the source weights at the last swap, with the reason for their placement (`bank.Bank.summary`)."""
+        """Description of where the source models' weights (the bank) are kept, and of their size.
+
+        It was made when a merge was last written into the engine. It has the keys of `bank.Bank.summary`, and the key
+        "reason": why the weights are in GPU memory, host memory or files.
+        """
         return dict(self._state["bank"])
 
     @property
     def weights_checksum(self) -> str:
-        """The checksum of the model's parameters after the last swap, which wrote a merge into the engine."""
+        """The checksum of the model's parameters after the last swap (writing of a merge into the engine)."""
         return str(self._state["checksum"])
 
     def compute_checksum(self) -> str:
@@ -264,7 +269,8 @@ class Engine:
         Raises:
             TrialFailed: The merge cannot be computed.
             EvidenceMismatch: Files of the sources have changed.
-            EngineFault: The engine does not hold the merge afterwards, or has failed a check, now or before.
+            EngineFault: The engine does not hold the merge after the write, or the engine differs from transformers in
+                a comparison. After such a failure every later call raises this error.
         """
         with self._failing_for_good():
             return self._swap(recipe, check=check)
@@ -317,10 +323,10 @@ class Engine:
     def check(self) -> CanaryReport:
         """Compare the engine with transformers now, and return how many comparisons it has passed so far.
 
-        Nothing is compared if the engine has scored nothing since the last comparison that it passed. The comparison
-        uses the recipe that the engine holds. It uses the base model if the engine holds no recipe, or if a comparison
-        with the recipe is not possible, for example because its logits are not finite; afterwards the engine holds the
-        base model. Raises EngineFault if the engine's log-probabilities differ from those of transformers.
+        Nothing is compared if the engine has scored nothing since the last comparison that it passed. The comparison is
+        on the merge of the recipe that the engine holds. If the engine holds no recipe, or if this comparison is not
+        possible, for example because logits are not finite, the base model is written into the engine and compared.
+        Raises EngineFault if the engine's log-probabilities differ from those of transformers.
         """
         with self._failing_for_good():
             if not self._is_checked:
@@ -350,7 +356,6 @@ class Engine:
         `finished` is called with the index and the completion of a request as soon as the completion is ready. Raises
         TrialFailed if the model's logits were NaN or infinite at any step.
         """
-        from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         known: dict[tuple[Any, ...], Any] = {}
@@ -358,18 +363,7 @@ class Engine:
         def parameters(request: Generation) -> Any:
             key = (request.max_tokens, request.stop, request.temperature, request.top_p, request.top_k, request.seed)
             if key not in known:
-                known[key] = SamplingParams(
-                    max_tokens=request.max_tokens,
-                    stop=list(request.stop) or None,
-                    stop_token_ids=list(self.prompts.stop_token_ids) or None,
-                    temperature=request.temperature,
-                    top_p=request.top_p,
-                    top_k=request.top_k,
-                    seed=request.seed if request.temperature > 0 else None,
-                    skip_special_tokens=False,
-                    spaces_between_special_tokens=False,
-                    output_kind=RequestOutputKind.FINAL_ONLY,
-                )
+                known[key] = self._sampling(request, RequestOutputKind.FINAL_ONLY, skip_special_tokens=False)
             return known[key]
 
         places: dict[Generation, list[int]] = {}  # a task may repeat a greedy request
@@ -390,11 +384,73 @@ class Engine:
         self._run([request.tokens for request in ordered], [parameters(request) for request in ordered], finish)
         return [completions[request] for request in requests]
 
-    def loglikelihoods(self, requests: Sequence[Continuation]) -> list[tuple[float, bool]]:
-        """Score one batch of continuations, and return (log-likelihood, is greedy) for each.
+    def stream(self, take: Callable[[bool], Sequence[Stream]]) -> None:
+        """Generate completions, and pass their texts on after each step of the engine, until no completion is left.
 
-        The second value says whether greedy decoding gives the continuation. Raises TrialFailed if the model's logits
-        were NaN or infinite at any step.
+        `take` is called before each step. Its argument says whether completions are being generated; it returns the
+        completions that begin with this step. If it raises an error, all completions end, and the error is raised.
+        Raises TrialFailed if the model's logits were NaN or infinite at any step; this is checked whenever a completion
+        ends.
+        """
+        from vllm import TokensPrompt
+        from vllm.sampling_params import RequestOutputKind
+
+        self._refuse_after_a_fault()
+        self._is_checked = False
+        self._call("mergesearch_bad_rows")
+        live: dict[str, tuple[str, Stream]] = {}  # by the name under which vLLM reports a request: its id in vLLM
+        with engine_errors():
+            try:
+                while True:
+                    for new in take(bool(live)):
+                        prompt = TokensPrompt(prompt_token_ids=list(new.generation.tokens))
+                        parameters = self._sampling(new.generation, RequestOutputKind.DELTA, skip_special_tokens=True)
+                        self._num_streams += 1
+                        name = f"stream {self._num_streams}"
+                        # `LLM.enqueue` would let vLLM report only complete texts.
+                        live[name] = self._llm.llm_engine.add_request(name, prompt, parameters), new
+                    for name in [name for name, (_, each) in live.items() if each.is_cancelled]:
+                        self._llm.llm_engine.abort_request([live.pop(name)[0]], internal=True)
+                    if not live:
+                        break
+                    outputs = [output for output in self._llm.llm_engine.step() if output.request_id in live]
+                    if any(output.finished for output in outputs):
+                        self._check_logits(len(live))
+                    for output in outputs:
+                        _, each = live.pop(output.request_id) if output.finished else live[output.request_id]
+                        (new_text,) = output.outputs
+                        each.add(str(new_text.text), len(new_text.token_ids), new_text.finish_reason)
+            except BaseException:
+                with suppress(Exception):  # an engine that has ended has no requests either
+                    self._llm.llm_engine.abort_request([number for number, _ in live.values()], internal=True)
+                raise
+
+    def _sampling(self, request: Generation, output_kind: Any, *, skip_special_tokens: bool) -> Any:
+        """Create vLLM's sampling options for the completion `request`.
+
+        `output_kind` is vLLM's option for when generated text is returned, for example only at the end.
+        `skip_special_tokens` says whether vLLM leaves special tokens out of the text.
+        """
+        from vllm import SamplingParams
+
+        return SamplingParams(
+            max_tokens=request.max_tokens,
+            stop=list(request.stop) or None,
+            stop_token_ids=list(self.prompts.stop_token_ids) or None,
+            temperature=request.temperature,
+            top_p=request.top_p,
+            top_k=request.top_k,
+            seed=request.seed if request.temperature > 0 else None,
+            skip_special_tokens=skip_special_tokens,
+            spaces_between_special_tokens=False,
+            output_kind=output_kind,
+        )
+
+    def loglikelihoods(self, requests: Sequence[Continuation]) -> list[tuple[float, bool]]:
+        """Score one batch of continuations, and return (log-likelihood, is greedy) for each of `requests`.
+
+        The log-likelihood is that of a text's end given its beginning. The second value says whether greedy decoding
+        gives this end. Raises TrialFailed if the model's logits were NaN or infinite at any step.
         """
         return [
             (sum(logprob for logprob, _ in tokens), all(is_likeliest for _, is_likeliest in tokens))
@@ -402,15 +458,18 @@ class Engine:
         ]
 
     def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
-        """For each prompt, the log-probabilities of its tokens except the first, given the preceding tokens."""
+        """For each prompt, the log-probabilities of its tokens except the first, given the preceding tokens.
+
+        Prompts are lists of token ids; log-probabilities are natural logarithms.
+        """
         scored = self._scored([Continuation(tuple(prompt), 1) for prompt in prompts])
         return [[logprob for logprob, _ in tokens] for tokens in scored]
 
     def _scored(self, continuations: Sequence[Continuation]) -> list[list[Scored]]:
-        """For each continuation, the pairs (log-probability, is likeliest) of its scored tokens.
+        """For each of `continuations`, the pairs (log-probability, is likeliest) of its scored tokens.
 
-        The second value says whether the token is the likeliest in its place. Raises TrialFailed if the model's logits
-        were NaN or infinite.
+        A continuation is a text whose beginning is given and whose other tokens are scored. The second value says
+        whether the token is the likeliest in its place. Raises TrialFailed if the model's logits were NaN or infinite.
         """
         plan = ReadingPlan(continuations, block=self._cache_block)
         outputs = self._read(plan.readings)
@@ -486,17 +545,23 @@ class Engine:
                 with suppress(Exception):  # an engine that has ended has no requests either
                     self._llm.llm_engine.abort_request(ids, internal=True)
                 raise
-        if any(rows := self._call("mergesearch_bad_rows")):
-            self._llm.reset_prefix_cache()
-            raise TrialFailed(f"the merged model's logits are {in_words(rows, num_prompts=len(prompts))}")
+        self._check_logits(len(prompts))
         return outputs
 
-    def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the worker extension (`MergeExtension`) in every process of the engine; combine the results.
+    def _check_logits(self, num_prompts: int) -> None:
+        """Raise TrialFailed if logits of the `num_prompts` prompts were NaN or infinite since the last check."""
+        if any(rows := self._call("mergesearch_bad_rows")):
+            self._llm.reset_prefix_cache()
+            raise TrialFailed(f"the merged model's logits are {in_words(rows, num_prompts=num_prompts)}")
 
-        With tensor parallelism there are several processes (ranks). The results are combined by their kind: counts of
-        rows give their maximum, counts of elements read give their sum, and different texts are joined by "+". Raises
-        EvidenceMismatch if the ranks differ in the recipe digest or the number of swaps.
+    def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of `MergeExtension` in every process of the engine, and combine the results.
+
+        `MergeExtension` is this project's extension of vLLM's worker class; `method` is the name of its method, and
+        `args` and `kwargs` are its arguments. With tensor parallelism there are several processes (ranks). Counts of
+        logit rows with NaN or infinity are combined to their maximum, counts of elements read to their sum, and
+        different texts are joined by "+". Raises EvidenceMismatch if the ranks differ in the recipe digest or in the
+        number of merges that were written into them.
         """
         with engine_errors():
             results = self._llm.collective_rpc(method, args=args, kwargs=kwargs)

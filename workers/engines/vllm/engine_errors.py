@@ -16,9 +16,10 @@ __all__ = ["engine_errors", "not_started"]
 def engine_errors() -> Iterator[None]:
     """Context manager around calls of vLLM that raises EngineCrashed if vLLM fails.
 
-    This project's own errors are raised unchanged. So are errors of reading or writing a file, because the engine can
-    go on after them: after a failed swap it holds no recipe, and the next swap writes all weights. A ConnectionError,
-    although it is an OSError like those, raises EngineCrashed, because it shows that a process of the engine has ended.
+    This project's own errors are raised unchanged. So are errors of reading or writing a file (OSError), because the
+    engine can go on after them: after a failed write of a merge it holds no recipe, and the next write covers all
+    weights. ConnectionError is an OSError, too, but raises EngineCrashed, because it shows that a process of the engine
+    has ended.
     """
     try:
         yield
@@ -31,9 +32,10 @@ def engine_errors() -> Iterator[None]:
 
 
 def not_started(family: Family, error: BaseException, log_file: str | None) -> EngineUnavailable:
-    """Build the EngineUnavailable error for an engine of `family` whose start failed with `error`.
+    """Build the EngineUnavailable error for an engine of vLLM whose start failed with `error`.
 
-    The message names `log_file`, unless `log_file` is None.
+    The message has the directory of the base model, the reason, and the path `log_file` of vLLM's log if it is not
+    None. `family` describes the models that the engine was to merge: the base model and its experts.
     """
     return EngineUnavailable(
         f"vLLM did not start for {family.base.directory}: {type(error).__name__}: {_reason(error)}"

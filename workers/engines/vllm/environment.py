@@ -24,8 +24,8 @@ PATH_ARCHITECTURE = "MergesearchPathForCausalLM"
 def engine_environment(options: EngineOptions, environment: Mapping[str, str] | None = None) -> dict[str, str]:
     """Environment variables to set for an engine's process, before torch is imported.
 
-    `environment` has the variables that are set already. The result leaves them out, except for variables that must
-    have a certain value for the engine to work.
+    `options` are the engine's options. `environment` has the variables that are set already. They keep their values,
+    and are not in the result, except for a few variables whose values are always replaced.
     """
     threads = options.threads or max(1, (len(os.sched_getaffinity(0)) - 1) // options.tensor_parallel_size)
     defaults = {

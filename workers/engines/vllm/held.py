@@ -82,23 +82,23 @@ class HeldWeights:
 
     @property
     def is_as_written(self) -> bool:
-        """Whether the model still computes with the weights that were written last, by a cheap check.
+        """Whether the parameters are still the weights that were written last, as far as a cheap check can tell.
 
-        This class has no such check, and the result is always True.
+        This class has no such check, so the result is always True; subclasses may have one.
         """
         return True
 
     @property
     def computed_on(self) -> Mapping[str, str]:
-        """Type of the device that computed each tensor of the held merge, such as "cuda", by tensor name."""
+        """The type of the device that computed each tensor of the engine's merge, such as "cuda", by tensor name."""
         return self._devices
 
     def mark_unwritten(self) -> None:
-        """Fill all weights with NaN, so that `_check_written` finds weights that no merge has written.
+        """Fill all weights with NaN, so that weights which no merge has written are found after the first write.
 
-        An engine starts with random weights. vLLM also gives random values to buffers, and computes some of the buffers
-        afterwards. Buffers that have not been computed are filled with NaN as well: their values are in vLLM's range of
-        random numbers.
+        An engine starts with random weights. vLLM also gives random values to buffers, and then computes some of the
+        buffers. A buffer counts as not computed if its values are in vLLM's range of random numbers; it is filled with
+        NaN, too.
         """
         parameters = self._parameters()
         buffers = {name: each for name, each in self.model.state_dict().items() if name not in parameters}
@@ -110,9 +110,10 @@ class HeldWeights:
         self._random_buffers = frozenset(random)
 
     def _check_written(self, parameters: Collection[str]) -> None:
-        """Raise RuntimeError if `parameters`, or buffers, have elements that no merge has written.
+        """Raise RuntimeError if some elements of `parameters`, or of the model's buffers, have never been written.
 
-        Such elements are the NaN that `mark_unwritten` has set.
+        `mark_unwritten` has set all elements to NaN, so an element that is still NaN was not written. Only buffers that
+        `mark_unwritten` has filled are checked.
         """
         for name in self._unwritten.keys() & (set(parameters) | self._random_buffers):
             flat = self._unwritten[name].view(-1)
@@ -122,25 +123,26 @@ class HeldWeights:
             del self._unwritten[name]
 
     def forget(self) -> None:
-        """Make the next write cover every tensor, even unchanged ones."""
+        """Make the next write of a merge cover every tensor, even those that are the same in the merge held now."""
         self._computations = {}
         self._sums = {}
         self._devices = {}
 
     def fill(self, bank: Bank, into: Into) -> None:
-        """Write weights in advance, before the first merge is known.
+        """Write weights into the engine before the first merge is known, so that later swaps have less to write.
 
-        This class writes nothing. An engine of layer paths (merges whose layers come in any order) writes layers of the
-        sources (`HeldPath`). `into(name, shape)` returns memory for computing a tensor.
+        This class writes nothing. A subclass for layer paths (merges whose layers come in any order) writes layers of
+        the sources. `bank` has the weights of the source models, and `into(name, shape)` returns memory for computing a
+        tensor.
         """
 
     def hold(self, recipe: Recipe, bank: Bank, into: Into) -> Writing:
         """Write the merge of `recipe` over the model's parameters.
 
-        `into(name, shape)` returns memory for computing a tensor.
+        `bank` has the weights of the source models, and `into(name, shape)` returns memory for computing a tensor.
 
         Raises:
-            InvalidRecipe: The recipe cannot be planned; nothing was written.
+            InvalidRecipe: The recipe does not fit the source models; nothing was written.
             NotPacked: The packed copies of weights, which vLLM's CPU kernels use, differ from the weights.
             EvidenceMismatch: Files of the sources have changed.
         """
@@ -149,7 +151,7 @@ class HeldWeights:
         return self._write(plan_tensors(recipe, bank), bank, into)
 
     def checksum(self) -> str:
-        """Checksum of the parameters that was computed when they were last written."""
+        """Checksum of the model's parameters, as it was computed after the last write."""
         return combined(self._parameters(), self._sums)
 
     def checksum_now(self) -> str:
@@ -161,9 +163,10 @@ class HeldWeights:
         return dict(self.model.named_parameters())
 
     def _needed(self, parameters: Iterable[str]) -> Collection[str]:
-        """Select the names of parameters without which the model is incomplete; in this class, all of `parameters`.
+        """Select those of `parameters`, which are names, that must be written before the model can be used.
 
-        Writing a merge fails if one of these has never been written, neither by this swap nor by an earlier one.
+        In this class, these are all of them. Writing a merge fails if one of them was written neither by this swap nor
+        by an earlier one.
         """
         return set(parameters)
 
@@ -210,7 +213,7 @@ class HeldWeights:
         """Compute the merged tensors with the names `changed`, and write them into the model's parameters.
 
         - `parameters`: the model's parameters by name
-        - `plan`: the merge, with all its tensors
+        - `plan`: the list of all tensors of the merge, each with the sources from which it is computed
         - `bank`: the source weights
         - `into`: a function (name, shape) that returns memory for computing a tensor
 
@@ -265,19 +268,25 @@ class HeldWeights:
 
 
 def _is_random(buffer: torch.Tensor) -> bool:
-    """Whether all values of a buffer are in the range of vLLM's random weights, and not all are zero."""
+    """Whether a buffer may have vLLM's random initial values, so that nothing was computed into it yet.
+
+    This is assumed if all values are in the range of these random numbers, and not all are zero.
+    """
     largest = float(buffer.abs().max()) if buffer.numel() else 0.0
     return 0 < largest <= RANDOM
 
 
 def _wait_for(device: torch.device) -> None:
-    """Wait until a GPU has finished its queued work, so that measured durations include it."""
+    """Wait until a GPU has finished its queued work, so that measured durations include it; do nothing for a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def _packed_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Modules, by name, whose weights vLLM has packed (copied to the layout of its CPU kernels); none on a GPU."""
+    """Modules of vLLM's `model`, by name, whose weights vLLM has packed; none on a GPU.
+
+    Packed weights are copies in the layout that vLLM's CPU kernels compute with.
+    """
     return {name: module for name, module in model.named_modules() if hasattr(module, PACK)}
 
 
@@ -288,8 +297,8 @@ def _repack(
 
     Packed copies are the weights in the layout that vLLM's CPU kernels compute with. `packed` has the modules with
     packed copies, by name, and `changed` the changed parameters. `comparable` has the names of the modules whose packed
-    copy can be compared with the weights. Returns the names of those whose packed copy differs from the weights
-    afterwards.
+    copy can be compared with the weights. Returns the names of those modules in `comparable` whose new packed copy
+    differs from the weights.
     """
     ids = set(map(id, changed))
     stale = []
@@ -321,8 +330,9 @@ def _comparable(packed: Mapping[str, torch.nn.Module]) -> frozenset[str]:
 
 
 def _derive_of(module: torch.nn.Module) -> Any:
-    """Get the function by which an attention module updates copies of its weights in another dtype, in place.
+    """Get the method of an attention module that updates the copies of weights that its kernel computes with.
 
-    Some attention kernels compute with copies of this kind. Returns None for modules without this function.
+    Some attention kernels compute with a copy of weights in another dtype, which must follow when the weights change.
+    The method takes the dtype, and updates the copies in place. Returns None for modules without it.
     """
     return getattr(getattr(module, "impl", None), "process_weights_after_loading", None)

@@ -38,7 +38,7 @@ class Destination:
         return first < end and begin < last
 
     def is_in(self, parameters: Mapping[str, torch.Tensor]) -> bool:
-        """Whether the destination's memory still belongs to its parameter.
+        """Whether the memory to which a tensor is written (the destination) still belongs to the model's parameter.
 
         vLLM may have given the parameter other memory since the weights were loaded. `parameters` has all parameters of
         the model by name.
@@ -47,12 +47,14 @@ class Destination:
 
 
 class LoadObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Passes (name, tensor) pairs to vLLM's weight loader, and records where the loader writes each tensor.
+    """Observer of vLLM's weight loader: an iterator of (name, tensor) that records where the loader writes each tensor.
 
-    - `source`: yields the pairs
+    The observer is passed to the loader as the weights to load.
+
+    - `source`: yields the pairs (name, tensor)
     - `parameters`: the model's parameters by name
     - `wait`: called after each pair, and returns once the tensor is computed
-    - `copies`: if False, nothing is copied to the model; then tensors without contents are enough to record where the
+    - `copies`: if False, nothing is copied to the model; then tensors without contents are enough to find out where the
       loader would write
 
     `seconds` is the time spent computing the tensors.
@@ -82,7 +84,11 @@ class LoadObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def destinations(self) -> dict[str, Destination | None]:
-        """The destination of each tensor by name; None for a tensor that only vLLM's loader can write."""
+        """The part of a parameter's memory to which vLLM's weight loader has copied each tensor, by the tensor's name.
+
+        The value is None for a tensor that only the loader can write, because it does more than copy the elements to
+        one part.
+        """
         return {
             name: None if destination is None or any(map(destination.overlaps, self._changed)) else destination
             for name, destination in self._destinations.items()

@@ -79,8 +79,8 @@ class MemoryRequirements:
 class EngineMemory:
     """The division of memory between an engine and its source weights.
 
-    The sources go to the first of `placements` that has enough free memory once the engine runs. `gpu_share` is the
-    engine's share of a GPU's memory. `reason` explains the choice for users.
+    The sources' weights go to the first of `placements` (GPU, host memory or mapped files) that has enough free memory
+    once the engine runs. `gpu_share` is the engine's share of a GPU's memory. `reason` explains the choice for users.
     """
 
     placements: tuple[Placement, ...]
@@ -175,7 +175,10 @@ def memory_requirements(
 
 
 def kv_token_bytes(config: Mapping[str, Any], dtype: str, ranks: int = 1) -> int:
-    """Bytes of one token's attention keys and values on each of an engine's `ranks` GPUs."""
+    """Bytes of one token's attention keys and values on each of an engine's `ranks` GPUs.
+
+    `config` is the model's configuration (config.json), and `dtype` the engine's dtype.
+    """
     heads = int(config["num_attention_heads"])
     head_size = int(config.get("head_dim") or config["hidden_size"] // heads)
     kv_heads = int(config.get("num_key_value_heads") or heads)

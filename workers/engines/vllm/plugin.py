@@ -34,9 +34,9 @@ EXPERT_WEIGHTS = {"w1": "w13_weight", "w2": "w2_weight"}
 def register() -> None:
     """Prepare vLLM for engines of this package; vLLM calls this plugin in each of its processes.
 
-    The plugin registers the model of layer paths and keeps transformers' classes unchanged. On CPU it also keeps the
-    plain weights besides the packed weights (copies in the layout of vLLM's kernels). Nothing is done in other
-    programs, or if the plugin is called a second time.
+    The plugin registers the model class of engines whose merges have layers in any order, and keeps transformers'
+    classes unchanged. On CPU it also keeps the plain weights besides the packed weights (copies in the layout of vLLM's
+    kernels). Nothing is done in other programs, or if the plugin is called a second time.
     """
     from vllm import ModelRegistry
     from vllm.model_executor.layers import utils
@@ -68,10 +68,10 @@ def _keep_linear_weights(utils: Any) -> None:
 def _gives_its_columns(layer: Any) -> bool:
     """Check on some columns whether a linear layer's packed weights equal its plain weights [rows, columns].
 
-    Packed weights are a copy in the layout of vLLM's CPU kernels. They are multiplied with some rows of the identity
-    matrix, and the results are compared with columns of the plain weights. Each result is one weight plus zeros, so
-    that nothing is rounded. If the results differ but plain weights are NaN or infinite, the result is True, because
-    the merge fails anyway.
+    Packed weights are a copy in the layout of vLLM's CPU kernels. The kernel multiplies some rows of the identity
+    matrix by the packed weights. The results must equal columns of the plain weights; nothing is rounded, because each
+    result is one weight plus zeros. If they differ and the plain weights contain NaN or infinity, the result is True
+    nevertheless, because logits are then NaN and the merge fails anyway.
     """
     weight = layer.weight.detach()
     columns = torch.linspace(0, weight.shape[1] - 1, NUM_COLUMNS, dtype=torch.float64).long()

@@ -60,10 +60,11 @@ class Reading:
 
 @dataclass(frozen=True)
 class Read:
-    """Log-probabilities that the engine returned for one prompt (`Reading`).
+    """Log-probabilities that the engine returned for one prompt that was planned as a `Reading`.
 
-    A value is (log-probability, whether the token is the likeliest in its place). `rows` has the values of the prompt's
-    tokens from `start` on. `choices` has the values of tokens that may follow the prompt, by token.
+    Each of them is a pair: (log-probability of a token, whether the token is the likeliest in its place). `rows` has
+    the pairs of the prompt's own tokens, from the index `start` of the reading on. `choices` has the pairs of the
+    tokens that may follow the prompt, by token id.
     """
 
     rows: tuple[Scored, ...]
@@ -73,14 +74,17 @@ class Read:
 class ReadingPlan:
     """Prompts ("readings") that together give the log-probability of every scored token of `continuations`.
 
-    `readings` are in the order in which an engine should read them. `block` is the number of tokens in a block of the
-    engine's prefix cache, which keeps whole blocks only; 0 means that there is no prefix cache.
+    A continuation is a text whose beginning (context) is given and whose end is scored. `readings` are in the order in
+    which an engine should read them. `block` is the number of tokens in a block of the engine's prefix cache, which
+    keeps whole blocks only; 0 means that there is no prefix cache.
 
     Without a prefix cache, every continuation is read with its whole prompt; continuations that differ only in their
-    last token share a prompt. With a prefix cache, continuations of one context share the prompt's beginning. Then a
-    reading has at most MAX_ROWS rows of logits. vLLM computes no rows for tokens that are in the cache, so the prompts
-    are planned such that the tokens from `start` - 1 on are not in the cache. This can fail for texts that the cache
-    has from earlier requests, and for contexts that begin with another context and tokens of its continuation.
+    last token share a prompt. With a prefix cache, continuations of one context share the beginning of the prompt, and
+    a reading has at most MAX_ROWS rows of logits.
+
+    vLLM computes no logits for tokens that it finds in the prefix cache. Therefore the prompts are planned such that
+    none of the tokens whose logits are needed is in the cache. This can fail for texts that the cache has from earlier
+    requests, and for contexts that begin with another context and tokens of its continuation.
     """
 
     def __init__(self, continuations: Sequence[Continuation], *, block: int) -> None:
@@ -101,10 +105,11 @@ class ReadingPlan:
         self.readings = tuple(self._readings[index] for index in self._order)
 
     def scores(self, results: Sequence[Read]) -> list[list[Scored]]:
-        """Collect the log-probabilities of each continuation's scored tokens from the engine's `results`.
+        """The log-probabilities of the scored tokens of each continuation, from the engine's `results`.
 
-        `results` are in the order of `readings`. For each continuation, the result has the pairs (log-probability,
-        whether the token is the likeliest in its place).
+        A continuation is a text whose end is scored. `results` are the engine's results for the planned prompts, in the
+        order of `readings`. The result has, for each continuation, a list of pairs (log-probability of a token, whether
+        the token is the likeliest in its place).
         """
         found = dict(zip(self._order, results, strict=True))
 
@@ -127,12 +132,12 @@ class ReadingPlan:
             self._branch(context + stem, len(context), ends)
 
     def _branch(self, prompt: Tokens, start: int, tails: Sequence[Tail]) -> None:
-        """Plan prompts for the log-probabilities of the tokens in `tails`, all of which follow `prompt`.
+        """Plan prompts that give the log-probabilities of all tokens in `tails`; every tail follows `prompt`.
 
-        A tail is (index of a continuation, its tokens that are not planned yet). The first prompt is `prompt`: it gives
-        the log-probabilities of its own tokens from `start` on, and of the first token of each tail. The prompts for
-        the other tokens begin with `prompt`. Each ends where tails differ, before their last token, or after MAX_ROWS
-        tokens.
+        A tail is (index of a continuation, its tokens that are not planned yet). The first planned prompt is `prompt`
+        itself. It gives the log-probabilities of its own tokens from `start` on, and of the first token of each tail.
+        Each further prompt is `prompt` with tokens of one or several tails. It ends where these tails differ, before
+        the last token of a tail, or after MAX_ROWS tokens.
         """
         rests: dict[int, list[Tail]] = {}
         for index, tail in tails:

@@ -62,10 +62,10 @@ class CapabilityProbe:
     """
 
     def __init__(self, configs: Sequence[Mapping[str, Any]], *, cache: str | Path | None = None) -> None:
-        """Start the query in a separate process.
+        """Start a separate process that asks vLLM which of the models it can run.
 
         `configs` are the contents of the models' config.json. `cache` is the directory of the cache of answers, or None
-        for the default directory.
+        for the default directory. Models whose answer is in the cache are not asked about.
         """
         self._vllm = _vllm_version()
         self._cache = cache
@@ -117,7 +117,8 @@ class CapabilityProbe:
     def _finish(self, process: subprocess.Popen[bytes]) -> str:
         """Wait for vLLM's answers, and store them in the cache.
 
-        Returns "" on success. If there are no answers, the result is the reason, as a text for users.
+        `process` is the separate process that queries vLLM. Returns "" on success. If there are no answers, the result
+        is the reason, as a text for users.
         """
         self._process = None
         root = Path(self._directory.name)

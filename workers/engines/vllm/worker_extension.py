@@ -71,7 +71,7 @@ class MergeExtension:
         - `ranks`: the number of processes of the engine
         - `is_shared`: whether the processes of this node share statistics and host memory of the sources (`bank.Bank`)
 
-        Returns the bank's fingerprint.
+        Returns the bank's fingerprint, a digest of the contents of all source models.
         """
         device = next(self.model_runner.get_model().parameters()).device
         self._mergesearch_bank = open_bank(family, placements, device, scratch_bytes, is_shared=is_shared).on(device)
@@ -107,11 +107,11 @@ class MergeExtension:
         return str(self._mergesearch_bank.fingerprint)
 
     def _mergesearch_merged(self, write: Callable[[Bank, Into], T]) -> T:
-        """Call `write(bank, into)`, on the CPU if the GPU has too little memory for merging, and return its result.
+        """Call `write(bank, into)` and return its result; on the CPU if the GPU has too little memory for merging.
 
-        `bank` has the source weights on the chosen device, and `into` returns memory for computing a tensor. After a
-        lack of memory, merges are computed on the CPU. They are computed on the GPU again once as much of its memory is
-        free as was planned for merging.
+        `bank` has the source weights, and computes merges on the engine's device or on the CPU. `into` returns memory
+        for computing a tensor. After a lack of memory, later merges are computed on the CPU, too, until as much memory
+        of the GPU is free as was planned for merging.
         """
         bank = self._mergesearch_bank
         if self._mergesearch_lack and _room(bank.device) >= self._mergesearch_scratch_bytes:
@@ -143,16 +143,16 @@ class MergeExtension:
     def mergesearch_apply(self, recipe_json: str) -> dict[str, Any]:
         """Write the merge of a recipe over the engine's weights in place; addresses and CUDA graphs stay valid.
 
-        A tensor that the held merge computes in the same way is not written again. If a GPU has too little memory for
-        merging, the merge is computed on the CPU. While weights are written, and if this fails, the engine holds no
-        digest.
+        `recipe_json` is the recipe as JSON. Tensors that are the same in the merge that the engine holds are not
+        written again. If a GPU has too little memory for merging, the merge is computed on the CPU. From the beginning
+        of the write until it has succeeded, the engine reports no digest.
 
         Returns a dict with the keys of `mergesearch_held` and these:
 
         - tensors_written: the number of tensors that were written
         - materialise_s, swap_s: the seconds for computing the merge, and for everything else
         - repack_s: the seconds of `swap_s` for packing weights (copying them to the layout of vLLM's CPU kernels)
-        - off_device: text that says which part of the held merge was not computed on the engine's device, or ""
+        - off_device: text that says which part of the merge was not computed on the engine's device, or ""
         - whole: text that says of how many tensors, and why, this rank computed more than the elements that it holds,
           or ""
         - elements_read: the number of elements of the sources that this rank read
@@ -212,15 +212,15 @@ class MergeExtension:
         return "; ".join(f"{count} tensors merged whole: {reason}" for reason, count in sorted(counts.items()))
 
     def mergesearch_forget(self) -> None:
-        """Make the next swap write every tensor, even unchanged ones."""
+        """Make the next swap (writing of a merge into the engine) write every tensor, even unchanged ones."""
         self._mergesearch_weights.forget()
 
     def mergesearch_held(self) -> dict[str, Any]:
         """Report the merge that the engine holds, as a dict with three keys.
 
         - digest: the digest of the recipe, or None if unknown
-        - swaps: the number of swaps so far
-        - checksum: the parameters' checksum at the last swap
+        - swaps: the number of merges that were written so far
+        - checksum: the parameters' checksum after the last write of a merge
         """
         is_held = self._mergesearch_weights.is_as_written
         return {
@@ -251,7 +251,10 @@ class MergeExtension:
 
 
 def _room(device: torch.device) -> int:
-    """Bytes of GPU memory that this process can allocate now: free memory, and memory that torch caches."""
+    """Bytes of memory that this process can allocate now on the GPU `device`.
+
+    They are the GPU's free memory and the memory that torch has reserved but does not use.
+    """
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
@@ -267,15 +270,16 @@ def open_bank(
     *,
     is_shared: bool = False,
 ) -> Bank:
-    """Open the source weights of a family (the bank); `family` is JSON in the form of `family_to_json`.
+    """Open the source weights of a base model and its experts (a family); the object that holds them is the bank.
 
-    A process has one bank, for the family that was opened last. If this family is open already, its bank is returned.
-    In a process that has an engine, this is the engine's bank. In any other process, for example one that compares the
-    engine with transformers (canary), it is a bank of mapped files that merges on the CPU.
+    `family` is the description of these models, as JSON in the form of `family_to_json`. A process has one bank, for
+    the family that was opened last. If this family is open already, its bank is returned. In a process that has an
+    engine, this is the engine's bank. In any other process, for example one that compares the engine with transformers
+    (canary), it is a bank of mapped files that merges on the CPU.
 
-    The weights are kept in the first of `placements` that has enough memory for them; a GPU must also have
-    `scratch_bytes` for merging a tensor. With `is_shared`, the bank is shared with other processes of the node. Raises
-    InvalidModel if the models cannot be opened.
+    `device` is the device that computes merges. The weights are kept in the first of `placements` that has enough
+    memory for them; a GPU must also have `scratch_bytes` for merging a tensor. With `is_shared`, the bank is shared
+    with other processes of the node. Raises InvalidModel if the models cannot be opened.
     """
     if family not in _opened:
         _opened.clear()

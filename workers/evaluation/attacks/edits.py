@@ -21,8 +21,9 @@ Item = TypeVar("Item")
 def changed_words(word: str, *, seed: int, index: int) -> tuple[str, ...]:
     """Variants of a word, each with one edit: two neighbours swapped, a letter replaced, deleted or inserted.
 
-    The place and the letter of an edit depend on `seed`, the word and `index`, the word's place in the template, as if
-    they were random. Edits that give the same word are left out. A word of one character has no variants.
+    The place and the letter of each edit are pseudorandom: they are computed from a hash of `seed`, the word, and
+    `index`, the word's place in the template. Edits that give the same word are left out. A word of one character has
+    no variants.
     """
 
     def draw(items: Sequence[Item], what: str) -> Item:
@@ -47,7 +48,7 @@ def changed_words(word: str, *, seed: int, index: int) -> tuple[str, ...]:
 
 
 def distance(text: str, other: str) -> int:
-    """The Levenshtein distance of two texts: the least number of characters to insert, delete or replace."""
+    """The Levenshtein distance of `text` and `other`: the least number of characters to insert, delete or replace."""
     row = list(range(len(other) + 1))
     for i, character in enumerate(text, 1):
         before, row[0] = row[0], i

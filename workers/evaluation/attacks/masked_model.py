@@ -74,9 +74,9 @@ class MaskedModel:
     def words(self, current: Template, index: int, *, original: Template, option: BertAttack) -> tuple[str, ...]:
         """Words that may replace one word of the prompt template `current`, the most probable first.
 
-        The word is the template's piece `index`. `current` was made from `original` by earlier changes. The result has
-        at most `option.candidates` words. With each of them, the template's similarity to `original` is at least
-        `option.min_similarity`.
+        A template consists of pieces (words, placeholders, other text), and the word is the piece `index`. `current`
+        was made from `original` by earlier changes. The result has at most `option.candidates` words. With each of
+        them, the template's similarity to `original` is at least `option.min_similarity`.
         """
         words = self.proposals(current.read(), current.span(index), limit=option.candidates)
         if not words:
@@ -88,8 +88,9 @@ class MaskedModel:
         """Words that the fill-mask model finds likely in place of a part of `text`, the most probable first.
 
         `span` is the part: (index of its first character, index after its last character). The words come from the
-        `limit` most probable token sequences. Only whole words that differ from the word in the text are proposed. The
-        result is empty if the part is in the end of a long text that is cut off.
+        `limit` most probable token sequences. Only whole words that differ from the word in the text are proposed. A
+        text that is longer than the model's maximum length is cut; if the part is in the end that is cut off, the
+        result is empty.
         """
         import torch
 
@@ -161,7 +162,10 @@ class MaskedModel:
 
 
 def _encoded(tokenizer: Any, model: Any, texts: Sequence[str], **options: Any) -> Any:
-    """The token ids of texts, cut to the model's maximum length, as tensors [num_texts, num_tokens]."""
+    """The token ids of texts, cut to the maximum length of `model`, as tensors [num_texts, num_tokens].
+
+    `tokenizer` is the model's tokenizer, which is called with the further `options`.
+    """
     # Some tokenizers state no maximum. Two positions fewer than the model has are right for RoBERTa's, too.
     longest = min(tokenizer.model_max_length, getattr(model.config, "max_position_embeddings", 514) - 2)
     return tokenizer(list(texts), return_tensors="pt", truncation=True, max_length=longest, **options)
@@ -185,9 +189,9 @@ def _loaded(kind: Any, directory: Path) -> Any:
 def _most_probable(log_probabilities: torch.Tensor, *, limit: int) -> list[tuple[int, ...]]:
     """The most probable token sequences with one token for each place, the most probable first.
 
-    `log_probabilities` has the shape [num_places, vocabulary]. The probability of a sequence is given by the sum of its
-    log-probabilities. At most `limit` sequences are returned. The search goes from place to place: the best sequences
-    for all places begin with the best sequences for the first places.
+    `log_probabilities` has the shape [num_places, vocabulary]. The logarithm of a sequence's probability is the sum of
+    its tokens' log-probabilities. At most `limit` sequences are returned. They are built place by place, from the
+    `limit` best beginnings; no other beginning can lead to one of the best sequences.
     """
     best: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
     for row in log_probabilities:

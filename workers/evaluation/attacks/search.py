@@ -29,7 +29,7 @@ UNKNOWN = "[UNK]"
 
 @dataclass(frozen=True)
 class PromptAttack:
-    """A search for changed templates of the prompts of one task that make a model's metric worse.
+    """The prompt attack of one task: a search for changed prompt templates with which a model has a worse metric.
 
     `option` has the attack's options from the study file. `original` is the task's prompt template. No attack changes
     the label words in it.
@@ -67,13 +67,16 @@ class Attacked:
 
 
 class Replacements(Protocol):
-    """Interface of a model that proposes words, such as `masked_model.MaskedModel`."""
+    """Interface of a model that proposes replacements for single words of a prompt template.
+
+    `masked_model.MaskedModel` is such a model.
+    """
 
     def words(self, current: Template, index: int, *, original: Template, option: BertAttack) -> Sequence[str]:
         """Words that may replace one word of the prompt template `current`.
 
-        The word is the template's piece `index`. `current` was made from `original` by earlier changes. `option` has
-        limits, such as the number of words.
+        A template consists of pieces (words, placeholders, other text), and the word is the piece `index`. `current`
+        was made from `original` by earlier changes. `option` has limits, such as the number of words.
         """
         ...
 
@@ -89,7 +92,8 @@ def search(
 ) -> Search:
     """Search for the template with the lowest metric; larger values of the metric are better for the model.
 
-    The result is a generator. It yields templates, and must be sent the model's metric with each; it returns what was
+    A template is the text from which a task's prompts are made. The result is a generator that does not call the model
+    itself: it yields templates, expects the caller to send the model's metric with each of them, and returns what was
     found. The search ends when no template can be worse, or `attack.option.max_queries` templates were scored.
 
     Args:
@@ -151,10 +155,10 @@ class _Queries:
     def ask(
         self, candidates: Sequence[Template]
     ) -> Generator[tuple[str, ...], Sequence[float], list[tuple[Template, float]]]:
-        """Ask for the metric of each candidate, up to the limit of scored templates.
+        """Generator that asks for the metric of each candidate (changed template), up to the limit of scored templates.
 
-        This is a generator. It yields the texts of the candidates within the limit, and is sent their metrics. Returns
-        the pairs (candidate, metric).
+        It yields the texts of the candidates within the limit, and is sent their metrics. It returns the pairs
+        (candidate, metric).
         """
         allowed = candidates if self.most is None else candidates[: self.most - self.count]
         self.is_cut |= len(allowed) < len(candidates)
@@ -170,11 +174,12 @@ def _worst(found: Sequence[tuple[Template, float]]) -> tuple[Template, float]:
 def _changes(
     original: Template, option: DeepWordBugAttack | BertAttack, seed: int, replacements: Replacements | None
 ) -> _Changes:
-    """Make the function that proposes replacements for one word, by the kind of the attack.
+    """Make the function by which an attack finds replacements for one word of a prompt template.
 
-    The function takes a template and the index of the word's piece, and returns words. `original` is the template
-    before any change, from which changed templates must not be too far. `seed` fixes random edits. `replacements` is
-    the model that proposes words, for attacks of the kind "bert".
+    The function takes the present template and the index of the word among the template's pieces, and returns the words
+    that may replace it. `option` has the kind and the limits of the attack: an attack of the kind "bert" asks the model
+    `replacements`, and another attack edits characters at random, as `seed` determines. `original` is the template
+    before any change; limits on changes refer to it.
     """
     if isinstance(option, BertAttack):
         assert replacements is not None

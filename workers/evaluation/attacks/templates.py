@@ -67,11 +67,11 @@ class Template:
 
     @property
     def words(self) -> tuple[int, ...]:
-        """The indices of the pieces that an attack may change."""
+        """The indices of the template's pieces that an attack may change: the words that are not fixed."""
         return tuple(i for i, piece in enumerate(self.pieces) if piece.kind == "word" and not piece.is_fixed)
 
     def with_word(self, index: int, word: str) -> Template:
-        """The template with `word` in place of piece `index`."""
+        """A copy of the template with `word` in place of its piece `index`, which is a word."""
         piece = replace(self.pieces[index], text=word)
         return Template((*self.pieces[:index], piece, *self.pieces[index + 1 :]))
 
@@ -103,7 +103,7 @@ class Template:
 
 
 def is_word(text: str) -> bool:
-    """Whether `text` is exactly one word, as templates are divided into words."""
+    """Whether `text` is exactly one word, by the rules that divide templates into words."""
     return _WORD.fullmatch(text) is not None
 
 

@@ -45,7 +45,7 @@ MAX_ELEMENTS = 2**32 - 1
 
 
 def is_fused(merge: Merge, stored: Operands, dtype: torch.dtype) -> bool:
-    """Whether a compiled kernel can compute `merge` from its operands as stored, with the result in `dtype`.
+    """Whether a compiled kernel can compute `merge` from the operands `stored`, with the result in `dtype`.
 
     The result is True if the method has a kernel on the operands' device, and all dtypes are float32, bfloat16 or
     float16. Operands must also be contiguous, not empty, and of fewer than 2^32 elements.
@@ -67,8 +67,8 @@ def can_fuse(dtypes: Iterable[torch.dtype], num_elements: int) -> bool:
 def merge_stored(merge: Merge, stored: Operands, out: torch.Tensor) -> None:
     """Compute a merge with its kernel, and write the result to `out`, rounded once to the dtype of `out`.
 
-    `stored` are the operands in their stored dtypes, with the statistics that the method needs; `is_fused` must be True
-    for them. `out` is contiguous and has the shape of the operands.
+    `stored` are the operands in their stored dtypes, with the statistics that the method needs; `is_fused` must have
+    returned True for them. `out` is contiguous and has the shape of the operands.
     """
     # Imported here because each of the two compilers takes a second to import.
     if out.is_cuda:
@@ -79,10 +79,11 @@ def merge_stored(merge: Merge, stored: Operands, out: torch.Tensor) -> None:
 
 
 def exact_rule(merge: Merge, stored: Operands) -> Rule:
-    """The rule (formula as plain data) of a merge on CPU, from which its elements can be computed one by one.
+    """The rule of a merge on CPU with exact thresholds, so that any part of the merge can be computed alone.
 
-    `stored` are the whole operands, with the statistics that the method needs. Making the rule reads whole tensors, to
-    find exact thresholds. The rule is the same for all shards of the tensor.
+    A rule is the formula of a merge with its numbers, as plain data that a kernel executes. A threshold is the least
+    magnitude of the elements that are kept. `stored` are the whole operands, with the statistics that the method needs;
+    they are read as a whole to find the thresholds. The rule is the same for all shards of the tensor.
     """
     from workers.merging.kernels.cpu import exact
 
@@ -94,8 +95,9 @@ def merge_shard(
 ) -> None:
     """Compute the elements of `shard` of a merge on CPU, and write them to `out`, rounded once to its dtype.
 
-    `rule` is the result of `exact_rule`. `tensors` and `base` are the whole operands, of which only the elements of the
-    shard are read. `out` is contiguous. The result has the same bits as these elements of the whole merge.
+    `rule` is the formula of the merge with its numbers, as `exact_rule` returns it. `tensors` and `base` are the whole
+    operands, of which only the elements of the shard are read. `out` is contiguous. The result has the same bits as
+    these elements of the whole merge.
     """
     from workers.merging.kernels.cpu import merge as execute
 
@@ -103,12 +105,12 @@ def merge_shard(
 
 
 def for_each(function: Callable[[T], None], items: Sequence[tuple[int, T]], device: torch.device) -> None:
-    """Call `function` for each of several merges, in parallel on a CPU and in any order.
+    """Call `function` for each of several merged tensors, in parallel on a CPU and in any order.
 
-    `items` are pairs (number of elements of the merge, item); `function` gets only the item. If `device` is a CPU,
-    several threads process one item each at a time. The largest and the smallest items are processed one by one
-    instead. Each of the largest uses all threads. For the smallest, waiting for Python's interpreter lock would take
-    longer than the work.
+    `items` are pairs (number of elements of the tensor, item); `function` gets only the item. If `device` is a CPU,
+    several threads each process one item at a time. There are two exceptions, which are processed one after another:
+    the largest items, because each of them uses all threads, and the smallest, because waiting for Python's interpreter
+    lock would take longer than their work.
     """
     if device.type != "cpu":
         for _, item in items:

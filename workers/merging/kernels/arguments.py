@@ -43,9 +43,10 @@ def as_arrays(tensors: Sequence[torch.Tensor]) -> tuple[np.ndarray, ...]:
 
 
 def typed(rule: Any) -> Any:
-    """A copy of a rule (a formula as plain data) whose fields have the types that compiled code expects.
+    """A copy of a rule whose fields have the types that compiled code expects.
 
-    Numbers become float32. Probabilities become float64, whole numbers uint32, and tensors flat arrays.
+    A rule has the numbers of a merge's formula as plain data. Numbers become float32. Probabilities become float64,
+    whole numbers uint32, and tensors flat arrays.
     """
     kind: Any = type(rule)
     return kind(*(convert(field) for convert, field in zip(_conversions(kind), rule, strict=True)))

@@ -68,7 +68,7 @@ def compiled(function: F) -> F:
 
 
 def digest(sources: Iterable[Path]) -> str:
-    """Digest of the contents of files in the given order: the first 16 hexadecimal digits of a sha256."""
+    """The first 16 hexadecimal digits of the sha256 of the contents of the files `sources`, in the given order."""
     content = hashlib.sha256()
     for source in sources:
         content.update(hashlib.sha256(source.read_bytes()).digest())

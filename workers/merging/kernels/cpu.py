@@ -32,16 +32,17 @@ U64 = np.uint64
 def merge(
     rule: rules.Rule, tensors: Tensors, base: torch.Tensor | None, out: torch.Tensor, shard: Shard | None = None
 ) -> None:
-    """Merge tensors on CPU by a rule (a formula as plain data), and write the result to `out`.
+    """Merge tensors on CPU by a rule, and write the result to `out`.
 
-    With `shard`, only the elements of the shard are computed, and `out` has only these. `tensors` are the sources, and
-    `base` is the base's tensor or None if the rule does not use it. The sources and the base are always whole. All
-    tensors are contiguous and have fewer than 2^32 elements.
+    A rule is the formula of a merge with its numbers, as plain data. `tensors` are the sources, and `base` is the
+    base's tensor or None if the rule does not use it. The sources and the base are always whole. All tensors are
+    contiguous and have fewer than 2^32 elements. With `shard`, only the elements of the shard are computed, and `out`
+    has only these.
 
-    Without `shard`, a threshold of the rule may be known only by two bounds. In this case the elements between the
-    bounds are collected, the exact threshold is found among them, and the merge of these elements is computed with it.
-    With `shard`, the thresholds must be exact (`exact`), because the elements between the bounds may be in other
-    shards.
+    Some rules keep only elements whose magnitude reaches a threshold, and state only a lower and an upper bound of it.
+    Without `shard`, the elements between the bounds are collected, the exact threshold is found among them, and the
+    merge of these elements is computed with it. With `shard`, the rule must have exact thresholds (`exact`), because
+    the elements between the bounds may be in other shards.
     """
     xs, merged = as_arrays(tensors), as_array(out)
     if isinstance(rule, rules.Important):
@@ -62,8 +63,10 @@ def merge(
 def exact(rule: rules.Rule, tensors: Tensors, base: torch.Tensor | None) -> rules.Rule:
     """Find the exact thresholds of a rule, and return the rule with these thresholds.
 
-    In `rule`, a threshold is known by two bounds; the elements between the bounds are searched for in one pass over the
-    whole tensors. The arguments are those of `merge`. A rule without thresholds is returned unchanged.
+    A rule is the formula of a merge with its numbers, as plain data. Some rules keep only elements whose magnitude
+    reaches a threshold, and state only a lower and an upper bound of it. The exact threshold is found among the
+    elements between the bounds, in one pass over the whole sources `tensors` and `base` (None if the rule uses no
+    base). A rule without thresholds is returned unchanged.
     """
     if not most_undecided(rule):
         return rule
@@ -86,10 +89,11 @@ def _runs(shard: Shard) -> tuple[np.uint64, np.uint64, np.uint64]:
 
 @compiled
 def _merge(rule: Any, base: Any, xs: Any, out: Any, found: Any, start: int, stop: int) -> int:
-    """Merge the elements from `start` to `stop` - 1 by a rule, and write them to `out`.
+    """Merge the elements from `start` to `stop` - 1 of the sources `xs` by a rule, and write them to `out`.
 
-    A threshold of the rule may be known only by two bounds. Then elements between the bounds cannot be decided yet.
-    Their positions are written to `found`. Returns the number of undecided elements.
+    The rule has the numbers of the merge's formula; `base` is the array of the base. A rule may keep only elements
+    whose magnitude reaches a threshold, and have only a lower and an upper bound of it. Then elements between the
+    bounds cannot be decided yet: their positions are written to `found`, and their number is returned.
     """
     num_found, block = 0, np.empty(BLOCK, out.dtype)
     for begin in range(U64(start), U64(stop), U64(BLOCK)):
@@ -112,10 +116,13 @@ def _merge(rule: Any, base: Any, xs: Any, out: Any, found: Any, start: int, stop
 def _merge_runs(
     rule: Any, base: Any, xs: Any, out: Any, start: int, stop: int, first: Any, size: Any, stride: Any
 ) -> None:
-    """Merge elements of a shard by a rule with exact thresholds, and write them to `out` from `start` to `stop` - 1.
+    """Compute the merged elements [start, stop) of one shard of a tensor, and write them to `out`.
 
-    The shard consists of runs of `size` elements. A run begins every `stride` elements of the whole tensor, the first
-    run at element `first`.
+    A shard is the part of a tensor that one rank (process) of a tensor-parallel engine holds. It consists of runs of
+    `size` consecutive elements. The first run begins at the element `first` of the whole tensor, and each further run
+    `stride` elements after the one before. `start` and `stop` are positions in the shard, and so in `out`. `rule` has
+    the constants of the merge's formula, such as thresholds. `base` and `xs` are the arrays of the base and of the
+    sources, which are whole tensors.
     """
     block = np.empty(BLOCK, out.dtype)
     at, last = U64(start), U64(stop)

@@ -30,9 +30,9 @@ WEYL, FIRST, SECOND = tl.constexpr(STEP), tl.constexpr(MULTIPLIERS[0]), tl.const
 def merge(rule: rules.Rule, tensors: Tensors, base: torch.Tensor | None, out: torch.Tensor) -> None:
     """Merge tensors on a CUDA device by a rule, and write the result to `out`, without waiting for the device.
 
-    A rule is a formula as plain data; it must be that of a method in `lowering.ON_CUDA`. `tensors` are the sources, and
-    `base` is the base's tensor or None if the rule does not use it. All tensors are contiguous and have fewer than 2^32
-    elements.
+    A rule is the formula of a merge with its numbers, as plain data; the merge must be by a method in
+    `lowering.ON_CUDA`. `tensors` are the sources, and `base` is the base's tensor or None if the rule does not use it.
+    All tensors are contiguous and have fewer than 2^32 elements.
     """
     xs, size = tuple(tensors), out.numel()
     match rule:
@@ -71,7 +71,8 @@ def _ties_of(
     TIES keeps the elements of each source's task vector that are at a threshold or above; `sparse` has two bounds of
     each threshold. The first pass collects the elements between the bounds, which are not decided yet. The exact
     thresholds are found among these elements, and the second pass computes the merge of these elements with the exact
-    thresholds. `xs` are the sources. `lambda_` multiplies the merged task vector.
+    thresholds. `xs` are the sources, and `base` is the base. `lambda_` multiplies the merged task vector, which is then
+    added to the base.
     """
     lambdas, thresholds = _floats([lambda_], out), _thresholds(sparse, out)
     found = torch.full((len(xs) * SPACING,), -1, dtype=torch.int64, device=out.device)
@@ -118,9 +119,10 @@ def _weighted_task_sum(base, xs, weights, out, size, BLOCK: tl.constexpr):  # ty
 def _nearswap(first, second, numbers, out, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Triton kernel that merges the two sources `first` and `second` with NearSwap.
 
-    `numbers` points to two numbers. The first is t, the largest distance by which an element of `first` moves towards
-    `second`. t is divided by |first - second|; the second number is a lower bound of this divisor. The result is
-    written to `out`, which has `size` elements.
+    NearSwap moves each element of `first` towards `second`, at most by a distance t: the element of `second` has the
+    share min(1, t / d), with d = |first - second|. `numbers` points to two numbers: t, and a lower limit of d, which
+    replaces smaller values. The result is written to `out`, which has `size` elements; one program computes `BLOCK` of
+    them.
     """
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_inside = i < size
@@ -163,18 +165,21 @@ def _ties(  # type: ignore[no-untyped-def]
     base, xs, lows, low_marks, highs, high_marks, factors, lambdas, out, found, count, most, size,
     AT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Triton kernel for one pass of a two-pass merge with TIES (`_ties_of`).
+    """Triton kernel for one pass of a merge of the sources `xs` with TIES, which takes two passes.
 
-    TIES keeps the elements of each source's task vector that are at a threshold or above. The threshold is known by two
-    bounds. Elements strictly between the bounds are not decided yet and count as dropped in this pass.
+    TIES keeps the elements of each source's task vector (source minus `base`) that are at a threshold or above. The
+    threshold is known by two bounds. Elements strictly between the bounds are not decided yet and count as dropped in
+    this pass. The result is written to `out`.
 
-    - `lows`, `low_marks`, `highs`, `high_marks`: the two bounds, with a number for each source
+    - `lows`, `low_marks`, `highs`, `high_marks`: the magnitudes and tie-breaking marks of the two bounds, with a number
+      for each source; marks are hashes that order elements of equal magnitude
     - `found`, `count`, `most`: without `AT`, the positions of the undecided elements are written to `found`, whose
       length is `most`, and their number is added to `count`
-    - `AT`: only the elements at the positions in `found` are merged; negative positions are skipped
-    - `factors`: the factors from which the tie-breaking marks of elements are computed
-    - `lambdas`: the factor of the merged task vector
-    - `size`: the number of elements, or with `AT` the number of positions in `found`
+    - `AT`: whether only the elements at the positions in `found` are merged; negative positions are skipped
+    - `factors`: for each source, the number by which hashes of the elements' indices are multiplied to give marks
+    - `lambdas`: the factor of the merged task vector, which is added to the base
+    - `size`: the number of elements, or with `AT` the number of positions in `found`; one program handles `BLOCK` of
+      them
     """
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_inside = i < size
@@ -247,8 +252,8 @@ def _dare_ties(base, xs, masks, scales, lambdas, out, size, BLOCK: tl.constexpr)
 def _is_kept(i, mask):  # type: ignore[no-untyped-def]
     """Whether a random mask keeps element i, for i below 2^32.
 
-    The mask keeps the element if the element's hash is at most a bound. `mask` points to three numbers: the low and the
-    high 32 bits of the mask's key, and this bound (`workers.merging.masks`).
+    `mask` points to three numbers: the low and the high 32 bits of the mask's key, and a bound. The mask keeps the
+    element if the element's hash by this key is at most the bound (`workers.merging.masks`).
     """
     drawn = element_hash(i, tl.load(mask).to(tl.uint32), tl.load(mask + 1).to(tl.uint32))
     return drawn <= tl.load(mask + 2).to(tl.uint32)
@@ -256,9 +261,10 @@ def _is_kept(i, mask):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _marked(i, factor):  # type: ignore[no-untyped-def]
-    """The tie-breaking hash ("mark") of element i, for i below 2^32, which orders elements of equal magnitude.
+    """The tie-breaking mark of element i, for i below 2^32, which orders elements of equal magnitude.
 
-    The mark is a hash of i, times the number that `factor` points to (`TieOrder.factor`).
+    The mark is a hash of i, multiplied modulo 2^32 by an odd number that differs between tensors (`TieOrder.factor`).
+    `factor` points to this number.
     """
     zero = tl.cast(0, tl.uint32)
     return element_hash(i, zero, zero) * tl.load(factor).to(tl.uint32)
@@ -285,8 +291,8 @@ def _thresholds(sparse: rules.Trimmed, like: torch.Tensor) -> tuple[torch.Tensor
     """Convert a rule's threshold bounds and tie-breaking factors to tensors on the device of `like`.
 
     `sparse` has a lower and an upper bound of each source's threshold. A bound consists of a magnitude and a
-    tie-breaking hash ("mark"). The marks of elements are computed from the factors. The result is (low magnitudes, low
-    marks, high magnitudes, high marks, factors), with a number for each source.
+    tie-breaking mark. The mark of an element is a hash of its index times the source's factor. The result is (low
+    magnitudes, low marks, high magnitudes, high marks, factors), with a number for each source.
     """
     low_marks, high_marks, factors = (
         torch.tensor(words, dtype=torch.int64, device=like.device)

@@ -53,8 +53,9 @@ BFLOAT16, FLOAT16 = types.uint16, types.int16
 def _line_past_caches(typing_context: Any, target: Any, source: Any) -> Any:
     """Copy 32 bytes from the address `source` to the address `target` by a store that bypasses the CPU caches.
 
-    `target` is a multiple of 32. Merged elements need no place in the caches, because they are read much later. An
-    ordinary store would first read the memory that it overwrites, which is a third of the memory traffic of copying.
+    Compiled code calls the function without `typing_context`, which Numba supplies. `target` is a multiple of 32.
+    Merged elements need no place in the caches, because they are read much later. An ordinary store would first read
+    the memory that it overwrites, which is a third of the memory traffic of copying.
     """
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -71,7 +72,10 @@ def _line_past_caches(typing_context: Any, target: Any, source: Any) -> Any:
 
 @intrinsic
 def stores_done(typing_context: Any) -> Any:
-    """Memory fence, after which other threads see all data that was stored while bypassing the CPU caches."""
+    """Memory fence, after which other threads see all data that was stored while bypassing the CPU caches.
+
+    Compiled code calls the function without an argument; Numba supplies `typing_context`.
+    """
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         builder.fence("seq_cst")
@@ -84,7 +88,8 @@ def stores_done(typing_context: Any) -> Any:
 def copied_past_caches(block: Any, out: Any, start: Any, stop: Any) -> None:
     """Copy block[: stop - start] to out[start:stop], bypassing the CPU caches where alignment and size allow it.
 
-    The arrays have one element type; positions are unsigned. `stores_done` must be called after the last copy.
+    Both arrays have the same element type, and `start` and `stop` are unsigned integers. `stores_done` must be called
+    after the last copy.
     """
     item = np.uint64(block.itemsize)
     target = np.uint64(out.ctypes.data) + start * item
@@ -101,7 +106,8 @@ def copied_past_caches(block: Any, out: Any, start: Any, stop: Any) -> None:
 def bits_of(typing_context: Any, number: Any) -> Any:
     """The bits of a float32 number as a uint32; the number is not converted.
 
-    For numbers that are not negative, the integers have the same order as the numbers.
+    Compiled code calls the function with `number` alone; Numba supplies `typing_context`. For numbers that are not
+    negative, the integers have the same order as the numbers.
     """
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -112,7 +118,10 @@ def bits_of(typing_context: Any, number: Any) -> Any:
 
 @intrinsic
 def _float(typing_context: Any, bits: Any) -> Any:
-    """The float32 number whose bits are given as a uint32, without a conversion of the number."""
+    """The float32 number whose bits are given as the uint32 `bits`; the number is not converted.
+
+    Compiled code calls the function with `bits` alone; Numba supplies `typing_context`.
+    """
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.bitcast(arguments[0], context.get_value_type(types.float32))
@@ -183,7 +192,7 @@ def _as_float16(number: Any, like: Any) -> Any:
 
 @numba.njit(**IN_PLACE)
 def variance_of(base: Any, xs: Any, i: Any) -> Any:
-    """The variance of element i over its values in the task vectors (xs[s] minus the base).
+    """The variance of element i over its values in all task vectors; a task vector is xs[s] minus `base`.
 
     `base` and `xs` are the arrays of the base and the sources, in the form of `arguments.as_array`. The result has the
     same bits as that of `methods.competition.variance`. Callable only in compiled code.
@@ -202,29 +211,30 @@ def variance_of(base: Any, xs: Any, i: Any) -> Any:
 
 @numba.njit(**IN_PLACE)
 def either(first: Any, second: Any) -> Any:
-    """The logical or of two 32-bit flags, as a 32-bit flag: SOME (1) or NONE (0).
+    """The logical or of the 32-bit flags `first` and `second`, as a 32-bit flag: SOME (1) or NONE (0).
 
-    Numba's operator `|` gives 64 bits. A loop with a number of 64 bits computes only half as many elements at a time.
+    Numba's operator `|` gives 64 bits, and a vectorised loop with a number of 64 bits handles only half as many
+    elements at a time.
     """
     return U32(first | second)
 
 
 @numba.njit(**IN_PLACE)
 def zero_unless(condition: Any, number: Any) -> Any:
-    """The float32 `number` if the condition is true, else zero.
+    """The float32 `number` if the condition is true, else zero, computed without a branch.
 
-    The caller stores the result in an array. For an ordinary conditional expression, LLVM would compile masked stores,
-    which take about ten times longer on AMD's processors.
+    LLVM would compile an ordinary conditional expression whose result is stored in an array to masked stores. These
+    take about ten times longer on AMD's processors.
     """
     return _float(U32(bits_of(number) & U32(U32(0) - U32(condition))))
 
 
 @numba.njit(**IN_PLACE)
 def has_sign_of(number: Any, total: Any) -> Any:
-    """Whether `number` is positive or negative like `total`; a total of zero counts as positive.
+    """Whether the float32 `number` has the sign of `total`; a `total` of zero counts as positive.
 
-    The result is False if `number` is zero. The number's sign is flipped if the total is negative, which takes less
-    time than two comparisons and a choice.
+    The result is False if `number` is zero. The function flips the number's sign if `total` is negative, and compares
+    it with zero. This takes less time than two comparisons and a choice.
     """
     return _float(U32(bits_of(number) ^ (U32(0) if total >= ZERO else TOP))) > ZERO
 
@@ -233,8 +243,8 @@ def has_sign_of(number: Any, total: Any) -> Any:
 def reaches(size: Any, turned: Any, low: Any, low_mark: Any) -> Any:
     """Whether an element's magnitude is at a threshold or above it; hashes ("marks") break ties.
 
-    The element has the magnitude `size`. `turned` is its tie-breaking mark as `turned_mark` returns it. The threshold
-    is the magnitude `low` with the mark `low_mark`.
+    The element has the magnitude `size`. `turned` is its mark, a hash that orders elements of equal magnitude, in the
+    form in which `turned_mark` returns it. The threshold is the magnitude `low` with the mark `low_mark`.
     """
     return size >= (low if turned >= I32(low_mark ^ TOP) else following(low))
 
@@ -243,8 +253,8 @@ def reaches(size: Any, turned: Any, low: Any, low_mark: Any) -> Any:
 def passes(size: Any, turned: Any, low: Any, low_mark: Any) -> Any:
     """Whether an element's magnitude is above a threshold; hashes ("marks") break ties.
 
-    The element has the magnitude `size`. `turned` is its tie-breaking mark as `turned_mark` returns it. The threshold
-    is the magnitude `low` with the mark `low_mark`.
+    The element has the magnitude `size`. `turned` is its mark, a hash that orders elements of equal magnitude, in the
+    form in which `turned_mark` returns it. The threshold is the magnitude `low` with the mark `low_mark`.
     """
     return size >= (low if turned > I32(low_mark ^ TOP) else following(low))
 
@@ -270,21 +280,22 @@ def is_kept(i: Any, k0: Any, k1: Any, bound: Any) -> Any:
 
 @numba.njit(**IN_PLACE)
 def marked(i: Any, factor: Any) -> Any:
-    """The tie-breaking hash ("mark") of element i, for i below 2^32, which orders elements of equal magnitude.
+    """The tie-breaking mark of element i, for i below 2^32, which orders elements of equal magnitude.
 
-    The mark is a hash of i, times the `factor` of the source (`TieOrder.factor`). The compiler computes the hash of i
-    once for all sources.
+    The mark is a hash of i, multiplied modulo 2^32 by `factor`, an odd number that differs between tensors
+    (`TieOrder.factor`). The compiler computes the hash of i once for all sources.
     """
     return U32(hashed(i, U32(0), U32(0)) * factor)
 
 
 @numba.njit(**IN_PLACE)
 def turned_mark(i: Any, factor: Any) -> Any:
-    """The tie-breaking hash ("mark") of element i with its top bit flipped, as a signed number for comparisons.
+    """The tie-breaking mark of element i as a signed number, so that AVX2 can compare marks.
 
-    A mark is the hash of i times `factor`, as an unsigned number. With the top bit flipped, signed numbers have the
-    order of the marks. AVX2 needs this, because it compares only signed numbers. `factor` is odd; therefore the bit can
-    be flipped before the multiplication, once for all sources.
+    A mark is an unsigned number that orders elements of equal magnitude: a hash of i, multiplied by `factor`, an odd
+    number that differs between tensors. AVX2 compares only signed numbers. With the top bit flipped, signed numbers
+    have the order of the marks. Because `factor` is odd, the bit can be flipped before the multiplication, once for all
+    sources.
     """
     return I32(U32(U32(hashed(i, U32(0), U32(0)) ^ TOP) * factor))
 

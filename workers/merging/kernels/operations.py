@@ -39,7 +39,7 @@ def computes(rule: type) -> Callable[[Formula], Formula]:
 
 
 def value(word: Any) -> Any:
-    """The float32 value of a stored element: a float32 number, or the 16 bits of a bfloat16 or float16 number.
+    """The float32 value of the stored element `word`: a float32 number, or the 16 bits of a bfloat16 or float16 number.
 
     Callable only in compiled code.
     """

@@ -34,7 +34,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 def inner_product(first: torch.Tensor, second: torch.Tensor, base: torch.Tensor | None) -> float:
-    """Inner product of two contiguous CPU tensors or, with `base`, of their differences from the base.
+    """Inner product of the contiguous CPU tensors `first` and `second` or, with `base`, of their differences from it.
 
     The bits of the result are those that `methods.arithmetic.inner_products` gives.
     """
@@ -148,10 +148,10 @@ def shared_counts(epsilon: float, tensors: Tensors, base: torch.Tensor) -> list[
 
 
 def weighted_words(words: torch.Tensor, weight: int) -> int:
-    """The sum over i of words[i] * (i * weight | 1), modulo 2^64, as a checksum of a tensor's bytes.
+    """A checksum of a tensor's bytes: the sum over i of words[i] * (i * weight | 1), modulo 2^64.
 
-    `words` are the bytes as contiguous int64. `weight` makes the factors of different words differ. The operator | is a
-    bitwise or, so that every factor is odd.
+    `words` are the bytes as contiguous int64. The factor i * weight | 1 differs between words, so that exchanging two
+    words changes the sum. The operator | is a bitwise or, which makes every factor odd.
     """
     array = words.view(-1).numpy().view(np.uint64)
     sums = run(_weighted_words, [(array, U64(weight), *part) for part in pieces(array.size, BLOCK)])

@@ -55,7 +55,10 @@ Doubles = tuple[np.float64, ...]
 
 
 class Whole(NamedTuple):
-    """Sparsification that keeps every element of a task vector."""
+    """Sparsification that keeps every element of a task vector.
+
+    A sparsification is the part of a kernel's rule that says which elements of a task vector are kept.
+    """
 
 
 class ByMark(NamedTuple):
@@ -69,9 +72,9 @@ class ByMark(NamedTuple):
 class ByMagnitude(NamedTuple):
     """Comparison of elements with a threshold by magnitude alone, which leaves a few elements undecided.
 
-    Both fields have a number for each source. Elements of source s with a magnitude of at least `aboves[s]` are at the
-    threshold or above it. Elements with a magnitude of at most `belows[s]` are below the threshold. The elements
-    between these two magnitudes are undecided; they include all elements that have the threshold's magnitude.
+    Both fields have a number for each source s. An element of the source reaches the threshold if its magnitude is at
+    least `aboves[s]`, and does not reach it if its magnitude is at most `belows[s]`. Elements with a magnitude between
+    these two numbers are undecided; among them are all elements that have the threshold's magnitude.
     """
 
     belows: Numbers
@@ -84,10 +87,11 @@ Comparison = ByMark | ByMagnitude
 class Trimmed(NamedTuple):
     """Sparsification that keeps the elements of each task vector whose magnitudes reach a threshold.
 
-    A threshold is a magnitude with a tie-breaking mark, a number that orders elements of equal magnitude
-    (`order_statistics.Threshold`). Each threshold is known by a lower and an upper bound. If the bounds are equal, they
-    are the threshold. Otherwise the threshold is at one of the elements strictly between the bounds. All fields except
-    `by` have a number for each source:
+    A sparsification is the part of a kernel's rule that says which elements of a task vector are kept. A threshold is a
+    magnitude with a tie-breaking mark, a number that orders elements of equal magnitude (`order_statistics.Threshold`).
+    Each threshold is known by a lower and an upper bound. If the bounds are equal, they are the threshold. Otherwise
+    the threshold is at one of the elements strictly between the bounds. All fields except `by` have a number for each
+    source:
 
     - `by`: how elements are compared with the threshold, by magnitude and mark (`ByMark`) or by magnitude alone
       (`ByMagnitude`)
@@ -109,17 +113,20 @@ class Trimmed(NamedTuple):
 class Between(NamedTuple):
     """Sparsification that keeps the elements of each task vector with magnitudes between two thresholds, inclusively.
 
-    Each source has a lower and an upper threshold; the fields of the upper threshold begin with `top_`. A threshold is
-    a magnitude with a tie-breaking mark, a number that orders elements of equal magnitude. Each threshold is known by
-    two bounds. If the bounds are equal, they are the threshold. Otherwise the threshold is at one of the elements
-    strictly between the bounds.
+    A sparsification is the part of a kernel's rule that says which elements of a task vector are kept. Each source has
+    a lower and an upper threshold; the fields of the upper threshold begin with `top_`. A threshold is a magnitude with
+    a tie-breaking mark, a number that orders elements of equal magnitude.
 
-    - `by`: how elements are compared with the threshold, by magnitude and mark (`ByMark`) or by magnitude alone
+    The exact threshold may be unknown. The rule then has two bounds of the threshold, and the threshold is at one of
+    the elements strictly between them. If the two bounds are equal, they are the threshold.
+
+    - `by`: how elements are compared with the lower threshold: by magnitude and mark (`ByMark`) or by magnitude alone
       (`ByMagnitude`)
-    - `lows`, `low_marks`: the magnitude and mark of the threshold's lower bound
-    - `highs`, `high_marks`: the magnitude and mark of its upper bound
-    - `ranks`: the index of the threshold's element, if the elements between the bounds are sorted in ascending order
-    - `factors`: the numbers from which the marks of elements are computed
+    - `lows`, `low_marks`: for each source, the magnitude and mark of the threshold's lower bound
+    - `highs`, `high_marks`: for each source, the magnitude and mark of the threshold's upper bound
+    - `ranks`: for each source, the place of the threshold's element among the elements between the bounds, in ascending
+      order and counted from 0
+    - `factors`: for each source, the number from which the marks of elements are computed
     """
 
     by: Comparison
@@ -140,7 +147,8 @@ class Between(NamedTuple):
 class Dropped(NamedTuple):
     """Sparsification that keeps random elements of each task vector, and multiplies them by a factor (DARE).
 
-    All fields have a number for each source. `k0s` and `k1s` are the low and high 32 bits of the keys of random masks
+    A sparsification is the part of a kernel's rule that says which elements of a task vector are kept. All fields have
+    a number for each source. `k0s` and `k1s` are the low and high 32 bits of the keys of random masks
     (`workers.merging.masks`). An element is kept if its hash by the mask's key is at most the number in `bounds`. The
     factors are `scales`.
     """
@@ -152,14 +160,16 @@ class Dropped(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """Sparsification that keeps random elements, with a probability by the rank of their magnitude (MagPrune).
+    """Sparsification of task vectors that keeps random elements, with a probability by the rank of their magnitude.
 
-    - `ranks`: for each source, the rank of each magnitude in its row, where the smallest magnitude has rank 0
-    - `starts`, `origins`, `steps`: the probability is start + |rank - origin| step, in float64, with these numbers of
-      the source
+    All fields have an entry for each source.
+
+    - `ranks`: the rank of each magnitude in its row, where the smallest magnitude has rank 0
+    - `starts`, `origins`, `steps`: three numbers that give the probability of keeping an element from its rank: start +
+      |rank - origin| step, in float64
     - `k0s`, `k1s`: the low and high 32 bits of the keys of random masks (`workers.merging.masks`)
-    - `scales`: for each source, the factor of kept elements
-    - `is_divided`: for each source, whether kept elements are also divided by their probability (1) or not (0)
+    - `scales`: the factor of kept elements
+    - `is_divided`: whether kept elements are also divided by their probability (1) or not (0)
     """
 
     k0s: Words
@@ -198,7 +208,7 @@ class Sum(NamedTuple):
     """Rule for a merge kernel: the base, to which the scaled task vectors are added one after another.
 
     The result is b + f_1 tau_1 + f_2 tau_2 + ..., added in this order. b is the base. tau_s is the task vector of
-    source s after the sparsification `sparse`, and f_s is its number in `factors`.
+    source s, whose elements are kept or dropped by the rule `sparse`, and f_s is its number in `factors`.
     """
 
     sparse: Sparsity
@@ -209,7 +219,8 @@ class Mean(NamedTuple):
     """Rule for a merge kernel of TIES: the base plus the scaled mean of the task vectors with the elected sign.
 
     The rule is computed for each element. The mean is multiplied by `lambda_`. The elected sign is the sign of the sum
-    of the task vectors after the sparsification `sparse`. Where this sum is zero, the result is the base.
+    of the task vectors, after elements were dropped by the rule `sparse`. Where this sum is zero, the result is the
+    base.
     """
 
     sparse: Sparsity
@@ -220,8 +231,8 @@ class AgreeingSum(NamedTuple):
     """Rule for a merge kernel: TIES with a sum, instead of the mean, of the task vectors with the elected sign.
 
     The rule is computed for each element. The sum is multiplied by `lambda_` and added to the base. The elected sign is
-    the sign of the sum of all task vectors after the sparsification `sparse`. Where this sum is zero, the result is the
-    base.
+    the sign of the sum of all task vectors, after elements were dropped by the rule `sparse`. Where this sum is zero,
+    the result is the base.
     """
 
     sparse: Sparsity
@@ -232,10 +243,10 @@ class Weighted(NamedTuple):
     """Rule for a merge kernel: TIES with weights both in the election of signs and in the sum or mean.
 
     The rule is computed for each element. The result is the base plus `lambda_` times the sum or mean of the weighted
-    task vectors that have the elected sign. A weighted task vector is a task vector after the sparsification `sparse`,
-    times its number in `weights`. The elected sign is the sign of the sum of all weighted task vectors; it is positive
-    if this sum is zero. If `normalize` is 1, the sum of the weighted task vectors that have the elected sign is divided
-    by the sum of their weights.
+    task vectors that have the elected sign. A weighted task vector is a task vector, after elements were dropped by the
+    rule `sparse`, times its number in `weights`. The elected sign is the sign of the sum of all weighted task vectors;
+    it is positive if this sum is zero. If `normalize` is 1, the sum of the weighted task vectors that have the elected
+    sign is divided by the sum of their weights.
     """
 
     sparse: Sparsity
@@ -248,8 +259,8 @@ class WeightedMean(NamedTuple):
     """Rule for a merge kernel: TIES with weights in the mean, but not in the election of signs (PEFT).
 
     The weighted sum of the task vectors that have the elected sign is divided by their number, and added to the base.
-    The rule is computed for each element of the task vectors after the sparsification `sparse`. The elected sign is the
-    sign of the unweighted sum of all task vectors; it is positive if this sum is zero.
+    The rule is computed for each element of the task vectors, after elements were dropped by the rule `sparse`. The
+    elected sign is the sign of the unweighted sum of all task vectors; it is positive if this sum is zero.
     """
 
     sparse: Sparsity
@@ -260,10 +271,10 @@ class Interpolation(NamedTuple):
     """Rule for a merge kernel: TIES with a weighted mean of the task vectors that have the elected sign.
 
     The method `m3_ties` has this rule: the base plus `lambda_` times the mean. The rule is computed for each element of
-    the task vectors after the sparsification `sparse`. The elected sign is the sign of the sum of all task vectors.
-    Where this sum is zero, the result is the base. The weights are divided by the sum of the weights of the task
-    vectors that have the elected sign. If only one task vector has the elected sign, it is used instead of the mean,
-    even if its weight is 0.
+    the task vectors, after elements were dropped by the rule `sparse`. The elected sign is the sign of the sum of all
+    task vectors. Where this sum is zero, the result is the base. The weights are divided by the sum of the weights of
+    the task vectors that have the elected sign. If only one task vector has the elected sign, it is used instead of the
+    mean, even if its weight is 0.
     """
 
     sparse: Sparsity
@@ -277,8 +288,8 @@ class Agreed(NamedTuple):
     Where at least `agreement` sources agree, the result is the base plus lambda m, with m the merged task vector and
     lambda the field `lambda_`. Elsewhere the result is the base. Source s agrees if |tau_s| >= w_s |m - tau_s|, where
     tau_s is the difference of the source from the base, and w_s is its number in `mask_lambdas`. If `sparse` is
-    `Whole`, m is the sum of all tau_s. Otherwise m is the mean of the task vectors after the sparsification `sparse`,
-    as in the rule `Mean`.
+    `Whole`, which keeps every element, m is the sum of all tau_s. Otherwise m is the mean of those task vectors that
+    have the sign of their sum, after elements were dropped by the rule `sparse`.
     """
 
     sparse: Sparsity
@@ -288,11 +299,11 @@ class Agreed(NamedTuple):
 
 
 class SharedOut(NamedTuple):
-    """Rule for a merge kernel of RAM: the base plus each element's mean change by the sources that changed it.
+    """Rule for a merge kernel of RAM: the base plus the mean change of each element by the sources that changed it.
 
-    A change is the difference of a source from the base. A source changed an element if the magnitude of its change is
-    above `epsilon`. If several sources changed an element, their changes are averaged. If only one source changed an
-    element, its change is multiplied by the source's number in `factors`.
+    A change is the difference of a source from the base. A source changed an element if the magnitude of the difference
+    is above `epsilon`. If several sources changed an element, the mean of their changes is added to the base. If only
+    one source changed it, this change is added, multiplied by the source's number in `factors`.
     """
 
     epsilon: float
@@ -321,13 +332,17 @@ class Variable(NamedTuple):
 
 
 class VariableElection(NamedTuple):
-    """Rule for mergekit's SCE: like the rule `Variable`, except at zero sums of task vectors and for small weights.
+    """Rule for a merge kernel of SCE as in mergekit: a weighted mean of task vectors at the most variable elements.
 
-    The rule is computed for each element. If the variance of the element between the task vectors is below a threshold,
-    the result is the base. Otherwise the result is the base plus the mean, with the weights `weights`, of the task
-    vectors that have the elected sign. The elected sign is the sign of the sum of all task vectors; it is positive if
-    this sum is zero. The divisor of the mean is the sum of the weights of these task vectors, but at least `least`. The
-    fields `by`, `threshold`, `mark` and `factor` describe the threshold as in the rule `Variable`.
+    It differs from the rule `Variable` at sums of zero and for small weights. The rule is computed for each element. If
+    the variance of the element between the task vectors is below a threshold, the result is the base. Otherwise the
+    result is the base plus the mean, with the weights `weights`, of the task vectors that have the elected sign. The
+    elected sign is the sign of the sum of all task vectors; it is positive if this sum is zero. The divisor of the mean
+    is the sum of the weights of the task vectors that have the elected sign, but at least `least`.
+
+    The threshold consists of the variance `threshold` and `mark`, a number that orders elements of equal variance; the
+    marks of elements are computed from `factor`. `by` says whether elements are compared with the threshold by variance
+    and mark, or by variance alone.
     """
 
     by: Comparison
@@ -354,12 +369,12 @@ Rule = tuple[Any, ...]
 
 
 def comparisons(*each: Iterable[Trim]) -> list[Comparison]:
-    """Choose whether elements are compared with thresholds by magnitude alone or also by tie-breaking marks.
+    """Choose whether kernels compare elements with thresholds by magnitude alone, or also by tie-breaking marks.
 
-    Marks are hashes that order elements of equal magnitude. Each argument is a list with the bounds of one threshold
-    for each source. The result has one kind of comparison for each of these lists. If many elements may have the
-    magnitude of any of the thresholds (`Trim.is_tied`), all comparisons use magnitudes and marks (`ByMark`). Otherwise
-    they use magnitudes alone (`ByMagnitude`).
+    Marks are hashes that order elements of equal magnitude. Each of the arguments `each` has, for every source, the
+    bounds of one threshold of the source; a rule with a lower and an upper threshold has two arguments. The result has
+    one comparison for each argument. If many elements may have the magnitude of any of the thresholds (`Trim.is_tied`),
+    all comparisons use magnitudes and marks (`ByMark`). Otherwise they use magnitudes alone (`ByMagnitude`).
     """
     rows = [list(trims) for trims in each]
     if any(trim.is_tied for row in rows for trim in row):
@@ -368,10 +383,11 @@ def comparisons(*each: Iterable[Trim]) -> list[Comparison]:
 
 
 def bounds(trims: Iterable[Trim]) -> tuple[Numbers, Words, Numbers, Words, Words]:
-    """Values of the five fields of `Trimmed` that describe the lower and upper bound of each source's threshold.
+    """Split the bounds of several sources' thresholds into the fields of a kernel rule, one tuple for each field.
 
-    The fields are `lows`, `low_marks`, `highs`, `high_marks` and `ranks`, in this order. Each value has one number for
-    each source, from the source's entry in `trims`.
+    `trims` has, for each source, a lower and an upper bound of its threshold. The result has the values of the fields
+    `lows`, `low_marks`, `highs`, `high_marks` and `ranks` of `Trimmed`, in this order. Each value is a tuple with one
+    number for each source.
     """
     rows = [
         (trim.low.magnitude, trim.low.mark, trim.high.magnitude, trim.high.mark, trim.num_smaller) for trim in trims

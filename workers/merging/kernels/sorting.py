@@ -51,11 +51,11 @@ SIGN = U32(1 << 31)
 def ascending_magnitudes(
     source: torch.Tensor, base: torch.Tensor, factor: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield the magnitudes |source - base| in ascending order, in pieces, with tie-breaking hashes of their elements.
+    """Yield the magnitudes |source - base| in ascending order, in pieces, with numbers (marks) that break ties.
 
-    A piece is a pair of arrays (magnitudes in float32, hashes in uint32), valid until the next piece is taken. The
-    hashes ("marks") order equal magnitudes. `factor` is the number from which they are computed (`TieOrder.factor`).
-    The tensors are on CPU.
+    A piece is a pair of arrays (magnitudes in float32, marks in uint32), valid until the next piece is taken. The
+    tensors are on CPU. Equal magnitudes are in the order of their marks. The mark of an element is a hash of its index,
+    multiplied modulo 2^32 by `factor`, an odd number that differs between tensors (`TieOrder.factor`).
     """
     return map(_split, _ascending(_Magnitude(as_array(source), as_array(base), U32(factor))))
 
@@ -63,11 +63,12 @@ def ascending_magnitudes(
 def ascending_variances(
     sources: Sequence[torch.Tensor], base: torch.Tensor, factor: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield the variances of elements between task vectors in ascending order, in pieces, with tie-breaking hashes.
+    """Yield the variances of elements between task vectors in ascending order, in pieces, with marks that break ties.
 
     Task vectors are the differences of `sources` from `base`, on CPU. A piece is a pair of arrays (variances in
-    float32, hashes in uint32), valid until the next piece is taken. The hashes ("marks") order equal variances.
-    `factor` is the number from which they are computed (`TieOrder.factor`).
+    float32, marks in uint32), valid until the next piece is taken. Equal variances are in the order of their marks. The
+    mark of an element is a hash of its index, multiplied modulo 2^32 by `factor`, an odd number that differs between
+    tensors (`TieOrder.factor`).
     """
     return map(_split, _ascending(_Variance(as_array(base), as_arrays(sources), U32(factor))))
 
@@ -86,27 +87,32 @@ def ascending_importances(first: torch.Tensor, second: torch.Tensor, rows: torch
 def ranks_in_rows(source: torch.Tensor, base: torch.Tensor, factor: int, ranks: torch.Tensor, width: int) -> None:
     """Write the rank of each element's magnitude |source - base| within its row to the tensor `ranks`.
 
-    Rank 0 is the smallest magnitude. Rows have `width` elements. Equal magnitudes are ordered by tie-breaking marks.
-    `factor` is the number from which the marks are computed (`TieOrder.factor`). All tensors are on CPU.
+    Rank 0 is the smallest magnitude. Rows have `width` elements. All tensors are on CPU. Equal magnitudes are ranked by
+    the marks of their elements. A mark is a hash of the element's index, multiplied modulo 2^32 by `factor`, an odd
+    number that differs between tensors (`TieOrder.factor`).
     """
     x, b, places = as_array(source.contiguous()), as_array(base.contiguous()), ranks.view(-1).numpy()
     run(_ranks_in_rows, [(x, b, U32(factor), places, width, *part) for part in pieces(x.size, width)])
 
 
 def selected_magnitudes(source: torch.Tensor, base: torch.Tensor, factor: int) -> Selection:
-    """Make an object that selects the n-th largest of the magnitudes |source - base| of two CPU tensors.
+    """Make an object that finds the n-th largest of the magnitudes |source - base| of two CPU tensors, for any n.
 
-    Nothing is sorted. Equal magnitudes are ordered by tie-breaking marks. `factor` is the number from which the marks
-    are computed (`TieOrder.factor`).
+    The n-th largest magnitude is the threshold of merge methods that keep the n largest elements. It is found without
+    sorting, by passes over all elements at each call. Equal magnitudes are ordered by the marks of their elements. A
+    mark is a hash of the element's index, multiplied modulo 2^32 by `factor`, an odd number that differs between
+    tensors (`TieOrder.factor`).
     """
     return _selection(_Magnitude(as_array(source), as_array(base), U32(factor)))
 
 
 def selected_variances(sources: Sequence[torch.Tensor], base: torch.Tensor, factor: int) -> Selection:
-    """Make an object that selects the n-th largest of the variances of elements between task vectors.
+    """Make an object that finds the n-th largest of the variances of elements between task vectors, for any n.
 
-    Nothing is sorted. Task vectors are the differences of `sources` from `base`, on CPU. Equal variances are ordered by
-    tie-breaking marks. `factor` is the number from which the marks are computed (`TieOrder.factor`).
+    Task vectors are the differences of `sources` from `base`, on CPU. The n-th largest variance is the threshold of the
+    merge method SCE, which keeps the n elements that vary most. It is found without sorting, by passes over all
+    elements at each call. Equal variances are ordered by the marks of their elements. A mark is a hash of the element's
+    index, multiplied modulo 2^32 by `factor`, an odd number that differs between tensors (`TieOrder.factor`).
     """
     return _selection(_Variance(as_array(base), as_arrays(sources), U32(factor)))
 
@@ -114,11 +120,12 @@ def selected_variances(sources: Sequence[torch.Tensor], base: torch.Tensor, fact
 def magnitude_words(
     source: torch.Tensor, base: torch.Tensor, factor: int, mask: tuple[float, int] | None = None
 ) -> Words:
-    """The magnitudes |source - base| of two CPU tensors, as 64-bit sort keys ("words") with tie-breaking hashes.
+    """The magnitudes |source - base| of two CPU tensors, as 64-bit sort keys ("words") with marks that break ties.
 
-    The hashes ("marks") order equal magnitudes. `factor` is the number from which they are computed
-    (`TieOrder.factor`). `mask` is the (density, key) of a random mask; None is no mask. With a mask, a magnitude is
-    divided by the density if the mask keeps the element, and is zero otherwise.
+    A word has the bits of the magnitude (float32) in its upper half and the mark of the element in its lower half. The
+    mark is a hash of the element's index, multiplied modulo 2^32 by `factor`, an odd number that differs between
+    tensors (`TieOrder.factor`). `mask` is the (density, key) of a random mask; None is no mask. With a mask, a
+    magnitude is divided by the density if the mask keeps the element, and is zero otherwise.
     """
     numbers = as_array(source), as_array(base), U32(factor)
     if mask is None:
@@ -139,8 +146,10 @@ def _selection(numbers: Any) -> Selection:
 class TensorWords:
     """The elements of a CPU tensor as 64-bit sort keys ("words"), from which the n-th largest is selected.
 
-    The class implements `order_statistics.Words`. `numbers` has the tensor, and its type says which number is computed
-    from each element, such as the magnitude of its difference from the base.
+    The upper half of a key is the number by which elements are ranked, such as the magnitude of an element's difference
+    from the base. The lower half orders elements with equal numbers. The argument `numbers` is an object that holds the
+    tensor and computes the upper halves; its class decides by which number elements are ranked. The class implements
+    `order_statistics.Words`.
     """
 
     def __init__(self, numbers: Any) -> None:
@@ -162,9 +171,10 @@ class TensorWords:
 
 
 def _split(words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Split sorted 64-bit words into the numbers in their upper halves and the tie-breaking hashes in the lower halves.
+    """Split sorted 64-bit words into the numbers in their upper halves and the marks in their lower halves.
 
-    A hash ("mark") orders elements whose numbers are equal.
+    A word is the sort key of an element. Its mark is a hash that orders elements whose numbers are equal. Returns the
+    arrays (numbers in float32, marks in uint32).
     """
     return (words >> U64(32)).astype(np.uint32).view(np.float32), words.astype(np.uint32)
 
@@ -218,9 +228,9 @@ def _ascending(numbers: Any) -> Iterator[np.ndarray]:
 def _groups(counts: np.ndarray, size: int) -> list[tuple[int, int]]:
     """Divide adjacent buckets of a radix sort into groups of about `size` elements, each of at least one bucket.
 
-    A bucket has the elements whose numbers begin with the same bits. `counts` has the number of elements in each
-    bucket. Returns (first bucket, bucket after the last) for each group. Empty buckets at the beginning are in no
-    group.
+    A bucket has the elements whose numbers begin with the same bits. The groups are sorted one after another, so that
+    memory is needed for one group only. `counts` has the number of elements in each bucket. Returns (first bucket,
+    bucket after the last) for each group. Empty buckets at the beginning are in no group.
     """
     groups = (np.cumsum(counts) - 1) // size
     occupied = np.flatnonzero(counts)
@@ -292,9 +302,10 @@ def _bucket_counts(numbers: Any) -> Any:
 def _digit_counts(numbers: Any, prefix: Any, shift: Any, start: int, stop: int) -> Any:
     """Count the elements whose sort keys begin with the bits `prefix`, by the digit that follows the prefix.
 
-    A sort key ("word") has 64 bits: the number that is computed from an element, then its tie-breaking mark. The digit
-    has LOWER bits, and `shift` is the number of bits after it. Only the elements from `start` to `stop` - 1 of
-    `numbers` are counted. Returns a count for each value of the digit.
+    `numbers` computes the number by which each element is sorted, such as its magnitude. A sort key ("word") has 64
+    bits: this number, then the element's tie-breaking mark. It consists of the prefix, a digit of LOWER bits, and
+    `shift` further bits. Only the elements from `start` to `stop` - 1 are counted. Returns a count for each value of
+    the digit.
     """
     counts, mask = np.zeros(1 << LOWER, np.int64), U64((1 << LOWER) - 1)
     above = shift + U64(LOWER)
@@ -310,9 +321,9 @@ def _digit_counts(numbers: Any, prefix: Any, shift: Any, start: int, stop: int) 
 def _collect(numbers: Any, prefix: Any, shift: Any, words: Any, start: int, stop: int) -> Any:
     """Write the 64-bit words that begin with the bits `prefix` to the array `words`, and return their number.
 
-    A word is the sort key of an element: the number that is computed from the element, then its tie-breaking mark.
-    `shift` is the number of bits after the prefix. Only the elements from `start` to `stop` - 1 of `numbers` are
-    considered.
+    `numbers` computes the number by which each element is sorted, such as its magnitude. A word is the sort key of an
+    element: this number, then the element's tie-breaking mark. `shift` is the number of bits after the prefix. Only the
+    elements from `start` to `stop` - 1 are considered.
     """
     count = U64(0)
     for i in range(U64(start), U64(stop)):
@@ -331,9 +342,9 @@ def _word(numbers: Any, i: Any) -> Any:
 def _has_prefix(numbers: Any, i: Any, prefix: Any, shift: Any) -> Any:
     """Whether the sort key of element i, a 64-bit word, begins with the bits `prefix`.
 
-    A word has the number that is computed from the element, then its tie-breaking mark. `shift`, at most 48, is the
-    number of bits after the prefix. For most words the number alone shows that the result is False; then the mark is
-    not computed.
+    The upper half of a word is the number that is computed from element i of `numbers`. The lower half is a mark, which
+    orders elements with equal numbers. `shift`, at most 48, is the number of bits after the prefix. The mark is
+    computed only if the prefix is longer than 32 bits and the number agrees with it.
     """
     if shift >= U64(32):
         return U64(_bits(numbers, i)) >> (shift - U64(32)) == prefix
@@ -352,10 +363,11 @@ def _zeros(numbers: Any, start: int, stop: int) -> int:
 
 @compiled
 def _partition(numbers: Any, first: int, range_of: Any, starts: Any, words: Any) -> Any:
-    """Write the 64-bit words of the elements in adjacent buckets of a radix sort to `words`, grouped by bucket ranges.
+    """Write the sort keys of the elements in some adjacent buckets of a radix sort to `words`, and return `words`.
 
-    A bucket has the elements whose numbers begin with the same bits. A word has 64 bits: an element's number, then its
-    tie-breaking mark. Words are not sorted within a range. Returns `words`.
+    A bucket has the elements whose numbers begin with the same bits. A sort key ("word") has 64 bits: an element's
+    number, then its tie-breaking mark. Several buckets together form a range. The words of a range are adjacent in
+    `words`, and are not sorted.
 
     - `first`: the first bucket
     - `range_of`: for each bucket from `first` on, the range that it belongs to
@@ -376,9 +388,10 @@ def _partition(numbers: Any, first: int, range_of: Any, starts: Any, words: Any)
 def _ranks_in_rows(x: Any, b: Any, factor: Any, ranks: Any, width: int, start: int, stop: int) -> None:
     """Compute the ranks of magnitudes |x - b| within rows, for the elements from `start` to `stop` - 1.
 
-    Ranks are written to `ranks`. Rows have `width` elements; `start` and `stop` are multiples of `width`. The positions
-    in each row are sorted by magnitude, in three stable passes by one digit each. Positions of equal magnitude are
-    sorted by their tie-breaking marks, which are computed from `factor`.
+    `x` and `b` are the flat arrays of a tensor and of the base. Rows have `width` elements; `start` and `stop` are
+    multiples of `width`. Ranks are written to `ranks`. The positions in each row are sorted by magnitude, in three
+    stable passes by one digit each. Positions of equal magnitude are sorted by their marks, hashes of the elements'
+    indices times `factor`.
     """
     mask, size = U32((1 << DIGIT) - 1), U64(width)
     keys, order, other = np.empty(width, np.uint32), np.empty(width, np.uint32), np.empty(width, np.uint32)

@@ -24,8 +24,8 @@ HASHES = 2.0**32  # number of different hashes
 def is_at_or_above(by: Any, size: Any, s: Any, i: Any, factor: Any, low: Any, low_mark: Any) -> Any:
     """Whether element i of source s, of magnitude `size`, is at a threshold or above it.
 
-    The threshold is the magnitude `low` with the tie-breaking mark `low_mark`. `factor` is the number from which the
-    element's own mark is computed. `by` says how the element is compared with the threshold. `ByMark` compares
+    The threshold is the magnitude `low` with the mark `low_mark`. Marks order elements of equal magnitude: the mark of
+    element i is a hash of i times `factor`. `by` says how the element is compared with the threshold. `ByMark` compares
     magnitude and mark. `ByMagnitude` compares the magnitude alone; an element for which this is not sufficient counts
     as below the threshold. Callable only in compiled code.
     """
@@ -35,8 +35,8 @@ def is_at_or_above(by: Any, size: Any, s: Any, i: Any, factor: Any, low: Any, lo
 def is_above(by: Any, size: Any, s: Any, i: Any, factor: Any, low: Any, low_mark: Any) -> Any:
     """Whether element i of source s, of magnitude `size`, is above a threshold.
 
-    The threshold is the magnitude `low` with the tie-breaking mark `low_mark`. `factor` is the number from which the
-    element's own mark is computed. `by` says how the element is compared with the threshold. `ByMark` compares
+    The threshold is the magnitude `low` with the mark `low_mark`. Marks order elements of equal magnitude: the mark of
+    element i is a hash of i times `factor`. `by` says how the element is compared with the threshold. `ByMark` compares
     magnitude and mark. With `ByMagnitude`, the element is above if its magnitude is at least `by.aboves[s]`. Callable
     only in compiled code.
     """
@@ -66,9 +66,10 @@ def _passes_threshold(by: Any, size: Any, s: Any, i: Any, factor: Any, low: Any,
 
 
 def kept(sparse: Any, tau: Any, s: Any, i: Any) -> Any:
-    """The value of element i of source s's task vector, `tau`, after the sparsification `sparse`.
+    """The value of element i of the task vector of source s after the sparsification `sparse`.
 
-    The value is 0 if the element is dropped, else `tau`, possibly rescaled. Callable only in compiled code.
+    `tau` is the element's value before. `sparse` is the rule that decides which elements are dropped. The result is 0
+    if the element is dropped, else `tau`, possibly rescaled. Callable only in compiled code.
     """
     raise NotImplementedError("only in compiled code")
 

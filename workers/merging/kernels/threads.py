@@ -37,14 +37,14 @@ def pieces(num_elements: int, block: int) -> list[tuple[int, int]]:
 def run(kernel: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[Any]:
     """Run `kernel` in several threads, once for each tuple of arguments in `calls`; return the results in order.
 
-    The first call runs in the calling thread.
+    The first of the calls runs in the thread that calls this function.
     """
     others = [_threads().submit(kernel, *arguments) for arguments in calls[1:]]
     return [kernel(*arguments) for arguments in calls[:1]] + [other.result() for other in others]
 
 
 def each_in_one_thread(function: Callable[[T], None], items: Sequence[T]) -> None:
-    """Call `function` for each of `items`, in several threads, with each call in a single thread.
+    """Call `function` for each of `items`; several calls run at a time, and each uses only the thread that it runs in.
 
     There are as many threads as torch uses. The function is for many small tensors: using a second thread for one
     tensor would take as long as merging the tensor.

@@ -24,11 +24,11 @@ U32, U64 = np.uint32, np.uint64
 
 
 def undecided(rule: Any, base: Any, xs: Any, i: Any) -> Any:
-    """Flag whether it is still unknown which sources keep element i: SOME (1) if unknown, NONE (0) if known.
+    """SOME (1) if it is not known yet which sources keep element i, else NONE (0).
 
-    A source keeps an element if its magnitude reaches the source's threshold. `rule` has only a lower and an upper
-    bound of each threshold, so elements between the bounds are undecided. `base` and `xs` are the arrays of the base
-    and the sources. Callable only in compiled code.
+    A source keeps an element if its magnitude reaches the source's threshold. `rule` has the numbers of a merge's
+    formula, with only a lower and an upper bound of each threshold. An element between the bounds of a source's
+    threshold is undecided. `base` and `xs` are the arrays of the base and the sources. Callable only in compiled code.
     """
     raise NotImplementedError("only in compiled code")
 
@@ -64,12 +64,12 @@ def _undecided_between(rule: Any, base: Any, xs: Any, i: Any) -> Any:
 
 
 def is_between(by: Any, size: Any, s: Any, i: Any, factor: Any, low: Any, high: Any) -> Any:
-    """Flag SOME (1) if element i of source s is or may be strictly between two thresholds, else NONE (0).
+    """SOME (1) if element i of source s is, or may be, strictly between two thresholds, else NONE (0).
 
-    The thresholds are `low` and `high`, each (magnitude, tie-breaking mark). `size` is the element's magnitude.
-    `factor` is the number from which the element's own mark is computed. `by` says how the element is compared with the
-    thresholds. `ByMark` compares magnitude and mark. `ByMagnitude` compares the magnitude alone; an element for which
-    this is not sufficient counts as between. Callable only in compiled code.
+    The thresholds are `low` and `high`, each (magnitude, mark). Marks order elements of equal magnitude: the mark of
+    element i is a hash of i times `factor`. `size` is the element's magnitude. `by` says how the element is compared
+    with the thresholds. `ByMark` compares magnitude and mark. `ByMagnitude` compares the magnitude alone; an element
+    for which this is not sufficient counts as between. Callable only in compiled code.
     """
     raise NotImplementedError("only in compiled code")
 
@@ -94,9 +94,9 @@ UNDECIDED: dict[type, Callable[..., Any]] = {rules.Trimmed: _undecided_trim, rul
 def most_undecided(rule: Any) -> int:
     """Upper limit for the number of a tensor's undecided elements, for which memory is allocated in advance.
 
-    `rule` has a lower and an upper bound of each of its thresholds. Elements between the bounds are undecided until the
-    exact threshold is found. There are at most `MOST_LEFT` undecided elements for each threshold. The result is 0 for a
-    rule without thresholds.
+    `rule`, the numbers of a merge's formula, has a lower and an upper bound of each of its thresholds. Elements between
+    the bounds are undecided until the exact threshold is found. There are at most `MOST_LEFT` undecided elements for
+    each threshold. The result is 0 for a rule without thresholds.
     """
     sparse = getattr(rule, "sparse", None)
     if isinstance(sparse, rules.Trimmed | rules.Between):
@@ -105,11 +105,12 @@ def most_undecided(rule: Any) -> int:
 
 
 def decided(rule: Any, base: np.ndarray, xs: tuple[np.ndarray, ...], positions: np.ndarray) -> Any:
-    """Copy of a rule in which each threshold is exact, so that every element can be decided.
+    """Copy of a rule in which each threshold is exact, so that no element is undecided.
 
-    In `rule`, a threshold is known only by a lower and an upper bound. It is at one of the elements between its bounds.
-    `positions` has the indices of all elements that are between the bounds of any threshold. `base` and `xs` are the
-    arrays of the base and the sources.
+    A rule has the numbers of a merge's formula. In `rule`, a threshold is known only by a lower and an upper bound; it
+    is at one of the elements between them. Whether these elements are kept is undecided until the exact threshold is
+    known. `positions` has the indices of all elements that are between the bounds of any threshold. `base` and `xs` are
+    the arrays of the base and the sources.
     """
     sparse = rule.sparse
     sizes = [_magnitudes_at(base, x, positions) for x in xs]
@@ -132,15 +133,14 @@ def variance_threshold(
 ) -> tuple[Threshold, bool]:
     """Find the exact threshold for variances, from a lower and an upper bound (merge method SCE).
 
-    The variance of an element is computed over its values in the task vectors, the differences of `xs` from `base`.
+    The variance of an element is computed over its values in the task vectors, the differences of `xs` from `base`. The
+    threshold is a variance and a mark. Marks are hashes of the elements' indices, which `order` computes and which
+    order elements of equal variance. `trim` has the two bounds. `positions` are the indices of all elements strictly
+    between the bounds. If variances were compared without marks (`trim.magnitudes`), it has also all elements with the
+    threshold's variance.
 
-    - `trim`: the two bounds of the threshold
-    - `order`: the rule that breaks ties between elements of equal variance, by numbers called marks
-    - `positions`: the indices of all elements strictly between the bounds; if variances were compared without marks
-      (`trim.magnitudes`), also of all elements with the threshold's variance
-
-    Returns the threshold, and whether it includes all elements of `positions` that have its variance. If it does, later
-    comparisons need no marks.
+    Returns the threshold, and whether every element of `positions` with the threshold's variance reaches it. If so,
+    later comparisons need no marks.
     """
     sizes, marks = _variances_at(base, xs, positions), _marks_at(positions, U32(order.factor))
     bounds = trim.low.magnitude, trim.low.mark, trim.high.magnitude, trim.high.mark, trim.num_smaller

@@ -39,7 +39,7 @@ GPU_CHUNK = 512 * BLOCK
 
 
 def weighted_sum(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
-    """The sum of the tensors, each times its weight, added in the given order."""
+    """The sum of the tensors, each times its number in `weights`, added in the given order."""
     merged = tensors[0] * weights[0]
     for tensor, weight in zip(tensors[1:], weights[1:], strict=True):
         merged += tensor * weight
@@ -55,7 +55,7 @@ def total(function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> floa
 
 
 def dot(first: torch.Tensor, second: torch.Tensor) -> float:
-    """The inner product of two tensors, summed in float64."""
+    """The inner product of `first` and `second`, taken as vectors, summed in float64."""
     return total(torch.mul, first, second)
 
 
@@ -65,7 +65,7 @@ def norm(tensor: torch.Tensor) -> float:
 
 
 def cosine(first: torch.Tensor, second: torch.Tensor) -> float:
-    """The cosine in [-1, 1] of the angle between two tensors taken as vectors.
+    """The cosine in [-1, 1] of the angle between the tensors `first` and `second`, taken as vectors.
 
     The result is 0 if one of the tensors has a norm of at most 1e-8, because its direction is not defined.
     """
@@ -97,7 +97,7 @@ def cosine_of(products: Products, first: int, second: int) -> float:
 
 
 def row_cosines(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """The cosines of the angles between corresponding rows of two tensors [..., n], as float64 [..., 1].
+    """The cosines of the angles between corresponding rows of `first` and `second` [..., n], as float64 [..., 1].
 
     A cosine is 0 if a row has a norm of at most 1e-8. Tensors with fewer than two dimensions are one row.
     """

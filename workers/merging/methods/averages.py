@@ -61,9 +61,9 @@ STOCK_ROUNDING = 1e-6
 
 @merges("passthrough", peak=Peak(0, 4))
 def passthrough(tensors: Sequence[torch.Tensor], *, scale: float = 1) -> torch.Tensor:
-    """Copy of the only source, multiplied by `scale` (mergekit's passthrough).
+    """Copy of the only tensor in `tensors`, multiplied by `scale` (mergekit's passthrough).
 
-    The result is scale * theta, with theta the source's tensor.
+    The result is scale * theta, with theta this tensor.
     """
     is_copy = scale == 1 and not isinstance(scale, torch.Tensor)
     return tensors[0] if is_copy else tensors[0] * scale
@@ -73,9 +73,9 @@ def passthrough(tensors: Sequence[torch.Tensor], *, scale: float = 1) -> torch.T
 def linear(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
     """Weighted average of models, with weights that are divided by their sum (model soups, arXiv:2203.05482).
 
-    The result is sum_t w_t theta_t with sum_t w_t = 1. theta_t is the tensor of model t, w_t its weight; this is
-    equation 11 of "Automated Model Merging". The given weights are divided by their sum, because weights rounded to six
-    decimals seldom sum to exactly one. Raises InvalidRecipe if they sum to zero.
+    The result is sum_t w_t theta_t with sum_t w_t = 1. theta_t is the tensor of model t in `tensors`, w_t its weight;
+    this is equation 11 of "Automated Model Merging". The given weights are divided by their sum, because weights
+    rounded to six decimals seldom sum to exactly one. Raises InvalidRecipe if they sum to zero.
     """
     return weighted_sum(tensors, linear_weights(weights))
 
@@ -101,7 +101,8 @@ def linear_weights(weights: Sequence[float]) -> list[float]:
 def slerp(tensors: Sequence[torch.Tensor], *, t: float, cos: float | None = None) -> torch.Tensor:
     """Spherical interpolation of two tensors (Shoemake 1985); t = 0 gives the first, t = 1 the second.
 
-    This is equation 10 of "Automated Model Merging". omega is the angle between the whole tensors. `cos` is the
+    The result is (sin((1 - t) omega) theta_1 + sin(t omega) theta_2) / sin omega, equation 10 of "Automated Model
+    Merging". theta_1 and theta_2 are the tensors, and omega is the angle between them as vectors. `cos` is the
     precomputed cosine of omega; None computes it. The tensors are not normalised before they are interpolated; only
     omega is computed from their directions alone.
 
@@ -115,7 +116,10 @@ def slerp(tensors: Sequence[torch.Tensor], *, t: float, cos: float | None = None
 
 
 def slerp_weights(t: float, cos: float) -> tuple[float, float]:
-    """The factors of the two tensors in `slerp`, from t and the cosine `cos` of the angle between the tensors."""
+    """The factors by which `slerp` (spherical interpolation) multiplies its two tensors before it adds them.
+
+    `t` is the place between the first tensor (0) and the second (1), and `cos` the cosine of the angle between them.
+    """
     return _circle_weights(t, cos, COLLINEAR)
 
 
@@ -133,7 +137,10 @@ def nuslerp(tensors: Sequence[torch.Tensor], *, weights: Sequence[float], cos: f
 
 
 def nuslerp_weights(weights: Sequence[float], cos: float) -> tuple[float, float]:
-    """The factors of the two tensors in `nuslerp`, from their weights and the cosine `cos` of their angle."""
+    """The factors by which `nuslerp` (spherical interpolation) multiplies its two tensors before it adds them.
+
+    `weights` are the weights of the tensors, and `cos` is the cosine of the angle between them.
+    """
     return _circle_weights(_t(weights), cos, NUSLERP_COLLINEAR)
 
 
@@ -158,11 +165,11 @@ def nuslerp_rows(tensors: Sequence[torch.Tensor], *, weights: Sequence[float]) -
 
 @merges("nuslerp_columns", peak=Peak(0, 25, more_on_gpu=16))
 def nuslerp_columns(tensors: Sequence[torch.Tensor], *, weights: Sequence[float]) -> torch.Tensor:
-    """Spherical interpolation of two tensors, each vector along the first dimension by its own angle.
+    """Spherical interpolation of two tensors, separately for each of their vectors along the first dimension.
 
-    `nuslerp_rows` does the same along the last dimension. In mergekit, this method is NuSLERP with `nuslerp_flatten:
-    false` and `nuslerp_row_wise: true`. `weights` are the weights w_1 and w_2 of the tensors. The second tensor has the
-    share w_2 / (w_1 + w_2).
+    Each pair of vectors is interpolated by the angle between them. `nuslerp_rows` does the same along the last
+    dimension. In mergekit, this method is NuSLERP with `nuslerp_flatten: false` and `nuslerp_row_wise: true`. `weights`
+    are the weights w_1 and w_2 of the tensors. The second tensor has the share w_2 / (w_1 + w_2).
     """
     turned = nuslerp_rows([tensor.transpose(0, -1) for tensor in tensors], weights=weights)
     return turned.transpose(0, -1).contiguous()
@@ -178,8 +185,9 @@ def nuslerp_task_vectors(
 ) -> torch.Tensor:
     """The base plus the spherical interpolation (`nuslerp`) of two task vectors.
 
-    `weights` are the weights of the two task vectors. `products` are the precomputed inner products of the task
-    vectors; None computes them. In mergekit this method is NuSLERP with a base model.
+    `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. `weights` are the weights
+    w_1 and w_2 of the two task vectors; the second has the share w_2 / (w_1 + w_2). `products` are the precomputed
+    inner products of the task vectors; None computes them. In mergekit this method is NuSLERP with a base model.
     """
     cos = None if products is None else cosine_of(products, 0, 1)
     return nuslerp([tensor - base for tensor in tensors], weights=weights, cos=cos).add_(base)
@@ -191,8 +199,9 @@ def nuslerp_rows_task_vectors(
 ) -> torch.Tensor:
     """The base plus the spherical interpolation of two task vectors row by row (`nuslerp_rows`).
 
-    `weights` are the weights of the two task vectors. In mergekit this method is NuSLERP with a base model and
-    `nuslerp_flatten: false`.
+    `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. `weights` are the weights
+    w_1 and w_2 of the two task vectors; the second has the share w_2 / (w_1 + w_2). In mergekit this method is NuSLERP
+    with a base model and `nuslerp_flatten: false`.
     """
     return nuslerp_rows([tensor - base for tensor in tensors], weights=weights) + base
 
@@ -203,8 +212,9 @@ def nuslerp_columns_task_vectors(
 ) -> torch.Tensor:
     """The base plus the spherical interpolation of two task vectors along the first dimension (`nuslerp_columns`).
 
-    `weights` are the weights of the two task vectors. In mergekit this method is NuSLERP with a base model,
-    `nuslerp_flatten: false` and `nuslerp_row_wise: true`.
+    `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. `weights` are the weights
+    w_1 and w_2 of the two task vectors; the second has the share w_2 / (w_1 + w_2). In mergekit this method is NuSLERP
+    with a base model, `nuslerp_flatten: false` and `nuslerp_row_wise: true`.
     """
     return nuslerp_columns([tensor - base for tensor in tensors], weights=weights) + base
 
@@ -220,12 +230,13 @@ def model_stock(
 ) -> torch.Tensor:
     """Model Stock (arXiv:2403.19522): the base plus the mean task vector, scaled by the similarity of the task vectors.
 
-    The factor is t = N cos / (1 + (N - 1) cos), with N the number of models and cos the mean cosine between the task
-    vectors of this tensor. A task vector of norm at most 1e-8 counts as orthogonal to the others. If the denominator is
-    zero, the result is the base. Near this pole, the magnitude of t is large. If t is below -N or above 1,
-    InvalidRecipe is raised or, with `unbounded`, a warning is logged. The message names the tensor by `name`. For
-    models at equal distances from the base, the result at t = -N is as far from the base as the models are. `products`
-    are the precomputed inner products of the task vectors; None computes them.
+    `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. The factor is t = N cos /
+    (1 + (N - 1) cos), with N the number of models and cos the mean cosine between the task vectors of this tensor. A
+    task vector of norm at most 1e-8 counts as orthogonal to the others. If the denominator is zero, the result is the
+    base. Near this pole, the magnitude of t is large. If t is below -N or above 1, InvalidRecipe is raised or, with
+    `unbounded`, a warning is logged. The message names the tensor by `name`. The bound is -N because there the result
+    is already as far from the base as the models, if these are at equal distances from it. `products` are the
+    precomputed inner products of the task vectors; None computes them.
     """
     taus = [tensor - base for tensor in tensors]
     weights = model_stock_weights(products or inner_products(taus), unbounded=unbounded, name=name)
@@ -251,8 +262,10 @@ def model_stock_rows(
 ) -> torch.Tensor:
     """Model Stock (`model_stock`) with a separate factor t for each row of the tensor (mergekit: `filter_wise: true`).
 
-    A row is a vector along the last dimension. If a factor is below -N or above 1, where N is the number of models,
-    InvalidRecipe is raised or, with `unbounded`, a warning is logged. The message names the tensor by `name`.
+    `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. The result is the base
+    plus the mean task vector, each row multiplied by its factor. A row is a vector along the last dimension. If a
+    factor is below -N or above 1, where N is the number of models, InvalidRecipe is raised or, with `unbounded`, a
+    warning is logged. The message names the tensor by `name`.
     """
     taus = [tensor - base for tensor in tensors]
     pairs = [(taus[i], taus[j]) for i in range(len(taus)) for j in range(i + 1, len(taus))]

@@ -51,13 +51,14 @@ def sce(
 ) -> torch.Tensor:
     """SCE (FuseChat, arXiv:2408.07990): a weighted mean of the task vectors at the elements that vary most.
 
-    theta_pre is the base, and tau_t are the task vectors, the differences of the models from the base. The method has
-    three steps:
+    theta_pre is the tensor of the base model, `base`. tau_t, the task vector of model t, is its tensor in `tensors`
+    minus `base`. The method has three steps:
 
     - Select: of the elements whose values differ between the task vectors, the share `select_topk` with the largest
-      variance is selected. With `select_topk` 1, all elements are selected.
-    - Calculate: the weight w_t of a model is the mean square of its selected elements over the tensor.
-    - Erase: in each task vector, elements whose sign differs from the sign of the sum of the task vectors are erased.
+      variance is kept; the others become zero in every tau_t. With `select_topk` 1, all elements are kept.
+    - Calculate: the weight w_t is the sum of the squares of tau_t's kept elements, divided by the number of all
+      elements.
+    - Erase: in each tau_t, elements whose sign differs from the sign of the sum of the task vectors become zero.
 
     The result is theta_pre + sum_t w_t tau_t / sum_t w_t over the elements that are left. It is the base for elements
     that are not selected, and where the sum of the task vectors is zero. `variances` is a precomputed table of the
@@ -90,14 +91,19 @@ def sce_mergekit(
     variances: Ranked | None = None,
     order: TieOrder = ANY_ORDER,
 ) -> torch.Tensor:
-    """SCE as in mergekit, which differs from `sce` where task vectors sum to zero, and for small weights.
+    """SCE as mergekit computes it; it differs from `sce` where task vectors sum to zero, and for small weights.
 
-    As in `sce`, a share `select_topk` of the elements is selected: those that vary most between the task vectors. The
-    weight of a model is the mean square of its selected elements, and elements with a minority sign are erased. Weights
-    are equal if the mean squares sum to less than 1e-6. Where the sum of the task vectors is zero, the positive sign is
-    elected. The divisor, a sum of weights, is at least 1e-6. `variances` is a precomputed table of the elements'
-    variances, from which the selection takes its threshold; with None, the threshold is searched for. `order` is the
-    rule that breaks ties between elements of equal variance.
+    `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. As in `sce`, a share
+    `select_topk` of the elements is selected: those that vary most between the task vectors. The weight of a model is
+    the mean square of its selected elements, and elements whose sign is not that of the sum of the task vectors are
+    erased. The differences from `sce` are these:
+
+    - Weights are equal if the mean squares sum to less than 1e-6.
+    - Where the sum of the task vectors is zero, the positive sign is elected.
+    - The divisor, a sum of weights, is at least 1e-6.
+
+    `variances` is a precomputed table of the elements' variances, from which the selection takes its threshold; with
+    None, the threshold is searched for. `order` is the rule that breaks ties between elements of equal variance.
     """
     taus = [tensor - base for tensor in tensors]
     if select_topk < 1:
@@ -117,7 +123,7 @@ def sce_mergekit(
 
 
 def num_selected(select_topk: float, num_variable: int) -> int:
-    """Number of elements that SCE selects in a tensor.
+    """Number of elements that the merge method SCE selects in a tensor.
 
     `num_variable` is the number of elements that differ between the task vectors. `select_topk` is the share of these
     elements to select. The product is rounded down.
@@ -128,8 +134,8 @@ def num_selected(select_topk: float, num_variable: int) -> int:
 def sce_weights(squares: Sequence[float]) -> list[float]:
     """The weight of each model in `sce`, from the sum of squares of its selected elements.
 
-    `squares` has this sum for each model. The sums are divided by their total. All weights are zero if all sums are
-    zero.
+    SCE selects the elements that vary most between the task vectors. `squares` has this sum for each model. The sums
+    are divided by their total. All weights are zero if all sums are zero.
     """
     whole = math.fsum(squares)
     return [square / whole if whole else 0.0 for square in squares]
@@ -139,9 +145,9 @@ def sce_weights(squares: Sequence[float]) -> list[float]:
 def ram(tensors: Sequence[torch.Tensor], base: torch.Tensor, *, epsilon: float) -> torch.Tensor:
     """RAM (arXiv:2601.13572): average the changes of elements that several models changed, and add all other changes.
 
-    A model has changed an element if it differs from the base by more than epsilon. If several models changed an
-    element, the mean of their task vectors is added to the base. If one model changed an element, this model's task
-    vector is added.
+    `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. A model has changed an
+    element if it differs from the base by more than epsilon. If several models changed an element, the mean of their
+    task vectors is added to the base. If one model changed an element, this model's task vector is added.
     """
     return _ram([tensor - base for tensor in tensors], base, epsilon, None)
 
@@ -152,10 +158,11 @@ def ramplus_tl(
 ) -> torch.Tensor:
     """RAM+ with change counts for each tensor (arXiv:2601.13572), which mergekit calls tensor-local.
 
-    A model has changed an element if it differs from the base by more than epsilon. If several models changed an
-    element, the mean of their task vectors is added to the base. If one model changed an element, this model's task
-    vector times 1 + r min(alpha, shared / unique) is added. `shared` is the number of elements of the tensor that this
-    model and others changed, and `unique` the number that this model alone changed.
+    `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. A model has changed an
+    element if it differs from the base by more than epsilon. If several models changed an element, the mean of their
+    task vectors is added to the base. If one model changed an element, this model's task vector times 1 + r min(alpha,
+    shared / unique) is added. `shared` is the number of elements of the tensor that this model and others changed, and
+    `unique` the number that this model alone changed.
     """
     return _ram([tensor - base for tensor in tensors], base, epsilon, (r, alpha))
 
@@ -166,12 +173,12 @@ def pcb(
 ) -> torch.Tensor:
     """PCB-Merging as published (arXiv:2410.02396): a mean of the task vectors with weights for each element.
 
-    theta_pre is the base, tau_i the task vector of model i, N the number of models, and Norm scales a tensor linearly
-    to [0, 1]. The weights of model i are beta_i = Softmax(N Norm(tau_i^2)) * sum_j Softmax(Norm(tau_i tau_j)), with
-    each Softmax over the whole tensor. Of each beta_i, the share `density` of largest elements is kept, and the others
-    are set to zero. The result is theta_pre + lambda sum_i beta_i tau_i / sum_i beta_i. For elements for which all
-    beta_i are zero, the result is the base. `orders` has, for each model, the rule that breaks ties between equal
-    elements of beta_i.
+    `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. theta_pre is the base,
+    tau_i the task vector of model i, N the number of models, and Norm scales a tensor linearly to [0, 1]. The weights
+    of model i are beta_i = Softmax(N Norm(tau_i^2)) * sum_j Softmax(Norm(tau_i tau_j)), with each Softmax over the
+    whole tensor. Of each beta_i, the share `density` of largest elements is kept, and the others are set to zero. The
+    result is theta_pre + lambda sum_i beta_i tau_i / sum_i beta_i. For elements for which all beta_i are zero, the
+    result is the base. `orders` has, for each model, the rule that breaks ties between equal elements of beta_i.
     """
     taus = [tensor - base for tensor in tensors]
     betas = []
@@ -190,10 +197,11 @@ def pcb(
 def pcb_tanh(tensors: Sequence[torch.Tensor], base: torch.Tensor, *, lambda_: float, density: float) -> torch.Tensor:
     """PCB-Merging as its authors' code computes it, with clipped magnitudes and a tanh.
 
-    tau_i is the task vector of model i, N the number of models, and Norm scales a tensor linearly to [0, 1]. Magnitudes
-    are clipped to their quantiles at 0.01 % and 99.99 %. The weights are beta_i = exp(N Norm(|tau_i|)^2) tanh(tau_i
-    sum_j tau_j). Elements of beta_i below the quantile at 1 - density are set to this quantile; then beta_i is scaled
-    to [0, 1]. The result is the base plus lambda sum_i beta_i tau_i / sum_i beta_i, with clipped tau_i.
+    `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. tau_i is the task vector
+    of model i, N the number of models, and Norm scales a tensor linearly to [0, 1]. Magnitudes are clipped to their
+    quantiles at 0.01 % and 99.99 %. The weights are beta_i = exp(N Norm(|tau_i|)^2) tanh(tau_i sum_j tau_j). Elements
+    of beta_i below the quantile at 1 - density are set to this quantile; then beta_i is scaled to [0, 1]. The result is
+    the base plus lambda sum_i beta_i tau_i / sum_i beta_i, with clipped tau_i.
     """
     taus = [tensor - base for tensor in tensors]
     summed = taus[0].clone()
@@ -226,10 +234,10 @@ def consensus_ta(
 ) -> torch.Tensor:
     """Consensus task arithmetic (TALL masks, arXiv:2405.07813): add only elements that matter to several models.
 
-    tau_t is the task vector of model t, and tau is the sum of all task vectors. An element matters to model t if
-    |tau_t| >= mask_lambda_t |tau - tau_t|, with mask_lambda_t from `mask_lambdas`. The elements of tau that matter to
-    at least `agreement` models are kept, and the others are set to zero. The result is the base plus lambda times the
-    kept elements.
+    `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. tau_t is the task vector
+    of model t, and tau is the sum of all task vectors. An element matters to model t if |tau_t| >= mask_lambda_t |tau -
+    tau_t|, with mask_lambda_t from `mask_lambdas`. The elements of tau that matter to at least `agreement` models are
+    kept, and the others are set to zero. The result is the base plus lambda times the kept elements.
     """
     taus = [tensor - base for tensor in tensors]
     merged = taus[0].clone()
@@ -252,12 +260,13 @@ def consensus_ties(
 ) -> torch.Tensor:
     """Consensus merging with TIES: add the elements of TIES' merged task vector that matter to several models.
 
-    TIES' merged task vector, tau, is that of equations 6 to 8 of "Automated Model Merging", with the share k of
-    elements kept and without lambda. An element matters to model t if |tau_t| >= mask_lambda_t |tau - tau_t|, with
-    tau_t the task vector of the model. The elements that matter to at least `agreement` models are multiplied by lambda
-    and added to the base. `magnitudes` has, for each model, a precomputed table of its task vector's magnitudes, from
-    which trimming takes its threshold; None computes the threshold without a table. `orders` has, for each model, the
-    rule that breaks ties between elements of equal magnitude.
+    `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. TIES' merged task vector,
+    tau, is that of equations 6 to 8 of "Automated Model Merging", with the share k of elements kept and without lambda.
+    An element matters to model t if |tau_t| >= mask_lambda_t |tau - tau_t|, with tau_t the task vector of the model.
+    The elements that matter to at least `agreement` models are multiplied by lambda and added to the base. `magnitudes`
+    has, for each model, a precomputed table of its task vector's magnitudes, from which trimming takes its threshold;
+    None computes the threshold without a table. `orders` has, for each model, the rule that breaks ties between
+    elements of equal magnitude.
     """
     merged = consensus.disjoint_mean(trimmed_task_vectors(tensors, base, [k] * len(tensors), magnitudes, orders))
     taus = [tensor - base for tensor in tensors]
@@ -270,10 +279,10 @@ def wudi(
 ) -> torch.Tensor:
     """WUDI-Merging (arXiv:2503.08099): the base plus a scaled task vector that Adam optimises for each matrix.
 
-    The result is the base plus lambda m. tau_i are the task vectors, and m is the merged one. For a matrix, m begins as
-    sum_i tau_i and is changed by `steps` steps of Adam, with the rate `learning_rate`, on the loss sum_i |(m - tau_i)
-    tau_i^T|^2 / |tau_i|^2. For other tensors m is the mean task vector. Task vectors that are zero are left out of the
-    loss.
+    `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. The result is the base
+    plus lambda m. tau_i are the task vectors, and m is the merged one. For a matrix, m begins as sum_i tau_i and is
+    changed by `steps` steps of Adam, with the rate `learning_rate`, on the loss sum_i |(m - tau_i) tau_i^T|^2 /
+    |tau_i|^2. For other tensors m is the mean task vector. Task vectors that are zero are left out of the loss.
 
     The gradient is 2 (m A - B), with A = sum_i tau_i^T tau_i / |tau_i|^2 and B = sum_i tau_i tau_i^T tau_i / |tau_i|^2,
     so that a step is one matrix product. The last bits of matrix products depend on the number of threads.
@@ -306,8 +315,9 @@ def wudi(
 def sce_mergekit_weights(squares: Sequence[float], num_elements: int) -> list[float]:
     """The weight of each model in `sce_mergekit`, from the sum of squares of its selected elements.
 
-    `squares` has this sum for each model. The sums are divided by their total. The weights are equal if the total is
-    less than 1e-6 times the tensor's number of elements, `num_elements`.
+    The merge method selects the elements that vary most between the task vectors. `squares` has this sum for each
+    model. The sums are divided by their total. The weights are equal if the total is less than 1e-6 times the tensor's
+    number of elements, `num_elements`.
     """
     whole = math.fsum(squares)
     if whole / max(1, num_elements) < NO_SQUARES:

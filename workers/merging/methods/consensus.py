@@ -43,16 +43,17 @@ def elected_balance(taus: Sequence[torch.Tensor]) -> int:
 
 
 def disjoint_majority_mean(taus: Sequence[torch.Tensor], majority: int | None = None) -> torch.Tensor:
-    """The element-wise mean of the task vectors that have the elected sign, or the majority sign at ties (MergeLM).
+    """The element-wise mean of the task vectors that have the elected sign (TIES as the program MergeLM computes it).
 
-    The elected sign is the sign of the sum of all task vectors `taus`. Where this sum is zero, the sign of `majority`
-    is elected. If `majority` is None, the sign that most elements of the sum have is elected there.
+    Each element has an elected sign: the sign of the sum of all task vectors `taus` there. Where this sum is zero, the
+    majority sign is elected: the sign of `majority` or, if `majority` is None, the sign that the sum has in most
+    elements. MergeLM is the code of DARE's authors.
     """
     return _mean_of_agreeing(taus, _elected_or_majority(taus, majority))
 
 
 def disjoint_sum(taus: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The element-wise sum of the task vectors that have the elected sign (MergeBench).
+    """The element-wise sum of the task vectors that have the elected sign, as in TIES of the benchmark MergeBench.
 
     The elected sign is the sign of the sum of all task vectors `taus`. Where this sum is zero, the result is zero.
     """
@@ -64,7 +65,7 @@ def disjoint_sum(taus: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def disjoint_weighted(taus: Sequence[torch.Tensor], weights: Sequence[float], *, normalize: bool) -> torch.Tensor:
-    """The element-wise weighted sum of the task vectors that have the elected sign (mergekit).
+    """The element-wise weighted sum of the task vectors that have the elected sign, as mergekit computes it for TIES.
 
     `taus` are the task vectors. The elected sign is the sign of the weighted sum of all task vectors; it is positive if
     this sum is zero. With `normalize`, the result is divided by the sum of the weights of the task vectors that have
@@ -102,9 +103,10 @@ def disjoint_weighted_mean(taus: Sequence[torch.Tensor], weights: Sequence[float
 def disjoint_interpolation(taus: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
     """The element-wise weighted mean of the task vectors that have the elected sign (Mixup Model Merge, M3).
 
-    The elected sign is the sign of the sum of all task vectors `taus`. Where this sum is zero, the result is zero. The
-    weights are divided by the sum of the weights of the task vectors that have the elected sign. If only one task
-    vector has the elected sign, the result is this task vector. The interpolation is that of M3, appendix H.
+    The elected sign is the sign of the sum of all task vectors `taus`. Where this sum is zero, the result is zero.
+    `weights` has one weight for each task vector. The weights are divided by the sum of the weights of the task vectors
+    that have the elected sign. If only one task vector has the elected sign, the result is this task vector. The
+    interpolation is that of M3, appendix H.
     """
     elected = _sum(taus).sign_()
     alone, mixed = torch.zeros_like(elected), torch.zeros_like(elected)
@@ -123,14 +125,14 @@ def disjoint_interpolation(taus: Sequence[torch.Tensor], weights: Sequence[float
 def disjoint_majority_interpolation(
     taus: Sequence[torch.Tensor], weights: Sequence[float], majority: int | None = None
 ) -> torch.Tensor:
-    """The element-wise interpolation of the task vectors that have the elected sign (M3).
+    """The element-wise interpolation of the task vectors that have the elected sign (code of Mixup Model Merge, M3).
 
     The elected sign is the sign of the sum of all task vectors `taus`. If this sum is zero, the elected sign is the
-    majority sign, as in `disjoint_majority_mean`. The share of a task vector is its weight divided by the sum of all
-    weights. The shares of the task vectors that do not have the elected sign are divided equally among the task vectors
-    that have it. Therefore, if two task vectors have the elected sign, they are interpolated by their shares. If only
-    one task vector has the elected sign, the result is this task vector. The result is continuous in `weights`. Equal
-    weights give the mean. The interpolation is that of Mixup Model Merge (M3), appendix H.
+    sign of `majority` or, if it is None, the sign that most elements of the sum have. The share of a task vector is its
+    weight divided by the sum of all weights. The shares of the task vectors that do not have the elected sign are
+    divided equally among the task vectors that have it. Therefore, if two task vectors have the elected sign, they are
+    interpolated by their shares. If only one task vector has the elected sign, the result is this task vector. The
+    result is continuous in `weights`. Equal weights give the mean. The interpolation is that of M3, appendix H.
     """
     elected = _elected_or_majority(taus, majority)
     shares = [weight / fsum(weights) for weight in weights]

@@ -61,11 +61,11 @@ def arcee_fusion(tensors: Sequence[torch.Tensor], *, importance: Importance | No
 def importances_at(
     indices: Sequence[int], first: torch.Tensor, second: torch.Tensor, rows: torch.Tensor
 ) -> list[torch.Tensor]:
-    """Find the importances at given `indices` in the ascending list of all importances (merge method Arcee Fusion).
+    """Find the importances at given `indices` in the ascending list of the importances of all elements.
 
-    The result has a tensor with one number for each of `indices`; index 0 is the smallest importance. The importance of
-    an element is the absolute difference of `first` and `second`, times the factor of its row in `rows`. Arcee Fusion
-    takes elements of high importance from the second model.
+    The importance of an element is the absolute difference of `first` and `second`, times the factor of its row in
+    `rows`. The merge method Arcee Fusion takes elements of high importance from the second model. The result has a
+    tensor with one number for each of `indices`; index 0 is the smallest importance.
     """
     importances = ((second.float() - first.float()).abs_() * rows).flatten()
     return [torch.kthvalue(importances, index + 1).values for index in indices]

@@ -36,10 +36,11 @@ NO_NORM = 1e-7
 def trimmed(tau: torch.Tensor, k: float, order: TieOrder, magnitudes: Ranked | None = None) -> torch.Tensor:
     """Set all but the largest-magnitude elements of a task vector to zero (TIES, arXiv:2306.01708).
 
-    `num_kept(k, n)` of the n elements of `tau` are kept; this is equation 6 of "Automated Model Merging". `order` is
-    the rule that breaks ties between equal magnitudes. `magnitudes` is a precomputed table of the magnitudes, from
-    which the threshold is taken; with None, the threshold is searched for. If the table is that of a whole model, n is
-    the model's number of elements. `tau` may be modified.
+    The share `k` of the n elements of `tau`, as `num_kept` rounds it, is kept; this is equation 6 of "Automated Model
+    Merging". `order` is the rule that breaks ties between equal magnitudes. `magnitudes` is a precomputed table of the
+    magnitudes, from which the threshold is taken; with None, the threshold is searched for. In a merge that trims whole
+    models, the table is that of the model's whole task vector, and n is the number of its elements. `tau` may be
+    modified.
     """
     num_elements = tau.numel() if magnitudes is None else magnitudes.num_elements
     rank = num_kept(k, num_elements)
@@ -58,8 +59,9 @@ def cut_both_ends(
     The method is that of arXiv:2312.06795. Of the n elements of `tau`, the floor(gamma n) largest magnitudes are
     dropped, and the floor(density n) largest of the others are kept. The paper's two percentiles are 1 - gamma and 1 -
     gamma - density. `order` is the rule that breaks ties between equal magnitudes. `magnitudes` is a precomputed table
-    of the magnitudes, from which thresholds are taken; with None, the thresholds are searched for. If the table is that
-    of a whole model, n is the model's number of elements. `tau` may be modified.
+    of the magnitudes, from which thresholds are taken; with None, the thresholds are searched for. In a merge that
+    trims whole models, the table is that of the model's whole task vector, and n is the number of its elements. `tau`
+    may be modified.
     """
     ranks = cut_ranks(density, gamma, tau.numel() if magnitudes is None else magnitudes.num_elements)
     if ranks is None:
@@ -74,23 +76,28 @@ def cut_both_ends(
 
 @dataclass(frozen=True)
 class CutRanks:
-    """The ranks of the largest and smallest magnitudes that `cut_both_ends` keeps; rank 1 is the largest magnitude."""
+    """The ranks of the largest and the smallest magnitude that Model Breadcrumbs keeps in a task vector.
+
+    This method (`cut_both_ends`) drops the elements of largest and of smallest magnitude. Rank 1 is the largest
+    magnitude.
+    """
 
     largest: int
     smallest: int
 
     @property
     def is_empty(self) -> bool:
-        """Whether `cut_both_ends` keeps no element."""
+        """Whether no element of the task vector is kept: then `smallest` is a rank before `largest`."""
         return self.smallest < self.largest
 
 
 def cut_ranks(density: float, gamma: float, num_elements: int) -> CutRanks | None:
-    """The ranks of the largest and smallest magnitudes that `cut_both_ends` keeps; None if it keeps all elements.
+    """The ranks of the largest and the smallest magnitude that `cut_both_ends` keeps; None if it keeps all elements.
 
-    There are `num_elements` elements. `cut_both_ends` drops the largest elements, a share `gamma` of all elements, and
-    keeps the next largest, a share `density` of all elements. If the two shares sum to more than 1, it drops fewer of
-    the largest elements.
+    Rank 1 is the largest of `num_elements` magnitudes. `cut_both_ends` divides the elements in descending order of
+    magnitude into three parts. It drops the first part, the share `gamma` of all elements. It keeps the second part,
+    the share `density` of all elements, and drops the rest. If the two shares sum to more than 1, the first part is
+    made smaller.
     """
     count = share_of(density, num_elements)
     num_cut = min(share_of(gamma, num_elements), num_elements - count)
@@ -132,11 +139,12 @@ def magnitude_sampled(
 ) -> torch.Tensor:
     """MagPrune (DELLA, arXiv:2406.11617): keep elements at random, larger ones of a row with higher probability.
 
-    The probability of keeping an element is from density - epsilon to density + epsilon, in steps by the rank of its
-    magnitude in its row. A tensor with fewer than two dimensions is one row. `key` is the key of the random mask. With
-    `rescale`, elements that are kept are divided by their probability. `order` is the rule that breaks ties between
-    equal magnitudes; in recipes of format 1, the earlier of two equal elements counts as the smaller one. `ranks` are
-    the precomputed ranks of magnitudes in their rows, where 0 is the smallest; None computes them.
+    `tau` is the task vector. The probability of keeping an element is from density - epsilon to density + epsilon, in
+    steps by the rank of its magnitude in its row. A tensor with fewer than two dimensions is one row. `key` is the key
+    of the random mask. With `rescale`, elements that are kept are divided by their probability. `order` is the rule
+    that breaks ties between equal magnitudes; in recipes of format 1, the earlier of two equal elements counts as the
+    smaller one. `ranks` are the precomputed ranks of magnitudes in their rows, where 0 is the smallest; None computes
+    them.
 
     The paper's epsilon is twice the argument `epsilon`. Its drop probability is p_min + epsilon r / n, where rank r is
     0 for the largest element. Therefore the smallest element is kept with a probability one step above density -
@@ -152,16 +160,21 @@ def magnitude_sampled(
 
 
 def row_width(tensor: torch.Tensor) -> int:
-    """The length of the rows in which MagPrune ranks elements: the last dimension, or all elements of a vector."""
+    """The length of the rows in which MagPrune ranks elements.
+
+    It is the last dimension of `tensor`; a tensor with fewer than two dimensions is one row. MagPrune is a method that
+    drops elements of task vectors at random, smaller ones of a row more often.
+    """
     return tensor.numel() if tensor.dim() < 2 else tensor.shape[-1]
 
 
 def probability_by_rank(width: int, density: float, epsilon: float, *, is_symmetric: bool) -> tuple[int, float, float]:
-    """Three numbers that give MagPrune's probability of keeping an element from its rank in a row of `width` elements.
+    """The parameters of MagPrune's rule for the probability of keeping an element, in a row of `width` elements.
 
-    The numbers are (origin, start, step). The element of a rank is kept with the probability start + |rank - origin|
-    step; rank 0 is the smallest magnitude. Probabilities are from density - epsilon to density + epsilon. With
-    `is_symmetric` both ends are reached; without `is_symmetric` only the upper end is reached.
+    The parameters are (origin, start, step). An element is kept with the probability start + |rank - origin| step,
+    where its rank is its place in the row in ascending order of magnitude, from 0. Probabilities are from density -
+    epsilon to density + epsilon. With `is_symmetric` both ends are reached; without `is_symmetric` only the upper end
+    is reached.
     """
     if not is_symmetric:
         return width - 1, density + epsilon, -2 * epsilon / width
@@ -191,8 +204,9 @@ def match_l1_norm(sparse: torch.Tensor, tau: torch.Tensor, norm: float | None = 
 
 
 def l1_ratio(before: float, after: float) -> float:
-    """The factor by which `match_l1_norm` scales: `before` / `after`, or 1 if either of them is below 1e-7.
+    """The factor by which a sparse task vector is multiplied to have the sum of magnitudes of the whole task vector.
 
-    `before` and `after` are the sums of magnitudes before and after elements were dropped.
+    `before` is the sum of magnitudes of the whole task vector, and `after` that of the sparse one, after elements were
+    dropped. The factor is `before` / `after`, or 1 if either of them is below 1e-7.
     """
     return 1.0 if min(before, after) < NO_NORM else before / after

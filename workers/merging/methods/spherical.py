@@ -84,11 +84,11 @@ def multislerp_unscaled(
 def multislerp_weights(
     weights: Sequence[float], products: Products, *, eps: float = MULTISLERP_EPSILON, normalize: bool = True
 ) -> list[float]:
-    """The factor of each tensor in `multislerp` or, without `normalize`, in `multislerp_unscaled`.
+    """The factor of each tensor in Multi-SLERP, which interpolates directions on the sphere.
 
-    `weights` are the weights of the tensors, and `products` the inner products of all pairs of tensors. `eps` is a
-    small number that is added to norms. Raises InvalidRecipe if the directions of more than two tensors cancel each
-    other.
+    The factors are those of `multislerp` or, without `normalize`, of `multislerp_unscaled`. `weights` are the weights
+    of the tensors, and `products` the inner products of all pairs of tensors. `eps` is a small number that is added to
+    norms. Raises InvalidRecipe if the directions of more than two tensors cancel each other.
     """
     if len(products) == 1:
         return [1.0]
@@ -119,8 +119,9 @@ def multislerp_task_vectors(
 ) -> torch.Tensor:
     """The base plus Multi-SLERP (`multislerp`) of the task vectors (mergekit's Multi-SLERP with a base model).
 
-    `weights` has the weight of each task vector, and `eps` is a small number that is added to norms. `products` are the
-    precomputed inner products of the task vectors; None computes them.
+    `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. `weights` has the weight
+    of each task vector, and `eps` is a small number that is added to norms. `products` are the precomputed inner
+    products of the task vectors; None computes them.
     """
     if len(tensors) == 1:
         return tensors[0]
@@ -138,8 +139,9 @@ def multislerp_unscaled_task_vectors(
 ) -> torch.Tensor:
     """The base plus Multi-SLERP of the task vectors, with weights that need not sum to one (`multislerp_unscaled`).
 
-    `eps` is a small number that is added to norms. `products` are the precomputed inner products of the task vectors;
-    None computes them. In mergekit this method is Multi-SLERP with a base model and `normalize_weights: false`.
+    `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. `eps` is a small number
+    that is added to norms. `products` are the precomputed inner products of the task vectors; None computes them. In
+    mergekit this method is Multi-SLERP with a base model and `normalize_weights: false`.
     """
     if len(tensors) == 1:
         return tensors[0]
@@ -159,11 +161,11 @@ def karcher(
     """The Karcher (Riemannian) mean of the tensors' directions on the unit sphere, times the mean norm of the tensors.
 
     u_t are the directions of the tensors and w_t their weights. The mean direction is the m with sum_t w_t log_m(u_t) =
-    0, where exp_m and log_m map between the sphere and its tangent space at m. Steps m <- exp_m(sum_t w_t log_m(u_t)),
-    from the normalised mean, lead to it. There are at most `max_iter` steps, none shorter than `tol`. Tensors with a
-    norm of at most `tol` count in the mean norm, but not in the direction. A single tensor is returned unchanged.
-    `products` are the precomputed inner products of the tensors; None computes them. The paper is arXiv:2603.04972; its
-    weights are equal.
+    0, where exp_m and log_m map between the sphere and its tangent space at m. It is found by iteration: m begins as
+    the normalised mean, and each step replaces it by exp_m(sum_t w_t log_m(u_t)). The iteration ends after `max_iter`
+    steps, or before a step shorter than `tol`. Tensors with a norm of at most `tol` count in the mean norm, but not in
+    the direction. A single tensor is returned unchanged. `products` are the precomputed inner products of the tensors;
+    None computes them. The paper is arXiv:2603.04972; its weights are equal.
     """
     if len(tensors) == 1:
         return tensors[0]
@@ -181,8 +183,9 @@ def karcher_weights(
 ) -> list[float]:
     """The factor of each tensor in `karcher`, from the weights and the inner products of the tensors.
 
-    `products` has the inner products of all pairs of tensors. They are sufficient, because the mean direction and all
-    steps are sums of the tensors' directions. There are at most `max_iter` steps, none shorter than `tol`.
+    `karcher` computes the mean direction of the tensors by iteration. `products` has the inner products of all pairs of
+    tensors. They are sufficient, because the mean direction is at every step a weighted sum of the tensors' directions.
+    There are at most `max_iter` steps, none shorter than `tol`.
     """
     if len(products) == 1:
         return [1.0]

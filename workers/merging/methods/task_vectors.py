@@ -76,13 +76,14 @@ def ties(
 ) -> torch.Tensor:
     """TIES-Merging (arXiv:2306.01708): trim task vectors, elect signs, and average the elements with these signs.
 
-    The method is defined by equations 6 to 9 of "Automated Model Merging". Trimming keeps the `num_kept(k, n)` largest
-    magnitudes of the n elements of a tensor. The elected sign of an element is the sign of the unweighted sum of the
-    trimmed task vectors. Where this sum is zero there is no elected sign, and the result is the base. Elsewhere the
-    result is the base plus lambda times the mean of the trimmed task vectors that have the elected sign. `magnitudes`
-    has, for each model, a precomputed table of its task vector's magnitudes, from which trimming takes its threshold;
-    None computes the threshold without a table. `orders` has, for each model, the rule that breaks ties between
-    elements of equal magnitude.
+    `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. The method is defined by
+    equations 6 to 9 of "Automated Model Merging". Trimming keeps the `num_kept(k, n)` largest magnitudes of the n
+    elements of a tensor. The elected sign of an element is the sign of the unweighted sum of the trimmed task vectors.
+    Where this sum is zero there is no elected sign, and the result is the base. Elsewhere the result is the base plus
+    lambda times the mean of the trimmed task vectors that have the elected sign. `magnitudes` has, for each model, a
+    precomputed table of its task vector's magnitudes, from which trimming takes its threshold; None computes the
+    threshold without a table. `orders` has, for each model, the rule that breaks ties between elements of equal
+    magnitude.
     """
     taus = trimmed_task_vectors(tensors, base, [k] * len(tensors), magnitudes, orders)
     return consensus.disjoint_mean(taus).mul_(lambda_).add_(base)  # eq. 9
@@ -99,14 +100,16 @@ def ties_majority(
     orders: Orders = None,
     majority: int | None = None,
 ) -> torch.Tensor:
-    """TIES-Merging (`ties`) in which the majority sign is elected where the trimmed task vectors cancel (MergeLM).
+    """TIES-Merging (`ties`) in which the majority sign is elected where the trimmed task vectors cancel each other.
 
-    The majority sign is the sign of `majority`; by default it is the sign elected for most elements of the tensor.
-    Where the trimmed task vectors sum to zero, the task vectors that have the majority sign are averaged. "Automated
-    Model Merging" and M3 (Mixup Model Merge) use this form of TIES. k is the share of elements that trimming keeps. The
-    merged task vector is multiplied by lambda and added to the base. `magnitudes` has, for each model, a precomputed
-    table of its task vector's magnitudes, from which trimming takes its threshold; None computes the threshold without
-    a table. `orders` has, for each model, the rule that breaks ties between elements of equal magnitude.
+    `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. The majority sign is the
+    sign of `majority`; by default it is the sign elected for most elements of the tensor. Where the trimmed task
+    vectors sum to zero, the task vectors that have the majority sign are averaged. This is TIES as the program MergeLM
+    computes it; "Automated Model Merging" and M3 (Mixup Model Merge) use this form, too. k is the share of elements
+    that trimming keeps. The merged task vector is multiplied by lambda and added to the base. `magnitudes` has, for
+    each model, a precomputed table of its task vector's magnitudes, from which trimming takes its threshold; None
+    computes the threshold without a table. `orders` has, for each model, the rule that breaks ties between elements of
+    equal magnitude.
     """
     taus = trimmed_task_vectors(tensors, base, [k] * len(tensors), magnitudes, orders)
     return consensus.disjoint_majority_mean(taus, majority).mul_(lambda_).add_(base)
@@ -124,10 +127,12 @@ def ties_sum(
 ) -> torch.Tensor:
     """TIES-Merging (`ties`) in which the task vectors that have the elected sign are summed, not averaged.
 
-    This method is the variant "sum" of MergeBench. k is the share of elements that trimming keeps; the merged task
-    vector is multiplied by lambda and added to the base. `magnitudes` has, for each model, a precomputed table of its
-    task vector's magnitudes, from which trimming takes its threshold; None computes the threshold without a table.
-    `orders` has, for each model, the rule that breaks ties between elements of equal magnitude.
+    `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. For each element, the
+    elected sign is the sign of the sum of the trimmed task vectors. This method is TIES with the option "sum" in the
+    code of the benchmark MergeBench. k is the share of elements that trimming keeps; the merged task vector is
+    multiplied by lambda and added to the base. `magnitudes` has, for each model, a precomputed table of its task
+    vector's magnitudes, from which trimming takes its threshold; None computes the threshold without a table. `orders`
+    has, for each model, the rule that breaks ties between elements of equal magnitude.
     """
     taus = trimmed_task_vectors(tensors, base, [k] * len(tensors), magnitudes, orders)
     return consensus.disjoint_sum(taus).mul_(lambda_).add_(base)
@@ -148,13 +153,15 @@ def ties_weighted(
 ) -> torch.Tensor:
     """TIES-Merging with weights in both the election of signs and the mean (mergekit's TIES).
 
-    `weights` and `densities` have a number for each model; a density is the share of elements that trimming keeps.
-    Where the weighted sum of the trimmed task vectors is zero, the positive sign is elected. With `normalize`, the
-    weighted sum of the task vectors that have the elected sign is divided by the sum of the weights of these task
-    vectors. The merged task vector is multiplied by lambda and added to the base. With `rescale`, trimmed task vectors
-    are scaled to the sum of magnitudes that they had before trimming. `magnitudes` has, for each model, a precomputed
-    table of its task vector's magnitudes, from which trimming takes its threshold; None computes the threshold without
-    a table. `orders` has, for each model, the rule that breaks ties between elements of equal magnitude.
+    `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. `weights` and `densities`
+    have a number for each model; a density is the share of elements that trimming keeps. For each element, the elected
+    sign is the sign of the weighted sum of the trimmed task vectors, or positive where this sum is zero. Only task
+    vectors that have the elected sign count. With `normalize`, the weighted sum of the task vectors that have the
+    elected sign is divided by the sum of the weights of these task vectors. The merged task vector is multiplied by
+    lambda and added to the base. With `rescale`, trimmed task vectors are scaled to the sum of magnitudes that they had
+    before trimming. `magnitudes` has, for each model, a precomputed table of its task vector's magnitudes, from which
+    trimming takes its threshold; None computes the threshold without a table. `orders` has, for each model, the rule
+    that breaks ties between elements of equal magnitude.
     """
     taus = trimmed_task_vectors(tensors, base, densities, magnitudes, orders, rescale=rescale)
     return consensus.disjoint_weighted(taus, weights, normalize=normalize).mul_(lambda_).add_(base)
@@ -173,14 +180,15 @@ def ties_peft(
     magnitudes: Magnitudes = None,
     orders: Orders = None,
 ) -> torch.Tensor:
-    """TIES-Merging with weights in the mean, but not in the election of signs (PEFT, GENOME).
+    """TIES-Merging with weights in the mean, but not in the election of signs, as the library PEFT computes it.
 
-    `weights` and `densities` have a number for each model; a density is the share of elements that trimming keeps.
-    Where the sum of the trimmed task vectors is zero, the positive sign is elected. The weighted sum of the trimmed
-    task vectors that have the elected sign is divided by the number of these task vectors, and added to the base.
-    `magnitudes` has, for each model, a precomputed table of its task vector's magnitudes, from which trimming takes its
-    threshold; None computes the threshold without a table. `orders` has, for each model, the rule that breaks ties
-    between elements of equal magnitude.
+    `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. `weights` and `densities`
+    have a number for each model; a density is the share of elements that trimming keeps. For each element, the elected
+    sign is the sign of the sum of the trimmed task vectors, or positive where this sum is zero. The weighted sum of the
+    trimmed task vectors that have the elected sign is divided by the number of these task vectors, and added to the
+    base. The evolutionary merge search GENOME uses this form of TIES. `magnitudes` has, for each model, a precomputed
+    table of its task vector's magnitudes, from which trimming takes its threshold; None computes the threshold without
+    a table. `orders` has, for each model, the rule that breaks ties between elements of equal magnitude.
     """
     taus = trimmed_task_vectors(tensors, base, densities, magnitudes, orders)
     return consensus.disjoint_weighted_mean(taus, weights).add_(base)
@@ -199,16 +207,20 @@ def m3_ties(
 ) -> torch.Tensor:
     """TIES-Merging that interpolates the elements which several task vectors keep (Mixup Model Merge, M3, appendix H).
 
-    Task vectors are trimmed to the share k of their elements, and only elements that have the elected sign count. An
-    element that several task vectors keep is interpolated with their weights; an element that a single task vector
-    keeps is used without a weight. The result is multiplied by lambda and added to the base.
+    `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. Trimming keeps the share k
+    of each task vector's elements. The elected sign of an element is the sign of the sum of the trimmed task vectors,
+    and elements with another sign are dropped. An element that several task vectors have after this is interpolated
+    with their weights; an element that only one task vector has is used without a weight. The result is multiplied by
+    lambda and added to the base.
 
     The paper merges two models with weights w and 1 - w. With more models, the weights of the models that keep an
     element are divided by their sum. Where this sum is zero, the result is the base. Therefore the result is not
     continuous where the weights of all models that keep an element go to zero; the result of `m3_ties_majority` is
-    continuous. `magnitudes` has, for each model, a precomputed table of its task vector's magnitudes, from which
-    trimming takes its threshold; None computes the threshold without a table. `orders` has, for each model, the rule
-    that breaks ties between elements of equal magnitude.
+    continuous.
+
+    `magnitudes` has, for each model, a precomputed table of its task vector's magnitudes, from which trimming takes its
+    threshold; None computes the threshold without a table. `orders` has, for each model, the rule that breaks ties
+    between elements of equal magnitude.
     """
     taus = trimmed_task_vectors(tensors, base, [k] * len(tensors), magnitudes, orders)
     return consensus.disjoint_interpolation(taus, weights).mul_(lambda_).add_(base)
@@ -228,10 +240,11 @@ def m3_ties_majority(
 ) -> torch.Tensor:
     """TIES-Merging with interpolation as in the code of Mixup Model Merge (M3), where the majority sign decides ties.
 
-    Task vectors are trimmed to the share k of their elements, and only elements that have the elected sign count. Where
-    the trimmed task vectors sum to zero, the sign of `majority` is elected; by default it is the sign elected for most
-    elements of the tensor. The result is multiplied by lambda and added to the base. The method is described in M3's
-    appendix H.
+    `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. Trimming keeps the share k
+    of each task vector's elements. The elected sign of an element is the sign of the sum of the trimmed task vectors.
+    Where this sum is zero, it is the sign of `majority`; by default it is the sign elected for most elements of the
+    tensor. Only elements that have the elected sign are merged. The result is multiplied by lambda and added to the
+    base. The method is described in M3's appendix H.
 
     The authors' code merges two models with weights w and 1 - w. In this code, an element that both models keep is
     interpolated, and an element that a single model keeps is used without a weight. With more models, the shares of the
@@ -263,11 +276,13 @@ def m3_dare_ties(
 ) -> torch.Tensor:
     """DARE, then TIES with Mixup Model Merge's interpolation (M3, table 7), in the order of the authors' code.
 
-    A random mask keeps the share density_t of the elements of task vector t. The kept elements are divided by
-    density_t, and the other elements are set to zero. `keys` has the mask's key for each model. Then `m3_ties_majority`
-    trims, elects and interpolates, with the arguments `weights`, `lambda_`, `k`, `orders` and `majority`. k is a share
-    of all elements, including the elements that DARE has set to zero. With equal weights the result is the same as that
-    of DARE with TIES in MergeLM. `magnitudes` has, for each model, a precomputed table of the magnitudes of its task
+    `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. A random mask keeps the
+    share density_t of the elements of task vector t. The kept elements are divided by density_t, and the other elements
+    are set to zero. `keys` has the mask's key for each model. Then `m3_ties_majority` trims the task vectors, elects
+    signs and interpolates, with the arguments `weights`, `lambda_`, `k`, `orders` and `majority` (a number whose sign
+    is elected where the trimmed task vectors sum to zero; None is the sign elected for most elements). k is a share of
+    all elements, including the elements that DARE has set to zero. With equal weights the result is the same as that of
+    DARE with TIES in MergeLM. `magnitudes` has, for each model, a precomputed table of the magnitudes of its task
     vector after the mask, from which trimming takes its threshold; None computes the threshold without a table.
     """
     taus = [
@@ -293,9 +308,10 @@ def dare_linear(
 ) -> torch.Tensor:
     """DARE with task arithmetic (arXiv:2311.03099): random elements of task vectors are dropped before the sum.
 
-    The result is theta_pre + sum_t lambda_t m_t tau_t / density_t. theta_pre is the base, and tau_t is the task vector
-    of model t. m_t is a random mask that keeps the share density_t (the paper's 1 - p) of the elements; `keys` has the
-    mask's key for each model. With density 1 the method is task arithmetic.
+    `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. The result is theta_pre +
+    sum_t lambda_t m_t tau_t / density_t. theta_pre is the base, and tau_t is the task vector of model t. m_t is a
+    random mask that keeps the share density_t (the paper's 1 - p) of the elements. `lambdas`, `densities` and `keys`
+    (the masks' keys) have a value for each model. With density 1 the method is task arithmetic.
     """
     merged = base.clone()
     for tensor, lambda_, density, key in zip(tensors, lambdas, densities, keys, strict=True):
@@ -316,9 +332,12 @@ def dare_linear_l1(
 ) -> torch.Tensor:
     """DARE with task arithmetic, rescaled by L1 norms as in mergekit (dare_linear).
 
-    The method is `dare_linear`, except that the elements that the random mask keeps are not divided by the density. If
-    `rescale` is true, the kept elements are scaled to the sum of magnitudes of the whole task vector. `norms` has, for
-    each model, the precomputed sum of magnitudes of its task vector; None computes the sums.
+    `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. The result is the base
+    plus sum_t lambda_t m_t tau_t, with tau_t the task vector of model t. m_t is a random mask that keeps the share
+    density_t of the elements. `lambdas`, `densities` and `keys` (the masks' keys) have a value for each model. Unlike
+    in `dare_linear`, kept elements are not divided by the density. If `rescale` is true, the kept elements are scaled
+    to the sum of magnitudes of the whole task vector. `norms` has, for each model, the precomputed sum of magnitudes of
+    its task vector; None computes the sums.
     """
     merged = base.clone()
     given = zip(densities, keys, _each(norms, tensors), strict=True)
@@ -338,10 +357,11 @@ def dare_ties(
 ) -> torch.Tensor:
     """TIES in which DARE's random dropping of elements replaces the trimming (arXiv:2311.03099).
 
-    The sparse task vectors are m_t tau_t / density_t. tau_t is the task vector of model t. m_t is a random mask that
-    keeps the share density_t of the elements of tau_t; `keys` has the mask's key for each model. For each element, the
-    sparse task vectors that have the sign of the sum of all sparse task vectors are averaged. The mean is multiplied by
-    lambda and added to the base.
+    `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. The sparse task vectors
+    are m_t tau_t / density_t. tau_t is the task vector of model t. m_t is a random mask that keeps the share density_t
+    of the elements of tau_t. `densities` and `keys` (the masks' keys) have a value for each model. For each element,
+    the sparse task vectors that have the sign of the sum of all sparse task vectors are averaged. The mean is
+    multiplied by lambda and added to the base.
     """
     return consensus.disjoint_mean(masked_task_vectors(tensors, base, densities, keys)).mul_(lambda_).add_(base)
 
@@ -361,10 +381,11 @@ def dare_ties_l1(
 ) -> torch.Tensor:
     """Weighted TIES of task vectors after DARE's random dropping of elements (mergekit's dare_ties).
 
-    DARE keeps elements of each task vector at random. `densities` has, for each model, the share that is kept, and
-    `keys` the key of the random mask. With `rescale`, the kept elements are scaled to the sum of magnitudes of the
-    whole task vector. `norms` has, for each model, this sum, precomputed; None computes the sums. Then signs are
-    elected and task vectors are averaged with `weights`, as in `ties_weighted`. The mean is multiplied by lambda and
+    `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. DARE keeps elements of
+    each task vector at random. `densities` has, for each model, the share that is kept, and `keys` the key of the
+    random mask. With `rescale`, the kept elements are scaled so that their sum of magnitudes is that of the whole task
+    vector. `norms` has this sum for each model; with None, the sums are computed. Then, for each element, the task
+    vectors that have the sign of their weighted sum are averaged with `weights`. The mean is multiplied by lambda and
     added to the base. Without `normalize`, a weighted sum is used in place of the mean.
     """
     taus = [
@@ -386,18 +407,19 @@ def m3_dare(
 ) -> torch.Tensor:
     """Mixup Model Merge (M3, section 4.4) of task vectors whose elements DARE has dropped at random.
 
-    The result is theta_pre + lambda sum_t w_t m_t tau_t / density_t. theta_pre is the base, and tau_t is the task
-    vector of model t. m_t is a random mask that keeps the share density_t of the elements of tau_t; `keys` has the
-    mask's key for each model. The weights w_t are divided by their sum, so that direction and magnitude are set
+    `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. The result is theta_pre +
+    lambda sum_t w_t m_t tau_t / density_t. theta_pre is the base, and tau_t is the task vector of model t. m_t is a
+    random mask that keeps the share density_t of the elements of tau_t. `weights`, `densities` and `keys` (the masks'
+    keys) have a value for each model. The weights w_t are divided by their sum, so that direction and magnitude are set
     separately. The method is `dare_linear` with lambda_t = lambda w_t.
     """
     return dare_linear(tensors, base, lambdas=m3_lambdas(weights, lambda_), densities=densities, keys=keys)
 
 
 def m3_lambdas(weights: Sequence[float], lambda_: float) -> list[float]:
-    """The lambda of each model with which `dare_linear` gives the result of `m3_dare`.
+    """The lambda of each model in the merge by `dare_linear` that equals a merge by `m3_dare`.
 
-    It is `lambda_` times the model's weight, divided by the sum of the weights.
+    A model's lambda is `lambda_` times the model's number in `weights`, divided by the sum of the weights.
     """
     total = fsum(weights)
     return [lambda_ * weight / total for weight in weights]
@@ -417,10 +439,11 @@ def della(
 ) -> torch.Tensor:
     """DELLA (arXiv:2406.11617): TIES with MagPrune (random dropping by magnitude) in place of trimming.
 
-    MagPrune (`sparsify.magnitude_sampled`) drops elements at random; it drops smaller elements more often, and divides
-    each kept element by the probability of keeping it. This probability is from density - epsilon to density + epsilon.
-    For each element, the sparse task vectors that have the sign of the sum of all sparse task vectors are averaged. The
-    mean is multiplied by lambda and added to the base.
+    `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. MagPrune
+    (`sparsify.magnitude_sampled`) drops elements at random; it drops smaller elements more often, and divides each kept
+    element by the probability of keeping it. This probability is from density - epsilon to density + epsilon. For each
+    element, the sparse task vectors that have the sign of the sum of all sparse task vectors are averaged. The mean is
+    multiplied by lambda and added to the base.
 
     `densities`, `epsilons` and `keys` (the keys of the random masks) have a value for each model. `ranks` has, for each
     model, the precomputed rank of each magnitude in its row; None computes the ranks. `orders` has, for each model, the
@@ -452,11 +475,12 @@ def della_l1(
 ) -> torch.Tensor:
     """Weighted TIES of task vectors after MagPrune's random dropping of elements (mergekit's della).
 
-    MagPrune (`sparsify.magnitude_sampled`) keeps each element with a probability from density - epsilon to density +
-    epsilon, by the rank of its magnitude in its row. With `rescale`, the kept elements of a task vector are scaled to
-    the sum of magnitudes of the whole task vector. Then signs are elected and task vectors are averaged with `weights`,
-    as in `ties_weighted`. The mean is multiplied by lambda and added to the base. Without `normalize`, a weighted sum
-    is used in place of the mean.
+    `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. MagPrune
+    (`sparsify.magnitude_sampled`) keeps each element with a probability from density - epsilon to density + epsilon, by
+    the rank of its magnitude in its row. With `rescale`, the kept elements of a task vector are scaled to the sum of
+    magnitudes of the whole task vector. Then, for each element, the task vectors that have the sign of their weighted
+    sum are averaged with `weights`. The mean is multiplied by lambda and added to the base. Without `normalize`, a
+    weighted sum is used in place of the mean.
 
     `densities`, `epsilons` and `keys` (the keys of the random masks) have a value for each model. `ranks` has, for each
     model, the precomputed rank of each magnitude in its row; None computes the ranks. `orders` has, for each model, the
@@ -485,13 +509,14 @@ def della_linear(
 ) -> torch.Tensor:
     """DELLA (arXiv:2406.11617) without the election of signs: task arithmetic after MagPrune's random dropping.
 
-    The result is theta_pre + sum_t lambda_t MagPrune(tau_t). theta_pre is the base, and tau_t is the task vector of
-    model t. MagPrune (`sparsify.magnitude_sampled`) keeps each element with a probability from density - epsilon to
-    density + epsilon, and divides each kept element by this probability. Larger elements have a higher probability.
+    `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. The result is theta_pre +
+    sum_t lambda_t MagPrune(tau_t). theta_pre is the base, and tau_t is the task vector of model t. MagPrune
+    (`sparsify.magnitude_sampled`) keeps each element with a probability from density - epsilon to density + epsilon,
+    and divides each kept element by this probability. Larger elements have a higher probability.
 
-    `densities`, `epsilons` and `keys` (the keys of the random masks) have a value for each model. `ranks` has, for each
-    model, the precomputed rank of each magnitude in its row; None computes the ranks. `orders` has, for each model, the
-    rule that breaks ties between elements of equal magnitude.
+    `lambdas`, `densities`, `epsilons` and `keys` (the keys of the random masks) have a value for each model. `ranks`
+    has, for each model, the precomputed rank of each magnitude in its row; None computes the ranks. `orders` has, for
+    each model, the rule that breaks ties between elements of equal magnitude.
     """
     merged = base.clone()
     given = zip(densities, epsilons, keys, each_order(orders, tensors), strict=True)
@@ -515,13 +540,15 @@ def della_linear_l1(
 ) -> torch.Tensor:
     """Task arithmetic after MagPrune's random dropping of elements (mergekit's della_linear).
 
-    The result is the base plus sum_t lambda_t tau_t. tau_t has the elements of the task vector of model t that MagPrune
+    `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. The result is the base
+    plus sum_t lambda_t tau_t. tau_t has the elements of the task vector of model t that MagPrune
     (`sparsify.magnitude_sampled`) keeps. MagPrune keeps each element with a probability from density - epsilon to
-    density + epsilon. With `rescale`, tau_t is scaled to the sum of magnitudes of the whole task vector.
+    density + epsilon, higher for larger elements. With `rescale`, tau_t is scaled to the sum of magnitudes of the whole
+    task vector.
 
-    `densities`, `epsilons` and `keys` (the keys of the random masks) have a value for each model. `ranks` has, for each
-    model, the precomputed rank of each magnitude in its row; None computes the ranks. `orders` has, for each model, the
-    rule that breaks ties between elements of equal magnitude.
+    `lambdas`, `densities`, `epsilons` and `keys` (the keys of the random masks) have a value for each model. `ranks`
+    has, for each model, the precomputed rank of each magnitude in its row; None computes the ranks. `orders` has, for
+    each model, the rule that breaks ties between elements of equal magnitude.
     """
     merged = base.clone()
     given = zip(densities, epsilons, keys, each_order(orders, tensors), strict=True)
@@ -544,14 +571,15 @@ def breadcrumbs(
 ) -> torch.Tensor:
     """Model Breadcrumbs (arXiv:2312.06795): task arithmetic without the largest and smallest elements of task vectors.
 
-    The result is the base plus, for each model t, lambda_t times the sparse task vector of the model. In a sparse task
-    vector the elements of largest magnitude, which are the share gamma_t of all elements, are set to zero. The elements
-    of smallest magnitude are also set to zero, so that the share density_t of all elements is left
-    (`sparsify.cut_both_ends`). The paper uses one lambda for all models. With `rescale`, the remaining elements of a
-    task vector are scaled to the sum of magnitudes of the whole task vector, as in mergekit. `magnitudes` has, for each
-    model, a precomputed table of its task vector's magnitudes, from which trimming takes its threshold; None computes
-    the threshold without a table. `orders` has, for each model, the rule that breaks ties between elements of equal
-    magnitude.
+    `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. The result is the base
+    plus, for each model t, lambda_t times the sparse task vector of the model. In a sparse task vector the elements of
+    largest magnitude, which are the share gamma_t of all elements, are set to zero. The elements of smallest magnitude
+    are also set to zero, so that the share density_t of all elements is left (`sparsify.cut_both_ends`). `lambdas`,
+    `densities` and `gammas` have these numbers for each model; the paper uses one lambda for all models. With
+    `rescale`, the remaining elements of a task vector are scaled to the sum of magnitudes of the whole task vector, as
+    in mergekit. `magnitudes` has, for each model, a precomputed table of its task vector's magnitudes, from which
+    trimming takes its threshold; None computes the threshold without a table. `orders` has, for each model, the rule
+    that breaks ties between elements of equal magnitude.
     """
     merged = base.clone()
     crumbs = trimmed_breadcrumbs(tensors, base, densities, gammas, magnitudes, orders, rescale=rescale)
@@ -579,10 +607,11 @@ def breadcrumbs_ties(
 ) -> torch.Tensor:
     """Weighted TIES of task vectors without their largest and smallest elements (mergekit's breadcrumbs_ties).
 
-    Of each task vector, the largest elements (the share gamma) and the smallest elements are set to zero, so that the
-    share density is left. `densities` and `gammas` have these shares for each model. With `rescale`, the remaining
-    elements are scaled to the sum of magnitudes of the whole task vector. Then signs are elected and task vectors are
-    averaged with `weights`, as in `ties_weighted`. The mean is multiplied by lambda and added to the base. Without
+    `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. Of each task vector, the
+    largest elements (the share gamma) and the smallest elements are set to zero, so that the share density is left.
+    `densities` and `gammas` have these shares for each model. With `rescale`, the remaining elements are scaled to the
+    sum of magnitudes of the whole task vector. Then, for each element, the task vectors that have the sign of their
+    weighted sum are averaged with `weights`. The mean is multiplied by lambda and added to the base. Without
     `normalize`, a weighted sum is used in place of the mean. `magnitudes` has, for each model, a precomputed table of
     its task vector's magnitudes, from which thresholds are taken; None computes the thresholds without a table.
     `orders` has, for each model, the rule that breaks ties between elements of equal magnitude.

@@ -21,7 +21,10 @@ CONV1D_MODELS = ("gpt2",)
 
 @dataclass(frozen=True)
 class AdaptedBase:
-    """Base model that a LoRA adapter changes: its directory, configuration, tensors and layout."""
+    """Base model that a LoRA adapter changes: its directory, configuration, tensors and layout.
+
+    The layout says to which layer and component each tensor belongs.
+    """
 
     directory: Path
     config: Mapping[str, Any]
@@ -29,9 +32,9 @@ class AdaptedBase:
     layout: Layout
 
     def name(self, parameter: str) -> str | None:
-        """Name of the base's tensor for `parameter` of the adapted model; None if there is none.
+        """Name of the base's tensor that an adapter calls `parameter`; None if there is none.
 
-        The two names can differ, because stored models may lack the outermost module of the name ("model.") or have an
+        The two names can differ in the outermost module ("model."), because stored models may lack it or have an
         additional one.
         """
         names = self.layout.places
@@ -44,12 +47,12 @@ class AdaptedBase:
         return outer[0] if len(outer) == 1 else None
 
     def stack(self, parameter: str) -> str | None:
-        """Name of the base's stacked MoE tensor for `parameter` of the adapted model; None if there is none.
+        """Name of the stacked MoE tensor of the base that an adapter calls `parameter`; None if there is none.
 
         A stack joins one matrix of each expert of a layer's mixture of experts (such as all down projections) in one
-        tensor. The result is a key of `Layout.stacks`, or the name of the tensor if the stack is stored as one tensor.
-        If the base has no tensor with the parameter's name, the result is the only stack of the same layer whose name
-        ends with the same last part as `parameter`. If there are several, the result is None.
+        tensor. The result is the name of a stored tensor with three dimensions, or a key of `Layout.stacks` if the
+        experts are stored separately. A stack that is not stored as one tensor is found by the layer and the last part
+        of the name: the result is None unless exactly one stack of the layer ends with this part.
         """
         if (name := self.name(parameter)) is not None:
             return name if len(self.tensors[name].shape) == 3 else None

@@ -34,10 +34,11 @@ def stack_at(module: str, base: AdaptedBase, settings: Settings) -> Stack | None
     """Find the stacked MoE parameter that a LoRA adapter's matrices at `module` change; None if there is none.
 
     A stack joins one matrix of each expert of a layer's mixture of experts (such as all down projections) in one
-    tensor. An adapter may change several stacks of one mixture: peft then wraps the mixture's module in one wrapper for
-    each stack. The number of times that "base_layer" occurs in the name `module` identifies the wrapper, and so the
-    stack: the first stack has the innermost wrapper. Only stacks that the adapter's setting `target_parameters` names
-    are considered.
+    tensor. If an adapter changes several stacks of one mixture, peft wraps the mixture's module several times, once for
+    each stack; the first stack has the innermost wrapper. Each further wrapper adds "base_layer" to the name of the
+    module inside it. Therefore the number of times that "base_layer" occurs in the name `module` identifies the stack.
+    Only stacks that the adapter's setting `target_parameters` names are considered. `base` is the model that the
+    adapter changes, and `settings` are the adapter's settings.
     """
     experts = module.replace(".base_layer", "")
     depth = module.count(".base_layer")
@@ -53,9 +54,11 @@ def stack_at(module: str, base: AdaptedBase, settings: Settings) -> Stack | None
 
 
 def stack_problems(module: str, matrices: Matrices, stack: Stack, base: AdaptedBase, settings: Settings) -> list[str]:
-    """Reasons why a LoRA adapter's matrices at `module` cannot change the stacked MoE parameter `stack`.
+    """Reasons why a LoRA adapter's matrices at `module` cannot change the parameter `stack`.
 
-    Possible reasons are that the matrix A or B is missing, or has another shape than the rank and the stack require.
+    The parameter joins one matrix of each expert of a mixture of experts. `matrices` are the adapter's matrices A and B
+    for the module, `base` is the model that the adapter changes, and `settings` has the rank. Possible reasons are that
+    A or B is missing, or has another shape than the rank and the stack require.
     """
     if missing := {"A", "B"} - matrices.sides.keys():
         return [f"{module}: its LoRA matrix {missing.pop()} is missing"]
@@ -69,7 +72,11 @@ def stack_problems(module: str, matrices: Matrices, stack: Stack, base: AdaptedB
 
 
 def _stack_shape(stack: Stack, base: AdaptedBase) -> tuple[int, int, int]:
-    """Shape of a stacked MoE parameter as (experts, outputs, inputs), however it is stored."""
+    """Shape of a stacked MoE parameter as (experts, outputs, inputs).
+
+    The parameter `stack` joins one matrix of each expert of a layer's mixture of experts. The files of `base`, the
+    model that the adapter changes, may store it with other axes, or as several tensors.
+    """
     shapes = [base.tensors[name].shape for name in stack.parts[0]]
     if not stack.is_stored:
         return len(stack.parts), sum(shape[0] for shape in shapes), shapes[0][1]
@@ -80,8 +87,9 @@ def _stack_shape(stack: Stack, base: AdaptedBase) -> tuple[int, int, int]:
 def changed_stack(matrices: Matrices, stack: Stack, base: AdaptedBase, settings: Settings) -> dict[str, SourceTensor]:
     """Add the product of a LoRA adapter's matrices to a stacked MoE parameter of the base.
 
-    `stack` is the parameter, which stacks one matrix of each expert. `settings` are the adapter's settings. The result
-    has the changed tensors by the names under which the base's files store them.
+    `matrices` are the adapter's matrices A and B, `stack` is the parameter, which stacks one matrix of each expert.
+    `settings` are the adapter's settings. The result has the changed tensors by the names under which the base's files
+    store them.
     """
     a, b, scaling = matrices.sides["A"], matrices.sides["B"], settings.scaling(stack.parameter)
     if stack.is_stored:

@@ -131,7 +131,7 @@ def read_adapter(path: Path, base: AdaptedBase | None, problems: list[str]) -> A
 
 @lru_cache
 def _warn(message: str) -> None:
-    """Log a warning unless this process has logged the same warning before."""
+    """Log a warning unless this process has logged a warning with the same `message` before."""
     log.warning("%s", message)
 
 
@@ -165,12 +165,12 @@ def _matrix_problems(
 
 
 def _tied_problems(parts: Parts, settings: Settings) -> Iterator[str]:
-    """Yield problems of an adapter that trained only one of embedding and output head, although the base ties them.
+    """Yield problems of an adapter that trained the embedding or the output head alone although the base ties them.
 
-    In the base, embedding and output head are one tensor; in the adapted model they would differ. There is no problem
-    for an adapter with the setting `ensure_weight_tying` and matrices of the embedding, because peft trained embedding
-    and head as one tensor. In this case, the product of the matrices is added once to the tied tensor (the merge
-    function of peft 0.21 adds it twice).
+    In the base, embedding and output head are one tensor; in the adapted model they would differ. `parts` are the
+    adapter's matrices by module, and `settings` its settings. With the setting `ensure_weight_tying`, peft has trained
+    both as one tensor. An adapter with this setting has no problem if it has matrices of the embedding: their product
+    is added once to the tied tensor (the merge function of peft 0.21 adds it twice).
     """
     heads = [module for module in parts.matrices if is_output_head(f"{module}.weight")]
     embeddings = [module for module, matrices in parts.matrices.items() if matrices.is_embedding]

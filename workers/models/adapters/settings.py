@@ -94,9 +94,10 @@ def _pattern(patterns: Mapping[str, Any], module: str) -> str:
 
 
 def read_settings(path: Path, problems: list[str]) -> Settings | None:
-    """Read a LoRA adapter's settings from adapter_config.json; all problems are appended to `problems`.
+    """Read a LoRA adapter's settings from adapter_config.json in the directory `path`.
 
-    Returns None if the file cannot be read or does not describe a plain LoRA adapter.
+    All problems are appended to `problems`. Returns None if the file cannot be read or does not describe a plain LoRA
+    adapter.
     """
     file = path / ADAPTER_CONFIG
     try:

@@ -80,8 +80,8 @@ def parts_of(stored: Mapping[str, TensorInfo]) -> Parts:
 def unexpected(parts: Parts, settings: Settings) -> Iterator[str]:
     """Yield the names of stored tensors that the LoRA adapter's settings exclude.
 
-    DoRA's magnitudes and biases of B are excluded if the settings say that there are none. Rows of single tokens are
-    excluded if the settings list no tokens for the module.
+    `parts` are the adapter's tensors by module. DoRA's magnitudes and biases of B are excluded if the settings say that
+    there are none. Rows of single tokens are excluded if the settings list no tokens for the module.
     """
     for module, matrices in parts.matrices.items():
         if matrices.magnitude is not None and not settings.is_dora:

@@ -14,7 +14,7 @@
 
 from workers.models.remote.downloads import absent_bytes, fetched, lack_of_space
 from workers.models.remote.hub import hub_cache
-from workers.models.remote.locations import HUB_ID, commit_of, id_of, locate
+from workers.models.remote.locations import HUB_ID, commit_of, id_of, locate, source_name
 from workers.models.remote.reachability import without_waiting
 from workers.models.remote.snapshots import is_metadata_only, named, stated_hash
 from workers.models.remote.task_files import local_file
@@ -31,6 +31,7 @@ __all__ = [
     "local_file",
     "locate",
     "named",
+    "source_name",
     "stated_hash",
     "without_waiting",
 ]

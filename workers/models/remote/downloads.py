@@ -39,17 +39,21 @@ class Origin(Protocol):
         """Directory for the downloaded model that `record` describes; it need not exist yet."""
 
     def download(self, record: SnapshotRecord, note: Callable[[str], None], total: int) -> None:
-        """Download the files of a model that are not in its directory yet.
+        """Download the files of the model that `record` describes, as far as they are not in its directory yet.
 
         `note` is called with lines about the progress. `total` is the number of bytes to download, for these lines.
         """
 
     def reason(self, error: Exception, record: SnapshotRecord) -> str:
-        """One-line text for messages about why a download failed with `error`."""
+        """One-line text that says why the download of the model `record` failed with `error`."""
 
 
 def absent_bytes(directories: Iterable[Path]) -> int:
-    """Number of bytes that `fetched` would download for the models in `directories`; each model counts once."""
+    """Number of bytes that must still be downloaded for the models in `directories`.
+
+    Models whose metadata are on this machine, but not their weights, count. A directory that is given twice counts
+    once.
+    """
     return sum(
         sum(_absent_files(read_record(directory)).values())
         for directory in {*directories}
@@ -60,10 +64,9 @@ def absent_bytes(directories: Iterable[Path]) -> int:
 def fetched(directories: Sequence[Path], *, note: Callable[[str], None] = log.info) -> tuple[Path, ...]:
     """Download the weights of models in `directories` if only the models' metadata are on this machine.
 
-    Returns the directories in the same order, with the downloaded models in place of the metadata-only snapshots, at
-    the same commits. Complete files are kept if a download is interrupted. `note` is called with lines about the
-    progress. Raises InvalidModel if a download fails, or if the cache's disk is too small, in which case nothing is
-    downloaded.
+    Returns the directories in the same order, with the downloaded models in place of those without weights, at the same
+    commits. Complete files are kept if a download is interrupted. `note` is called with lines about the progress.
+    Raises InvalidModel if a download fails, or if the cache's disk is too small, in which case nothing is downloaded.
     """
     if lack := lack_of_space(directories):
         raise InvalidModel((lack,))
@@ -91,7 +94,7 @@ def _fetch(record: SnapshotRecord, note: Callable[[str], None]) -> Path:
 
 
 def _absent_files(record: SnapshotRecord) -> dict[str, int]:
-    """Sizes in bytes, by file, of a model's weights that must be downloaded to this machine."""
+    """Sizes in bytes, by file name, of the weights of the model `record` that are not on this machine yet."""
     if record.is_outline:
         return {}
     place = _origin(record).place(record)
@@ -105,8 +108,8 @@ def _origin(record: SnapshotRecord) -> Origin:
 def lack_of_space(directories: Iterable[Path]) -> str | None:
     """Error text if a disk is too small to download the weights of the models in `directories`; None otherwise.
 
-    Only the metadata-only snapshots among the directories need a download. The disks are those of the caches of the
-    Hugging Face hub and of object stores; MARGIN_BYTES must remain free.
+    Only directories without the contents of the weights (metadata-only snapshots) need a download. The disks are those
+    of the caches of the Hugging Face hub and of object stores; MARGIN_BYTES must remain free.
     """
     records = [read_record(directory) for directory in sorted({*directories}) if is_metadata_only(directory)]
     for origin in (Hub(), Objects()):

@@ -34,7 +34,7 @@ class ObjectFile:
 
 
 def version_of(files: Mapping[str, ObjectFile]) -> str:
-    """Version of a set of files: a digest (hex) of their names, sizes and version tags."""
+    """Version of a set of files: a digest (hex) of their names, sizes, and version tags in the object store."""
     content = json.dumps(sorted((name, file.num_bytes, file.tag) for name, file in files.items()))
     return hashlib.sha256(content.encode()).hexdigest()[:VERSION_DIGITS]
 
@@ -47,8 +47,9 @@ def is_complete(place: Path, sizes: Mapping[str, int]) -> bool:
 def downloaded(objects: ObjectStore, place: Path, files: Mapping[str, ObjectFile]) -> Iterator[int]:
     """Download the files that `place` lacks, several at once, and yield the size of each once it is complete.
 
-    Processes of this machine wait for each other, so each file is downloaded once. Raises InvalidModel if a file does
-    not have the stated sha256.
+    `objects` is the object store, and `files` has the files by their names in the directory `place`. Processes of this
+    machine wait for each other, so each file is downloaded once. Raises InvalidModel if a file does not have the stated
+    sha256.
     """
     if is_complete(place, {name: file.num_bytes for name, file in files.items()}):
         return
@@ -60,7 +61,7 @@ def downloaded(objects: ObjectStore, place: Path, files: Mapping[str, ObjectFile
 
 
 def _download(objects: ObjectStore, source: ObjectFile, file: Path) -> int:
-    """Download one object to `file`, and return its size in bytes.
+    """Download the object `source` of the store `objects` to `file`, and return its size in bytes.
 
     `file` appears only after its content is checked. Raises InvalidModel if the content does not have the stated
     sha256.

@@ -33,7 +33,7 @@ MAX_PLAIN_BYTES = 10 * 2**20
 
 
 class Hub:
-    """The Hugging Face hub as the origin of models."""
+    """The Hugging Face hub as a place from which models are downloaded (an `Origin`)."""
 
     title = "the hub"
     variable = "HF_HUB_CACHE"
@@ -56,7 +56,10 @@ class Hub:
 
 
 def cached(name: str, revision: str) -> Path | None:
-    """Directory of a hub model in the hub client's cache; None if files of the model are missing."""
+    """Directory of the hub model `name` (owner/name) in the cache of the hub's client; None if files are missing.
+
+    `revision` is a branch, tag or commit.
+    """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -99,7 +102,7 @@ def looked_up(name: str, revision: str) -> Path:
 
 
 def _snapshot_dir(name: str, commit: str) -> Path:
-    """Directory in the hub's cache for one commit of a model."""
+    """Directory in the hub's cache for one commit of the model `name` (owner/name)."""
     return hub_cache() / f"models--{name.replace('/', '--')}" / "snapshots" / commit
 
 
@@ -111,9 +114,9 @@ def hub_cache() -> Path:
 
 
 def _download(name: str, commit: str, files: Sequence[str], progress: type | None = None) -> Path:
-    """Download `files` of one commit of a hub model, and return the directory of this commit in the cache.
+    """Download `files` of one commit of the hub model `name`, and return the commit's directory in the hub's cache.
 
-    `progress` is a progress bar class for the hub's client (`_notes`); None shows nothing.
+    `progress` is a progress bar class for the hub's client; None shows no progress.
     """
     from huggingface_hub import snapshot_download
 
@@ -164,7 +167,10 @@ def _notes(note: Callable[[str], None], total: int) -> type:
 
 
 def _range(record: SnapshotRecord, file: str, begin: int, end: int) -> bytes:
-    """Download only the bytes [begin, end) of a file on the hub."""
+    """Download only the bytes [begin, end) of one file of the hub model that `record` describes.
+
+    Raises HubUnusable if the hub does not send these bytes.
+    """
     from huggingface_hub import hf_hub_url
     from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff
 

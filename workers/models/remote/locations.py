@@ -18,7 +18,7 @@ from workers.models.remote.objects import located
 from workers.models.remote.snapshots import is_metadata_only, read_record
 from workers.object_store import is_object_url
 
-__all__ = ["HUB_ID", "commit_of", "id_of", "locate"]
+__all__ = ["HUB_ID", "commit_of", "id_of", "locate", "source_name"]
 
 DIRECTORY = "a directory with config.json, tokenizer files and *.safetensors"
 
@@ -78,3 +78,14 @@ def id_of(directory: Path) -> str | None:
         return None if is_object_url(name) else name
     owner, _, name = directory.parent.parent.name.removeprefix("models--").rpartition("--")
     return (f"{owner}/{name}" if owner else name) if commit_of(directory) else None
+
+
+def source_name(directory: Path) -> str:
+    """Name of the model in a directory that `locate` returned, such as ID@COMMIT for a hub model.
+
+    Names of hub models are valid on any machine. A model in an object store has its URL while its weights are not on
+    this machine. Other models have their directory.
+    """
+    if name := id_of(directory):
+        return f"{name}@{commit_of(directory)}"
+    return read_record(directory).name if is_metadata_only(directory) else str(directory)

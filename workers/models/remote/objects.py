@@ -33,7 +33,7 @@ _SUM = re.compile(r"([0-9a-f]{64}) [ *](?:\./)?(.+)")
 
 
 class Objects:
-    """Object stores as the origin of models."""
+    """Object stores as a place from which models are downloaded (an `Origin`)."""
 
     title = "the object store"
     variable = "MERGESEARCH_CACHE"
@@ -100,7 +100,7 @@ def _looked_up(url: str) -> Path:
 
 
 def _listed(url: str) -> tuple[ObjectStore, dict[str, ObjectFile]]:
-    """Object store that has the model at `url`, and the model's files by name, without those in subfolders."""
+    """Object store that has the model at `url`, and the model's files by name; files in subfolders are left out."""
     if (artifact := blob_at(url)) is not None:
         store, digest = artifact
         return _manifest(ObjectStore(store), digest)
@@ -111,10 +111,11 @@ def _listed(url: str) -> tuple[ObjectStore, dict[str, ObjectFile]]:
 
 
 def _manifest(objects: ObjectStore, digest: str) -> tuple[ObjectStore, dict[str, ObjectFile]]:
-    """Read the list of an artifact's files from its manifest in the store, whose sha256 is `digest`.
+    """Read the list of an artifact's files from its manifest, the stored object whose sha256 is `digest`.
 
-    An artifact is a set of files that the service stores by content. The result has the object store that contains the
-    files, and the files by name. Raises InvalidModel if the stored manifest has another sha256.
+    An artifact is a set of files that the service stores by content in the object store `objects`. The result is the
+    store, and the files by name; files in subfolders are left out. Raises InvalidModel if the stored manifest has
+    another sha256.
     """
     content = objects.read(blob_path(digest))
     if hashlib.sha256(content).hexdigest() != digest:
@@ -127,9 +128,9 @@ def _manifest(objects: ObjectStore, digest: str) -> tuple[ObjectStore, dict[str,
 
 
 def _last_located(url: str) -> Path | None:
-    """Directory of the last located version of the model at `url`.
+    """Directory of the version of the model at `url` that this machine has located last.
 
-    Returns None if no version was located, or if not all of its files are on this machine.
+    Returns None if no version was located, or if not all files of this version are on this machine.
     """
     try:
         known = json.loads(_latest(url).read_bytes())
@@ -140,7 +141,10 @@ def _last_located(url: str) -> Path | None:
 
 
 def _sums(text: str) -> dict[str, str]:
-    """Parse the output of the program sha256sum to the sha256 (hex) of each file by name; other lines are ignored."""
+    """Parse `text`, the output of the program sha256sum, to the sha256 (hex) of each file by name.
+
+    Other lines are ignored.
+    """
     return {found[2]: found[1] for line in text.splitlines() if (found := _SUM.fullmatch(line.strip()))}
 
 

@@ -86,7 +86,8 @@ def is_metadata_only(directory: Path) -> bool:
 def stated_hash(file: Path) -> str | None:
     """The sha256 (hex) that the hub or object store states for a weights file that is not downloaded.
 
-    Returns None for complete files, which can be hashed. Raises InvalidModel if no hash is stated.
+    Returns None for a downloaded file, whose hash can be computed. Raises InvalidModel if the file is not downloaded
+    and no hash is stated.
     """
     if not is_metadata_only(file.parent):
         return None
@@ -121,9 +122,10 @@ def read_record(directory: Path) -> SnapshotRecord:
 def make_snapshot(
     record: SnapshotRecord, small: Path, pickles: Iterable[str], read: Callable[[str, int, int], bytes]
 ) -> Path:
-    """Create the metadata-only snapshot that `record` describes if it does not exist, and return its directory.
+    """Create the metadata-only snapshot that `record` describes, unless it exists, and return its directory.
 
-    The snapshot has the model's files without the contents of the weights. `small` is a directory with the small files.
+    Such a snapshot has the model's files without the contents of the weights, so that a model can be checked before it
+    is downloaded. Weights files have their headers and their sizes. `small` is a directory with the other files.
     `pickles` are names of pickled weights, for which empty files are made. `read(file, begin, end)` returns the bytes
     [begin, end) of a weights file.
     """
@@ -170,5 +172,5 @@ def has_size(file: Path, size: int | None) -> bool:
 
 
 def size_text(num_bytes: float) -> str:
-    """Format a number of bytes as text in MiB or GiB."""
+    """Format `num_bytes` as text in MiB or GiB."""
     return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**29 else f"{num_bytes / 2**20:.1f} MiB"

@@ -76,7 +76,7 @@ def _downloaded(folder: str, file: str, of: str) -> Path:
     """Download a file of an object-store folder, alone or with the whole folder, and return its path on this machine.
 
     `folder` is the URL of the folder, and `file` the path of the file in the folder. `of` is the URL of what is
-    downloaded: `folder`, or the URL of the file alone.
+    downloaded: `folder` for the whole folder, or the URL of the file for the file alone.
     """
     objects = ObjectStore(folder)
     listed = objects.list() if of == folder else {file: objects.info(file)}
@@ -98,7 +98,7 @@ def _downloaded(folder: str, file: str, of: str) -> Path:
 
 
 def _delete_unused(root: Path) -> None:
-    """Delete the versions below `root` that were not used for UNUSED_S seconds."""
+    """Delete the downloaded versions of task files below `root` that were not used for UNUSED_S seconds."""
     for parent, names, _ in os.walk(root):
         for place in [Path(parent, name) for name in names if _VERSION.search(name)]:
             names.remove(place.name)

@@ -21,12 +21,20 @@ BEFORE, AFTER = ("The solution is:", "The answer is:"), "\n\nThe answer is:"
 
 
 def programs(responses: Sequence[Sequence[str]], documents: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Extract the program from each completion."""
+    """lm-eval filter that extracts the program from each completion.
+
+    `responses` has the completions of each of `documents`, lm-eval's samples. The result has the programs in the same
+    form.
+    """
     return [[_program(text) for text in texts] for texts in responses]
 
 
 def functions(responses: Sequence[Sequence[str]], documents: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Extract the program from each completion; the prompt is prepended if the program lacks the requested function."""
+    """lm-eval filter that extracts a function from each completion.
+
+    `responses` has the completions of each of `documents`, lm-eval's samples. If the extracted program does not define
+    the function that the document asks for, the result is the document's prompt followed by the completion.
+    """
     found = []
     for texts, document in zip(responses, documents, strict=True):
         defines = f"def {document['entry_point']}("

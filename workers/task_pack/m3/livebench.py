@@ -8,5 +8,8 @@ __all__ = ["with_prompt"]
 
 
 def with_prompt(documents: Any) -> Any:
-    """Add the fields `key` (index) and `prompt` (first turn) to each document; IFEval's checks read both."""
+    """Copy `documents` of LiveBench with the fields that IFEval's checks read.
+
+    These fields are `key`, the document's index, and `prompt`, the first turn of the conversation.
+    """
     return documents.map(lambda row, index: {"key": index, "prompt": row["turns"][0]}, with_indices=True)

@@ -26,10 +26,11 @@ FRAMES = {"PROTO", "FRAME", "MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT", "STOP"}
 
 
 def passes(document: Mapping[str, Any], responses: Sequence[str]) -> dict[str, float]:
-    """Execute the solution that a completion gives, and return 1 if it passes all test cases.
+    """Execute the program in a model's answer to one document; return {"pass_at_1": 1.0} if it passes all tests.
 
-    As published, the first test case that fails decides; here the private ones are left out if a public one fails.
-    Raises ValueError for a document without test cases that can be read.
+    `responses` has the answer as its only entry. The value is 0 if a test case fails. The document has public and
+    private test cases; the private ones are not executed if a public one fails, which gives the same value as in the
+    published code. Raises ValueError for a document without test cases that can be read.
     """
     import evaluate  # type: ignore[import-untyped]
 
@@ -54,14 +55,18 @@ def _program(solution: str, name: str | None, given: str, wanted: str) -> str:
 
 
 def _solution(document: Mapping[str, Any], completion: str) -> str:
-    """The code of a completion, which continues the document's partial solution unless it repeats that."""
+    """The complete program of a model that was asked to continue a document's partial program.
+
+    If the code in `completion` begins with the partial program, the result is this code. Otherwise it is the partial
+    program followed by this code.
+    """
     code = _code(re.sub(r"<think>.*?</think>", "", completion, flags=re.DOTALL))
     given = document["partial_solution"] or ""
     return code if code.startswith(given) else f"{given}\n{code}"
 
 
 def _code(completion: str) -> str:
-    """The last fenced block of a completion, or all of it."""
+    """The code in a completion: the content of its last fenced block (```), or all of it if there is none."""
     lines = completion.rstrip().split("\n")
     fences = [number for number, line in enumerate(lines) if "```" in line]
     if len(fences) > 1:
@@ -72,7 +77,10 @@ def _code(completion: str) -> str:
 
 
 def _private(text: str) -> list[dict[str, str]]:
-    """The private test cases: JSON, or JSON as a pickled text that is compressed by zlib and written in base 64."""
+    """Decode a document's private test cases, which are stored as `text`.
+
+    The text is JSON, or base 64 of zlib data of a pickled text that is JSON.
+    """
     try:
         found = json.loads(text)
     except ValueError:
@@ -82,7 +90,7 @@ def _private(text: str) -> list[dict[str, str]]:
 
 
 def _pickled_text(data: bytes) -> str:
-    """The text in a pickle that has a text and nothing else. The pickle is read, never executed.
+    """The text in the pickle `data`, which must have one text and nothing else. The pickle is read, never executed.
 
     Raises ValueError for any other pickle.
     """

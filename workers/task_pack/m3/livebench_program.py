@@ -33,10 +33,10 @@ MAIN = "__name__ == '__main__'"
 
 
 def check_call(code: str, name: str, given: str, wanted: str) -> None:
-    """Raise an error unless a function of a solution returns the right value.
+    """Raise an error unless the function `name` in `code`, a model's program, returns the right value.
 
-    `name` is the function, or the method of the class `Solution`. Each line of `given` is one of its arguments, and
-    `wanted` is what it must return, in JSON.
+    `name` may also be a method of the class `Solution` in the program. Each line of `given` is one of the arguments,
+    and `wanted` is what it must return, all in JSON.
     """
     sys.set_int_max_str_digits(MAX_DIGITS)
     module = _executed(PRELUDE + code)
@@ -49,7 +49,7 @@ def check_call(code: str, name: str, given: str, wanted: str) -> None:
 
 
 def check_output(code: str, given: str, wanted: str) -> None:
-    """Raise an error unless a solution that reads `given` from its standard input prints `wanted`.
+    """Raise an error unless `code`, a model's program, prints `wanted` when its standard input is `given`.
 
     Lines are compared without the white space around them, and as numbers if both are numbers.
     """
@@ -71,10 +71,10 @@ def _executed(code: str | ast.Module) -> Any:
 
 
 def _in_function(code: str) -> ast.Module:
-    """Wrap a solution in the function `main` of a module, so that it runs only when `main` is called.
+    """Wrap the program `code` in the function `main` of a module, so that it runs only when `main` is called.
 
-    The imports of the solution stay outside the function. If the solution ends with a block `if __name__ ==
-    '__main__'`, the content of the block becomes the end of the function.
+    The imports of the program stay outside the function. If the program ends with a block `if __name__ == '__main__'`,
+    the content of the block becomes the end of the function.
     """
     body = ast.parse(code).body
     if body and isinstance(last := body[-1], ast.If) and ast.unparse(last.test) == MAIN:
@@ -88,11 +88,12 @@ def _in_function(code: str) -> ast.Module:
 
 
 def _give(text: str) -> None:
-    """Make `text` the standard input of a solution, which may use it as `sys.stdin` or by the name `stdin`.
+    """Make `text` the standard input of a model's program, which may use it as `sys.stdin` or by the name `stdin`.
 
-    `sys.stdin` becomes a stream of text. It has no attribute `buffer`, so a solution cannot read bytes. The module of
-    the solution has run `from sys import *` before this call, and may have imported `stdin` itself. The name `stdin`
-    there stands for the earlier stream, so the read methods of that stream are replaced by ones that read `text`.
+    `sys.stdin` becomes a stream of text. It has no attribute `buffer`, so the program cannot read bytes. The module of
+    the program has run `from sys import *` before this call, and may have imported `stdin` itself. In such a program
+    the name `stdin` stands for the earlier stream, so the read methods of this stream are replaced by ones that read
+    `text`.
     """
     lines = iter(text.split("\n"))
     vars(sys.stdin).update(read=lambda *_: text, readline=lambda *_: next(lines), readlines=lambda *_: text.split("\n"))

@@ -42,9 +42,9 @@ WEIGHTS, MOMENTS = "weights.safetensors", "optimizer.safetensors"
 def save(directory: Path, *, step: int, trained: Mapping[str, torch.Tensor], optimizer: Optimizer, loss: float) -> Path:
     """Write a checkpoint of a training below `directory`, after `step` updates, and return its directory.
 
-    All ranks of the process group must call this function. `trained` are the trained weights by name; `loss` is the
-    loss of the last update. An existing checkpoint is not changed. The oldest checkpoints beyond the newest KEPT are
-    removed.
+    All ranks of the process group must call this function. `trained` are the trained weights by name, and `optimizer`
+    is the optimizer whose state is stored; `loss` is the loss of the last update. An existing checkpoint is not
+    changed. The oldest checkpoints beyond the newest KEPT are removed.
     """
     out = directory / f"{PREFIX}{step:08}"
     is_writer, is_alone = _rank() == 0, not dist.is_initialized()
@@ -91,7 +91,7 @@ def _rank() -> int:
 
 
 def _of_writer(value: Any) -> Any:
-    """Return the value that rank 0 passes. All ranks must call this function, and all get that value."""
+    """Return the `value` that rank 0 passes. All ranks must call this function, and all get the value of rank 0."""
     if not dist.is_initialized():
         return value
     values = [value]
@@ -105,9 +105,9 @@ def _agreed(value: bool) -> bool:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Context manager that hides a warning of torch about checkpoints.
+    """Context manager that hides warnings of torch about checkpoints.
 
-    torch warns if a process without a process group saves or loads a checkpoint.
+    One of these appears whenever a process without a process group saves or loads a checkpoint.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*torch.distributed is disabled.*")

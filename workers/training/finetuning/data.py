@@ -98,8 +98,8 @@ def read_documents(data: Data, prompts: Prompts) -> list[Document]:
 def writes_chats(spec: FinetuneSpec) -> bool:
     """Whether the prompts of a fine-tuning's evaluation tasks are formatted with the chat template.
 
-    The option `evaluation.chat_template` decides. If it is not given, the result is True if the first row of the
-    training data is a conversation. Raises InvalidTask if this row cannot be read.
+    The option `evaluation.chat_template` of `spec` decides. If it is not given, the result is True if the first row of
+    the training data is a conversation. Raises InvalidTask if this row cannot be read.
     """
     if spec.evaluation is not None and spec.evaluation.chat_template is not None:
         return spec.evaluation.chat_template
@@ -110,8 +110,8 @@ def writes_chats(spec: FinetuneSpec) -> bool:
 def pack(documents: Sequence[Document], *, length: int, packing: bool, seed: int) -> list[tuple[Document, ...]]:
     """Distribute documents over rows, which have at most `length` tokens, in an order given by `seed`.
 
-    With `packing` a row has as many documents as fit; otherwise it has one document. A document goes into the fullest
-    row that has enough space for it; only the newest rows are considered.
+    A row is one line of tokens of a batch. With `packing` a row has as many documents as fit; otherwise it has one
+    document. A document goes into the fullest row that has enough space for it; only the newest rows are considered.
     """
     order = list(documents)
     random.Random(f"documents {seed}").shuffle(order)
@@ -153,7 +153,10 @@ def batch_rows(num_rows: int, *, batch: int, step: int, seed: int) -> list[int]:
 
 
 def tensors_of(rows: Sequence[Sequence[Document]], *, pad: int) -> Batch:
-    """Convert rows of documents to tensors, padded to the longest row with the token id `pad`."""
+    """Convert rows of documents to tensors for one forward pass of the model.
+
+    A row consists of the tokens of one or several documents, and is padded with the token id `pad` to the longest row.
+    """
     width = max(1, *(sum(len(document.tokens) for document in row) for row in rows))
     tokens = torch.full((len(rows), width), pad)
     positions = torch.zeros_like(tokens)
@@ -190,10 +193,10 @@ def _order(num_rows: int, epoch: int, seed: int) -> list[int]:
 def _conversation(data: Data, fields: Mapping[str, Any], origin: str) -> list[Any] | None:
     """Join a row's prompt and completion to one list of messages, if both are lists (TRL's conversational format).
 
-    `fields` are the row's values by key. The result is None if neither the prompt nor the completion is a list or an
-    object, so that the row is plain text. A prompt or completion for which `data` has a template of its own is not
-    checked, because the template may pick any part of the value. Raises InvalidTask for any other list or object,
-    because it would be written into the text as a Python expression. `origin` names the row in messages.
+    `fields` are the row's values by key. If neither value is a list or an object, the row is plain text, and the result
+    is None. Any other list or object raises InvalidTask, because it would be written into the text as a Python
+    expression. A value for which `data` has a template of its own is not checked, because the template may pick any
+    part of the value. `origin` names the row in messages.
     """
     defaults = {PROMPT: data.prompt, COMPLETION: data.completion}
     given = {name: fields.get(name) for name, template in defaults.items() if template == f"{{{{{name}}}}}"}

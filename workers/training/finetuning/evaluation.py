@@ -57,8 +57,8 @@ class Evaluator:
     - `max_length`: the largest number of tokens in a text
     - `seed`: determines the order of the tasks' samples
     - `chat_template`: whether prompts are formatted with the tokenizer's chat template
-    - `called`: a callable that is called in place of `model`, such as a linearization of the model, or an adapter if
-      the model has shards; None if `model` itself is called
+    - `called`: a callable that is called in place of `model`, such as a linearization (a model that is linear in its
+      weights), or an adapter if the model has shards; None if `model` itself is called
     - `access`: limits the files that tasks may use; None means no limit
 
     Raises InvalidTask if a task cannot be built, or if the chat template is missing.

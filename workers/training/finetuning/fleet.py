@@ -84,24 +84,25 @@ class Pipeline:
     parallel_experts: int | None = None
 
     def places(self, out: Path) -> dict[str, Path]:
-        """Directories in which the experts are trained, by alias.
+        """Directories in which the experts (models to be merged) are trained, by the expert's name (alias).
 
-        The directory of a single expert is `out`; each expert of a fleet has a separate directory below `out`.
+        The directory of a single expert is `out`; each of several experts has a separate directory below `out`.
         """
         return {alias: out / EXPERTS / alias if self.is_fleet else out for alias in self.experts}
 
     def field_of(self, alias: str, field: str = "") -> str:
-        """Dotted path of an expert's option `field` in the specification file, such as "experts.math.data".
+        """Dotted path of the option `field` of one expert in the specification file, such as "experts.math.data".
 
-        Messages name options by this path. If `field` is "", the result is the path of the expert.
+        `alias` is the expert. Messages name options by this path. If `field` is "", the result is the path of the
+        expert.
         """
         return ".".join(filter(None, [*((EXPERTS, alias) if self.is_fleet else ()), field]))
 
     def canonical(self) -> dict[str, Any]:
-        """Convert the pipeline to plain data, with all defaults and absolute paths.
+        """Convert the pipeline (experts to train, and perhaps a study that merges them) to plain data.
 
-        `parse_pipeline` returns an equal pipeline from these data. Only its `directory` may differ, which has no effect
-        if all paths are absolute.
+        All defaults are filled in, and paths are absolute. `parse_pipeline` returns an equal pipeline from these data.
+        Only its `directory` may differ, which has no effect if all paths are absolute.
         """
         specs = {alias: spec.canonical() for alias, spec in self.experts.items()}
         analysis = {} if self.analysis is None else {ANALYSIS: self.analysis.model_dump(mode="json")}
@@ -117,7 +118,7 @@ class Pipeline:
         return document
 
     def study_of(self, experts: Mapping[str, Path | str]) -> Study | None:
-        """Make the study that merges the trained experts; None if the pipeline has no study.
+        """Make the study that merges the trained experts; None if the specification file has no study.
 
         `experts` has the directory or URL of each trained expert by alias. Raises InvalidStudy with every problem
         found.
@@ -211,11 +212,12 @@ def parse_pipeline(document: Mapping[str, Any], directory: Path | None = None) -
 
 
 def _with_noise_layers(experts: Mapping[str, FinetuneSpec]) -> dict[str, FinetuneSpec]:
-    """Set the layers to which MergOPT adds noise, if all experts of a fleet train only some layers.
+    """Set the layers to which the optimizer MergOPT adds noise, if no expert of a fleet trains all of its layers.
 
-    The keys of `experts` and of the result are the experts' aliases. Each expert then has noise in all layers that any
-    of the experts trains, because merges of the experts change these layers. An expert whose options name the layers
-    with noise is not changed. If an expert trains all layers or an adapter, nothing is changed.
+    MergOPT adds the noise while it computes gradients, to simulate a later merge of the experts. The keys of `experts`
+    and of the result are the experts' aliases (names). Each expert then has noise in all layers that any of the experts
+    trains, because merges of the experts change all of these layers. An expert whose options name the layers with noise
+    is not changed. If any expert trains all layers or an adapter, no expert is changed.
     """
     trained = [spec.training.layers for spec in experts.values()]
     if any(layers is None for layers in trained) or any(spec.adapter is not None for spec in experts.values()):

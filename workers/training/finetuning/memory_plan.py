@@ -35,10 +35,10 @@ class TrainingMemory:
     """Bytes of memory that a training takes on each of its workers.
 
     - `weights`, `gradients`, `optimizer`: the weights, the gradients and the optimizer's state in this worker's shard
-    - `offset`: the additional memory of the method: MergOPT's copy of the weights and its task vectors, the offset of
-      SAM, or the original weights for the method tangent
-    - `gathered`: the weights and gradients of the units (such as a layer) that are gathered as a whole while they
-      compute
+    - `offset`: the additional memory of the training method: a copy of the weights and the task vectors (MergOPT), what
+      is added to the weights for the second gradient (SAM), or the original weights (tangent)
+    - `gathered`: weights and gradients that are gathered from all shards while a unit of the model, such as a layer,
+      computes
     - `activations`: the activations, including logits
     """
 
@@ -51,9 +51,10 @@ class TrainingMemory:
 
     @property
     def state(self) -> int:
-        """Bytes that weights, gradients, the optimizer's state and the offset take during the whole training.
+        """Bytes of memory that are in use during the whole training: weights, gradients, optimizer state and offset.
 
-        They do not depend on the number of rows in a forward pass.
+        The offset is the memory of methods that add something to the weights while the gradient is computed. These
+        bytes do not depend on the number of rows in a forward pass.
         """
         return self.weights + self.gradients + self.optimizer + self.offset
 
@@ -77,7 +78,7 @@ class TrainingMemory:
 def training_memory(
     spec: FinetuneSpec, base: Checkpoint, *, is_bfloat16: bool, recomputes: bool = False
 ) -> TrainingMemory:
-    """Plan the memory of a training on each of the specification's workers.
+    """Estimate the memory of the training that `spec` describes, on each of its workers.
 
     `base` has the tensors of the base model. `is_bfloat16` says whether activations are bfloat16; otherwise they are
     float32. `recomputes` says whether activations are computed again in the backward pass, which saves their memory.
@@ -132,7 +133,7 @@ def training_memory(
 
 
 def lack_of_memory(spec: FinetuneSpec, base: Checkpoint, capacity: int, *, is_bfloat16: bool) -> str | None:
-    """Reason why a training cannot fit into `capacity` bytes on each worker; None if it may fit.
+    """Reason why the training `spec` cannot fit into `capacity` bytes on each worker; None if it may fit.
 
     `base` has the tensors of the base model. `is_bfloat16` says whether activations are bfloat16; otherwise they are
     float32. The text also names changes of the specification with which the training would fit, if any are known.
@@ -164,7 +165,7 @@ def lack_of_memory(spec: FinetuneSpec, base: Checkpoint, capacity: int, *, is_bf
 def recomputes(spec: FinetuneSpec, base: Checkpoint, capacity: int, *, is_bfloat16: bool) -> bool:
     """Whether activations are computed again in the backward pass, which saves their memory.
 
-    The specification decides. If it says "auto", the result is True if activations would otherwise not fit into
+    The specification `spec` decides. If it says "auto", the result is True if activations would otherwise not fit into
     `capacity` bytes. `base` has the tensors of the base model. `is_bfloat16` says whether activations are bfloat16;
     otherwise they are float32.
     """
@@ -177,7 +178,10 @@ def recomputes(spec: FinetuneSpec, base: Checkpoint, capacity: int, *, is_bfloat
 
 
 def _of_layers(sizes: Mapping[str, int]) -> dict[int, int]:
-    """Number of elements in each decoder layer, by the layer's index."""
+    """Number of elements in each decoder layer, by the layer's index.
+
+    `sizes` has the number of elements of each tensor, by the tensor's name.
+    """
     found: dict[int, int] = {}
     for name, size in sizes.items():
         parts = name.split(".")

@@ -131,7 +131,7 @@ class Report(NamedTuple):
 
 
 class MergeLosses:
-    """Measures losses and metrics of merges of trained experts on each expert's tasks.
+    """Measurement of losses and metrics of merges of trained experts, on each expert's tasks.
 
     The first `samples` samples of each task are for choosing coefficients, and the next `samples` samples for reporting
     merges. If a task has fewer than twice `samples` samples, each of the two parts has half of them. Raises
@@ -143,8 +143,8 @@ class MergeLosses:
     - `tasks`: the tasks of each expert, by alias
     - `max_length`: the largest number of tokens in a text
     - `chats`: the aliases of the experts on whose tasks prompts are formatted with the chat template
-    - `is_linearized`: whether the experts are linearizations of the base model, which the fine-tuning method `tangent`
-      trains; a merge is then the linearization at the merged weights
+    - `is_linearized`: whether the experts are linearizations of the base model (linear in the weights), which the
+      fine-tuning method `tangent` trains; a merge is then the linearization at the merged weights
     """
 
     def __init__(
@@ -225,7 +225,7 @@ class _TaskSamples:
     """A task's samples in two disjoint parts: one for choosing coefficients, one for reporting merges.
 
     `chosen_by` and `reported` have the reference answers of the two parts. `span` has the positions of the reported
-    samples: the first position, and the position after the last. Losses are divided by `unit` (`References.unit`), so
+    samples: the first position, and the position after the last. Losses are divided by `unit`, a number of the task, so
     that tasks are comparable.
     """
 
@@ -256,9 +256,10 @@ class _TaskSamples:
 
 
 class _Linearized:
-    """Adapter that gives a linearized model the method `logits` (see `ModelOfLogits`).
+    """Adapter that gives a linearized model the method `logits`, from which losses of samples are computed.
 
-    Losses of samples are computed from the logits. `device` is the device of the model.
+    A linearized model is linear in its weights. The class implements `ModelOfLogits`. `device` is the device of the
+    model.
     """
 
     def __init__(self, model: LinearizedModel, device: torch.device) -> None:
@@ -272,11 +273,11 @@ class _Linearized:
 def lack_of_losses(
     experts: Mapping[str, FinetuneSpec], *, access: FileAccess | None = None
 ) -> Iterator[tuple[str, str]]:
-    """Yield the reasons why the losses of merges of a fleet's experts cannot be measured, as pairs (alias, reason).
+    """Yield each reason why losses cannot be measured on merges of a fleet's experts, as a pair (alias, reason).
 
-    A fleet consists of the experts that one fine-tuning trains. `experts` has their specifications by alias. Merges of
-    a single expert are not measured, so a fleet with one expert has no reasons. `access` limits the files that tasks
-    may use; None means no limit.
+    A fleet consists of the experts that one fine-tuning trains. `experts` has the specification of each expert, by its
+    alias. For a fleet with a single expert nothing is yielded, because merges of one expert are not measured. `access`
+    limits the files that tasks may use; None means no limit.
     """
     for alias, spec in experts.items() if len(experts) > 1 else ():
         if spec.evaluation is None:
@@ -306,9 +307,10 @@ def losses_of_experts(
 
     A fleet consists of the experts that one fine-tuning trains. `experts` has the specification, and `directories` the
     directory, of each expert by alias. Coefficients are chosen on `samples` samples of each task of an expert's
-    evaluation, and merges are reported on the next `samples` samples. `is_linearized` is as in `MergeLosses`. `access`
-    limits the files that tasks may use; None means no limit. Raises InvalidTask if an expert has no evaluation, and the
-    errors of `MergeLosses`.
+    evaluation, and merges are reported on the next `samples` samples. `is_linearized` says whether the experts were
+    trained as linearizations of the base model (method `tangent`). `access` limits the files that tasks may use; None
+    means no limit. Raises InvalidTask if an expert has no evaluation or a sample no reference answer, and InvalidModel
+    if a model cannot be used.
     """
     tasks = {}
     for alias, spec in experts.items():
@@ -332,10 +334,11 @@ def losses_of_experts(
 def landscape(
     measure: Callable[[Merge], Mapping[str, float]], experts: tuple[str, str], *, grid: Sequence[float] = GRID
 ) -> Landscape:
-    """Measure the sum of two experts' losses over a grid of their coefficients (MergOPT, figure 2).
+    """Measure the sum of two experts' losses on their merges, for all pairs of coefficients in a grid.
 
-    `grid` has the coefficients that are used for both experts; a merge is measured for each pair of coefficients.
-    `measure` returns a merge's loss on each expert's tasks, by the expert's alias.
+    Figure 2 of the MergOPT paper shows such landscapes. `grid` has the coefficients that are used for both experts;
+    a merge is measured for each pair of coefficients. `measure` returns a merge's loss on each expert's tasks, by the
+    expert's alias.
     """
     sources = tuple(Source(alias) for alias in experts)
 
@@ -350,20 +353,23 @@ def landscape(
 def landscapes(
     measure: Callable[[Merge], Mapping[str, float]], experts: Sequence[str], *, grid: Sequence[float] = GRID
 ) -> tuple[Landscape, ...]:
-    """Measure the loss landscapes (losses over a grid of coefficients) of the first NUM_LANDSCAPES pairs of experts.
+    """Measure the loss landscapes of the first NUM_LANDSCAPES pairs of experts.
 
-    `measure` and `grid` are as in `landscape`.
+    A landscape has the sum of two experts' losses over a grid of their coefficients. `experts` are the aliases of all
+    experts. `measure` returns a merge's loss on each expert's tasks, by alias. `grid` has the coefficients that are
+    used for both experts.
     """
     pairs = list(combinations(experts[:IN_PAIRS], 2))[:NUM_LANDSCAPES]
     return tuple(landscape(measure, pair, grid=grid) for pair in pairs)
 
 
 def candidates(experts: Sequence[str], *, seed: int = 0, wudi: bool = False) -> Iterator[Candidate]:
-    """Yield merges of experts by the methods of the MergOPT paper, each with every coefficient to compare.
+    """Yield the merges of experts of which the best is chosen, for each merge method that the MergOPT paper compares.
 
-    `experts` are the aliases of the experts. The methods are weight averaging, task arithmetic, TIES and DARE. With
-    `wudi`, WUDI-Merging (table 5) is a further method; it computes several hundred matrix products for each matrix.
-    `seed` determines the random masks of DARE.
+    For a method with a coefficient, there is a merge for each value that is tried. MergOPT is an optimizer for experts
+    that will be merged. `experts` are the aliases of the experts. The methods are weight averaging, task arithmetic,
+    TIES and DARE. With `wudi`, WUDI-Merging (table 5) is a further method; it computes several hundred matrix products
+    for each matrix. `seed` determines the random masks of DARE.
     """
     sources = tuple(Source(alias) for alias in experts)
     yield Candidate("weight averaging", None, Merge("linear", sources, {"weight": 1 / len(experts)}))
@@ -411,10 +417,12 @@ def mixed_table(
 ) -> tuple[MergeLoss, ...]:
     """Measure merges of two experts that were trained in different ways: one row for each merge method.
 
-    The table is that of MergOPT, table 19. `experts` has pairs of aliases: the keys are experts of one training, and
-    the value is the expert of the other training for the same tasks. From each pair of the first IN_PAIRS keys, two
-    merges are made, each with one expert of each training. `measure`, `report`, `seed` and `wudi` are as in
-    `merge_table`. The losses and metrics in a row are listed by the keys of `experts`.
+    The table is that of table 19 in the paper of MergOPT, an optimizer for experts that will be merged. `experts` has
+    pairs of aliases: the keys are experts of one training, and the value is the expert of the other training for the
+    same tasks. From each pair of the first IN_PAIRS keys, two merges are made, each with one expert of each training.
+    `measure` returns a merge's loss on each expert's tasks; coefficients are chosen by this loss. `report` returns the
+    losses and metrics that the table has. `seed` determines the random masks of DARE. With `wudi`, WUDI-Merging is one
+    of the methods. The losses and metrics in a row are listed by the keys of `experts`.
     """
     pairs = list(combinations(list(experts)[:IN_PAIRS], 2))
     mixed = [pair for one, two in pairs for pair in ((one, experts[two]), (experts[one], two))]
@@ -467,9 +475,9 @@ def _rows(
 
 
 def _by_expert(each: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Mean of each expert's values over the merges that contain the expert.
+    """The mean value of each expert, by its alias, over the merges that contain the expert.
 
-    `each` has a mapping for each merge, with the values by the expert's alias.
+    `each` has a mapping for each merge: the value of each merged expert, by its alias.
     """
     aliases = dict.fromkeys(alias for numbers in each for alias in numbers)
     return {alias: _mean(numbers[alias] for numbers in each if alias in numbers) for alias in aliases}

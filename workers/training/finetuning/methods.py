@@ -30,6 +30,7 @@ __all__ = ["fitted_scale", "make_optimizer", "read_task_vectors"]
 def fitted_scale(method: Method, base: Path) -> Fit | None:
     """Fit the scale of MergOPT's noise to the task vectors of the experts that `method.fit_to` names.
 
+    MergOPT is an optimizer that adds noise to the parameters while gradients are computed, to simulate a later merge.
     The scale is fitted only for the method MergOPT with `scale: auto` and random noise. Otherwise the result is None,
     because the specification states the scale, or there is no random noise. `base` is the directory of the base model.
     Raises InvalidModel if a model cannot be used, and ValueError if the task vectors are 0.
@@ -45,11 +46,11 @@ def read_task_vectors(
 ) -> TaskVectors | None:
     """Read the task vectors of the experts that `method.fit_to` names, from which MergOPT computes its offsets.
 
-    MergOPT adds an offset to the parameters while the gradient is computed. Returns None if the method is not MergOPT,
-    or if the offsets are random noise. `base` is the directory of the base model. `model` is a transformers model in
-    float32 that still has the weights of the base model. `moved` are the parameters that get an offset; None means all
-    parameters of `model`. If parameters are sharded, only the parts of this rank are read. Raises InvalidModel if an
-    expert has other tensors than the base model.
+    MergOPT adds an offset to the parameters while the gradient is computed, to simulate a later merge. Returns None if
+    the method is not MergOPT, or if the offsets are random noise. `base` is the directory of the base model. `model` is
+    a transformers model in float32 that still has the weights of the base model. `moved` are the parameters that get an
+    offset; None means all parameters of `model`. If parameters are sharded, only the parts of this rank are read.
+    Raises InvalidModel if an expert has other tensors than the base model.
     """
     if method.kind != "mergopt" or method.noise not in OF_EXPERTS:
         return None
@@ -104,13 +105,17 @@ def make_optimizer(
 ) -> Optimizer:
     """Make the optimizer that a specification names for the parameters `trained` of `model`.
 
+    The optimizer MergOPT computes each gradient at parameters that are moved by an offset, as a later merge will move
+    them. An offset is random noise or is made of task vectors of other experts.
+
     - `method`: the section of the specification that names the optimizer and its options
+    - `learning_rate`: the optimizer's learning rate
     - `seed`: the seed of MergOPT's random draws (`trainer.noise_seed`)
     - `moved`: the parameters to which MergOPT adds its offset while the gradient is computed; None means the trained
       parameters
     - `fitted`: the result of `fitted_scale`, which gives the scale of MergOPT's noise; None if the specification gives
       the scale
-    - `vectors`: the result of `read_task_vectors`
+    - `vectors`: the task vectors of which offsets are made, from `read_task_vectors`; None if offsets are noise
     """
     parameters = list(trained)
     is_sgd = method.kind == "sgd" or (method.kind != "adamw" and method.optimizer == "sgd")

@@ -34,7 +34,7 @@ class TrainedModel:
     - `trained`: the parameters that are updated, by name
     - `moved`: the parameters to which MergOPT adds its offset while the gradient is computed; None if they are the
       trained parameters
-    - `tangent`: the linearization that is trained in place of `module`, or None
+    - `tangent`: the linearization (linear in the weights) that is trained in place of `module`, or None
     - `is_sharded`: whether this rank holds only a shard of each parameter; all ranks must then call the model together
     """
 
@@ -55,7 +55,7 @@ class TrainedModel:
 
 
 def computes_in(spec: FinetuneSpec, device: torch.device) -> torch.dtype:
-    """Dtype of activations on `device`, and of the frozen weights below an adapter."""
+    """Dtype of activations on `device` in the training `spec`, and of the frozen weights below an adapter."""
     wanted = spec.training.precision
     is_bfloat16 = wanted == "bfloat16" or (wanted == "auto" and device.type == "cuda")
     return torch.bfloat16 if is_bfloat16 else torch.float32
@@ -64,7 +64,7 @@ def computes_in(spec: FinetuneSpec, device: torch.device) -> torch.dtype:
 def load_model(
     spec: FinetuneSpec, base: Path, device: torch.device, *, is_sharded: bool = False, recomputes: bool = False
 ) -> TrainedModel:
-    """Load the base model in the directory `base` for training on `device`, in training mode.
+    """Load the base model in the directory `base` for the training `spec` on `device`, in training mode.
 
     Trained weights are float32; the frozen weights below an adapter have the dtype of activations. With `is_sharded`,
     each rank of the process group holds a shard of each parameter. `recomputes` says whether activations are computed
@@ -159,7 +159,10 @@ def check_packing(model: Any, called: Any = None) -> None:
 
 
 def pad_token(spec: FinetuneSpec, tokenizer: Any, base: Path) -> int:
-    """Id of the token with which rows are padded. Raises InvalidModel if the tokenizer has none."""
+    """Id of the token with which rows are padded: the one that `spec` names, else the pad token of `tokenizer`.
+
+    Raises InvalidModel if there is no such token. `base` is the directory of the base model, for the message.
+    """
     name = spec.data.pad_token
     if name is not None:
         found = tokenizer.get_vocab().get(name)

@@ -42,9 +42,10 @@ def write_expert(
 ) -> Path:
     """Write a trained model, or its adapter, to the new directory `out`, and return `out`.
 
-    An existing directory is not changed. `facts` are stored in TRAINING_FILE and shown in the model card; `values` are
-    the values of the last evaluation. `weights` are the weights to write, by the names of `model`. If it is None, the
-    weights of `model` are rounded to the expert's dtype in place and written.
+    `spec` is the specification of the training, and `base` the directory of the base model. An existing directory is
+    not changed. `facts` are stored in TRAINING_FILE and shown in the model card; `values` are the values of the last
+    evaluation. `weights` are the weights to write, by the names of `model`. If it is None, the weights of `model` are
+    rounded to the expert's dtype in place and written.
     """
     if out.exists():
         return out
@@ -83,9 +84,11 @@ def _without_weights(model: Any, dtype: torch.dtype) -> Any:
 
 
 def _sources(spec: FinetuneSpec, base: Path) -> dict[str, str]:
-    """Inputs of a training, for its record: the fingerprint of the base and the hash of the data file.
+    """Hashes of the inputs of the training `spec`, which are stored with its result: of the base and of the data file.
 
-    The fingerprint is computed as in studies; the hash is a sha256 (hex).
+    `base` is the directory of the base model. The key "base" has the model's fingerprint, a hash of its files, as
+    studies compute it. The key "data" has the sha256 (hex) of the data file; it is missing if the data are not in a
+    file.
     """
     data = {} if spec.data.file is None else {"data": content_hash(spec.data.file)}
     return {"base": fingerprint(open_checkpoint(base)), **data}

@@ -116,9 +116,9 @@ def shard(
 ) -> None:
     """Divide the parameters of `root` over the ranks of the process group along their first dimension, in place.
 
-    `layers` are modules within `root` whose weights are gathered one module at a time. `read` reads the weights of a
-    module to `device` before the module is divided. Gathered weights and activations have the dtype `computes_in`;
-    gradients are added up in float32.
+    While a module computes, its weights are gathered from all ranks. `layers` are modules within `root` that are
+    gathered one at a time. `read` reads the weights of a module to `device` before the module is divided. Gathered
+    weights and activations have the dtype `computes_in`; gradients are added up in float32.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -144,9 +144,9 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def part_of(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Cut the part that this rank holds out of a whole tensor, so that it fits to the sharded tensor `like`.
+    """The part of the tensor `whole` that belongs to this rank, if tensors are sharded as `like` is.
 
-    `whole` and `like` have the same shape. If `like` is not sharded, the result is `whole`.
+    `like` has the same shape as `whole`. If `like` is not sharded, the result is `whole`.
     """
     if not isinstance(like, DTensor):
         return whole

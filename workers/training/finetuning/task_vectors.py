@@ -54,8 +54,8 @@ def task_vector(alias: str, base: Path, expert: Path) -> TaskVector:
 def accumulated_vector(base: Path, experts: Sequence[Path]) -> TaskVector:
     """Measure the distribution of the sum of all experts' task vectors on about a million of its elements.
 
-    The elements are evenly spaced in the tensors that any expert changes. Raises InvalidModel if a model cannot be
-    used, and ValueError if all task vectors are 0.
+    `base` and `experts` are directories. The elements are evenly spaced in the tensors that any expert changes. Raises
+    InvalidModel if a model cannot be used, and ValueError if all task vectors are 0.
     """
     origin = open_checkpoint(base)
     opened = [each for expert in experts if (each := read_expert(expert, origin)) is not None]
@@ -71,7 +71,10 @@ def accumulated_vector(base: Path, experts: Sequence[Path]) -> TaskVector:
 
 
 def _distribution(alias: str, elements: torch.Tensor) -> TaskVector:
-    """The distribution of `elements` of a task vector. Raises ValueError if all of them are 0."""
+    """The distribution of the numbers `elements` of a task vector. Raises ValueError if all of them are 0.
+
+    `alias` is the alias that the result names.
+    """
     changed = elements[elements != 0].double()
     fits = (fit(elements, "laplace"), fit(elements, "gaussian"))
     reach = REACH * (float(changed.abs().mean()) if len(changed) else 1.0)

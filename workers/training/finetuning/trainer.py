@@ -170,11 +170,11 @@ def train(
 def _evaluators(
     spec: FinetuneSpec, base: Path, model: TrainedModel, *, access: FileAccess | None
 ) -> dict[str, Evaluator]:
-    """Make the scorers of the specification's evaluation tasks on the model in training.
+    """Make the objects that score the evaluation tasks in `spec` on the model in training.
 
-    The keys of the result are the keys under which the history stores the scorers' values: VALUES for the model with
-    the exported weights and, with the method tangent, LINEARIZED for the linearized model that is trained. The result
-    is an empty dict if the specification has no section `evaluation`. `base` is the directory of the base model, whose
+    The result is empty if the specification has no section `evaluation`. Its keys are the names of the scores in the
+    training's history: VALUES for scores of the model with the weights that are exported and, with the method tangent,
+    LINEARIZED for scores of the linearized model that is trained. `base` is the directory of the base model, whose
     tokenizer is used. `access` limits the files that evaluation tasks may use; None means no limit.
     """
     if spec.evaluation is None:
@@ -200,10 +200,11 @@ def _evaluators(
 
 
 def _recomputes(spec: FinetuneSpec, base: Path, ranks: _Ranks) -> bool:
-    """Whether this rank uses gradient checkpointing: activations are computed again in the backward pass.
+    """Whether this rank saves memory by gradient checkpointing: activations are computed again in the backward pass.
 
-    This saves the memory that they take. `base` is the directory of the base model. Raises TrainingFailed if the
-    training cannot fit into the memory of this rank's device.
+    The option in `spec` decides; if it is "auto", gradient checkpointing is used if activations would otherwise not fit
+    into the memory of this rank's device. `base` is the directory of the base model, and `ranks` has the device. Raises
+    TrainingFailed if the training cannot fit into this memory at all.
     """
     checkpoint, is_bfloat16 = open_checkpoint(base), computes_in(spec, ranks.device) is torch.bfloat16
     if ranks.device.type == "cuda":
@@ -219,11 +220,12 @@ def _recomputes(spec: FinetuneSpec, base: Path, ranks: _Ranks) -> bool:
 def _weights(
     spec: FinetuneSpec, model: TrainedModel, directory: Path | None
 ) -> AbstractContextManager[dict[str, torch.Tensor] | None]:
-    """Context manager that gives the weights to write for the trained expert, by name, if the model is sharded.
+    """Context manager that gives the weights of the trained expert, by name, that are to be written to its checkpoint.
 
-    If each rank holds the whole model, it gives None. The weights have the dtype of the specification; those of an
-    adapter are float32. While the context is open, the weights are in files below `directory`. A rank whose `directory`
-    is None gets an empty dict.
+    It gives None if each rank holds the whole model, because the weights are then in the model. If the model is
+    sharded, the weights are gathered from all ranks into files below `directory`, which exist while the context is
+    open. They have the dtype that `spec` names; those of an adapter are float32. A rank whose `directory` is None gets
+    an empty dict.
     """
     if not model.is_sharded:
         return nullcontext()
@@ -233,7 +235,7 @@ def _weights(
 
 
 def noise_seed(spec: FinetuneSpec) -> int:
-    """Seed of MergOPT's random draws, computed from the specification's seed and name.
+    """Seed of the random noise of the optimizer MergOPT, computed from the seed and the name of the expert in `spec`.
 
     All experts of a fleet (experts that one specification file defines) have the same seed in the specification. Their
     names differ, and so do the results. Their random draws are therefore independent.
@@ -245,8 +247,9 @@ def noise_seed(spec: FinetuneSpec) -> int:
 def _load(checkpoint: Path, spec: FinetuneSpec, model: TrainedModel, optimizer: torch.optim.Optimizer) -> None:
     """Restore the trained weights and the optimizer's state from a checkpoint.
 
-    Raises InvalidModel if an earlier version wrote the checkpoint and added MergOPT's noise to the trained layers
-    alone, whereas this specification adds it to other weights.
+    `spec` is the specification of the training, and `model` has the trained weights. The optimizer MergOPT adds noise
+    to weights while it computes gradients; an earlier version of this program added it to the trained layers only.
+    Raises InvalidModel if such a version wrote the checkpoint, and `spec` adds the noise to other weights.
     """
     had_noise_on_trained = (
         isinstance(optimizer, MergOPT)
@@ -266,7 +269,7 @@ def _load(checkpoint: Path, spec: FinetuneSpec, model: TrainedModel, optimizer: 
 
 
 def check(spec: FinetuneSpec) -> None:
-    """Check everything in a fine-tuning's specification that can be checked without the model's weights.
+    """Check everything in `spec`, the specification of a fine-tuning, that can be checked without the model's weights.
 
     Raises InvalidModel for problems of the base, and InvalidTask for problems of the data or of evaluation tasks.
     """
@@ -276,9 +279,10 @@ def check(spec: FinetuneSpec) -> None:
 
 
 def check_data(spec: FinetuneSpec) -> None:
-    """Check the base and the data of a fine-tuning as `check` does, but not its evaluation tasks.
+    """Check the base model and the data of the fine-tuning `spec` without the model's weights.
 
-    Raises InvalidModel for problems of the base, and InvalidTask for problems of the data.
+    Unlike in `check`, evaluation tasks are not checked. Raises InvalidModel for problems of the base, and InvalidTask
+    for problems of the data.
     """
     base = locate(spec.base)
     reads = open_checkpoint(base).settings.get("max_position_embeddings")
@@ -307,7 +311,7 @@ def learning_rate_at(step: int, num_steps: int, training: Training) -> float:
 
 @dataclass(frozen=True)
 class _Ranks:
-    """This process among the processes that train, and operations on all of these processes together.
+    """The position of this process among the training processes (ranks), and operations on all ranks together.
 
     `rank` is the index of this process, `size` the number of processes, and `device` the device of this process.
     """
@@ -339,8 +343,9 @@ class _Ranks:
 class _Passes:
     """Forward and backward passes over this rank's share of the rows of each batch.
 
-    `rows` are the rows of the whole training data; each row consists of one or several documents. `pad` is the id of
-    the token with which rows are padded.
+    `spec` describes the training, `model` is the model in training, and `ranks` knows which process this is. `rows` are
+    the rows of the whole training data; each row consists of one or several documents. `pad` is the id of the token
+    with which rows are padded.
     """
 
     def __init__(
@@ -365,7 +370,7 @@ class _Passes:
         return _Update(self, optimizer, step, numbers, kept)
 
     def loss(self, batch: Batch) -> torch.Tensor:
-        """The sum of the losses over the target tokens of a batch of rows."""
+        """The sum of the losses over the target tokens of a batch of rows; a target is a token whose loss counts."""
         device = self.ranks.device
         with self._autocast:
             total: torch.Tensor = self._loss(
@@ -443,7 +448,9 @@ class _Update:
     def loss_at_weights(self) -> float:
         """The mean loss over all target tokens of the batch at the current weights, without gradients.
 
-        Dropout uses the same random numbers as in `gradients`.
+        A target is a token whose loss counts. The optimizer MergOPT computes gradients, and the loss that `gradients`
+        returns, at weights to which it has added an offset, to simulate a later merge; this method computes the loss
+        without the offset. Dropout uses the same random numbers as in `gradients`.
         """
         ranks = self._passes.ranks
         devices = [ranks.device] if ranks.device.type == "cuda" else []
@@ -452,7 +459,7 @@ class _Update:
         return ranks.total(total) / self.num_targets
 
     def _loss(self, rows: Sequence[tuple[Document, ...]]) -> torch.Tensor:
-        """The sum of the losses over the target tokens of some rows."""
+        """The sum of the losses over the target tokens of `rows`; a target is a token whose loss counts."""
         return self._passes.loss(tensors_of(rows, pad=self._passes.pad))
 
     def _micro_batches(self) -> Iterator[tuple[Sequence[tuple[Document, ...]], bool]]:

@@ -47,9 +47,10 @@ class Action(StrEnum):
 def step_logits(protos: Tensor, embeddings_AD: Tensor, allowed: Tensor) -> Tensor:
     """Logits of all possible steps of a layer path; a step that is not allowed gets a very low logit.
 
-    A path has A possible steps, which are the layers of the source models and the end of the path. `protos` [..., D]
-    are the outputs of the policy network, with D numbers each. `embeddings_AD` [A, D] are the embeddings of the steps.
-    `allowed` [..., A] says which steps are allowed. The result is [..., A].
+    A layer path is a sequence of layers of several models. A path has A possible steps, which are the layers of the
+    source models and the end of the path. `protos` [..., D] are the outputs of the policy network, with D numbers each.
+    `embeddings_AD` [A, D] are the embeddings of the steps. `allowed` [..., A] says which steps are allowed. The result
+    is [..., A].
     """
     return (protos @ embeddings_AD.T).masked_fill(~allowed, FORBIDDEN)
 
@@ -57,12 +58,13 @@ def step_logits(protos: Tensor, embeddings_AD: Tensor, allowed: Tensor) -> Tenso
 def distribution(
     networks: Networks, states: Tensor, preference: Tensor, allowed: Tensor, action: Action
 ) -> Distribution:
-    """The distribution from which a policy draws its actions, in each of several states.
+    """The distribution from which a policy draws its next action, in each of several states of layer paths.
 
-    With `action` CATEGORICAL an action is one of A possible steps; with WOLPERTINGER it is a point in the space of the
-    steps' embeddings. `states` [..., H] are states of layer paths, with H numbers each. `preference` has the weights of
-    the objectives. `allowed` [..., A] says which steps may follow. No gradients reach the embeddings through this
-    distribution, because only outcomes train the embeddings.
+    A layer path is a sequence of steps, each of which is a layer of a model. With `action` CATEGORICAL an action is one
+    of A possible steps; with WOLPERTINGER it is a point in the space of the steps' embeddings. `networks` are the
+    networks of the policy. `states` [..., H] are the encoder's states of the paths so far, with H numbers each.
+    `preference` has the weights of the objectives. `allowed` [..., A] says which steps may follow. Gradients of the
+    distribution do not change the embeddings, which are trained only by predicting outcomes of paths.
     """
     protos = networks.proto(states, preference)
     if action is Action.CATEGORICAL:
@@ -74,10 +76,12 @@ def distribution(
 def followed(proto_BD: Tensor, taken_BE: Tensor, places_B: Tensor) -> Tensor:
     """The proto-actions [B, D] with which the policy would have taken given steps, one in each of B episodes.
 
-    A proto-action is a point in the E-dimensional space of the steps' embeddings. If layers have scales, one more
-    number follows, the last layer's scale as a position in the range of scales (D = E + 1); otherwise D = E. In the
-    result, the points are `taken_BE`, the embeddings of the given steps. The positions are `places_B` or, where this is
-    NaN, those in `proto_BD`, the proto-actions that the policy drew.
+    In an episode, a policy builds a layer path (sequence of layers of a new model) step by step. From the result a
+    policy learns a path that was given to it. A proto-action is a point in the E-dimensional space of the steps'
+    embeddings; here it is the embedding of the given step, in `taken_BE`. If layers have scales, a proto-action has one
+    more number (D = E + 1, otherwise D = E): the scale of the path's last layer, as a position in the range of scales.
+    `places_B` has this position, or NaN if no scale was given; then the number in `proto_BD` is used, the proto-action
+    that the policy drew itself.
     """
     own = proto_BD[:, taken_BE.shape[1] :]
     return torch.cat([taken_BE, torch.where(places_B[:, None].isnan(), own, places_B[:, None])], dim=1)
@@ -86,9 +90,10 @@ def followed(proto_BD: Tensor, taken_BE: Tensor, places_B: Tensor) -> Tensor:
 def given_places(paths: LayerPaths, scales: Sequence[Sequence[float]], length: int) -> Tensor:
     """Convert the given layer scales of several layer paths to positions in the range of scales: [paths, length].
 
-    A layer scale is a factor on the residual stream after a layer. The factor is applied before the next step: column t
-    of the result has the scale of the layer of step t - 1, or NaN if no scale is given for it. `scales` has the scales
-    of each path. If `scales` is empty, the result has no rows.
+    A layer path is the sequence of layers of a new model, and a layer scale is a factor on the residual stream after a
+    layer. `scales` has the scales of each path's layers, one for each step. A policy gives the scale of a step's layer
+    together with the next step, so column t of the result has the scale of step t - 1. It is NaN where no scale is
+    given. If `scales` is empty, the result has no rows.
     """
     found = torch.full((len(scales), length), torch.nan)
     for row, given in enumerate(scales):
@@ -99,7 +104,8 @@ def given_places(paths: LayerPaths, scales: Sequence[Sequence[float]], length: i
 class LegalSteps:
     """Table of the steps that may follow the beginning of a layer path, for whole batches of paths.
 
-    The steps that may follow depend only on the number of steps so far and on the last layer.
+    A layer path is a sequence of steps, each of which is a layer of a model. The steps that may follow depend only on
+    the number of steps so far and on the last layer.
     """
 
     def __init__(self, paths: LayerPaths) -> None:
@@ -113,14 +119,18 @@ class LegalSteps:
 
     @property
     def most(self) -> int:
-        """Largest number of steps that may follow the beginning of a layer path."""
+        """Largest number of legal next steps, over all prefixes of layer paths.
+
+        A layer path is the sequence of source layers of which a merged model consists; a step appends a layer or ends
+        the path.
+        """
         return int(self._table.sum(dim=2).max())
 
     def before(self, steps_BT: Tensor) -> Tensor:
         """Find the steps that were allowed at each step of several layer paths, as bool [B, T, A].
 
-        `steps_BT` [B, T] are the T steps of each of B paths. There are A possible steps: all layers, and the end of the
-        path.
+        A layer path is a sequence of layers of several models, which are its steps. `steps_BT` [B, T] are the T steps
+        of each of B paths. There are A possible steps: all layers of all models, and the end of the path.
         """
         begun = torch.cat([steps_BT.new_zeros(len(steps_BT), 1), steps_BT[:, :-1]], dim=1)
         # After the end of a path there is padding, whatever it is.

@@ -26,12 +26,13 @@ __all__ = ["Episode", "Role", "generator_of", "play"]
 
 @dataclass(frozen=True)
 class Role:
-    """Settings of one episode, in which a policy builds a layer path.
+    """Settings of one episode, in which a policy builds a layer path (a sequence of layers of several models).
 
     - `number`: the episode's number
     - `preference`: the preference vector, which has the weights of the objectives
-    - `exploration`: the probability, in [0, 1], that a step is drawn at random
-    - `noise`: a factor on the standard deviation of the point that the policy draws for each step
+    - `exploration`: the probability, in [0, 1], that the next layer of the path is drawn at random
+    - `noise`: a factor on the randomness of the policy's draws; for an action that is a point among the embeddings of
+      layers, it multiplies the standard deviation of the point
     - `path`: a given path to follow; None if the policy chooses the path
     - `scales`: given scales of the path's layers; None if the policy chooses the scales
     """
@@ -48,10 +49,15 @@ class Role:
 class Episode:
     """A layer path that a policy built step by step, and the data from which the policy learns.
 
+    A layer path is a sequence of layers of several models; each of them is a step. The fields are:
+
+    - `number`: the number of the episode in the study
+    - `preference`: the preference vector (weights of the objectives) for which the path was built
     - `steps`: [T], the indices of the T steps, including the end of the path if the policy chose it
-    - `protos`: [T, D], the proto-actions: for each step a point in the D-dimensional space of embeddings, whose nearest
-      steps were the candidates. If layers have scales, a proto-action has one more number: the scale of the layer
-      before the step, as a position in the range of scales.
+    - `protos`: [T, D], the proto-actions. Every possible step has an embedding, a point in D dimensions. For each step
+      of the path the policy drew a point, and could choose between the steps with the nearest embeddings. If layers
+      have scales, a proto-action has one more number: the scale of the layer before the step, as a position in the
+      range of scales.
     - `log_densities`: [T], the log densities of these points under the policy that built the episode
     - `path`: the steps without the end
     - `scales`: the scales of all layers but the last, if layers have scales
@@ -69,7 +75,8 @@ class Episode:
 def generator_of(seed: int | str, number: int) -> torch.Generator:
     """The random number generator of an episode, which depends only on `seed` and the episode's `number`.
 
-    `seed` is a number, or a text that identifies a stream of random numbers.
+    In an episode, a policy builds one layer path (the sequence of layers of a new model). `seed` is a number, or a text
+    that identifies a stream of random numbers.
     """
     digest = hashlib.sha256(f"hm3:{seed}:{number}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
@@ -87,8 +94,8 @@ def play(
 ) -> list[Episode]:
     """Build several layer paths with a policy, as one batch.
 
-    A layer path is a sequence of steps, each of which is a layer of a source model. Each path is an episode with its
-    own settings, which are its role in `roles`.
+    A layer path is a sequence of steps, each of which is a layer of a source model. `networks` are the networks of the
+    policy. Each path is an episode with its own settings, which are its role in `roles`.
 
     With the action WOLPERTINGER the policy draws, for each step, a proto-action: a point in the space of the steps'
     embeddings. The `k` nearest allowed steps are the candidates, and the candidate with the best expected outcome is
@@ -168,13 +175,16 @@ def play(
 def _random_numbers(
     networks: Networks, roles: Sequence[Role], *, seed: int | str, action: Action
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw all random numbers with which the episodes of `roles` are built.
+    """Draw all random numbers with which the episodes of `roles` are built, as three tensors.
 
-    There are B episodes of at most T steps, and a proto-action (a point among the embeddings of the steps) has D
-    numbers. The first result has normal numbers [B, T, D], times the role's noise, which displace the proto-actions.
-    The second result has two uniform numbers for each step, [B, T, 2]: one decides whether the step is drawn at random,
-    the other which step is drawn. The third result has numbers of a Gumbel distribution, [B, T, A], times the role's
-    noise. A is the number of possible steps if `action` is CATEGORICAL, and 0 otherwise.
+    `networks` has the sizes of the policy, and `seed` determines all numbers. There are B episodes of at most T steps.
+
+    - The first tensor, [B, T, D], displaces proto-actions: points with D numbers that the policy draws among the
+      embeddings of steps. Its numbers are normally distributed, and multiplied by the role's `noise`.
+    - The second tensor, [B, T, 2], has two uniform numbers for each step: one decides whether the step is drawn at
+      random, the other which step is drawn.
+    - The third tensor, [B, T, A], has numbers of a Gumbel distribution, multiplied by the role's `noise`. A is the
+      number of possible steps if `action` is CATEGORICAL, and 0 otherwise.
     """
     longest, size = networks.paths.longest, len(networks.log_std)
     num_steps = stop_of(networks.paths) + 1 if action is Action.CATEGORICAL else 0
@@ -188,9 +198,11 @@ def _random_numbers(
 
 
 def _allowed(paths: LayerPaths, steps: Sequence[int]) -> Tensor:
-    """Steps that may follow `steps`, the start of a layer path: bool [paths.num_steps + 1], the last for the end.
+    """Say for each possible step whether it may follow the beginning of a layer path: bool [paths.num_steps + 1].
 
-    If `steps` already has the end, only the end is allowed, and repeating it has no effect on the path.
+    A step is a layer of one of the models. `steps` are the steps at the beginning of the path. The last element of the
+    result stands for the end of the path. If `steps` already has the end, only the end is allowed, and repeating it has
+    no effect on the path.
     """
     if steps and steps[-1] == stop_of(paths):
         return torch.arange(paths.num_steps + 1) == stop_of(paths)
@@ -200,8 +212,9 @@ def _allowed(paths: LayerPaths, steps: Sequence[int]) -> Tensor:
 def _after(networks: Networks, hidden_1BH: Tensor, steps_BCD: Tensor) -> tuple[Tensor, Tensor]:
     """The encoder's states and memory after each candidate for the next step of several layer paths: [B, C, H] each.
 
-    There are B paths, with C candidates each. The encoder is a GRU, whose states and memory have H numbers.
-    `hidden_1BH` is the memory before the step. `steps_BCD` are the embeddings of the candidates.
+    `networks` has the encoder, a GRU that reads the steps of a path. A step is the next layer of a new model. There are
+    B paths, with C candidates each. A state (an output of the GRU) and a memory have H numbers. `hidden_1BH` is the
+    memory before the step. `steps_BCD` are the embeddings of the candidates.
     """
     count, num = steps_BCD.shape[:2]
     before = hidden_1BH.repeat_interleave(num, dim=1)

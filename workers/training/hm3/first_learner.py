@@ -34,9 +34,10 @@ __all__ = ["FirstLearner"]
 
 
 class FirstLearner(BaseLearner):
-    """The PPO learner of version 1 of the searcher, in which all networks have one common optimizer.
+    """The PPO learner of version 1 of the searcher `hm3`, in which all networks have one common optimizer.
 
-    The arguments are as in `BaseLearner`.
+    Its arguments are those of the base class: the models and limits of layer paths, statistics of the layers' weights,
+    options, and a seed.
     """
 
     def __init__(
@@ -70,8 +71,10 @@ class FirstLearner(BaseLearner):
     def losses(self, batch: EpisodeBatch, advantages_BT: Tensor, recalled: Memory) -> Losses:
         """Compute PPO's losses for one mini-batch: of the policy on `batch`, and of the value network on `recalled`.
 
-        `batch` has episodes of this iteration, and `advantages_BT` are the advantages of their steps. `recalled` has
-        episodes of any iteration. For each state, the value network learns to predict the outcome of the whole path.
+        In an episode, a policy builds one layer path (the sequence of layers of a new model). `batch` has episodes that
+        the present policy has built, and `advantages_BT` are the advantages of their steps. `recalled` has remembered
+        episodes, of the present policy or of earlier ones. For each state, the value network learns to predict the
+        outcome of the whole path.
         """
         options = self.options
         networks = self.networks
@@ -95,9 +98,10 @@ class FirstLearner(BaseLearner):
 
     @torch.no_grad()
     def _advantages(self, batch: EpisodeBatch) -> Tensor:
-        """The advantages [episodes, steps] of an iteration's episodes by generalized advantage estimation (GAE).
+        """The advantages [episodes, steps] of the steps in `batch`, by generalized advantage estimation (GAE).
 
-        The advantages are normalised over all steps of the iteration, and 0 after an episode's end.
+        `batch` has the episodes of one iteration; in an episode, a policy builds one layer path (the sequence of layers
+        of a new model). The advantages are normalised over all steps, and 0 after an episode's end.
         """
         options = self.options
         states = self.networks.states(batch.steps)

@@ -44,7 +44,8 @@ FIRST_NETWORKS, MINI_BATCHES = -1, -2
 class LearnerOptions:
     """Options for updating the policy network and the value network.
 
-    `clip` and `gae_lambda` have the values that HM3's authors state; the others were chosen here.
+    `clip` and `gae_lambda` have the values that HM3's authors state. The values of all other options were chosen for
+    this project.
 
     - `clip`: PPO's limit on the change of a ratio of densities
     - `gamma`: the discount factor
@@ -76,16 +77,17 @@ class LearnerOptions:
 
 @dataclass(frozen=True)
 class UpdateStatistics:
-    """Losses, entropy and policy changes of one update; losses and entropy are means over its mini-batches.
+    """Losses, entropy and changes of the policy in one PPO update; losses and entropy are means over its mini-batches.
 
     - `kl`: the KL divergence, in nats per step, between the policy before and the policy after the training of the
       policy network
     - `clipped`: the share, in [0, 1], of the steps whose ratio was outside PPO's clip after this training
-    - `drift`: the KL divergence between the policy after this training and the policy at the end of the update, which
-      differ because the encoder learns
+    - `drift`: the KL divergence between the policy after this training and the policy at the end of the update. In
+      between, the value network is trained, which changes the encoder that both networks share.
     - `policy_steps`: the number of gradient steps of the policy network
 
-    In studies of version 1 of the searcher, `kl` is the mean over mini-batches, and the others are not measured.
+    In studies of version 1 of the searcher, `kl` is the mean over mini-batches, and `clipped`, `drift` and
+    `policy_steps` are not measured.
     """
 
     policy_loss: float
@@ -101,9 +103,10 @@ class BaseLearner:
     """Base class of learners, which improve a policy's networks by the episodes that the policy has built.
 
     A learner has the networks, the number of their updates, and a replay buffer: the remembered episodes, from which
-    the value network learns. It computes on the CPU in float32. `paths` has the models through which layer paths lead.
-    `descriptors` are statistics of the layers' weights, or None. `seed` determines the learner's random numbers.
-    Subclasses implement `_learn` with their own optimizers.
+    the value network learns. It computes on the CPU in float32. In an episode, a policy builds one layer path, a
+    sequence of layers of several models; `paths` has these models. `descriptors` are statistics of the layers' weights,
+    or None. `networks` are the options of the networks, and `options` those of the learner. `seed` determines the
+    learner's random numbers. Subclasses implement `_learn` with their own optimizers.
     """
 
     def __init__(
@@ -128,16 +131,17 @@ class BaseLearner:
 
     @property
     def num_remembered(self) -> int:
-        """Number of episodes, old and new, from which the value network learns."""
+        """Number of episodes (layer sequences built by a policy), old and new, from which the value network learns."""
         return 0 if self._memory is None else len(self._memory.lengths)
 
     @property
     def ideal(self) -> Tensor | None:
         """The ideal point [objectives], the best known outcome in each objective of the remembered episodes.
 
-        Tchebycheff's function measures the distance of outcomes from this point (`scalarisation`). If no episode is
-        remembered, each number is 1, the best possible outcome. The result is None if outcomes are combined by weighted
-        sums.
+        An episode is a sequence of layers (layer path) that a policy has built for a new model, and an outcome is what
+        this model scores. Tchebycheff's function measures the distance of outcomes from this point (`scalarisation`).
+        If no episode is remembered, each number is 1, the best possible outcome. The result is None if outcomes are
+        combined by weighted sums.
         """
         if self.options.scalarisation is Scalarisation.WEIGHTED_SUM:
             return None
@@ -146,12 +150,12 @@ class BaseLearner:
         return self._memory.outcomes.amax(dim=0)
 
     def update(self, episodes: Sequence[Episode], outcomes_BK: Tensor) -> UpdateStatistics:
-        """Update the networks with the episodes of one iteration.
+        """Update the networks with the episodes (layer sequences that the policy built) of one iteration.
 
         `outcomes_BK` [episodes, objectives] are the episodes' outcomes, from which the price of the path's length is
         already subtracted. The policy learns to raise one number, into which the outcomes are combined by the episode's
-        preference vector (`scalarisation`). Raises TrainingFailed if an outcome, a loss or a number in the networks is
-        NaN or infinite; the learner must not be used after that.
+        preference vector, the weights of the objectives (`scalarisation`). Raises TrainingFailed if an outcome, a loss
+        or a number in the networks is NaN or infinite; the learner must not be used after that.
         """
         batch = EpisodeBatch.of(episodes, outcomes_BK)
         self._check(batch.outcomes, "an outcome")
@@ -167,8 +171,8 @@ class BaseLearner:
     def to_bytes(self) -> bytes:
         """Serialise the state on which the next update depends.
 
-        The state consists of the networks, their optimizers, the number of updates, and the episodes that the value
-        network learns from.
+        The state consists of the networks, their optimizers, the number of updates, and the episodes (sequences of
+        layers, built by a policy) that the value network learns from.
         """
         buffer = io.BytesIO()
         state = {
@@ -181,12 +185,12 @@ class BaseLearner:
         return buffer.getvalue()
 
     def restore(self, content: bytes, *, remembers: bool = True) -> None:
-        """Restore a state that `to_bytes` returned for networks of the same shapes.
+        """Restore the state `content` that `to_bytes` returned for networks of the same shapes.
 
         The state contains a replay buffer, the episodes of earlier updates from which the value network also learns.
-        With `remembers` false, this buffer is left out; this is for a state that another search has saved. Raises
-        ValueError if the saved networks have other shapes, or if the saved policy draws another kind of action
-        (`Action`) than this learner's. Raises TrainingFailed if the saved networks contain NaN or infinity.
+        `remembers` is False for a state that another search has saved; its buffer is then left out. Raises ValueError
+        if the saved networks have other shapes, or if the saved policy draws another kind of action (`Action`) than
+        this learner's. Raises TrainingFailed if the saved networks contain NaN or infinity.
         """
         state = torch.load(io.BytesIO(content), weights_only=True)
         given = {name: list(tensor.shape) for name, tensor in state["networks"].items()}
@@ -206,20 +210,24 @@ class BaseLearner:
     def _learn(self, batch: EpisodeBatch, memory: Memory, order: torch.Generator) -> UpdateStatistics:
         """Learn from the episodes of one iteration (`batch`) and from all remembered episodes (`memory`).
 
-        `memory` contains the episodes of `batch` too. `order` is the random number generator that draws mini-batches.
-        Returns the losses and policy changes of this update.
+        In an episode, a policy builds one layer path (the sequence of layers of a new model); an iteration is the group
+        of episodes between two updates. `memory` contains the episodes of `batch` too. `order` is the random number
+        generator that draws mini-batches. Returns the losses and policy changes of this update.
         """
         raise NotImplementedError
 
     def _state(self) -> dict[str, Any]:
-        """The part of the learner's state that only this version of the learner has, such as its optimizers.
+        """The part of the learner's state that the subclass adds to this base class, such as its optimizers.
 
         The keys are those in the saved state.
         """
         raise NotImplementedError
 
     def _restore(self, state: Mapping[str, Any]) -> None:
-        """Restore from a saved state the part that only this version of the learner has (`_state`)."""
+        """Restore the part of a saved learner that the subclass adds to this base class, such as its optimizers.
+
+        `state` has the entries of the saved state by key.
+        """
         raise NotImplementedError
 
     # -- for all versions ------------------------------------------------------------------------------------------
@@ -260,6 +268,8 @@ class Learner(BaseLearner):
 
     The outcome is the reward of the last step. For each state, the value network predicts the outcome times gamma^n,
     where gamma is the discount factor and n the number of steps that are left.
+
+    The constructor has the arguments of the base class.
     """
 
     def __init__(
@@ -307,12 +317,13 @@ class Learner(BaseLearner):
     def _improve_policy(
         self, batch: EpisodeBatch, advantages_BT: Tensor, order: torch.Generator
     ) -> tuple[list[Tensor], list[Tensor], float, float]:
-        """Train the policy network on an iteration's episodes.
+        """Train the policy network on the episodes in `batch`, which are those of one iteration.
 
-        `advantages_BT` are the advantages of the episodes' steps. `order` is the random number generator that draws
-        mini-batches. Returns the policy's losses and entropies, with one number for each step of the optimizer; the KL
-        divergence between the policies before and after the training; and the share of ratios outside PPO's clip after
-        it.
+        In an episode, a policy builds one layer path (the sequence of layers of a new model); an iteration is the group
+        of episodes between two updates. `advantages_BT` are the advantages of the episodes' steps. `order` is the
+        random number generator that draws mini-batches. Returns the policy's losses and entropies, with one number for
+        each step of the optimizer; the KL divergence between the policies before and after the training; and the share
+        of steps whose probability ratio is outside PPO's clip after it.
         """
         options, is_step = self.options, batch.is_step
         taken = batch.steps if options.action is Action.CATEGORICAL else batch.protos
@@ -345,9 +356,10 @@ class Learner(BaseLearner):
     def _improve_value(self, batch: EpisodeBatch, memory: Memory, order: torch.Generator) -> tuple[list[Tensor], float]:
         """Train the value network and the encoder on remembered episodes, while the policy's actions stay the same.
 
-        `memory` has the remembered episodes, among them those of this iteration (`batch`). `order` is the random number
-        generator that draws mini-batches. Returns the value network's losses and the policy's drift. The drift is the
-        KL divergence between the policies before and after this training, over the steps of `batch`.
+        In an episode, a policy builds one layer path (the sequence of layers of a new model). `memory` has the
+        remembered episodes, among them the newest ones, `batch`. `order` is the random number generator that draws
+        mini-batches. Returns the value network's losses and the policy's drift. The drift is the KL divergence between
+        the policies before and after this training, over the steps of `batch`.
         """
         options, networks = self.options, self.networks
         former = copy.deepcopy(networks)
@@ -368,7 +380,8 @@ class Learner(BaseLearner):
     def _moved(self, former: Networks, episodes: Memory) -> Tensor:
         """Mean KL divergence between a former and the current policy, over the steps of `episodes`.
 
-        `former` are the networks of the former policy.
+        In an episode, a policy builds one layer path (the sequence of layers of a new model), step by step. `former`
+        are the networks of the former policy.
         """
         legal = self._legal.before(episodes.steps)
         with torch.no_grad():
@@ -387,9 +400,10 @@ class Learner(BaseLearner):
 
     @torch.no_grad()
     def _advantages(self, batch: EpisodeBatch) -> Tensor:
-        """The advantages [episodes, steps] of an iteration's episodes by generalized advantage estimation (GAE).
+        """The advantages [episodes, steps] of the steps in `batch`, by generalized advantage estimation (GAE).
 
-        The advantages are normalised over all steps of the iteration, and 0 after an episode's end.
+        `batch` has the episodes of one iteration; in an episode, a policy builds one layer path (the sequence of layers
+        of a new model). The advantages are normalised over all steps, and 0 after an episode's end.
         """
         options = self.options
         found = self.networks.outcomes(self.networks.states(batch.steps), batch.preferences[:, None])
@@ -420,7 +434,7 @@ class Learner(BaseLearner):
 
 
 def action_in(content: bytes) -> Action:
-    """The kind of action that a saved policy draws for each step.
+    """The kind of action that a saved policy draws for each step (next layer) of a layer path.
 
     `content` is the policy's saved state (`BaseLearner.to_bytes`).
     """
@@ -440,9 +454,10 @@ def mean_of(values: Sequence[Tensor]) -> float:
 
 
 def normalised(advantages_BT: Tensor, is_step_BT: Tensor) -> Tensor:
-    """Scale advantages to mean 0 and standard deviation 1 over the real steps, and set them to 0 at padding.
+    """Scale `advantages_BT` [episodes, steps] to mean 0 and standard deviation 1 over the real steps.
 
-    `is_step_BT` [episodes, steps] is True for real steps and False for padding.
+    An advantage says by how much a policy's action was better than expected. `is_step_BT` [episodes, steps] is True for
+    real steps and False for padding. At padding the result is 0.
     """
     real = advantages_BT[is_step_BT]
     scale = real.std(unbiased=False) + 1e-8
@@ -452,6 +467,8 @@ def normalised(advantages_BT: Tensor, is_step_BT: Tensor) -> Tensor:
 @dataclass(frozen=True)
 class Memory:
     """Episodes from which the value network learns, as tensors that are padded to the longest episode.
+
+    In an episode, a policy builds one layer path, step by step. The fields are:
 
     - `steps`: [episodes, T], the steps of each episode, padded to T steps with step 0
     - `lengths`: [episodes], the numbers of steps without padding
@@ -476,8 +493,9 @@ class Memory:
     def num_left(self) -> Tensor:
         """Number of steps of the episode that follow each state: [episodes, steps + 1].
 
-        An episode with n steps has n + 1 states, one before each step and one at the end. The number is negative at the
-        padding after the end.
+        In an episode, a policy builds one layer path (the sequence of layers of a new model), step by step. An episode
+        with n steps has n + 1 states, one before each step and one at the end. The number is negative at the padding
+        after the end.
         """
         return self.lengths[:, None] - torch.arange(self.steps.shape[1] + 1)[None]
 
@@ -494,7 +512,11 @@ class Memory:
 
 
 def stacked(first_BT: Tensor, second_BT: Tensor) -> Tensor:
-    """Concatenate the steps [episodes, steps] of two batches of episodes, padded with 0 to the longest episode."""
+    """Concatenate two batches of episodes, given as the steps of each episode: [episodes, steps].
+
+    In an episode, a policy builds one layer path (the sequence of layers of a new model). The result has the episodes
+    of `first_BT`, then those of `second_BT`, padded with 0 to the longest episode.
+    """
     longest = max(first_BT.shape[1], second_BT.shape[1])
     return torch.cat([torch.nn.functional.pad(steps, (0, longest - steps.shape[1])) for steps in (first_BT, second_BT)])
 
@@ -502,6 +524,8 @@ def stacked(first_BT: Tensor, second_BT: Tensor) -> Tensor:
 @dataclass(frozen=True)
 class EpisodeBatch:
     """Episodes of one iteration as tensors, padded with step 0 to the longest episode of T steps.
+
+    In an episode, a policy builds one layer path, step by step. The fields are:
 
     - `steps`: [episodes, T], the steps of each episode
     - `protos`: [episodes, T, D], the proto-action of each step: a point that the policy drew in the space of the steps'

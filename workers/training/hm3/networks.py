@@ -25,12 +25,13 @@ class NetworkOptions:
     """Sizes and inputs of a policy's networks: the encoder of layer paths, the policy network and the value network.
 
     - `num_statistics`: the number of statistics that describe each layer
-    - `first_std`: the initial standard deviation of the points that the policy draws
+    - `first_std`: the initial standard deviation of the points, among the embeddings of layers, that the policy draws
     - `by_index`: whether each model has a learned embedding, in addition to the statistics of its layers; without it,
       the networks can be used for other models with the same number of layers
-    - `sees_preference`: whether the preference vector is an input of the policy network and the value network
-    - `scales`: whether the policy network has one more output, the scale of the path's last layer as a position in the
-      range of scales
+    - `sees_preference`: whether the preference vector (weights of the objectives) is an input of the policy network and
+      the value network
+    - `scales`: whether layers have scales, so that the policy network has one more output: the scale of the path's last
+      layer, as a position in the range of scales
     """
 
     num_objectives: int = 1
@@ -46,8 +47,9 @@ class NetworkOptions:
 class Networks(nn.Module):
     """The three networks of HM3: the encoder of layer paths, the policy network and the value network.
 
-    `paths` has the models through which paths lead. `descriptors` [num_models, num_layers, num_statistics] are
-    standardised statistics of the layers' weights (`layer_descriptors`). If it is None, the statistics are 0.
+    A layer path is a sequence of layers of several models. `paths` has the models through which paths lead, and
+    `options` has the sizes of the networks. `descriptors` [num_models, num_layers, num_statistics] are standardised
+    statistics of the layers' weights (`layer_descriptors`). If it is None, the statistics are 0.
     """
 
     def __init__(self, paths: LayerPaths, options: NetworkOptions, descriptors: Tensor | None = None) -> None:
@@ -85,10 +87,11 @@ class Networks(nn.Module):
 
     @torch.no_grad()
     def measure(self, outcomes_BK: Tensor) -> None:
-        """Set the mean and the unit of the value network's outputs from known outcomes.
+        """Set the mean and the standard deviation to which the value network's outputs are scaled.
 
-        `outcomes_BK` [episodes, objectives] are the first known outcomes. Their mean becomes the mean, and their
-        standard deviation the unit.
+        The value network predicts outcomes: what the layer path (sequence of layers) of an episode scores in each
+        objective. `outcomes_BK` [episodes, objectives] are the first known outcomes, of which the mean and the standard
+        deviation are computed for each objective.
         """
         self.centre.copy_(outcomes_BK.mean(dim=0))
         self.spread.copy_(outcomes_BK.std(dim=0, unbiased=False).clamp(min=SMALLEST_SPREAD))
@@ -96,7 +99,8 @@ class Networks(nn.Module):
     def embeddings(self) -> Tensor:
         """Unit-length embeddings of all possible steps of a layer path: [steps + 1, dimensions].
 
-        The last embedding belongs to the path's end, and each other embedding belongs to a layer.
+        A layer path is a sequence of steps, each of which is a layer of a model. The last embedding belongs to the
+        path's end, and each other embedding belongs to a layer.
         """
         paths = self.paths
         found = self.layers.weight[None].expand(len(paths.models), -1, -1)
@@ -110,7 +114,8 @@ class Networks(nn.Module):
     def states(self, steps_BT: Tensor) -> Tensor:
         """States of the encoder before the first step of several layer paths and after each step: [paths, T + 1, H].
 
-        `steps_BT` [paths, T] are the T steps of each path; a state has H numbers.
+        A layer path is a sequence of steps, each of which is a layer of a model. `steps_BT` [paths, T] are the T steps
+        of each path; a state has H numbers.
         """
         table = self.embeddings()
         begun = nn.functional.normalize(self.start, dim=0).expand(len(steps_BT), 1, -1)
@@ -120,11 +125,11 @@ class Networks(nn.Module):
     def proto(self, states: Tensor, preference_K: Tensor) -> Tensor:
         """Mean of the actions that the policy draws in each of several states: [..., D].
 
-        An action (proto-action) is a point in the space of the steps' embeddings; the next step of the layer path is
-        chosen near this point. If layers have scales, an action has one more number: the scale of the last layer of the
-        path so far, as a position in the range of scales. In equation 16 of the paper, a separate network computes the
-        scale; here it is an output of the policy network. `states` [..., H] are states of the encoder, with H numbers
-        each. `preference_K` has the weight of each objective.
+        An action (proto-action) is a point in the space of the steps' embeddings; the next step (layer) of a layer path
+        is chosen near this point. If layers have scales, an action has one more number: the scale of the last layer of
+        the path so far, as a position in the range of scales. In equation 16 of the paper, a separate network computes
+        the scale; here it is an output of the policy network. `states` [..., H] are states of the encoder, with H
+        numbers each. `preference_K` has the weight of each objective.
         """
         found: Tensor = self.policy(self._seen(states, preference_K))
         return found
@@ -132,9 +137,10 @@ class Networks(nn.Module):
     def outcomes(self, states: Tensor, preference_K: Tensor) -> Tensor:
         """Predict the outcome of the complete layer path from the path so far, by objective: [..., objectives].
 
-        The price of the path's length is already subtracted from the outcome. `states` [..., H] are the encoder's
-        states of the paths so far, with H numbers each. `preference_K` has the weight of each objective, which the
-        network sees as an input if the options say so.
+        A layer path is the sequence of layers of a new model, and an outcome is what the finished path scores in an
+        objective, minus a price for the path's length. `states` [..., H] are the encoder's states of the paths so far,
+        with H numbers each. `preference_K` has the weight of each objective, which the network sees as an input if the
+        options say so.
         """
         found: Tensor = self.centre + self.spread * self.value(self._seen(states, preference_K))
         return found

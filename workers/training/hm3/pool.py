@@ -13,16 +13,22 @@ __all__ = ["allowed_steps", "stop_of"]
 
 
 def stop_of(paths: LayerPaths) -> int:
-    """Index of the step that ends a layer path; the indices below it are those of the layers."""
+    """The number that stands for the end of a layer path, among the numbers of the steps that a policy may choose.
+
+    A layer path is a sequence of layers of several models, which makes a new model. A policy builds it step by step:
+    each step is the next layer, or the end of the path. The layers of all models of `paths` are numbered from 0, and
+    the end has the first number after them.
+    """
     return paths.num_steps
 
 
 def allowed_steps(paths: LayerPaths, path: Sequence[int]) -> Tensor:
     """Say for each possible step whether it may follow the steps `path`, the beginning of a layer path.
 
-    `paths` has the limits of layer paths. The result is a bool tensor [num_steps + 1]. Its first num_steps elements
-    stand for the layers of all models, and the last element stands for the end of the path. At least one step is
-    allowed. After a path of maximal length only the end is allowed.
+    A layer path is a sequence of layers of several models, which are its steps. `paths` has the limits of layer paths.
+    The result is a bool tensor [num_steps + 1]. Its first num_steps elements stand for the layers of all models, and
+    the last element stands for the end of the path. At least one step is allowed. After a path of maximal length only
+    the end is allowed.
     """
     mask = torch.zeros(len(paths.models), paths.num_layers, dtype=torch.bool)
     mask[:, list(paths.next_layers(path))] = True

@@ -52,8 +52,9 @@ def gae(rewards_T: Tensor, values_T: Tensor, *, gamma: float, lambda_: float) ->
 def remaining_shares(num_steps: int, *, gamma: float) -> Tensor:
     """The discounted share of an episode's outcome that each step and all later steps together get as rewards.
 
-    The reward of each of the T = `num_steps` steps is the T-th part of the outcome. Therefore the share before step t
-    is (1 / T) sum_{j >= t} gamma^(j - t), where gamma is the discount factor. The result is [T].
+    In an episode, a policy builds a sequence of layers step by step, and the outcome is what the new model scores. The
+    reward of each of the T = `num_steps` steps is the T-th part of the outcome. Therefore the share before step t is (1
+    / T) sum_{j >= t} gamma^(j - t), where gamma is the discount factor. The result is [T].
     """
     return gae(torch.full((num_steps,), 1.0 / num_steps), torch.zeros(num_steps), gamma=gamma, lambda_=1.0)
 
@@ -71,8 +72,9 @@ def log_density(proto: Tensor, mean: Tensor, log_std_D: Tensor) -> Tensor:
 def surrogate(log_ratio: Tensor, advantages: Tensor, *, clip: float) -> Tensor:
     """PPO's clipped objective (larger is better) for each step, from advantages and ratios of densities.
 
-    The objective is min(ratio A, clip(ratio, 1 - clip, 1 + clip) A). A is the advantage. The ratio is the density of an
-    action under the new policy divided by the density under the old policy; `log_ratio` is its logarithm.
+    A step is one action of the policy. The objective is min(ratio A, clip(ratio, 1 - clip, 1 + clip) A). A is the
+    advantage. The ratio is the density of an action under the new policy divided by the density under the old policy;
+    `log_ratio` is its logarithm.
     """
     ratio = log_ratio.exp()
     return torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages)

@@ -15,9 +15,13 @@ __all__ = ["Scalarisation", "scalarised"]
 
 
 class Scalarisation(StrEnum):
-    """Kind of function that combines an episode's outcomes by objective into one outcome.
+    """The function by which an episode's outcomes in several objectives are combined into one outcome.
 
-    The function takes the outcomes and a preference vector, which has the weight of each objective.
+    An outcome is what the layer path of an episode scores in an objective. The function takes the outcomes and a
+    preference vector, which has the weight of each objective.
+
+    - WEIGHTED_SUM: the sum of the weighted outcomes
+    - TCHEBYCHEFF: minus the largest weighted distance of an outcome from the best known one
     """
 
     WEIGHTED_SUM = "weighted_sum"

@@ -39,14 +39,16 @@ class PolicyTrainingOptions:
     - `episodes`: the number of episodes in an iteration
     - `warm_up`: the number of a policy's first iterations in which nothing is learned, and every step is drawn from all
       allowed ones
-    - `k`: the number of candidates for each step
+    - `k`: the number of candidates for each step of a layer path
     - `exploration`, `explored`: the probability of drawing a step at random decreases linearly from 1 to `exploration`
       over the `explored` iterations of a policy after its warm-up
-    - `draws_paths`: if true, whole paths are drawn at random from the search space: all paths in the warm-up, then a
-      share that decreases to zero over the `explored` iterations; single steps are drawn at random with the probability
-      `exploration`
-    - `is_conditioned`: one policy has the preference vector as an input; otherwise each vector has a policy
-    - `learns`: if false, the policies that a search begins with build all episodes, and the vectors take turns
+    - `draws_paths`: whether random choices are made for whole paths. All paths of the warm-up are then drawn at random
+      from the search space, and afterwards a share that decreases to zero over the `explored` iterations. In all other
+      paths, single steps are drawn at random with the probability `exploration`.
+    - `is_conditioned`: whether a single policy has the preference vector (weights of the objectives) as an input;
+      otherwise there is a policy for each vector
+    - `learns`: if false, the policies with which the search began build all episodes, for each preference vector in
+      turn
     - `version`: the version of the searcher `hm3` with which the search was begun. Policies of version 1 learn by
       `FirstLearner`, and policies of different searches may have the same random numbers.
     """
@@ -79,6 +81,7 @@ class PolicyTraining:
     """The policies of one search, which build episodes (layer paths) and learn from their outcomes.
 
     - `paths`: the models through which paths lead, and the limits of paths
+    - `options`, `seed`: the options of the training, and the seed of all random numbers
     - `preferences`: the preference vectors, at least one; each has the weights of the objectives
     - `descriptors`: statistics of the layers' weights, or None
     - `saved`: the checkpoints that were saved after iterations of this search, by iteration. Only those of the last two
@@ -114,79 +117,101 @@ class PolicyTraining:
 
     @property
     def num_policies(self) -> int:
-        """The number of policies.
+        """The number of policies in the search: 1, or the number of preference vectors.
 
-        There is one policy if it has the preference vector as an input; otherwise there is one for each preference
-        vector.
+        A preference vector has a weight for each objective. There is one policy if it has this vector as an input;
+        otherwise there is one policy for each preference vector.
         """
         return 1 if self.options.is_conditioned else len(self.preferences)
 
     def iteration_of(self, number: int) -> int:
-        """Index of the iteration to which episode `number` belongs."""
+        """Index of the iteration to which episode `number` belongs.
+
+        An iteration is a group of episodes (sequences of layers that a policy builds) after which the policy is
+        updated.
+        """
         return number // self.options.episodes
 
     def numbers_in(self, iteration: int) -> range:
-        """Numbers of the episodes in an iteration."""
+        """Numbers of the episodes in an iteration.
+
+        An iteration is a group of episodes (sequences of layers that a policy builds) after which the policy is
+        updated.
+        """
         first = iteration * self.options.episodes
         return range(first, first + self.options.episodes)
 
     def num_needed(self, number: int) -> int:
         """Number of iterations whose outcomes must be known before episode `number` is built.
 
-        These are all iterations up to the last one from which the policy that builds the episode has learned. A single
-        policy has learned from iterations up to the one before the previous iteration. If there are several policies,
-        they take turns, and each has learned from iterations up to the last one that it built. The result is 0 if
-        policies do not learn.
+        An iteration is a group of episodes (sequences of layers that a policy builds). All iterations are needed from
+        which the policy that builds the episode has learned by then. If there is a single policy, these are all
+        iterations before the previous one, because the policy builds episodes before it has learned from the previous
+        iteration. If several policies take turns, these are the iterations up to the last one that the same policy
+        built. The result is 0 if policies do not learn.
         """
         if not self.options.learns:
             return 0
         return max(0, self.iteration_of(number) + 1 - max(2, self.num_policies))
 
     def policy_of(self, iteration: int) -> int:
-        """Index of the policy that builds the episodes of an iteration."""
+        """Index of the policy that builds the episodes of an iteration.
+
+        An iteration is a group of episodes (sequences of layers that a policy builds) after which the policy is
+        updated. If there are several policies, they take turns, an iteration each.
+        """
         return iteration % self.num_policies
 
     def turn_of(self, iteration: int) -> int:
-        """Number of earlier iterations that belong to the same policy as `iteration`."""
+        """Number of earlier iterations in which the policy of `iteration` had its turn.
+
+        An iteration is a group of episodes (sequences of layers that a policy builds) after which the policy is updated
+        with their scores. If there are several policies, they take turns, an iteration each.
+        """
         return iteration // self.num_policies
 
     def preference_of(self, number: int) -> tuple[float, ...]:
-        """The preference vector of episode `number`."""
+        """The preference vector (weights of the objectives) for which episode `number` builds a sequence of layers."""
         takes_turns = self.options.is_conditioned or not self.options.learns
         place = number if takes_turns else self.iteration_of(number)
         return self.preferences[place % len(self.preferences)]
 
     def is_learned_from(self, iteration: int) -> bool:
-        """Whether the policy of an iteration learns from the outcomes of that iteration's episodes.
+        """Whether a policy learns from the outcomes of the episodes that it builds in an iteration.
 
-        It does not if learning is switched off. A policy that begins untrained does not learn from its first
-        iterations, the warm-up, either.
+        An iteration is a group of episodes (sequences of layers that the policy builds), and an outcome is what such a
+        sequence scores as a model. The result is False if learning is switched off. A policy that begins untrained does
+        not learn from its first iterations, the warm-up, either.
         """
         return self.options.learns and (bool(self._start) or self.turn_of(iteration) >= self.options.warm_up)
 
     def source_of(self, iteration: int, *, newest: int) -> int | None:
         """The last iteration, up to `newest`, from which the policy of `iteration` has learned; None if there is none.
 
-        The checkpoint saved after this iteration is the policy's current state. A policy does not learn from iterations
-        of its warm-up.
+        An iteration is a group of episodes (sequences of layers that the policy builds), after which the policy that
+        built them is updated and saved as a checkpoint. The checkpoint saved after the resulting iteration is the
+        policy's state after iteration `newest`. A policy does not learn from the iterations of its warm-up.
         """
         last = newest - (newest - iteration) % self.num_policies
         return last if last >= 0 and self.is_learned_from(last) else None
 
     def is_kept(self, iteration: int, *, num_finished: int) -> bool:
-        """Whether the checkpoint that was saved after `iteration` must be kept.
+        """Whether the checkpoint of a policy that was saved after `iteration` must be kept.
 
-        The checkpoints of each policy's last two iterations are kept. `num_finished` is the number of iterations that
-        are finished.
+        An iteration is a group of episodes (sequences of layers that a policy builds) after which the policy is
+        updated. The checkpoints of each policy's last two iterations are kept. `num_finished` is the number of
+        iterations that are finished.
         """
         return iteration >= num_finished - 2 * self.num_policies
 
     # -- episodes and updates --------------------------------------------------------------------------------------
 
     def play(self, number: int) -> Episode:
-        """Build episode `number`, together with all other episodes of its iteration.
+        """Build the layer path of episode `number`, together with those of all other episodes of its iteration.
 
-        Raises KeyError if the checkpoint that these episodes need is not saved.
+        An episode is the building of one layer path, the sequence of layers of a new model, by a policy, and an
+        iteration a group of episodes after which the policy is updated. Raises KeyError if the policy's checkpoint that
+        these episodes need is not saved.
         """
         iteration = self.iteration_of(number)
         source = self.source_of(iteration, newest=iteration - 2) if self.options.learns else None
@@ -252,12 +277,12 @@ class PolicyTraining:
     ) -> UpdateStatistics | None:
         """Update the policy of an iteration with the outcomes of its episodes, and save the policy's checkpoint.
 
-        `outcomes_BK` [episodes, objectives] are the outcomes, as in `Learner.update`. `paths` are the layer paths that
-        were scored, and `scales` are the scales of their layers, if layers have scales; if `paths` is None, the paths
-        of the episodes were scored. A scored path can differ from its episode's path, for example if the searcher
-        scored a mutant (a random change of the best path) instead. The policy then learns from the scored path.
-        Episodes that another process built are built again, with the same result. With `restarts`, the policy network
-        is reinitialised before the update.
+        `outcomes_BK` [episodes, objectives] are the outcomes, from which the price of the paths' lengths is already
+        subtracted. `paths` are the layer paths (sequences of layers) that were scored, and `scales` are the scales of
+        their layers, if layers have scales; if `paths` is None, the paths of the episodes were scored. A scored path
+        can differ from its episode's path, for example if the searcher scored a mutant (a random change of the best
+        path) instead. The policy then learns from the scored path. Episodes that another process built are built again,
+        with the same result. With `restarts`, the policy network is reinitialised before the update.
 
         Returns None if the policy does not learn from this iteration, for example during the warm-up.
         """
@@ -285,8 +310,10 @@ class PolicyTraining:
     def proposals(self, content: bytes, *, preference: tuple[float, ...], count: int) -> list[Path]:
         """Build up to `count` distinct layer paths with a saved policy for a preference vector, without learning.
 
-        `content` is the policy's checkpoint. The first path is the one that the policy prefers. In the others, steps
-        are drawn at random with the probability that the search has at its end (`exploration`).
+        A layer path is the sequence of layers of a new model. `content` is the policy's checkpoint. `preference` has
+        the weights of the objectives. The first path is the one that the policy prefers. In the other paths, each step
+        is drawn at random with the probability `options.exploration`, which is the lowest probability of random steps
+        in a search.
         """
         learner = self._new(0)
         learner.restore(content)
@@ -306,10 +333,11 @@ class PolicyTraining:
         return play(learner.networks, roles, seed=seed, k=k, action=action, ideal=learner.ideal)
 
     def seed_of(self, stream: str, number: int) -> int:
-        """Seed of the random numbers of episode `number` for one purpose, which is named by `stream`.
+        """Seed of the random numbers that episode `number` uses for one purpose, such as drawing its preference.
 
-        The seed differs between episodes, purposes and searches. In version 1 of the searcher, it does not depend on
-        the purpose.
+        `stream` is the name of the purpose. In an episode, a policy builds one layer path (the sequence of layers of a
+        new model). The seed differs between episodes, purposes and searches. In version 1 of the searcher, it does not
+        depend on the purpose.
         """
         return generator_of(self._stream(stream), number).initial_seed()
 
@@ -321,7 +349,11 @@ class PolicyTraining:
         return self._seed if self.options.version == 1 else f"{self._seed} {name}"
 
     def _new(self, iteration: int) -> BaseLearner:
-        """Make a new learner (networks and optimizers) for the policy that builds the episodes of `iteration`."""
+        """Make a new learner (networks and optimizers) for the policy that builds the episodes of `iteration`.
+
+        An iteration is a group of episodes (sequences of layers that a policy builds). If there are several policies,
+        they take turns, an iteration each.
+        """
         options, policy = self.options, self.policy_of(iteration)
         given: dict[str, Any] = {"descriptors": self._descriptors}
         if options.version == 1:
@@ -330,10 +362,11 @@ class PolicyTraining:
         return Learner(self.paths, options.networks, options.learner, seed=seed, **given)
 
     def _learner(self, iteration: int, source: int | None) -> BaseLearner:
-        """Make the learner of the policy of `iteration`, in its state after learning from the iteration `source`.
+        """Make a learner (networks and optimizers) with the state in which a policy was saved after an iteration.
 
-        If `source` is None, the state is the state at the beginning of the search: that of a given policy, or a new
-        one.
+        The policy is the one that builds the episodes of `iteration`. `source` is the iteration after which it was
+        saved. If `source` is None, the learner has the state in which the policy began the search: that of a given
+        checkpoint, or new networks.
         """
         learner = self._new(iteration)
         if source is not None:

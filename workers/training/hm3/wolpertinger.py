@@ -15,12 +15,15 @@ __all__ = ["choose", "nearest"]
 
 
 def nearest(protos_BD: Tensor, embeddings_AD: Tensor, allowed_BA: Tensor, *, k: int) -> tuple[Tensor, Tensor]:
-    """Find the allowed steps whose embeddings are nearest to given points (proto-actions): their indices [B, C].
+    """Find, for each of B points, the allowed steps of a layer path whose embeddings are nearest to it.
 
-    There are B points, and C candidates for each of them. Distances are Euclidean. The nearest step comes first; of
-    equally near steps, the one with the smaller index comes first. C is the smaller of `k` and the number of all steps.
-    If fewer than C steps are allowed, the last indices of a row are not candidates. The second result, bool [B, C],
-    says which indices are candidates.
+    A layer path is a sequence of layers, which are its steps. The points `protos_BD` are proto-actions that a policy
+    draws. `embeddings_AD` are the embeddings of all A steps, with D numbers each. `allowed_BA` says which steps are
+    allowed for each point. Distances are Euclidean.
+
+    Returns two tensors. The first has the indices of the C nearest steps, [B, C], the nearest first; of equally near
+    steps, the one with the smaller index comes first. C is the smaller of `k` and A. If fewer than C steps are allowed,
+    the last indices of a row are of steps that are not allowed. The second tensor, bool [B, C], is False for these.
     """
     distances = torch.linalg.vector_norm(embeddings_AD - protos_BD[:, None], dim=2)
     distances = torch.where(allowed_BA, distances, torch.inf)
@@ -31,10 +34,11 @@ def nearest(protos_BD: Tensor, embeddings_AD: Tensor, allowed_BA: Tensor, *, k: 
 def choose(outcomes_BC: Tensor, is_candidate_BC: Tensor, *, explores_B: Tensor, draws_B: Tensor) -> Tensor:
     """Choose one of C candidates for the next step of a layer path, in each of B episodes; return the indices [B].
 
-    `outcomes_BC` are the expected outcomes of the candidates. The candidate with the largest outcome is chosen; of
-    equally good candidates, the first one, which is the nearest. `is_candidate_BC` is False for places without a
-    candidate. In episodes where `explores_B` is True, any of the candidates is chosen with equal probability instead.
-    The random numbers `draws_B`, in [0, 1), determine this choice.
+    A layer path is a sequence of layers of several models; each episode builds one. `outcomes_BC` are the expected
+    outcomes of the candidates. The candidate with the largest outcome is chosen; of equally good candidates, the first
+    one, which is the nearest. `is_candidate_BC` is False for places without a candidate. In episodes where `explores_B`
+    is True, any of the candidates is chosen with equal probability instead. The random numbers `draws_B`, in [0, 1),
+    determine this choice.
     """
     best = torch.where(is_candidate_BC, outcomes_BC, -torch.inf).argmax(dim=1)
     counts = is_candidate_BC.sum(dim=1)

@@ -20,7 +20,10 @@ BLOCK = 1024  # elements of one Triton program
 def add_noise(flat: torch.Tensor, quantiles: torch.Tensor, *, key: int, start: int) -> None:
     """Add MergOPT's noise to the contiguous CUDA tensor `flat` in place, without synchronising with the device.
 
-    The arguments are those of `kernel.add_noise`; `quantiles` are on the device of `flat`.
+    The optimizer MergOPT computes gradients at parameters with noise. The noise of an element is one of `quantiles`,
+    the 2^16 quantiles (float32, on the device of `flat`) of the noise's distribution. It is chosen by a hash of `key`,
+    the seed of the random numbers, and of the element's index. `start` is the index of the first element of `flat`
+    among the elements of all parameters.
     """
     if size := flat.numel():
         numbers = torch.tensor([*key_words(key), start], dtype=torch.int64, device=flat.device)
@@ -29,11 +32,11 @@ def add_noise(flat: torch.Tensor, quantiles: torch.Tensor, *, key: int, start: i
 
 @triton.jit
 def _add(flat, quantiles, numbers, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Triton kernel that adds noise to `flat`.
+    """Triton kernel that adds the noise of the optimizer MergOPT to `flat`.
 
-    `numbers` has the low and the high 32 bits of the key, and the index of the first element of `flat` among the
-    elements of all parameters. `quantiles` are those of the noise's distribution, `size` is the number of elements of
-    `flat`, and `BLOCK` the number of elements of one program.
+    `numbers` has three numbers: the low and the high 32 bits of the key (the seed of the random numbers), and the index
+    of the first element of `flat` among the elements of all parameters. `quantiles` are the quantiles of the noise's
+    distribution. `size` is the number of elements of `flat`. Each program of the kernel handles `BLOCK` elements.
     """
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_inside = i < size

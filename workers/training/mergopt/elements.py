@@ -36,19 +36,19 @@ class Part:
     first: int
 
     def add_noise(self, quantiles: torch.Tensor, *, key: int) -> None:
-        """Add MergOPT's noise to this part of a parameter in place.
+        """Add the noise with which the optimizer MergOPT computes gradients to this part of a parameter, in place.
 
-        `quantiles` are the quantiles of the noise's distribution. `key` is the seed of the random numbers
-        (`noise.draw_key`).
+        `quantiles` are the 2^16 quantiles of the noise's distribution (float32). `key` is the seed of the random
+        numbers (`noise.draw_key`).
         """
         add(self.tensor, quantiles, key=key, start=self.start)
 
 
 def parts_of(parameters: Iterable[torch.Tensor]) -> list[Part]:
-    """The part of each parameter that this process holds. A parameter that occurs twice is listed once.
+    """The part of each of `parameters` that this process holds: the whole parameter, or its shard.
 
-    Raises ValueError for a parameter that is not of a floating dtype, or is sharded along another dimension than the
-    first.
+    A parameter that occurs twice is listed once. Raises ValueError for a parameter that is not of a floating dtype, or
+    that is sharded along another dimension than the first.
     """
     found: list[Part] = []
     seen: set[int] = set()
@@ -66,11 +66,11 @@ def parts_of(parameters: Iterable[torch.Tensor]) -> list[Part]:
 
 
 def add(tensor: torch.Tensor, quantiles: torch.Tensor, *, key: int, start: int) -> None:
-    """Add MergOPT's noise to the elements of `tensor` in place.
+    """Add the noise with which the optimizer MergOPT computes gradients to the elements of `tensor`, in place.
 
-    `quantiles` are the quantiles of the noise's distribution. `key` is the seed of the random numbers
-    (`noise.draw_key`). `start` is the index of the first element of `tensor` among the elements of all parameters; an
-    element's index determines its noise.
+    The noise of an element is one of `quantiles`, the 2^16 quantiles (float32) of the noise's distribution. It is
+    chosen by a hash of `key`, the seed of the random numbers (`noise.draw_key`), and of the element's index. `start` is
+    the index of the first element of `tensor` among the elements of all parameters.
     """
     whole = tensor if tensor.is_contiguous() else tensor.contiguous()
     if whole.dtype in kernel.DTYPES and whole.device.type in ("cpu", "cuda"):

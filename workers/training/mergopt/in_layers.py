@@ -87,10 +87,11 @@ class _Read(NamedTuple):
 
 
 class _Draw:
-    """The noise of one optimizer step, and a table of the tensors that currently have this noise.
+    """The noise of one optimizer step, which is added to parameters where layers read them.
 
-    The tensors in the table are identified by the address of their memory. `tables` has the quantiles of the noise's
-    distribution for each device; `key` determines the random numbers.
+    The object also has a table of the tensors that currently have this noise, by the address of their memory. The
+    backward pass computes such a tensor again, so that no copy of it is saved. `tables` has the quantiles of the
+    noise's distribution for each device; `key` determines the random numbers.
     """
 
     def __init__(self, tables: Mapping[torch.device, torch.Tensor], key: int) -> None:

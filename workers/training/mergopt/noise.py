@@ -80,12 +80,13 @@ def draw_key(seed: int, step: int) -> int:
 
 
 def add_plainly(flat: torch.Tensor, quantiles: torch.Tensor, *, key: int, start: int) -> None:
-    """Add noise to the one-dimensional tensor `flat` in place, in plain PyTorch. The kernels give the same bits.
+    """Add noise to the one-dimensional tensor `flat` in place, in plain PyTorch.
 
-    `flat` has any floating dtype. `quantiles`, on the device of `flat`, are the quantiles of the noise's distribution.
-    `key` is the seed of the random numbers (`draw_key`). `start` is the index of the first element of `flat` among the
-    elements of all parameters; an element's index determines its noise. Sums are computed in float32 and rounded once
-    to the dtype of `flat`.
+    The compiled kernels for CPU and CUDA give the same result, bit for bit. `flat` has any floating dtype. The noise of
+    an element is one of `quantiles`, the 2^16 quantiles (float32, on the device of `flat`) of the noise's distribution.
+    It is chosen by a hash of `key`, the seed of the random numbers (`draw_key`), and of the element's index. `start` is
+    the index of the first element of `flat` among the elements of all parameters. Sums are computed in float32 and
+    rounded once to the dtype of `flat`.
     """
     for first in range(0, flat.numel(), CHUNK):
         part = flat[first : first + CHUNK]

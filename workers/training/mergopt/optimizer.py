@@ -56,24 +56,28 @@ class Draw:
 
     @property
     def factor(self) -> float:
-        """Factor by which the random task vectors are multiplied: `num_models` * `alpha` - 1."""
+        """Factor on the random task vectors in the offset that is added to the parameters: `num_models` * `alpha` - 1.
+
+        The offset simulates a merge. The factor is (K alpha - 1) in the paper's algorithm 1.
+        """
         return self.num_models * self.alpha - 1
 
 
 def draw_of(
     seed: int, step: int, *, coefficients: Sequence[float] = COEFFICIENTS, max_models: int = MAX_MODELS
 ) -> Draw:
-    """Draw the merge that optimizer step `step` simulates.
+    """Draw the merge that step `step` of the optimizer MergOPT simulates.
 
-    The coefficient is drawn from `coefficients`, and the number of models is drawn from 1 to `max_models`. The result
-    depends only on the arguments, so that all ranks draw the same merge.
+    A step simulates the effect of merging the model with others. The coefficient is drawn from `coefficients`, and the
+    number of models is drawn from 1 to `max_models`. The random numbers depend only on `seed` and `step`, so that all
+    ranks draw the same merge.
     """
     rng = random.Random(f"mergopt {seed} {step}")
     return Draw(rng.choice(list(coefficients)), rng.randint(1, max_models), draw_key(seed, step))
 
 
 class MergOPT(OptimizerWrapper):
-    """Wrapper of an optimizer that computes gradients at parameters to which a simulated merge is added.
+    """Wrapper of an optimizer that computes gradients at the parameters plus an offset, which simulates a later merge.
 
     In each step the gradient is computed at the parameters theta plus an offset (K alpha - 1) z. The offset simulates a
     merge of K models with coefficient alpha and random task vectors z. Call a step with a closure that computes the
@@ -133,7 +137,10 @@ class MergOPT(OptimizerWrapper):
 
     @property
     def draw(self) -> Draw:
-        """Merge that the next update simulates: a number of models, a coefficient and a random key."""
+        """The random draw for the next update: the merge with other models that the update simulates.
+
+        The result has the number of merged models, their coefficient, and the seed of the random task vectors.
+        """
         return draw_of(self._seed, self._step, coefficients=self._coefficients, max_models=self._max_models)
 
     @property
@@ -142,7 +149,10 @@ class MergOPT(OptimizerWrapper):
 
     @property
     def num_moved(self) -> int:
-        """Number of all elements of parameters that get an offset, over all processes."""
+        """Number of all elements of the parameters to which MergOPT adds an offset while gradients are computed.
+
+        The offset simulates a later merge. Elements in the shards of other processes are included.
+        """
         return sum(part.parameter.numel() for part in self._parts)
 
     @contextmanager
@@ -167,7 +177,10 @@ class MergOPT(OptimizerWrapper):
         self._has_gradient = True
 
     def _offset(self, draw: Draw) -> AbstractContextManager[None]:
-        """Context manager in which forward and backward passes see the parameters plus the offset of a draw."""
+        """Context manager in which forward and backward passes see the parameters plus an offset.
+
+        The offset simulates the merge `draw`, of this model with other models.
+        """
         if isinstance(self._noise, TaskVectors):
             tensors = [part.tensor for part in self._parts]
             return self._moved(
@@ -188,7 +201,7 @@ class MergOPT(OptimizerWrapper):
     def _moved(self, add: Callable[[], None]) -> Iterator[None]:
         """Context manager that adds an offset to the parameters by calling `add`, and restores the parameters on exit.
 
-        The parameters are restored from a copy that is made on entry.
+        The offset simulates a merge with other models. The parameters are restored from a copy that is made on entry.
         """
         tensors = [part.tensor for part in self._parts]
         with torch.no_grad():
@@ -216,9 +229,10 @@ class MergOPT(OptimizerWrapper):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters with gradients that were computed while an offset was added to them (context `offset`).
 
-        If `closure` is given, it is called to compute the gradients with the offset, and its result is returned.
-        Without `closure`, the caller must have computed the gradients within `offset`. Raises RuntimeError if no
-        gradients were computed within `offset` since the last step, or if `step` is called within `offset`.
+        The offset simulates a later merge. If `closure` is given, it is called to compute the gradients with the
+        offset, and its result is returned. Without `closure`, the caller must have computed the gradients within
+        `offset`. Raises RuntimeError if no gradients were computed within `offset` since the last step, or if `step` is
+        called within `offset`.
         """
         if self._is_offset:
             raise RuntimeError("mergopt: step() within offset(); the update belongs to theta, so leave offset() first")
@@ -234,10 +248,12 @@ class MergOPT(OptimizerWrapper):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """State of the wrapped optimizer, with the seed, the step's number and facts about the offset.
+        """State of the wrapped optimizer, and what MergOPT needs to continue with the same random numbers.
 
-        The facts are the number of elements that get an offset and, if offsets are made of task vectors of experts, the
-        digest of these task vectors. Seed and step determine the next draw.
+        MergOPT adds a random offset to the parameters while gradients are computed, to simulate a later merge. Its own
+        part of the state has the seed and the number of updates so far, which determine the next offset. It also has
+        the number of elements that get an offset and, if offsets are made of the task vectors of given experts, the
+        digest of these task vectors; `load_state_dict` compares both with those of the optimizer that is restored.
         """
         own = {"seed": self._seed, "step": self._step, "moved": self.num_moved, **self._experts}
         return {**super().state_dict(), STATE: own}
@@ -245,8 +261,9 @@ class MergOPT(OptimizerWrapper):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the state of the wrapped optimizer, the seed and the step's number from `state_dict`.
 
-        `state_dict` must be a result of the method `state_dict`. States of earlier versions do not contain the number
-        of elements that got an offset, so this number is not checked for them.
+        `state_dict` must be a result of the method `state_dict`. MergOPT adds an offset to parameters, which simulates
+        a later merge. If the state was saved by an earlier version, it may lack the number of elements that got an
+        offset; this number is then not checked.
 
         Raises:
             ValueError: The state is that of another kind of optimizer, another number of elements got an offset, or the
@@ -265,10 +282,12 @@ class MergOPT(OptimizerWrapper):
 
 
 def _check_fit(noise: TaskVectors, parts: Sequence[Part], *, in_layers: bool) -> None:
-    """Check that the task vectors `noise` can be added to the parameters `parts`. Raises ValueError if not.
+    """Raise ValueError if offsets cannot be made of the task vectors `noise` for the parameters `parts`.
 
-    The task vectors must have the shapes of the parts. They cannot be used if offsets are added within layers
-    (`in_layers`), because adding them needs a copy of the parameters.
+    MergOPT adds offsets to the parameters, to simulate merges with given experts. The task vectors of these experts
+    must have the same shapes as `parts`, in the same order. `in_layers` says whether offsets are added where layers
+    read their parameters, which saves a copy of the parameters. It must be False, because offsets of task vectors need
+    this copy.
     """
     if in_layers:
         raise ValueError("mergopt: offsets of task vectors need a copy; leave `model` out")

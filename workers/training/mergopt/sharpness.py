@@ -46,9 +46,11 @@ class SharpnessAware(OptimizerWrapper):
         self.rho, self.is_adaptive, self.eta = rho, is_adaptive, eta
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make one update, for which `closure` is called twice; return the result of the first call.
+        """Make one update by sharpness-aware minimisation (SAM), and return the loss.
 
-        Raises ValueError without a closure.
+        `closure` clears the gradients, computes the loss and its gradients, and returns the loss. It is called twice:
+        at the parameters, and at the parameters plus an offset in whose direction the loss rises. The update uses the
+        gradients of the second call; the result is the loss of the first. Raises ValueError without a closure.
         """
         if closure is None:
             raise ValueError("sam: step() needs a closure, which it calls at two points")
@@ -63,8 +65,8 @@ class SharpnessAware(OptimizerWrapper):
     def _ascent(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """This rank's parts of the parameters that have a gradient, each with the offset for the second gradient.
 
-        The loss rises in the direction of the offset. The result is empty if all gradients are 0, or if no parameter
-        has a gradient.
+        The second gradient of an update is computed at the parameters plus the offset, in whose direction the loss
+        rises. The result is empty if all gradients are 0, or if no parameter has a gradient.
         """
         moved = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         if not moved:

@@ -34,7 +34,10 @@ class TangentModel(torch.nn.Module):
         }
 
     def forward(self, **inputs: Any) -> torch.Tensor:
-        """Logits [rows, columns, vocabulary] of the linearized model."""
+        """Logits [rows, columns, vocabulary] of the linearized model, which is linear in the trained parameters.
+
+        `inputs` are the inputs of the model, such as `input_ids` [rows, columns].
+        """
         moving = dict(self.model.named_parameters())
         differences = {name: moving[name] - origin for name, origin in self._origin.items()}
 
@@ -49,10 +52,10 @@ class TangentModel(torch.nn.Module):
 
 
 class LinearizedModel:
-    """Adapter that gives a linearized model the interface of a transformers model, with which it can be scored.
+    """Adapter that gives a linearized model the interface of a transformers model, so that it can be scored.
 
-    The current weights of `tangent.model` are used. A linearization has no KV cache: `past_key_values` has the tokens
-    so far, and their outputs are computed again. Calls compute no gradients.
+    A linearized model is linear in its weights. The current weights of `tangent.model` are used. A linearization has no
+    KV cache: `past_key_values` has the tokens so far, and their outputs are computed again. Calls compute no gradients.
     """
 
     def __init__(self, tangent: TangentModel) -> None:
@@ -74,7 +77,8 @@ class LinearizedModel:
     ) -> Any:
         """Compute the outputs of the linearized model, with the arguments of a transformers model.
 
-        The outputs are `logits` [rows, columns, vocabulary] and, with `use_cache`, `past_key_values`.
+        `input_ids`, `attention_mask`, `position_ids` and `past_key_values` have their usual meaning. The outputs are
+        `logits` [rows, columns, vocabulary] and, with `use_cache`, `past_key_values`.
         """
         given = {"input_ids": input_ids, "position_ids": position_ids}
         read = {name: tensor.clone() for name, tensor in given.items() if tensor is not None}

@@ -38,12 +38,12 @@ def digest_of(tensors: Iterable[torch.Tensor]) -> str:
 class TaskVectors:
     """Task vectors of experts from which MergOPT's offsets are computed.
 
-    `vectors`[j][i] is the task vector of expert j on parameter i, in the order, shapes, dtypes and devices of the
-    parameters that get the offset. `origin` has the values of these parameters in the base model; the offsets are then
-    those of merges with the experts. If `origin` is None, offsets are resampled: for each parameter, the offset is the
-    task vector of a randomly drawn expert, times a factor. If parameters are sharded, `vectors` and `origin` have this
-    rank's parts, and `known_digest` is the digest of the whole task vectors (`digest_of`). Raises ValueError if there
-    is no expert.
+    An offset is added to the parameters while gradients are computed, as if the model were merged. `vectors[j][i]` is
+    the task vector of expert j on parameter i, in the order, shapes, dtypes and devices of the parameters that get the
+    offset. `origin` has the values of these parameters in the base model; the offsets are then those of merges with the
+    experts. If `origin` is None, offsets are resampled: for each parameter, the offset is the task vector of a randomly
+    drawn expert, times a factor. If parameters are sharded, `vectors` and `origin` have this rank's parts, and
+    `known_digest` is the digest of the whole task vectors (`digest_of`). Raises ValueError if there is no expert.
     """
 
     vectors: Sequence[Sequence[torch.Tensor]]
@@ -56,21 +56,25 @@ class TaskVectors:
 
     @property
     def max_models(self) -> int | None:
-        """The largest number of models in a simulated merge: one more than the number of experts.
+        """The largest number of models in a simulated merge: one more than the number of experts, or None for no limit.
 
-        The result is None, which means no limit, if `origin` is None.
+        If `origin` has the base's parameters, a simulated merge has the present model and each expert at most once. If
+        `origin` is None there is no limit: the offset of each parameter is the task vector of one randomly drawn
+        expert, times a factor that depends on the number of models.
         """
         return None if self.origin is None else 1 + len(self.vectors)
 
     @cached_property
     def digest(self) -> str:
-        """A hash of the elements of all task vectors."""
+        """A hash (hex) of the elements of all task vectors, which identifies them."""
         return self.known_digest or digest_of(tensor for vector in self.vectors for tensor in vector)
 
     def add(self, parameters: Sequence[torch.Tensor], *, alpha: float, num_models: int, key: int) -> None:
-        """Add the offset of a merge of `num_models` models with coefficient `alpha` to `parameters`, in place.
+        """Change `parameters` in place as a merge of `num_models` models with coefficient `alpha` would change them.
 
-        `key` is the seed of the random draw of experts.
+        The other models of the merge are randomly drawn experts, and `key` is the seed of the draw. If the field
+        `origin` has the base's parameters, the result is the merge by task arithmetic. Otherwise an offset is added to
+        each parameter: the task vector of one expert, times `num_models` * `alpha` - 1.
         """
         rng = random.Random(f"task vectors {key}")
         if self.origin is None:

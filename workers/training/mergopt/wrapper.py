@@ -25,7 +25,10 @@ class OptimizerWrapper(Optimizer):
         self.optimizer.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise RuntimeError, because wrappers prepare data about all parameters once, when they are made."""
+        """Refuse to add a parameter group: raise RuntimeError.
+
+        Wrappers prepare data about all parameters once, when they are made.
+        """
         if hasattr(self, "optimizer"):
             raise RuntimeError(f"{type(self).__name__}: construct it with all parameters; none can be added")
         super().add_param_group(param_group)

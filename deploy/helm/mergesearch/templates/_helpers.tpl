@@ -136,6 +136,14 @@ imagePullSecrets:
 {{- if .Values.models.offline }}
 - {name: HF_HUB_OFFLINE, value: "1"}
 {{- end }}
+{{- if eq .Values.logs.format "json" }}
+- {name: MERGESEARCH_LOG_FORMAT, value: json}
+{{- end }}
+{{- with .Values.tracing.endpoint }}
+- {name: OTEL_EXPORTER_OTLP_ENDPOINT, value: {{ . | quote }}}
+- {name: OTEL_TRACES_SAMPLER, value: parentbased_traceidratio}
+- {name: OTEL_TRACES_SAMPLER_ARG, value: {{ $.Values.tracing.ratio | quote }}}
+{{- end }}
 {{- with .Values.models.hubTokenSecret }}
 - name: HF_TOKEN
   valueFrom: {secretKeyRef: {name: {{ . }}, key: HF_TOKEN}}

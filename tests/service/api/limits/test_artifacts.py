@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,31 @@ def test_what_is_stored_and_what_is_to_come_count(store: Store, tmp_path: Path) 
     assert not admitted(store, tmp_path, 91, quota=used + 100)
     store.open_attempt(coming.id).set_state(JobState.CANCELLED, "")
     assert admitted(store, tmp_path, 100, quota=used + 100)
+
+
+def test_files_are_measured_outside_of_the_admission(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Measuring the files keeps no other request waiting, and what is stored meanwhile counts; studies need none."""
+    artifacts = ArtifactStore(store, artifacts_dir(tmp_path))
+    coming, measured = begun(store, 60), []
+    expert = tmp_path / "expert"
+    expert.mkdir()
+    (expert / "weights").write_bytes(bytes(50))
+
+    def measure() -> int:
+        with ThreadPoolExecutor(1) as pool:  # another request, which would wait for the database's lock
+            pool.submit(lambda: store.open_attempt(coming.id)).result(timeout=10)
+        measured.append(ArtifactStore.num_bytes(artifacts))
+        artifacts.put(coming.id, "math", expert)
+        return measured[-1]
+
+    monkeypatch.setattr(artifacts, "num_bytes", measure)
+    with pytest.raises(Conflict, match="unfinished fine-tunings will take"):
+        ArtifactQuota(store, artifacts, 100).admit(41, lambda: True)
+    assert measured == [0]
+    assert ArtifactQuota(store, artifacts, 0).admit(0, lambda: True)
+    assert measured == [0], "a study needs no measuring"
 
 
 def test_deleting_frees_the_room(store: Store, tmp_path: Path) -> None:

@@ -57,7 +57,9 @@ def no_scorer(*_: Any) -> Any:
 def with_fit(fit: Any) -> Resources:
     """Resources without Ray, whose trainings are those of `fit`."""
     session = RaySession(is_own=True, dashboard_url=None)
-    return Resources(ray=lambda: nullcontext(session), scorer=no_scorer, fit=fit, cluster=lambda: {"CPU": 4.0})
+    return Resources(
+        ray=lambda: nullcontext(session), scorer=no_scorer, fit=fit, cluster=lambda: {"CPU": 4.0}, completers=no_scorer
+    )
 
 
 HERE = with_fit(fit)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,11 +19,12 @@ import torch
 from search_spaces.errors import InvalidRecipe
 from search_spaces.spaces.base import AlignedSpace, LayerPair
 from search_spaces.study.file import load_study, parse_study
-from search_spaces.study.search import GradientOptions, PolicyOptions, Search
+from search_spaces.study.search import GradientOptions, PolicyOptions, RefinementOptions, Search
 from service.errors import StudyFailed, StudyUnusable
 from service.jobs.heartbeat import Heartbeat
 from service.jobs.search.attempt import (
     _baselines,
+    _keep_prompts,
     _planned_steps,
     _reason_to_fail,
     execute,
@@ -32,9 +34,10 @@ from service.jobs.search.attempt import (
 from service.resolved_study import ResolvedStudy
 from service.store import BracketRecord, Store
 from service.store.artifacts import ArtifactStore
-from service.store.documents import ALIGNMENT_COST, read_alignment_cost
+from service.store.documents import ALIGNMENT_COST, BenchmarkFacts, read_alignment_cost
 from service.studies.preflight.examine import examine
 from service.studies.preflight.result import PreflightResult
+from service.tune.plan import Benchmark
 from service.tune.searchers.base import SearchSetting
 from service.types import EventKind, JobRecord, JobState, Origin, Steering, TrialRecord
 from tests.builders import tiny_family
@@ -48,9 +51,10 @@ from workers.alignments.files import is_stored, read_alignment, write_alignment
 from workers.alignments.pairs import AlignmentInputs
 from workers.cache import CACHE_VARIABLE
 from workers.errors import EngineUnavailable, EvidenceMismatch
+from workers.evaluation.sample_texts import sample_texts
 from workers.serving.deployment import deploy_scorer
 from workers.serving.fake import FakeScorer
-from workers.types import CanaryReport
+from workers.types import CanaryReport, SampleTexts, Split, TaskSpec
 
 UNUSABLE = StudyUnusable("the chat template refuses these messages")
 NO_ENGINE = EngineUnavailable("no engine to score with: models/math has changed")
@@ -105,6 +109,79 @@ def test_changed_data_fail_the_study(record: JobRecord, preflight: PreflightResu
     file = directory / "search.jsonl"
     file.write_text(file.read_text().replace("1", "2"))
     assert "tasks of sums have changed" in str(_reason_to_fail(UNUSABLE, record, preflight))
+
+
+def test_prompts_are_stored_once(record: JobRecord, preflight: PreflightResult, directory: Path) -> None:
+    """Every sample on which a trial may be scored gets its prompt and its answer; a later driver stores nothing.
+
+    Without the data, the study goes on without prompts, and says so.
+    """
+    store = Store(f"sqlite:///{directory / 'study.db'}")
+    writer, notes = store.open_attempt(record.id), list[str]()
+    plan = preflight.plan(record.id, ResolvedStudy.of(record), baselines=())
+    sizes = [(Split.SEARCH, plan.rung_samples[-1]), (Split.HOLDOUT, plan.holdout_samples)]
+    _keep_prompts(store, writer, plan, FakeScorer(), note=notes.append)
+    rows = {(row["prompt"], row["answer"]) for row in map(json.loads, (directory / "search.jsonl").open())}
+    for split, samples in sizes:
+        for name, count in samples.items():
+            texts = store.prompts(record.id, split, name, range(count + 1))
+            assert sorted(texts) == list(range(count)) != []
+            if split is Split.SEARCH:
+                assert {(text.prompt, text.reference) for text in texts.values()} <= rows
+    assert notes == []
+    (directory / "search.jsonl").unlink()
+    _keep_prompts(store, writer, plan, FakeScorer(), note=notes.append)
+    assert notes == [], "they are stored already"
+    other = store.create_job(kind="search", name="other", document=record.document, accepted=record.accepted)
+    _keep_prompts(store, store.open_attempt(other.id), plan, FakeScorer(), note=notes.append)
+    assert notes
+    assert all(note.startswith("prompts of search data of ") for note in notes)
+    assert {split for split, _ in store.stored_prompts(other.id)} == {Split.HOLDOUT}
+    store.close()
+
+
+def test_prompts_of_benchmarks_are_stored(record: JobRecord, preflight: PreflightResult, directory: Path) -> None:
+    """The prompts of a benchmark are those of all its samples, in the order of scoring."""
+    store = Store(f"sqlite:///{directory / 'study.db'}")
+    writer = store.open_attempt(record.id)
+    plan = preflight.plan(record.id, ResolvedStudy.of(record), baselines=())
+    (task,) = plan.holdout_tasks.values()
+    count = FakeScorer().describe((task,))[0].num_samples
+    facts = BenchmarkFacts("extra", "exact_match", "maximize", None, task.digest, count)
+    _keep_prompts(
+        store, writer, replace(plan, benchmarks=(Benchmark(facts, task, ("best",)),)), FakeScorer(), note=print
+    )
+    found = store.prompts(record.id, Split.BENCHMARK, "extra", range(count + 1))
+    assert [(text.prompt, text.reference) for text in found.values()] == [*sample_texts(task, 0, count)]
+    assert len(found) == count > 0
+    store.close()
+
+
+@dataclass
+class CountsTexts(FakeScorer):
+    """Remembers which texts were asked for."""
+
+    asked: list[tuple[int, int]] = field(default_factory=list)
+
+    def sample_texts(self, task: TaskSpec, start: int, stop: int) -> SampleTexts:
+        self.asked.append((start, stop))
+        return tuple((f"prompt {position}", None) for position in range(start, stop))
+
+
+def test_the_driver_builds_no_task(
+    record: JobRecord, preflight: PreflightResult, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts come from the scorer, in parts: the driver does not build a task for them."""
+    monkeypatch.setattr("service.jobs.search.attempt.TEXTS_PER_CALL", 5)
+    monkeypatch.setattr("workers.evaluation.sample_texts.build_task", lambda spec: pytest.fail("a task was built"))
+    store, scorer = Store(f"sqlite:///{directory / 'study.db'}"), CountsTexts()
+    plan = preflight.plan(record.id, ResolvedStudy.of(record), baselines=())
+    _keep_prompts(store, store.open_attempt(record.id), plan, scorer, note=pytest.fail)
+    count = plan.rung_samples[-1]["sums"]
+    assert scorer.asked[: -(-count // 5)] == [(start, min(start + 5, count)) for start in range(0, count, 5)]
+    found = store.prompts(record.id, Split.SEARCH, "sums", range(count + 1))
+    assert [text.prompt for text in found.values()] == [f"prompt {position}" for position in range(count)]
+    store.close()
 
 
 @dataclass
@@ -265,10 +342,13 @@ def test_a_space_without_alignments_is_left_as_it_is(record: JobRecord, prefligh
     ],
 )
 def test_planned_steps_are_those_of_the_searcher(algorithm: str, max_trials: int, expected: int) -> None:
+    """They are those of the search and, with every searcher, those of the refinement of the front."""
     options = Search(
         max_trials=max_trials, gradient=GradientOptions(steps=48, points=4), hm3=PolicyOptions(episodes=16)
     )
     assert _planned_steps(algorithm, SearchSetting(objectives=("a", "b"), options=options)) == expected
+    refined = options.model_copy(update={"refinement": RefinementOptions(paths=3, steps=10)})
+    assert _planned_steps(algorithm, SearchSetting(objectives=("a", "b"), options=refined)) == expected + 30
 
 
 def test_requested_trials_are_no_baselines(tmp_path: Path) -> None:

@@ -49,7 +49,9 @@ def study(store: Store, models: Path, tmp_path: Path) -> str:
 def with_scorer(scorer: Any) -> Resources:
     """Resources with this scorer, and no Ray."""
     session = RaySession(is_own=True, dashboard_url=None)
-    return Resources(ray=lambda: nullcontext(session), scorer=scorer, fit=lambda *_: None, cluster=dict)
+    return Resources(
+        ray=lambda: nullcontext(session), scorer=scorer, fit=lambda *_: None, cluster=dict, completers=scorer
+    )
 
 
 def ends_waiting(store: Store, study: str, tmp_path: Path, resources: Resources | None = None) -> str:

@@ -110,3 +110,22 @@ def test_a_heatmap_has_its_cells_in_place_and_cuts_long_names() -> None:
     ]
     assert "post_attenti…<title>post_attention_layernorm</title>" in html
     assert ">layer 0</text>" in html
+
+
+def test_movable_texts_do_not_overlap() -> None:
+    """Texts around one point go to its four sides, strong ones first, and the fifth is left out."""
+    plot = Plot(Scale(0, 1, 0.5), Scale(0, 1, 0.5), label="", height=200)
+    for name in ("one", "two", "three", "four"):
+        plot.text(0.5, 0.5, name, dy=-11, is_movable=True)
+    plot.text(0.5, 0.5, "best", css="note strong", dy=-11, is_movable=True)
+    found = re.findall(r'dx="(.+?)" dy="(.+?)" .+? class="note.*?">(\w+)<', plot.render())
+    assert found == [("9", "-7", "best"), ("-9", "-7", "one"), ("9", "15", "two"), ("-9", "15", "three")]
+
+
+def test_long_names_keep_both_ends() -> None:
+    """A name that is too long for its place has an ellipsis in it, and is whole in its tooltip."""
+    name = "expert:math-instruct-v2.1"
+    html = forest([Interval(name, 0.5, 0.2, 0.8, css="a")], Scale(0, 1, 0.5), label="")
+    assert f">expert:math-i…t-v2.1<title>{name}</title></text>" in html
+    plot = Plot(Scale(0, 1, 0.5), Scale(0, 1, 0.5), label="", x_title=f"{'x' * 60} →")
+    assert re.search("x…x{9} →<title>x{60} →</title>", plot.render())

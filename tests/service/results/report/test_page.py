@@ -15,6 +15,7 @@ from search_spaces.recipe import Merge, Source
 from service.results.record import EngineFigures, RunRecord, SearchFigures
 from service.results.report import render_report
 from service.results.report.marks import MAX_POINTS
+from service.results.report.page import TEMPLATES
 from service.results.summary import summary
 from service.types import JobState, Origin, TrialState
 from tests.service.synthetic_run import best_of, gradients, run_record
@@ -249,3 +250,27 @@ def test_ten_thousand_trials_stay_drawable(run: RunRecord) -> None:
     assert 1000 < len(circles) < 7 * MAX_POINTS + 100
     assert len(html) < 3_000_000
     assert "Each chart shows a sample of its points" in html
+
+
+@pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
+def test_text_has_the_contrast_of_wcag_aa(scheme: int) -> None:
+    """Every colour of text has a contrast of at least 4.5 with the page's background."""
+    page = (TEMPLATES / "report.html.j2").read_text()
+    colours = dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", re.findall(r":root \{(.*?)\}", page, re.DOTALL)[scheme]))
+    words = r"[{; ]color: var\(--([\w-]+)\)", r"text\b[^{]*\{[^}]*fill: var\(--([\w-]+)\)"
+    of_text = {name for pattern in words for name in re.findall(pattern, page)}
+    assert {"ink", "soft", "faint", "warm"} <= of_text
+    low = {name: ratio for name in of_text if (ratio := contrast(colours[name], colours["paper"])) < 4.5}
+    assert low == {}
+
+
+def contrast(one: str, other: str) -> float:
+    """Contrast ratio of two colours, from 1 to 21 (WCAG 2.2, relative luminance in sRGB)."""
+
+    def luminance(colour: str) -> float:
+        channels = [int(colour[start : start + 2], 16) / 255 for start in (1, 3, 5)]
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    darker, lighter = sorted((luminance(one), luminance(other)))
+    return (lighter + 0.05) / (darker + 0.05)

@@ -33,6 +33,7 @@ NAMES = [
         "path",
         "policies",
         "directions",
+        "rungs",
     ),
 ]
 

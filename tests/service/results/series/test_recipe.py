@@ -41,4 +41,16 @@ def test_the_series_has_the_single_tensors_of_the_best_recipe() -> None:
     trials = tuple(finer if trial.number == best.number else trial for trial in run.trials)
     picture = recipe(replace(run, trials=trials)).tensors["model.norm.weight"]
     assert (picture.method, picture.coefficients) == ("task_arithmetic", {"lambda": [0.3, 0.1]})
+    assert picture.sources == ["math", "text"]
     assert picture.shares == pytest.approx({"math": 0.75, "text": 0.25})
+
+
+def test_the_series_has_the_scales_of_each_run_of_layers() -> None:
+    run = run_record(num_trials=10)
+    best = best_of(run)
+    whole = best.read_recipe()
+    first, *rest = whole.layers
+    scaled = replace(best, recipe=replace(whole, layers=(replace(first, scale=1.5, mlp_scale=0.5), *rest)))
+    trials = tuple(scaled if trial.number == best.number else trial for trial in run.trials)
+    runs = recipe(replace(run, trials=trials)).layers
+    assert [(each.scale, each.mlp_scale) for each in runs] == [(1.5, 0.5)] + [(1.0, 1.0)] * (len(runs) - 1)

@@ -25,6 +25,7 @@ from workers.serving.fake import FakeScorer
 from workers.types import (
     CanaryReport,
     SampleResult,
+    SampleTexts,
     ScoreRequest,
     ScoreResult,
     Span,
@@ -56,6 +57,9 @@ class Replicas:
 
     def describe(self, tasks: tuple[TaskSpec, ...]) -> tuple[TaskInfo, ...]:
         return self.replicas[0].describe(tasks)
+
+    def sample_texts(self, task: TaskSpec, start: int, stop: int) -> SampleTexts:
+        return self.replicas[0].sample_texts(task, start, stop)
 
     def verify(self, recipe: Recipe, samples: tuple[SampleResult, ...], spans: tuple[Span, ...]) -> VerificationReport:
         return self.replicas[0].verify(recipe, samples, spans)

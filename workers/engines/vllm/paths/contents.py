@@ -44,12 +44,13 @@ COPIES_ON_CPU = 2
 
 
 class PathContents(WeightContents):
-    """Options and memory sizes of an engine for layer paths: merges whose layers come in any order from the sources.
+    """Start options and memory sizes of an engine whose merges have layers in any order from the models in `sources`.
 
-    The engine keeps a pool of layers, which usually has more layers than one merge, so that layers can be reused. A
-    merge is a path through the pool: a sequence of up to `options.max_layers` of these layers. The KV cache is sized
-    for the longest path. Raises InvalidModel for models whose layers cannot follow each other. Raises EngineUnavailable
-    if the source models have more than `options.max_layers` layers, or do not fit into memory.
+    The engine keeps a pool of layers, which usually has more layers than one merge, so that a layer that occurs in
+    several merges need not be written again. A merge is a path through the pool: a sequence of up to
+    `options.max_layers` of its layers. The KV cache is sized for the longest path. Raises InvalidModel for models whose
+    layers cannot follow each other. Raises EngineUnavailable if the source models have more than `options.max_layers`
+    layers, or do not fit into memory.
     """
 
     def __init__(
@@ -124,9 +125,10 @@ class PathContents(WeightContents):
         return found
 
     def _config_directory(self) -> str:
-        """Write the configuration of a model with the pool's layers to a temporary directory, and return its path.
+        """Write a config.json with as many layers as the engine's pool to a temporary directory, and return its path.
 
-        vLLM makes the model of the engine, which has all layers of the pool, from this configuration.
+        From this configuration vLLM makes the engine's model, which has all layers of the pool; a merge uses some of
+        them.
         """
         config = dict(self.sources.base.config)
         config |= {

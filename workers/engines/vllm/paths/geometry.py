@@ -29,7 +29,8 @@ SETTINGS: Mapping[str, Any] = {
 def path_problems(sources: ResolvedFamily) -> list[str]:
     """Reasons why the layers of a family's models cannot follow each other in any order; empty if they can.
 
-    A reason is a line of text that names the models and the fields of their configurations that differ.
+    `sources` are the base model and its experts. A reason is a line of text that names the models and the fields of
+    their configurations that differ.
     """
     problems = []
     base = sources.base.settings

@@ -37,9 +37,9 @@ LAYERS = "model.layers."
 class HeldPath(HeldWeights):
     """The weights in an engine for layer paths: a pool of layers, and the order in which a merge uses them.
 
-    A path is the sequence of layers of a merged model. For each layer it names the layer of the pool, factors on its
-    outputs, and optionally an alignment before it (a map of the residual stream). The parameters outside layers
-    (embedding, final norm and output head) are held once.
+    A layer path is the sequence of layers of a merged model. For each of them it names a layer of the pool, factors on
+    the layer's outputs, and optionally an alignment before the layer (a map of the residual stream). The parameters
+    outside layers (embedding, final norm and output head) are held once.
     """
 
     def __init__(self, model: Any, dtype: torch.dtype) -> None:
@@ -86,8 +86,9 @@ class HeldPath(HeldWeights):
     def fill(self, bank: Bank, into: Into) -> None:
         """Write layers of the source models into the engine's pool of layers, before the first merge is known.
 
-        The layers of the base are written last, and always. Layers of experts are written as far as there is room for
-        them besides the layers of the longest merge. `into(name, shape)` returns memory for computing a tensor.
+        The layers of the base are always written, and are written last. If there is enough room in the pool besides the
+        layers of the longest merge, layers of experts are written, too. `bank` has the weights of the source models.
+        `into(name, shape)` returns memory for computing a tensor.
         """
         spare = self._pool.size - len(self.model.model.slots)
         aliases = [model.alias for model in (*bank.family.experts, bank.family.base)]
@@ -131,11 +132,12 @@ class HeldPath(HeldWeights):
         return done
 
     def _write_path(self, plan: TensorPlan, bank: Bank, into: Into, recipe: Recipe) -> Writing:
-        """Compute the tensors of `plan`, and write them into the engine.
+        """Compute the tensors of a merge that the engine lacks, and write them into the engine.
 
-        `plan` was made for `recipe`, and includes the parameters outside layers (embedding, final norm and output
-        head). `into(name, shape)` returns memory for computing a tensor. Returns what was written. After a failure, the
-        contents of all layers of the pool count as unknown.
+        `plan` lists tensors of the merge of `recipe`: those outside layers (embedding, final norm and output head), and
+        those of the layers to write. `bank` has the weights of the source models. `into(name, shape)` returns memory
+        for computing a tensor. Returns what was written. After a failure, the contents of all layers of the engine
+        count as unknown.
         """
         try:
             done = self._write(plan, bank, into)
@@ -179,11 +181,12 @@ class HeldPath(HeldWeights):
 
 
 class _Checked:
-    """Cache of the contents of earlier recipes' layers, by which known layers are recognised without planning.
+    """Cache of descriptions of layers in earlier recipes, so that layers that occur again need not be planned again.
 
-    The content of a layer is a hashable value, which is equal for layers with equal weights (see `_by_layer`). Recipes
-    with merges of single tensors, or with another vocabulary than the base's, are not cached. The cache is emptied when
-    it has more than about `most` layers.
+    To plan a layer is to look up its tensors in the source models. A description is a hashable value, which is equal
+    for layers with equal weights; the method `add` caches it and `contents` looks it up. Recipes with merges of single
+    tensors, or with another vocabulary than the base's, are not cached. The cache is emptied when it has more than
+    about `most` layers.
     """
 
     def __init__(self, most: int) -> None:
@@ -220,9 +223,10 @@ class _Checked:
 
 @dataclass(frozen=True)
 class _Between:
-    """Computations between the layers of a layer path: factors on their outputs, and alignments before them.
+    """The computations of a layer path besides its layers: factors on layers' outputs, and alignments before layers.
 
-    An alignment is a map of the residual stream.
+    A layer path names the layers of a merge in the order in which they are computed. An alignment is a map of the
+    residual stream.
 
     - `factors`: the factors of each layer
     - `before`: for each layer, the digest of the alignment before it, or None if there is none
@@ -251,10 +255,11 @@ class _Aligned:
         self.digests: dict[str, str] = {}  # of the values in memory
 
     def read(self, before: Sequence[str | None], bank: Bank) -> dict[str, Alignment]:
-        """Return the alignments (maps of the residual stream) that a layer path needs, by digest.
+        """Return the alignments (maps of the residual stream) that the layers of a merge need, by digest.
 
-        `before` has, for each layer, the digest of the alignment before it, or None. Alignments that are not cached are
-        read from files. Raises InvalidRecipe if a file cannot be used.
+        `bank` has the path of the directory with the alignments' files. `before` has, for each layer, the digest of the
+        alignment before it, or None. Alignments that are not cached are read from files. Raises InvalidRecipe if a file
+        cannot be used.
         """
         found: dict[str, Alignment] = {}
         for index, digest in enumerate(before):
@@ -274,29 +279,38 @@ class _Aligned:
 
 
 def _digest_of(alignment: Alignment) -> str:
-    """Checksum of an alignment: sha256 (hex) over the name, type, shape and 64-bit sum of each of its tensors."""
+    """Checksum of an alignment (a map of the residual stream), as a sha256 in hex.
+
+    It covers the name, type, shape and 64-bit sum of each of the alignment's tensors.
+    """
     return checksum(alignment.tensors())
 
 
 def _outside(recipe: Recipe) -> Hashable:
-    """Key of the merged tensors that a recipe has outside layers: embedding, final norm and output head.
+    """Key that identifies the merged tensors outside layers: embedding, final norm and output head.
 
-    The key is for recipes without merges of single tensors. Two of these recipes, for the same sources, give the same
-    tensors if their keys are equal.
+    Two recipes with equal keys give equal tensors from the same source models. This holds only for recipes without
+    merges of single tensors.
     """
     recipe = recipe.canonical()
     return _of(recipe), recipe.embedding, recipe.head
 
 
 def _of(recipe: Recipe) -> Hashable:
-    """Settings of a recipe that affect every merged tensor: the base, and the options `keeps_equal` and `trim`."""
+    """The settings of a recipe that affect all merged tensors: (base model, `keeps_equal`, `trim`).
+
+    `keeps_equal` and `trim` are settings of methods that keep only the largest elements of task vectors. `keeps_equal`
+    says whether elements of equal magnitude at the threshold are all kept, and `trim` whether elements are selected in
+    each tensor or in the whole model.
+    """
     return recipe.base, recipe.keeps_equal, recipe.trim
 
 
 def _is_known_by_layers(recipe: Recipe) -> bool:
-    """Whether a merged layer depends only on the layer's entry in the recipe and on settings for all tensors.
+    """Whether the weights of a merged layer follow from the layer's entry in the recipe and the common settings alone.
 
-    This holds for recipes that use the vocabulary of the base and have no merges of single tensors.
+    The common settings are the base model, `keeps_equal` and `trim`. The result is True for recipes that use the
+    vocabulary of the base and have no merges of single tensors.
     """
     return not recipe.tensors and recipe.tokenizer == "base" and not recipe.vocabulary
 
@@ -333,12 +347,12 @@ def _planned(recipe: Recipe, bank: Bank) -> TensorPlan:
 
 
 def _by_layer(plan: TensorPlan, bank: Bank) -> tuple[list[MergedTensor], list[Hashable], list[list[MergedTensor]]]:
-    """Split a plan's tensors into those of each layer and those outside layers (embedding, norm, head).
+    """Split the merged tensors that `plan` lists into those of each layer and those outside layers.
 
-    The result has the tensors without the scales of layers, because the engine applies scales when it computes. Returns
-    three values:
+    `bank` has the weights of the source models. The result has the tensors without the scales of layers, because the
+    engine applies scales when it computes. Returns three values:
 
-    - the tensors outside layers
+    - the tensors outside layers: embedding, final norm and output head
     - for each layer, a description of what it contains: a value that is equal for layers whose tensors are computed in
       the same way
     - the tensors of each layer

@@ -62,8 +62,8 @@ LAYER_OF: Mapping[str, MakeLayer] = {
 class PathModel(nn.Module):
     """A decoder that computes the layers listed in its attribute `path`, in this order.
 
-    `path` is a sequence of hops (`pool.Hop`). A hop names a layer, factors on its outputs, and an alignment before it.
-    `path` may be set between forward passes, when no request is in flight.
+    `path` is a sequence of hops (`pool.Hop`). A hop names a layer, factors on its outputs, and an alignment (map of the
+    residual stream) before it. `path` may be set between forward passes, when no request is in flight.
     """
 
     hf_to_vllm_mapper = LlamaModel.hf_to_vllm_mapper
@@ -125,11 +125,11 @@ class PathModel(nn.Module):
 def _walk(
     layer: Any, factors: BranchFactors, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute one of vLLM's decoder layers, with the outputs of its attention and its MLP each scaled by a factor.
+    """Compute one of vLLM's decoder layers, and multiply the outputs of its attention and of its MLP by `factors`.
 
-    `factors` are these factors, and `positions` the positions of the tokens. `hidden` and `residual` are the two
-    results for the previous layer, whose sum is the residual stream. `residual` is None if `hidden` is the whole
-    residual stream, as at the first layer. Returns the output of the MLP and the residual stream before the MLP.
+    The residual stream before the layer is `hidden` + `residual`, the two results for the previous layer. At the first
+    layer it is `hidden`, and `residual` is None. `positions` are the positions of the tokens. Returns the output of the
+    MLP and the residual stream before the MLP.
     """
     if residual is None:
         residual = hidden
@@ -147,7 +147,8 @@ def _walk(
 class PathForCausalLM(LlamaForCausalLM):  # type: ignore[misc]  # vLLM has no types
     """The causal language model for layer paths: `PathModel` with vLLM's output head (Llama, Mistral, Qwen2, Qwen3).
 
-    The head may be tied to the embedding.
+    A layer path names the layers of a merge in the order in which they are computed. The head may be tied to the
+    embedding.
     """
 
     held_by = HeldPath

@@ -33,11 +33,13 @@ GENERIC = "Transformers"
 
 
 class WeightContents:
-    """Options of vLLM and memory sizes of an engine, for merges with the same number of layers as the base model.
+    """Start options and memory sizes of an engine whose merges have as many layers as the base model.
 
-    Subclasses are for other kinds of engines. `dtype` is the engine's dtype; the option "auto" means "float32" on CPU
-    and "bfloat16" on a GPU. `aligns` says whether merges may have alignments (maps of the residual stream between
-    layers). `options_by_device` raises EngineUnavailable if the model does not fit into a GPU's memory.
+    `sources` are the base model and its experts. `prompts` has what prompts depend on, such as the model's
+    configuration, and `options` are the engine's options. `dtype` is the engine's dtype; the option "auto" means
+    "float32" on CPU and "bfloat16" on a GPU. `aligns` says whether merges may have alignments (maps of the residual
+    stream between layers). The method `options_by_device` raises EngineUnavailable if the model does not fit into a
+    GPU's memory. The subclass `PathContents` is for engines whose merges may have other numbers of layers.
     """
 
     def __init__(
@@ -146,8 +148,9 @@ class WeightContents:
 def _has_code_for(config: Mapping[str, Any]) -> bool:
     """Whether vLLM has its own implementation of a model with the configuration `config`.
 
-    vLLM runs other models through transformers' modules. To compile these modules or to capture them as graphs, vLLM
-    would change transformers' classes. Therefore engines do neither (`plugin`).
+    vLLM runs other models through transformers' modules. To compile these modules, or to capture them as CUDA graphs,
+    vLLM would have to change transformers' classes, which this package prevents. Therefore engines of such models use
+    neither compilation nor CUDA graphs.
     """
     from vllm import ModelRegistry
 

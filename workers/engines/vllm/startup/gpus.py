@@ -30,7 +30,10 @@ GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 def gpus_of_this_machine(folder: Path = GPUS) -> int:
-    """The number of the machine's NVIDIA GPUs, including those that other processes use; 0 if unknown."""
+    """The number of the machine's NVIDIA GPUs, including those that other processes use; 0 if unknown.
+
+    `folder` is the directory in /proc in which the driver lists the GPUs.
+    """
     try:
         return len(os.listdir(folder))
     except OSError:
@@ -47,11 +50,12 @@ def free_gpu_bytes(
 ) -> tuple[int, int]:
     """Wait for GPU memory to become free, and return (free, total) bytes, the smallest over the first `num_gpus` GPUs.
 
-    An engine that was just killed may still hold GPU memory. Therefore this function waits until the share MOSTLY_FREE
-    of the memory is free, and looks every `poll_s` seconds. It waits for at most `wait_s` seconds, or `leaving_wait_s`
-    seconds while processes of a killed engine still run. (A process of an engine of several GPUs ends only after its
-    merge.) `leaving` returns descriptions of these processes (`engine_leftovers` by default). The log says what is
-    waited for. Raises EngineUnavailable if the memory cannot be read.
+    An engine that was just killed may still hold GPU memory. Therefore the function checks every `poll_s` seconds
+    whether the share MOSTLY_FREE of the memory is free, and returns if it is. It waits for at most `wait_s` seconds, or
+    for `leaving_wait_s` seconds while processes of a killed engine still run: a process of an engine on several GPUs
+    ends only after the merge that it is computing. `leaving` returns descriptions of these processes
+    (`engine_leftovers` by default). A log message says what the function waits for. Raises EngineUnavailable if the
+    memory cannot be read.
     """
     started, noted = time.monotonic(), ""
     while True:
@@ -70,10 +74,10 @@ def free_gpu_bytes(
 
 
 def engine_leftovers() -> tuple[str, ...]:
-    """Processes of this user's engines that outlived the process that started them, each as "process PID (NAME)".
+    """Engine processes of this user that still run although the process that started them has ended.
 
-    These are processes of engines of several GPUs, which vLLM gives a title. Their parent is process 1 or Ray's raylet,
-    because the process that started them is dead.
+    Each is a text "process PID (NAME)". Only the processes of engines on several GPUs are found, because vLLM gives
+    them a title. They are recognised by their parent, which is process 1 or Ray's raylet.
     """
     found = []
     for process in psutil.process_iter():

@@ -32,11 +32,11 @@ Lowering = Callable[[Merge, Operands], Rule]
 
 @dataclass(frozen=True)
 class Fused:
-    """How kernels compute one merge method: the function that makes its rule, and whether CUDA has a kernel too.
+    """A merge method's entry in the table of kernels: the function that makes its rule, and the devices with a kernel.
 
-    A rule is the formula that a kernel executes, as plain data. `lowering` is the function that returns the rule for a
-    merge and its operands. `is_on_cuda` says whether there is a kernel for these rules on CUDA. On the CPU there is
-    always a kernel.
+    A rule is the formula that a kernel executes, as plain data. `lowering` is the function that makes the rule for a
+    merge from the merge's coefficients and operands. `is_on_cuda` says whether there is a kernel for these rules on
+    CUDA. On the CPU there is always a kernel.
     """
 
     lowering: Lowering

@@ -59,13 +59,15 @@ def _consensus_ties(merge: Merge, stored: Operands) -> Rule:
 def _variable_squares(merge: Merge, stored: Operands) -> tuple[tuple[Comparison, float, int, int], list[float]]:
     """Find SCE's variance threshold, and sum each task vector's squares over the elements that reach it.
 
-    SCE (arXiv:2408.07990) selects the elements with the largest variance between the task vectors. The first result has
-    the first four fields of the rules `Variable` and `VariableElection`, which describe the threshold:
+    SCE (arXiv:2408.07990) selects the elements with the largest variance between the task vectors. `merge` has the
+    share to select, and `stored` the operands with their statistics. The first result describes the threshold, in the
+    form of the first four fields of the kernel rules `Variable` and `VariableElection`:
 
-    - how variances are compared with the threshold (`ByMark` or `ByMagnitude`)
+    - how variances are compared with the threshold: by variance and mark (`ByMark`), or by variance alone
+      (`ByMagnitude`)
     - the variance of the threshold
-    - the tie-breaking mark of the threshold, which orders elements of equal variance
-    - the factor from which the elements' marks are computed
+    - the mark of the threshold, a number that orders elements of equal variance
+    - the factor by which hashes of the elements' indices are multiplied to give their marks
 
     The second result has a sum of squares for each source.
     """

@@ -1,0 +1,85 @@
+"""Routes for those who write a study file: a check without creating a study, and an example to begin with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated, Any, cast
+
+from fastapi import APIRouter, Query, Request
+from fastapi.concurrency import run_in_threadpool
+from starlette.responses import Response
+
+from search_spaces.errors import InvalidStudy
+from search_spaces.study.yaml import parse_document
+from service.api.dependencies import Context, Reader, Submitter
+from service.api.problems import Json, refusals
+from service.api.requests import JSON_TYPES, YAML_TYPES, read_body, sent_as_json
+from service.jobs.search.checks import CHECKS, Level
+from service.jobs.search.kind import SEARCH
+from service.schemas.api import CheckDocument, CheckedPlanDocument
+from workers.tiny_family import study_text
+
+__all__ = ["router"]
+
+router = APIRouter(tags=["studies"])
+
+# The file may be wrong: its schema describes what is accepted, not what may be sent.
+BODY: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "description": "A study file. Its paths must be absolute: the server reads them.",
+        "content": {media: {"schema": {"type": "object"}} for media in (*JSON_TYPES, *YAML_TYPES)},
+    }
+}
+
+STUDY = {"$ref": f"#/components/schemas/{SEARCH.schema_name}"}
+
+
+@router.get(
+    "/studies:example",
+    response_class=Response,
+    responses={200: {"description": "The study file.", "content": {YAML_TYPES[0]: {"schema": STUDY}}}},
+)
+def example_study(_: Reader) -> Response:
+    """A complete study file with comments, as YAML: it merges the tiny models that are shipped with mergesearch."""
+    return Response(study_text(), media_type=YAML_TYPES[0])
+
+
+@router.post(
+    "/studies:check",
+    response_model=None,
+    responses={200: {"model": CheckDocument}, **refusals(413, 415, 422, 503)},
+    openapi_extra=BODY,
+)
+async def check_study(
+    request: Request,
+    services: Context,
+    sender: Submitter,
+    level: Annotated[
+        Level, Query(description="`syntax`: the file alone; `full`: also models, tasks and memory, with the plan.")
+    ] = "full",
+) -> Response:
+    """Check a study file, and say every problem with its field; nothing is stored.
+
+    A body that is no JSON or YAML object is refused (422). A wrong study file is not refused: the response has its
+    problems.
+
+    A file without problems gets, with `level=full`, the plan of the study: samples, hours, memory and disk space, as
+    `mergesearch run --check` prints it.
+    """
+    is_json = sent_as_json(request.headers, accepted=(*JSON_TYPES, *YAML_TYPES))
+    content = await read_body(request)
+    await run_in_threadpool(parse_document, content, "the request's body", is_json=is_json)
+    try:
+        accepted = await services.preflight.accept(
+            content,
+            is_json=is_json,
+            kind=replace(SEARCH, accept=CHECKS[level]),
+            client=sender.name,
+            reader=sender.account,
+        )
+    except InvalidStudy as error:
+        problems = [{"field": problem.field, "message": problem.message} for problem in error.problems]
+        return Json({"is_valid": False, "problems": problems, "plan": None})
+    plan = cast("CheckedPlanDocument", dict(accepted.facts)) if accepted.facts else None
+    return Json(CheckDocument(is_valid=True, problems=[], plan=plan))

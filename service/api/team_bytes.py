@@ -1,0 +1,94 @@
+"""Quotas of the bytes that the artifacts and the exported models of a team's jobs take.
+
+A request that would exceed a quota is refused with 403, because sending it again does not help unless something is
+deleted.
+"""
+
+from __future__ import annotations
+
+from service.api.export_queue import Exports
+from service.api.limits.artifacts import missing_bytes
+from service.api.problems import Refusal
+from service.disk import gib
+from service.store import Store
+from service.store.accounts import AccountStore
+from service.store.artifacts import ArtifactStore
+from service.studies.preflight.dtype import DTYPE_BYTES
+from service.types import ExportRecord, ExportState, JobRecord
+
+__all__ = ["TeamBytes"]
+
+
+class TeamBytes:
+    """Computes the bytes that teams use, and checks requests against the teams' quotas.
+
+    The quotas are read for each check.
+    """
+
+    def __init__(self, store: Store, accounts: AccountStore, artifacts: ArtifactStore, exports: Exports) -> None:
+        self._store, self._accounts, self._artifacts, self._exports = store, accounts, artifacts, exports
+
+    def artifacts(self, team: str) -> int:
+        """Bytes of the artifacts of a team's jobs: trained experts, and policies that searches have learned.
+
+        What unfinished fine-tunings are expected to store is included.
+        """
+        expected = sum(missing_bytes(job, self._artifacts) for job in self._store.unfinished_jobs() if job.team == team)
+        return self._artifacts.num_bytes_of_team(team) + expected
+
+    def exports(self, team: str) -> int:
+        """Bytes of the models that a team's jobs have exported; unfinished exports count with their expected size."""
+        return sum(map(self._size_of, self._store.exports_of_team(team)))
+
+    def check_artifacts(self, team: str | None, num_bytes: int) -> None:
+        """Raise Refusal (403) if `num_bytes` more bytes of artifacts would exceed the quota of a team.
+
+        Artifacts are files that jobs make, such as trained experts. If `team` is None, nothing is checked.
+        """
+        quota = None if team is None else self._accounts.team(team).limits.artifact_bytes
+        if team is not None and quota is not None and num_bytes and (used := self.artifacts(team)) + num_bytes > quota:
+            raise Refusal(
+                403,
+                f"quota artifact_bytes of team {team}: {gib(used)} of {gib(quota)} are used, and the experts need "
+                f"{gib(num_bytes)}; delete jobs that are no longer needed",
+            )
+
+    def check_export(self, study: JobRecord, dtype: str) -> None:
+        """Raise Refusal (403) if another exported model of a study would exceed the quota of the study's team.
+
+        `dtype` is the number format of the model's weights, on which its size depends.
+        """
+        self._check_exports(study.team, max(_expected_bytes(study, dtype), 1), "the model needs")
+
+    def check_move(self, job: JobRecord, team: str) -> None:
+        """Raise Refusal (403) if what a job has stored would exceed a quota of the team to which the job moves.
+
+        What an unfinished job or export is expected to store counts too.
+        """
+        missing = 0 if job.state.is_finished else missing_bytes(job, self._artifacts)
+        stored = self._artifacts.num_bytes_of_team(team, with_job=job.id) - self._artifacts.num_bytes_of_team(team)
+        self.check_artifacts(team, stored + missing)
+        self._check_exports(team, sum(map(self._size_of, self._store.exports(job.id))), "the exported models need")
+
+    def _check_exports(self, team: str | None, num_bytes: int, need: str) -> None:
+        quota = None if team is None else self._accounts.team(team).limits.export_bytes
+        if team is not None and quota is not None and num_bytes and (used := self.exports(team)) + num_bytes > quota:
+            raise Refusal(
+                403,
+                f"quota export_bytes of team {team}: {gib(used)} of {gib(quota)} are used, and {need} "
+                f"{gib(num_bytes)}; delete exports that are no longer needed",
+            )
+
+    def _size_of(self, export: ExportRecord) -> int:
+        stored = self._exports.num_bytes(export)
+        if export.state in (ExportState.WAITING, ExportState.RUNNING):
+            return max(stored or 0, _expected_bytes(self._store.job(export.study), export.dtype))
+        return stored or 0
+
+
+def _expected_bytes(study: JobRecord, dtype: str) -> int:
+    """Expected size in bytes of a model that is exported from `study` with the number format `dtype`.
+
+    Returns 0 for a study of an earlier version, which did not store the number of the model's parameters.
+    """
+    return int(study.accepted.get("export_parameters", 0)) * DTYPE_BYTES[dtype]

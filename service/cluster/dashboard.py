@@ -1,0 +1,27 @@
+"""The address of Ray's dashboard, and the headers with which Ray answers this server."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+__all__ = ["RayDashboard"]
+
+
+@dataclass(frozen=True)
+class RayDashboard:
+    """Dashboard of the Ray cluster that the server uses.
+
+    `url` is its address without a slash at the end. `headers` authenticate the server's requests: they have Ray's
+    token, if Ray asks for one. They must not be shown or sent to anyone else.
+    """
+
+    url: str
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def at(cls, url: str) -> RayDashboard:
+        """Make the dashboard at `url`, with the token that Ray's own clients in this process would send."""
+        from ray._private.authentication.http_token_authentication import get_auth_headers_if_auth_enabled
+
+        return cls(url.rstrip("/"), dict(get_auth_headers_if_auth_enabled({})))

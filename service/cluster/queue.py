@@ -1,0 +1,364 @@
+"""Choice of the jobs that run: which one gets a place, which one gives its place up, and what the others wait for.
+
+A place is the right to run: as many jobs as there are places run at the same time.
+
+`choose` is a pure function of the jobs, the weights, quotas and usage of the teams, and the time. It knows neither SQL
+nor Ray, so that a simulation can drive it. The rules, in this order:
+
+1. A job that runs keeps its place, and gets another driver there if its driver was lost.
+2. Jobs whose team has used up its GPU-hours of the month give their places up. Jobs that need no place, such as served
+   studies, stop too; otherwise, they start at once.
+3. The next place goes to the job of the largest priority. Of equal priority, jobs that an administrator has moved come
+   where they were moved to; the others follow by fair share: the next one is the oldest job of the team with the
+   smallest usage for its weight.
+4. A job that would exceed a quota of its team is passed over until it does not.
+5. If all places are taken, a waiting job makes the running job of the smallest priority give its place up, if that
+   priority is smaller than its own, and that job has held its place for KEEPS_PLACE_S.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from service.types import Demand, TeamLimits, TeamUsage
+
+__all__ = [
+    "KEEPS_PLACE_S",
+    "MIN_CHARGE_H",
+    "Choice",
+    "Entry",
+    "Reason",
+    "Shortage",
+    "TeamState",
+    "Waiting",
+    "Yielding",
+    "choose",
+    "estimated_starts",
+]
+
+# Seconds for which a job that got a place keeps it, whatever jobs of larger priority come: a job gets on between two
+# preemptions, although each costs the start of a driver.
+KEEPS_PLACE_S = 300.0
+
+# Hours of each of its GPUs that a running job counts for at least, so that the jobs of a team that come at once do not
+# get all places before their usage is known.
+MIN_CHARGE_H = 1.0
+
+
+class Reason(StrEnum):
+    """Reason why a job waits in the queue.
+
+    - PLACE: all places are taken, and no job gives its place up for this one
+    - ROOM: a running job is giving up its place, but has not ended yet
+    - QUOTA: the job would exceed a quota of its team
+    """
+
+    PLACE = "place"
+    ROOM = "room"
+    QUOTA = "quota"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An unfinished job that runs, or that may run as soon as it has a place.
+
+    A place is the right to run: as many jobs as there are places run at the same time. A driver is the process that
+    works on a job.
+
+    - `has_place`: whether the job holds a place.
+    - `needs_driver`: whether a driver must be started, because none works on the job.
+    - `placed_at`: time at which the job got its place; None without a place.
+    - `may_yield`: whether the job's driver has begun, so that it can end between two chunks of samples.
+    - `is_leaving`: whether the driver was asked to end, so that the place becomes free soon.
+    - `takes_place`: whether the job needs a place to run; served studies do not.
+    - `moved_before`, `moved_at`: id of the job before which an administrator moved this one ("" for the front of the
+      queue), and the time of the move, as in `JobRecord`.
+
+    Times are in seconds since the epoch.
+    """
+
+    id: str
+    team: str | None
+    priority: int
+    created_at: float
+    demand: Demand = field(default_factory=Demand)
+    has_place: bool = False
+    needs_driver: bool = False
+    placed_at: float | None = None
+    may_yield: bool = False
+    is_leaving: bool = False
+    takes_place: bool = True
+    moved_before: str | None = None
+    moved_at: float | None = None
+
+
+@dataclass(frozen=True)
+class TeamState:
+    """Weight and quotas of a team, and the GPU-hours that it has used."""
+
+    limits: TeamLimits = field(default_factory=TeamLimits)
+    usage: TeamUsage = field(default_factory=TeamUsage)
+
+    def used_up(self) -> Shortage | None:
+        """Return the team's quota of GPU-hours as a shortage if it is used up; else, or without this quota, None."""
+        limit, used = self.limits.gpu_hours, self.usage.month
+        return None if limit is None or used < limit else Shortage("gpu_hours", limit, used, 0)
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """A quota of a team that does not suffice for a job of the team.
+
+    - `quota`: name of the quota in `TeamLimits`
+    - `limit`: value of the quota
+    - `used`: amount that the team's jobs use already
+    - `needed`: further amount that the job needs; 0 if it is not known beforehand, as for GPU-hours
+    """
+
+    quota: str
+    limit: float
+    used: float
+    needed: float
+
+    def text(self, team: str | None) -> str:
+        """Describe the shortage for users, such as "quota max_running of team red: 2 of 2 are used"."""
+        used = f"{self.used:.1f}" if isinstance(self.used, float) else f"{self.used}"
+        need = f", and the job needs {self.needed:g}" if self.needed > 1 else ""
+        when = " this month (UTC)" if self.quota == "gpu_hours" else ""
+        return f"quota {self.quota} of team {team}: {used} of {self.limit:g} are used{when}{need}"
+
+
+@dataclass(frozen=True)
+class Yielding:
+    """Reason why a running job must end its driver, and give up its place if it has one.
+
+    Either the waiting job with the id `to` gets the place, or the job's team has used up a quota (`shortage`).
+    """
+
+    to: str | None = None
+    shortage: Shortage | None = None
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """Position of a waiting job in the queue, counted from 1, and the reason why it waits.
+
+    If the reason is QUOTA, `shortage` is the quota that the job would exceed; otherwise it is None.
+    """
+
+    position: int
+    reason: Reason
+    shortage: Shortage | None = None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Decision of the queue about all jobs: which start, which give up their places, and which wait.
+
+    - `starts`: ids of the jobs that get a driver (a process that works on the job) now, in this order.
+    - `yielding`: why jobs must give up their places, by job id.
+    - `waiting`: position and reason of each waiting job, by job id, in the order of the queue.
+    """
+
+    starts: tuple[str, ...] = ()
+    yielding: Mapping[str, Yielding] = field(default_factory=dict)
+    waiting: Mapping[str, Waiting] = field(default_factory=dict)
+
+
+def choose(entries: Sequence[Entry], teams: Mapping[str | None, TeamState], *, places: int, now: float) -> Choice:
+    """Decide which jobs start, which running jobs must end for others, and what each waiting job waits for.
+
+    A place is the right to run, which each running job holds.
+
+    Args:
+        entries: All unfinished jobs that run or may run.
+        teams: State of each team that has a limit or has used GPU-hours. The key None is for jobs without a team, which
+            have no quotas. Teams that are left out have used nothing and have no limits.
+        places: Number of places, that is, of jobs that may run at the same time.
+        now: The present time in seconds since the epoch.
+    """
+    placeless = [entry for entry in entries if not entry.takes_place]
+    entries = [entry for entry in entries if entry.takes_place]
+    held = [entry for entry in entries if entry.has_place and not entry.needs_driver]
+    continuing = sorted(
+        (entry for entry in entries if entry.has_place and entry.needs_driver),
+        key=lambda entry: (-entry.priority, entry.placed_at or 0.0, entry.created_at),
+    )
+    books = _Books(teams, held)
+    starts: list[str] = []
+    waiting = [entry for entry in entries if not entry.has_place]
+    for entry in continuing:
+        if len(books.held) < places and books.shortage(entry) is None:
+            books.add(entry)
+            starts.append(entry.id)
+        else:
+            waiting.append(entry)
+    yielding: dict[str, Yielding] = {}
+    for entry in (*held, *(entry for entry in placeless if not entry.needs_driver)):
+        if not entry.is_leaving and entry.may_yield and (shortage := books.used_up(entry.team)) is not None:
+            yielding[entry.id] = Yielding(shortage=shortage)
+    room = sum(entry.is_leaving or entry.id in yielding for entry in held)
+    waits: dict[str, Waiting] = {}
+    for entry in _order(waiting, tuple(books.held), teams, now=now):
+        position = len(waits) + 1
+        if (shortage := books.shortage(entry)) is not None:
+            waits[entry.id] = Waiting(position, Reason.QUOTA, shortage)
+        elif len(books.held) < places:
+            books.add(entry)
+            starts.append(entry.id)
+        elif room > 0:
+            room -= 1
+            waits[entry.id] = Waiting(position, Reason.ROOM)
+        elif (victim := _victim(held, yielding, priority=entry.priority, now=now)) is not None:
+            yielding[victim.id] = Yielding(to=entry.id)
+            waits[entry.id] = Waiting(position, Reason.ROOM)
+        else:
+            waits[entry.id] = Waiting(position, Reason.PLACE)
+    for entry in placeless:
+        if entry.needs_driver and (shortage := books.used_up(entry.team)) is not None:
+            waits[entry.id] = Waiting(len(waits) + 1, Reason.QUOTA, shortage)
+        elif entry.needs_driver:
+            starts.append(entry.id)
+    return Choice(tuple(starts), yielding, waits)
+
+
+def estimated_starts(choice: Choice, ends: Mapping[str, float | None]) -> dict[str, float]:
+    """Estimate the times at which waiting jobs get a place (the right to run), in seconds since the epoch.
+
+    `choice` has the waiting jobs in the order of the queue. `ends` has the expected end of each running job, by the
+    job's id; None if it is not known. The first job that waits for a place gets the place that becomes free first, and
+    so on. The running times of waiting jobs are not known. Therefore only as many jobs have an estimate as running jobs
+    have an expected end; the result leaves the others out.
+    """
+    free_at = sorted(end for job, end in ends.items() if end is not None and job not in choice.yielding)
+    for_place = [job for job, waiting in choice.waiting.items() if waiting.reason is Reason.PLACE]
+    return dict(zip(for_place, free_at, strict=False))
+
+
+class _Books:
+    """Record of the jobs that hold places, by which further jobs are compared with the quotas of their teams.
+
+    `held` are the jobs that hold places, and `teams` has the limits and the usage of each team.
+    """
+
+    def __init__(self, teams: Mapping[str | None, TeamState], held: Iterable[Entry]) -> None:
+        self._teams = teams
+        self.held: list[Entry] = list(held)
+
+    def add(self, entry: Entry) -> None:
+        self.held.append(entry)
+
+    def used_up(self, team: str | None) -> Shortage | None:
+        return self._teams.get(team, TeamState()).used_up()
+
+    def shortage(self, entry: Entry) -> Shortage | None:
+        """Find a quota that the team of the job `entry` would exceed if the job ran too; None if there is none."""
+        if (found := self.used_up(entry.team)) is not None:
+            return found
+        limits = self._teams.get(entry.team, TeamState()).limits
+        own = [other for other in self.held if other.team == entry.team]
+        replicas = sum(other.demand.replicas for other in own)
+        for quota, limit, used, needed in (
+            ("max_running", limits.max_running, len(own), 1),
+            ("max_replicas", limits.max_replicas, replicas, entry.demand.replicas),
+        ):
+            if limit is not None and used + needed > limit:
+                return Shortage(quota, limit, used, needed)
+        return None
+
+
+def _order(
+    waiting: Iterable[Entry], running: Iterable[Entry], teams: Mapping[str | None, TeamState], *, now: float
+) -> list[Entry]:
+    """Sort waiting jobs into the order in which they get places (the right to run), without regard to quotas.
+
+    Jobs of a higher priority come first. Among jobs of equal priority, those of the team that has used the fewest
+    GPU-hours for its weight come first, and jobs that an administrator moved are put where they were moved. `running`
+    has the jobs that hold places, `teams` the weight and usage of each team, and `now` is the time in seconds since the
+    epoch.
+    """
+    used: dict[str | None, float] = defaultdict(float)
+    used.update({team: state.usage.recent for team, state in teams.items()})
+    for entry in running:
+        held_h = max(now - (now if entry.placed_at is None else entry.placed_at), 0.0) / 3600
+        used[entry.team] += max(MIN_CHARGE_H - held_h, 0.0) * entry.demand.num_gpus
+    by_priority: dict[int, list[Entry]] = defaultdict(list)
+    for entry in waiting:
+        by_priority[entry.priority].append(entry)
+    found: list[Entry] = []
+    for _, group in sorted(by_priority.items(), reverse=True):
+        found += _moved(_fair(group, teams, used))
+    return found
+
+
+def _fair(group: Iterable[Entry], teams: Mapping[str | None, TeamState], used: dict[str | None, float]) -> list[Entry]:
+    """Order waiting jobs of equal priority so that each team gets GPU-hours in proportion to its weight.
+
+    The next job is always the oldest one of the team with the fewest used GPU-hours for its weight. `group` has the
+    jobs, `teams` the weights, and `used` the GPU-hours of each team. As soon as a job is ordered, the minimum of
+    GPU-hours that a running job counts for is added to its team's hours in `used`.
+    """
+    lines: dict[str | None, list[Entry]] = defaultdict(list)
+    for entry in sorted(group, key=lambda entry: (entry.created_at, entry.id), reverse=True):
+        lines[entry.team].append(entry)
+
+    def key(team: str | None) -> tuple[float, float, str]:
+        weight = teams.get(team, TeamState()).limits.weight
+        return used[team] / weight, lines[team][-1].created_at, team or ""
+
+    found = []
+    while lines:
+        team = min(lines, key=key)
+        found.append(lines[team].pop())
+        used[team] += MIN_CHARGE_H * found[-1].demand.num_gpus
+        if not lines[team]:
+            del lines[team]
+    return found
+
+
+def _moved(order: list[Entry]) -> list[Entry]:
+    """Apply the moves of administrators to the jobs in `order`, the earliest move first, and return the new order.
+
+    All jobs in `order` have the same priority. A job is moved to the front or before another job. If the other job is
+    not in `order`, the move has no effect.
+    """
+    moved = [entry for entry in order if entry.moved_before is not None]
+    for entry in sorted(moved, key=lambda entry: entry.moved_at or 0.0):
+        others = [other for other in order if other is not entry]
+        ids = [other.id for other in others]
+        if entry.moved_before == "":
+            order = [entry, *others]
+        elif entry.moved_before in ids:
+            place = ids.index(entry.moved_before)
+            order = [*others[:place], entry, *others[place:]]
+    return order
+
+
+def _victim(held: Iterable[Entry], yielding: Mapping[str, Yielding], *, priority: int, now: float) -> Entry | None:
+    """Choose the running job that must give up its place to a waiting job of priority `priority`.
+
+    The choice is the job of the smallest priority and, among equals, the one that got its place last. It must have a
+    smaller priority than `priority`, and must have held its place for KEEPS_PLACE_S seconds.
+
+    Args:
+        held: The jobs that hold places.
+        yielding: Jobs that must give up their places already, by id; they are not chosen again.
+        priority: Priority of the waiting job.
+        now: The present time in seconds since the epoch.
+
+    Returns:
+        The chosen job, or None if no job must give up its place.
+    """
+    candidates = [
+        entry
+        for entry in held
+        if entry.priority < priority
+        and entry.may_yield
+        and not entry.is_leaving
+        and entry.id not in yielding
+        and now - (now if entry.placed_at is None else entry.placed_at) >= KEEPS_PLACE_S
+    ]
+    return min(candidates, key=lambda entry: (entry.priority, -(entry.placed_at or 0.0)), default=None)

@@ -1,0 +1,48 @@
+"""Interfaces of the replicas that complete prompts with the merges of a study."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from enum import StrEnum
+from typing import Protocol
+
+from workers.serving.completions import CompletionPart, CompletionRequest
+
+__all__ = ["Completer", "Completers", "Place"]
+
+
+class Completer(Protocol):
+    """Interface of replicas that complete prompts (`workers.serving.serve_completer.ServeCompleter`)."""
+
+    def complete(self, request: CompletionRequest) -> AsyncGenerator[CompletionPart]: ...
+
+
+class Place(StrEnum):
+    """Kind of replicas that complete the prompts of a served study: those of searches with its models, or its own."""
+
+    SCORER = "scorer"
+    OWN = "own"
+
+
+class Completers(Protocol):
+    """The replicas that can complete prompts with the merges of one study."""
+
+    def running(self) -> Sequence[Place]:
+        """List the kinds of replicas (those of searches, or those of the served study alone) that run now."""
+        ...
+
+    def num_gpus(self) -> tuple[float, float]:
+        """The numbers of the cluster's GPUs and of its free GPUs."""
+        ...
+
+    def open(self, place: Place) -> Completer:
+        """Wait until a replica that can complete prompts is ready, and return the object that sends prompts to it.
+
+        `place` is the kind of replica: one of searches, or one of the served study alone. If no replica of this kind
+        runs, one is started. Raises EngineUnavailable if the replica does not become ready.
+        """
+        ...
+
+    def close(self, place: Place) -> None:
+        """Stop the replicas of the kind `place`: those of searches, or those of the served study alone."""
+        ...

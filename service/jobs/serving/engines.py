@@ -1,0 +1,131 @@
+"""The choice of the engine that completes prompts for a served study, so that no search is slowed.
+
+A served study uses the engines of searches with the same models as long as no search uses them. While one does, the
+served study has a replica of its own if a GPU is free, else it waits. Only if an administrator has asked for it do a
+search and a served study use the same engines.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from service.jobs.completers import Place
+from service.jobs.finetune.events import WORKERS
+from service.jobs.finetune.kind import FINETUNE
+from service.jobs.heartbeat import ENGINE
+from service.jobs.search.kind import SEARCH
+from service.types import JobRecord
+
+__all__ = ["Choice", "IdleTimer", "Situation", "choose", "searches"]
+
+
+@dataclass(frozen=True)
+class Situation:
+    """Facts that decide which engine completes prompts for a served study.
+
+    - `shares`: whether an administrator lets the served study use the engines of a search
+    - `users`: number of the studies that run and use the same models
+    - `searches`: number of all studies that run
+    - `starting`: number of the studies and fine-tunings whose driver waits for an engine or for workers
+    - `running`: the kinds of replicas of which at least one runs
+    - `num_gpus`, `free_gpus`: the numbers of the cluster's GPUs and of its free GPUs
+    - `needed_gpus`: the number of GPUs that a replica uses
+
+    Studies are counted and not named, because the texts that follow from these facts have readers who may not know of
+    a study.
+    """
+
+    shares: bool = False
+    users: int = 0
+    searches: int = 0
+    starting: int = 0
+    running: tuple[Place, ...] = ()
+    num_gpus: float = 0.0
+    free_gpus: float = 0.0
+    needed_gpus: int = 1
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The choice of the engine that completes prompts now: `place` is the kind of its replicas.
+
+    If `place` is None, no engine completes prompts now, and `waits_for` says what must happen first. `yields` is
+    whether completions end as soon as a search uses the engine.
+    """
+
+    place: Place | None
+    waits_for: str | None = None
+    yields: bool = False
+
+
+def choose(situation: Situation) -> Choice:
+    """Choose which replicas complete the prompts of a served study now: those of searches, its own, or none.
+
+    `situation` has the present facts, such as the number of free GPUs. The choice is made so that searches are not
+    slowed, unless an administrator has allowed it.
+    """
+    if situation.shares:
+        return Choice(Place.SCORER)
+    is_room = situation.free_gpus >= situation.needed_gpus
+    if not situation.num_gpus:
+        if situation.searches:
+            return Choice(None, "the running studies to end: without a GPU of its own, a chat slows a search")
+        return Choice(Place.SCORER, yields=True)
+    if situation.starting and not is_room:
+        return Choice(None, "another job to get its GPUs")
+    if Place.OWN in situation.running:
+        return Choice(Place.OWN)
+    if not situation.users and (is_room or Place.SCORER in situation.running):
+        return Choice(Place.SCORER, yields=True)
+    if is_room:
+        return Choice(Place.OWN)
+    ends = ", or the studies that use these models to end" if situation.users else ""
+    return Choice(None, f"a free GPU: {situation.num_gpus:g} are in use{ends}")
+
+
+def searches(jobs: Sequence[JobRecord], *, fingerprints: object, now: float) -> dict[str, int]:
+    """Count the running jobs that decide which engine may complete the prompts of a served study.
+
+    `jobs` are the unfinished jobs, and `now` is the time in seconds since the epoch. The result has three numbers, by
+    the names of the fields of `Situation`: "searches" counts all studies that run, "users" those of them whose models
+    have the given `fingerprints`, and "starting" the studies and fine-tunings that wait for engines or workers.
+    """
+    driven = [job for job in jobs if job.has_driver(now=now)]
+    running = [job for job in driven if job.kind == SEARCH.name]
+    waits = {SEARCH.name: ENGINE, FINETUNE.name: WORKERS}
+    return {
+        "searches": len(running),
+        "users": sum(job.accepted.get("fingerprints") == fingerprints for job in running),
+        "starting": sum(job.kind in waits and job.waiting_for == waits[job.kind] for job in driven),
+    }
+
+
+class IdleTimer:
+    """Measures the time without requests to a served study, after whose limit (`limit_s`) serving ends.
+
+    `clock` returns seconds that never go back.
+    """
+
+    def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limit_s = limit_s
+        self._clock = clock
+        self._used_at = clock()
+        self._num_in_use = 0
+        self.num_requests = 0
+
+    def begin(self) -> None:
+        """Record that a request begins."""
+        self._num_in_use += 1
+        self.num_requests += 1
+
+    def end(self) -> None:
+        """Record that a request has ended."""
+        self._num_in_use -= 1
+        self._used_at = self._clock()
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds after which serving ends if no request comes; the whole limit while a request is answered."""
+        return self._limit_s - (0.0 if self._num_in_use else self._clock() - self._used_at)

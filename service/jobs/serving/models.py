@@ -1,0 +1,55 @@
+"""The models and the options of the engines of a stored study, from which replicas for its merges are made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from search_spaces.errors import InvalidStudy, Problem
+from search_spaces.spaces.base import AlignedSpace, LayeredSpace
+from search_spaces.study.engine import EngineOptions
+from search_spaces.study.file import Study
+from service.disk import alignments_dir, job_dir
+from service.errors import Conflict
+from service.resolved_study import ResolvedStudy
+from service.store.artifacts import ArtifactStore
+from service.studies.preflight.examine import built_space
+from service.studies.preflight.files import check_files
+from service.studies.preflight.models import with_revisions
+from service.types import JobRecord
+from workers.models.family import resolve_family
+from workers.types import Family
+
+__all__ = ["engine_models"]
+
+
+def engine_models(
+    record: JobRecord, *, artifacts: ArtifactStore, data_dir: Path, note: Callable[[str], None]
+) -> tuple[Family, EngineOptions]:
+    """Find the models and the engine options with which the study `record` starts its engines.
+
+    `artifacts` and `data_dir` say where the study's alignments of models are, which some search spaces need. `note` is
+    called with lines about downloads of models. The study's tasks and their data need not be present. Raises Conflict
+    if the models have changed since the study was created, and InvalidStudy if the study may no longer read its models,
+    or if its search space cannot be built from them.
+    """
+    resolved = ResolvedStudy.of(record)
+    study = with_revisions(Study.model_validate(record.document), resolved)
+    check_files(study, resolved.access, section="models")
+    sources = resolve_family(study.models.base, study.models.named, tokenizer=study.models.tokenizer)
+    sources = sources.fetched(note=note)
+    if sources.fingerprints != resolved.fingerprints:
+        changed = sorted(a for a, f in sources.fingerprints.items() if resolved.fingerprints.get(a) != f)
+        raise Conflict(f"models {', '.join(changed)} have changed since the study; its merges cannot be served")
+    problems: list[Problem] = []
+    space = built_space(study, sources, sources.fingerprints, problems)
+    if space is None:
+        raise InvalidStudy(tuple(problems))
+    family, options = sources.family, study.engine.options
+    if isinstance(space, AlignedSpace) and space.alignment != "none":
+        own = str(alignments_dir(job_dir(data_dir, record.id)).resolve())
+        family = replace(family, alignments_dir=artifacts.remote or own)
+    if isinstance(space, LayeredSpace):
+        options = options.model_copy(update={"max_layers": space.max_layers})
+    return family, options

@@ -1,0 +1,11 @@
+"""Notifications of jobs that have ended, failed or wait too long, by webhooks and e-mail.
+
+- `notifier`: the thread of the leader that makes deliveries of notices and sends them
+- `webhooks`: sends a request to a webhook, and reads a bounded part of the response
+- `reachable`: which URLs webhooks may have, and connections to public addresses only
+- `mail`: sends a mail to a user
+- `documents`: the JSON documents that are sent
+- `signatures`: secrets of webhooks, and signatures of requests
+- `retries`: the pauses between the tries of a delivery
+- `settings`: the options of the server about notifications
+"""

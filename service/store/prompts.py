@@ -1,0 +1,88 @@
+"""Storage of the prompts and references of a study's samples: one row for adjacent samples of one objective.
+
+The texts are those of the task, not of a merge: all trials share them. All functions work inside the caller's
+transaction.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import sqlalchemy as sa
+
+from service.store import schema
+from workers.types import Split
+
+__all__ = ["SampleText", "read_prompts", "stored_prompts", "write_prompts"]
+
+# Samples in one row. A page of samples reads the rows that have them.
+ROW_SAMPLES = 50
+
+
+@dataclass(frozen=True)
+class SampleText:
+    """The prompt of a sample, and its right answer (`reference`), None if the task states none as text."""
+
+    prompt: str
+    reference: str | None
+
+
+def write_prompts(
+    connection: sa.Connection, study: str, split: Split, objective: str, texts: Sequence[SampleText]
+) -> None:
+    """Store the texts of an objective's samples, in the order of their positions, unless its texts are stored already.
+
+    `split` says whether the samples are of search data, held-out data or benchmarks. `connection` must be in a
+    transaction that holds the lock of the job's row.
+    """
+    if (split, objective) in stored_prompts(connection, study):
+        return
+    rows = [
+        {
+            "study": study,
+            "split": Split(split).value,
+            "objective": objective,
+            "start": start,
+            "packed": _pack(texts[start : start + ROW_SAMPLES]),
+        }
+        for start in range(0, len(texts), ROW_SAMPLES)
+    ]
+    if rows:
+        connection.execute(sa.insert(schema.prompts), rows)
+
+
+def stored_prompts(connection: sa.Connection, study: str) -> frozenset[tuple[Split, str]]:
+    """Pairs of split and objective of a study for whose samples the prompts are stored.
+
+    `study` is the study's id. A split is the search data, the holdout data or the benchmarks.
+    """
+    table = schema.prompts
+    query = sa.select(table.c.split, table.c.objective).where((table.c.study == study) & (table.c.start == 0))
+    return frozenset((Split(split), objective) for split, objective in connection.execute(query))
+
+
+def read_prompts(
+    connection: sa.Connection, study: str, split: Split, objective: str, positions: Collection[int]
+) -> dict[int, SampleText]:
+    """Read the prompts and references of samples by position; positions without stored texts are left out.
+
+    `study` is the study's id. `split` says whether the samples are of the search data, the holdout data or the
+    benchmarks, and `objective` is the objective's name. A position is a sample's index in the order of scoring.
+    """
+    table = schema.prompts
+    where = (table.c.study == study) & (table.c.split == Split(split).value) & (table.c.objective == objective)
+    where &= table.c.start.in_({position // ROW_SAMPLES * ROW_SAMPLES for position in positions})
+    found = {}
+    for start, packed in connection.execute(sa.select(table.c.start, table.c.packed).where(where)):
+        for position, texts in enumerate(json.loads(zlib.decompress(packed)), start=start):
+            if position in positions:
+                found[position] = SampleText(*texts)
+    return found
+
+
+def _pack(texts: Sequence[SampleText]) -> bytes:
+    rows = [[text.prompt, text.reference] for text in texts]
+    return zlib.compress(json.dumps(rows, separators=(",", ":")).encode())

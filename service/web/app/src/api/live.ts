@@ -1,0 +1,104 @@
+import { useQueryClient } from '@tanstack/react-query'
+import { useEffect, useState } from 'react'
+import { BASE } from './client'
+import type { Heard, Said } from './events.worker'
+import { type Listener, follow } from './stream'
+import type { Progress } from './types'
+
+/** State of the connection over which a view receives changes. */
+export type Connection = 'connecting' | 'live' | 'reconnecting' | 'ended'
+
+// Milliseconds between refetches of what events have made outdated.
+const REFETCH_MS = 2000
+
+let port: MessagePort | undefined
+
+/** Calls `on` with every event after `after` of the stream at `address`, until the returned function is called. */
+function listen(address: string, after: number, on: Listener): () => void {
+  if (typeof SharedWorker === 'undefined') return listenAlone(address, after, on)
+  port ??= new SharedWorker(new URL('./events.worker.ts', import.meta.url), { type: 'module', name: 'events' }).port
+  const own = port
+  const say = (what: Said) => own.postMessage(what)
+  const hear = ({ data }: MessageEvent<Heard>) => {
+    if (data.address === address) on(data.kind, data.data)
+  }
+  const join = () => say({ join: address, after })
+  const leave = () => say({ leave: address })
+  const show = (event: PageTransitionEvent) => {
+    if (event.persisted) join() // the browser shows the page again as it was left
+  }
+  own.addEventListener('message', hear)
+  own.start()
+  join()
+  addEventListener('pagehide', leave)
+  addEventListener('pageshow', show)
+  return () => {
+    removeEventListener('pagehide', leave)
+    removeEventListener('pageshow', show)
+    own.removeEventListener('message', hear)
+    leave()
+  }
+}
+
+/** The same without a SharedWorker: a stream of this tab, only while the tab is visible. */
+function listenAlone(address: string, after: number, on: Listener): () => void {
+  let close: (() => void) | undefined
+  const update = () => {
+    close?.()
+    close = document.hidden ? undefined : follow(address, after, on)
+  }
+  update()
+  document.addEventListener('visibilitychange', update)
+  return () => {
+    document.removeEventListener('visibilitychange', update)
+    close?.()
+  }
+}
+
+/**
+ * Follows a job: its latest progress, and the state of the connection. Queries whose key begins with `key` are
+ * refetched after events, at most once in two seconds and not while they are fetched. `after` is the id of the last
+ * event that the page knows; undefined as long as the page does not follow the job.
+ */
+export function useLive<P = Progress>(
+  path: string,
+  key: readonly unknown[],
+  after: number | undefined,
+): { progress: P | null; connection: Connection } {
+  const client = useQueryClient()
+  const [told, setTold] = useState<{ path: string; progress: P }>()
+  const [connection, setConnection] = useState<Connection>('connecting')
+  // The stream continues from its own position, so that a later `after` does not begin another one, unless the stream
+  // has ended: then the job has continued.
+  const [start, setStart] = useState<{ path: string; after: number }>()
+  const isOver = start?.path !== path || (connection === 'ended' && after !== undefined && after > start.after)
+  if (after !== undefined && isOver) setStart({ path, after })
+  const name = JSON.stringify(key)
+  useEffect(() => {
+    if (start === undefined) return
+    const queryKey = JSON.parse(name)
+    let timer: number | undefined
+    const refetch = () => {
+      timer = undefined
+      // A query that is invalidated while it is fetched begins anew; a slow one would never end.
+      if (client.isFetching({ queryKey }) > 0) outdate()
+      else client.invalidateQueries({ queryKey })
+    }
+    const outdate = () => {
+      timer ??= window.setTimeout(refetch, REFETCH_MS)
+    }
+    const address = new URL(`${BASE}${start.path}/events`, location.href).href
+    const stop = listen(address, start.after, (kind, data) => {
+      if (kind === 'connection') {
+        setConnection(data as Connection)
+        if (data === 'live' || data === 'ended') outdate()
+      } else if (kind === 'progress') setTold({ path: start.path, progress: JSON.parse(data) })
+      else outdate()
+    })
+    return () => {
+      stop()
+      window.clearTimeout(timer)
+    }
+  }, [client, start, name])
+  return { progress: told?.path === path ? told.progress : null, connection }
+}

@@ -1,0 +1,181 @@
+/** Queries of the API: each has one key, under which all views share its answer. */
+import { queryOptions } from '@tanstack/react-query'
+import { api, useCsrfToken } from './client'
+import type { paths } from './schema'
+import type { Columns } from './types'
+
+/** The user, and what the session may do. */
+export const session = queryOptions({
+  queryKey: ['session'],
+  queryFn: async ({ signal }) => {
+    const found = (await api.GET('/v1/session', { signal })).data!
+    useCsrfToken(found.csrf_token)
+    return found
+  },
+  staleTime: 60_000,
+})
+
+const at = (id: string) => ({ params: { path: { study_id: id } } })
+
+export const study = (id: string) =>
+  queryOptions({
+    queryKey: ['study', id],
+    queryFn: async ({ signal }) => (await api.GET('/v1/studies/{study_id}', { ...at(id), signal })).data!,
+  })
+
+/** Everything but parameters of every trial, for charts. */
+export const columns = (id: string, fields = '*') =>
+  queryOptions({
+    queryKey: ['study', id, 'columns', fields],
+    queryFn: async ({ signal }) => {
+      const query = { fields }
+      const path = '/v1/studies/{study_id}/trials/columns'
+      const found = (await api.GET(path, { params: { path: { study_id: id }, query }, signal })).data!
+      return { columns: found.columns as Columns, event: found.event }
+    },
+  })
+
+export const pareto = (id: string) =>
+  queryOptions({
+    queryKey: ['study', id, 'pareto'],
+    queryFn: async ({ signal }) => (await api.GET('/v1/studies/{study_id}/pareto', { ...at(id), signal })).data!,
+  })
+
+export const summary = (id: string) =>
+  queryOptions({
+    queryKey: ['study', id, 'summary'],
+    queryFn: async ({ signal }) => (await api.GET('/v1/studies/{study_id}/summary', { ...at(id), signal })).data!,
+  })
+
+type Plots = paths['/v1/studies/{study_id}/plots/{name}']['get']['responses'][200]['content']['application/json']
+type PlotName = Plots['plot']
+
+/** The series of a chart of a study, by the chart's name. */
+export const plot = <N extends PlotName>(id: string, name: N) =>
+  queryOptions({
+    queryKey: ['study', id, 'plots', name],
+    queryFn: async ({ signal }) => {
+      const path = { study_id: id, name }
+      const found = (await api.GET('/v1/studies/{study_id}/plots/{name}', { params: { path }, signal })).data!
+      return found as Extract<Plots, { plot: N }>
+    },
+  })
+
+export const trial = (id: string, number: number) =>
+  queryOptions({
+    queryKey: ['study', id, 'trial', number],
+    queryFn: async ({ signal }) => {
+      const path = { study_id: id, number }
+      return (await api.GET('/v1/studies/{study_id}/trials/{number}', { params: { path }, signal })).data!
+    },
+  })
+
+type TrialPlots =
+  paths['/v1/studies/{study_id}/trials/{number}/plots/{name}']['get']['responses'][200]['content']['application/json']
+type TrialPlotName = TrialPlots['plot']
+
+/** The series of a chart of one trial, by the chart's name. */
+export const trialPlot = <N extends TrialPlotName>(id: string, number: number, name: N) =>
+  queryOptions({
+    queryKey: ['study', id, 'trial', number, 'plots', name],
+    queryFn: async ({ signal }) => {
+      const params = { path: { study_id: id, number, name } }
+      const found = (await api.GET('/v1/studies/{study_id}/trials/{number}/plots/{name}', { params, signal })).data!
+      return found as Extract<TrialPlots, { plot: N }>
+    },
+  })
+
+export const recipe = (id: string, number: number) =>
+  queryOptions({
+    queryKey: ['study', id, 'trial', number, 'recipe'],
+    queryFn: async ({ signal }) => {
+      const params = { path: { study_id: id, number } }
+      return (await api.GET('/v1/studies/{study_id}/trials/{number}/recipe', { params, signal })).data!
+    },
+    staleTime: Infinity,
+  })
+
+/** A mergekit configuration of a trial's merge, as text. The server opens the models to write it. */
+export const mergekit = (id: string, number: number) =>
+  queryOptions({
+    queryKey: ['mergekit', id, number], // events of the study do not change it
+    queryFn: async ({ signal }) => {
+      const params = { path: { study_id: id, number } }
+      const path = '/v1/studies/{study_id}/trials/{number}/mergekit'
+      return (await api.GET(path, { params, signal, parseAs: 'text' })).data!
+    },
+    staleTime: Infinity,
+  })
+
+/** The study file with every default written out. */
+export const studyFile = (id: string) =>
+  queryOptions({
+    queryKey: ['study', id, 'file'],
+    queryFn: async ({ signal }) => (await api.GET('/v1/studies/{study_id}/study', { ...at(id), signal })).data!,
+  })
+
+// Milliseconds between requests for exports while one is written: a study that has ended sends no events.
+const EXPORTS_MS = 1000
+
+export const exports = (id: string) =>
+  queryOptions({
+    queryKey: ['study', id, 'exports'],
+    queryFn: async ({ signal }) =>
+      (await api.GET('/v1/studies/{study_id}/exports', { ...at(id), signal })).data!.exports,
+    refetchInterval: ({ state }) =>
+      state.data?.some((each) => each.state === 'WAITING' || each.state === 'RUNNING') && EXPORTS_MS,
+  })
+
+const tuned = (id: string) => ({ params: { path: { finetune_id: id } } })
+
+export const finetune = (id: string) =>
+  queryOptions({
+    queryKey: ['finetune', id],
+    queryFn: async ({ signal }) => (await api.GET('/v1/finetunes/{finetune_id}', { ...tuned(id), signal })).data!,
+  })
+
+/** Losses and evaluations of each expert, at most 1000 points a curve. */
+export const curves = (id: string) =>
+  queryOptions({
+    queryKey: ['finetune', id, 'curves'],
+    queryFn: async ({ signal }) =>
+      (await api.GET('/v1/finetunes/{finetune_id}/curves', { ...tuned(id), signal })).data!,
+  })
+
+/** Task vectors and merges of trained experts; with `against`, those of another fine-tuning besides. */
+export const analysis = (id: string, against?: string) =>
+  queryOptions({
+    queryKey: ['finetune', id, 'analysis', against],
+    queryFn: async ({ signal }) => {
+      const params = { path: { finetune_id: id }, query: against === undefined ? {} : { against: [against] } }
+      return (await api.GET('/v1/finetunes/{finetune_id}/analysis', { params, signal })).data!
+    },
+  })
+
+export const benchmarks = (id: string) =>
+  queryOptions({
+    queryKey: ['study', id, 'benchmarks'],
+    queryFn: async ({ signal }) => (await api.GET('/v1/studies/{study_id}/benchmarks', { ...at(id), signal })).data!,
+  })
+
+export const served = (id: string) =>
+  queryOptions({
+    queryKey: ['served', id],
+    queryFn: async ({ signal }) => {
+      const params = { path: { served_id: id } }
+      return (await api.GET('/v1/served/{served_id}', { params, signal })).data!
+    },
+  })
+
+const ENDED = new Set(['COMPLETE', 'FAILED', 'CANCELLED'])
+
+/** Jobs that serve a study now, newest first. */
+export const servedStudies = (id: string) =>
+  queryOptions({
+    queryKey: ['study', id, 'served'],
+    queryFn: async ({ signal }) => {
+      const params = { query: { sort: '-created', limit: 200 } as const }
+      const found = (await api.GET('/v1/served', { params, signal })).data!.served
+      return found.filter((job) => job.study === id && !ENDED.has(job.state))
+    },
+  })

@@ -1,0 +1,45 @@
+/** Names for the schemas of the server's OpenAPI document that the page uses. */
+import type { components } from './schema'
+
+type Schemas = components['schemas']
+
+export type Study = Schemas['StudyDocument']
+export type Trial = Schemas['TrialDocument']
+/** A trial with the origin of its samples, as requested by its number. */
+export type ShownTrial = Schemas['ShownTrialDocument']
+export type Export = Schemas['ExportDocument']
+export type Recipe = Schemas['RecipeDocument']
+export type RecipePlot = Schemas['RecipePlot']
+export type CoefficientsPlot = Schemas['CoefficientsPlot']
+export type PathPlot = Schemas['PathPlot']
+export type Pareto = Schemas['ParetoDocument']
+export type Summary = Schemas['SummaryDocument']
+export type Progress = Schemas['ProgressDocument']
+export type Problem = Schemas['ProblemDocument']
+export type Estimate = Schemas['EstimateDocument']
+export type Objective = Schemas['ObjectiveDocument']
+export type FrontSeries = Schemas['FrontPlot']
+export type Session = Schemas['SessionDocument']
+export type User = Schemas['UserDocument']
+export type Role = User['teams'][string]
+export type Team = Schemas['TeamDocument']
+export type TeamUsage = Schemas['TeamUsageDocument']
+export type Token = Schemas['TokensDocument']['tokens'][number]
+export type NewToken = Schemas['NewTokenDocument']
+export type Webhook = Schemas['WebhookDocument']
+export type QueueEntry = Schemas['QueueEntryDocument']
+export type AuditEntry = Schemas['AuditEntryDocument']
+export type StudyEvent = Schemas['EventDocument']
+export type Check = Schemas['CheckDocument']
+export type FieldProblem = Schemas['FieldProblem']
+export type Finetune = Schemas['FinetuneDocument']
+export type Expert = Schemas['ExpertDocument']
+export type TrainingProgress = Schemas['TrainingProgressDocument']
+export type Curves = Schemas['CurvesDocument']
+export type Analysis = Schemas['AnalysisDocument']
+export type Benchmarks = Schemas['BenchmarksDocument']
+export type ServedStudy = Schemas['ServedStudyDocument']
+export type ServedProgress = Schemas['ServedProgressDocument']
+
+/** Trials as columns: a value, or null, for each trial. */
+export type Columns = Record<string, (number | string | null)[]>

@@ -1,0 +1,19 @@
+import { expect, test } from 'vitest'
+import { bytes, count, duration, interval, signed, value } from './format'
+
+test('metrics have three decimals and a real minus', () => {
+  expect(value(0.79849)).toBe('0.798')
+  expect(value(-1.5)).toBe('−1.500')
+  expect(value(null)).toBe('')
+  expect(signed(-0.0361)).toBe('−0.036')
+  expect(signed(0.001)).toBe('+0.001')
+  expect(interval(0.7836, 0.8114)).toBe('0.784 to 0.811')
+})
+
+test('counts have separators, durations two units', () => {
+  expect(count(10009)).toBe('10,009')
+  expect(duration(59.6)).toBe('1m00s')
+  expect(duration(290)).toBe('4m50s')
+  expect(duration(3900)).toBe('1h05m')
+  expect(bytes(15_200_000_000)).toBe('15.2 GB')
+})

@@ -1,0 +1,38 @@
+/** Texts of numbers, as all tables and charts write them. */
+
+/** A metric with three decimals; nothing for a missing value. */
+export const value = (x: number | null | undefined) => (x == null ? '' : minus(x.toFixed(3)))
+
+/** A difference with its sign. */
+export const signed = (x: number) => `${x < 0 ? '−' : '+'}${Math.abs(x).toFixed(3)}`
+
+export const count = (x: number) => x.toLocaleString('en-US')
+
+/** A confidence interval. */
+export const interval = (low: number, high: number) => `${value(low)} to ${value(high)}`
+
+export const percent = (x: number) => `${(100 * x).toFixed(0)} %`
+
+/** Bytes in decimal units, such as 15.2 GB. */
+export function bytes(x: number): string {
+  const units = ['B', 'kB', 'MB', 'GB', 'TB']
+  let k = 0
+  while (x >= 1000 && k < units.length - 1) {
+    x /= 1000
+    k += 1
+  }
+  return `${k === 0 ? x : x.toPrecision(3)} ${units[k]}`
+}
+
+/** Seconds as 42s, 4m50s or 1h05m. */
+export function duration(seconds: number): string {
+  const s = Math.round(seconds)
+  if (s < 60) return `${s}s`
+  if (s < 3600) return `${Math.floor(s / 60)}m${String(s % 60).padStart(2, '0')}s`
+  return `${Math.floor(s / 3600)}h${String(Math.floor((s % 3600) / 60)).padStart(2, '0')}m`
+}
+
+/** A time (RFC 3339) in the viewer's time zone. */
+export const localTime = (time: string) => new Date(time).toLocaleString()
+
+const minus = (text: string) => text.replace('-', '−')

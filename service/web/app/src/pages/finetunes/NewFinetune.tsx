@@ -1,0 +1,99 @@
+import { Button, Textarea } from '@mantine/core'
+import { useMutation, useQuery } from '@tanstack/react-query'
+import { useNavigate } from '@tanstack/react-router'
+import { useRef, useState } from 'react'
+import { api } from '../../api/client'
+import { Answer, Failure, Nothing } from '../../parts/Answer'
+import { Page } from '../../parts/Page'
+import { newFinetuneRoute } from '../../router'
+import { useMaySubmit } from '../../api/rights'
+
+const EXAMPLE = `name: family
+base: /models/base
+data: {max_length: 256}
+training: {steps: 500, batch: 32, learning_rate: 2.0e-5}
+experts:
+  math: {data: {file: /data/math_train.jsonl}}
+  text: {data: {file: /data/text_train.jsonl}, training: {steps: 800}}
+`
+
+/** A specification in a text editor, which is submitted as a fine-tuning; `from` in the address copies another one. */
+export function NewFinetune() {
+  const { from } = newFinetuneRoute.useSearch()
+  const maySubmit = useMaySubmit()
+  const copied = useQuery({
+    queryKey: ['finetune', from, 'specification'],
+    queryFn: async ({ signal }) => {
+      const params = { path: { finetune_id: from! } }
+      const found = (await api.GET('/v1/finetunes/{finetune_id}/specification', { params, signal })).data!
+      return JSON.stringify(found, null, 2)
+    },
+    enabled: from !== undefined,
+    staleTime: Infinity,
+  })
+  return (
+    <Page title="New fine-tuning">
+      {!maySubmit ? (
+        <Nothing>You may not submit fine-tunings with this login.</Nothing>
+      ) : from === undefined ? (
+        <Editor key="example" initial={EXAMPLE} />
+      ) : (
+        <Answer of={copied}>{(text) => <Editor key={from} initial={text} />}</Answer>
+      )}
+    </Page>
+  )
+}
+
+function Editor({ initial }: { initial: string }) {
+  const navigate = useNavigate()
+  const [text, setText] = useState(initial)
+  // The same key as long as the text is the same, so that a repeated request creates nothing twice.
+  const sent = useRef({ text: '', key: '' })
+  const submit = useMutation({
+    mutationFn: async (specification: string) => {
+      if (sent.current.text !== specification) sent.current = { text: specification, key: randomKey() }
+      const answer = await api.POST('/v1/finetunes', {
+        params: { header: { 'Idempotency-Key': sent.current.key } },
+        headers: {
+          'Content-Type': specification.trimStart().startsWith('{') ? 'application/json' : 'application/yaml',
+        },
+        body: specification as never,
+        bodySerializer: (body) => body as unknown as string,
+      })
+      return answer.data!
+    },
+    onSuccess: (made) => navigate({ to: '/finetunes/$id', params: { id: made.id } }),
+  })
+  return (
+    <form
+      onSubmit={(event) => {
+        event.preventDefault()
+        submit.mutate(text)
+      }}
+    >
+      <Textarea
+        label="Specification"
+        description="YAML or JSON. Its paths are absolute, because the server reads them."
+        autosize
+        minRows={12}
+        maxRows={36}
+        spellCheck={false}
+        autoCapitalize="off"
+        styles={{ input: { fontFamily: 'ui-monospace, monospace' } }}
+        value={text}
+        onChange={(event) => setText(event.currentTarget.value)}
+      />
+      {submit.error && <Failure error={submit.error} />}
+      <p>
+        <Button type="submit" disabled={submit.isPending}>
+          Submit
+        </Button>
+      </p>
+    </form>
+  )
+}
+
+/** A key for a request that creates something. */
+function randomKey(): string {
+  return Array.from(crypto.getRandomValues(new Uint32Array(4)), (word) => word.toString(16).padStart(8, '0')).join('')
+}

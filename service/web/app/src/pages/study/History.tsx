@@ -1,0 +1,184 @@
+import { useNavigate } from '@tanstack/react-router'
+import { useCallback, useMemo, useState } from 'react'
+import type { Columns, FrontSeries, Objective, Study } from '../../api/types'
+import { EChart } from '../../charts/EChart'
+import { type Palette, axis } from '../../charts/palette'
+import { count, value } from '../../format'
+import { escaped } from '../../charts/escaped'
+import { ChooseObjective } from '../../parts/Choose'
+
+const MEAN = 'mean'
+const BASELINES = ['source', 'published']
+
+/** Objectives whose plain mean says something: values in [0, 1] of which the larger is better. */
+function averaged(objectives: readonly Objective[]): string[] {
+  const isShare = ({ direction, range = [0, 1] }: Objective) =>
+    direction === 'maximize' && range[0] === 0 && range[1] === 1
+  return objectives.filter(isShare).map((each) => each.name)
+}
+
+interface Row {
+  trial: number
+  label: string
+  value: number
+  error: number | null
+  rung: number
+  samples: number
+  isFull: boolean
+  isFeasible: boolean
+  isBaseline: boolean
+}
+
+function rowsOf(trials: Columns, front: FrontSeries['points'] | undefined, names: readonly string[]): Row[] {
+  const full = new Map(front?.map((point) => [point.trial, point]))
+  const rows: Row[] = []
+  trials.number!.forEach((number, i) => {
+    const values = names.map((name) => trials[`value.${name}`]?.[i] as number | null | undefined)
+    if (values.some((x) => x == null)) return
+    const errors = names.map((name) => (trials[`standard_error.${name}`]?.[i] as number | null) ?? 0)
+    rows.push({
+      trial: number as number,
+      label: trials.label![i] as string,
+      value: values.reduce<number>((sum, x) => sum + x!, 0) / names.length,
+      error: Math.sqrt(errors.reduce((sum, x) => sum + x * x, 0)) / names.length,
+      rung: trials.rung![i] as number,
+      samples: trials.samples![i] as number,
+      isFull: full.has(number as number),
+      isFeasible: Object.keys(full.get(number as number)?.violations ?? {}).length === 0,
+      isBaseline: BASELINES.includes(trials.origin![i] as string),
+    })
+  })
+  return rows
+}
+
+/**
+ * Every trial at the highest rung that it has finished, and the best so far at full budget: of the trials of `front`,
+ * which may come later.
+ */
+export function History(props: { study: Study; trials: Columns; front: FrontSeries['points'] | undefined }) {
+  const { study, trials, front } = props
+  const { objectives } = study
+  const navigate = useNavigate()
+  const means = useMemo(() => averaged(objectives), [objectives])
+  const choices = [...(means.length > 1 ? [MEAN] : []), ...objectives.map((each) => each.name)]
+  const [chosen, setChosen] = useState<string>()
+  const name = chosen ?? choices[0]!
+  const isLess = objectives.find((each) => each.name === name)?.direction === 'minimize'
+  const rows = useMemo(() => rowsOf(trials, front, name === MEAN ? means : [name]), [trials, front, means, name])
+  const record = useMemo(() => {
+    const found: Row[] = []
+    for (const row of rows) {
+      const best = found.at(-1)
+      if (row.isFull && row.isFeasible && (!best || (isLess ? row.value < best.value : row.value > best.value)))
+        found.push(row)
+    }
+    return found
+  }, [rows, isLess])
+  const rungs = useMemo(() => [...new Set(rows.map((row) => row.rung))].toSorted((a, b) => a - b), [rows])
+  const option = useCallback(
+    (p: Palette) => {
+      const shades = [p.pale, p.middle, p.accent]
+      const shade = (k: number) => shades[Math.max(0, shades.length - rungs.length + k)] ?? p.pale
+      const point = (row: Row) => [row.trial, row.value, row.trial]
+      const line = record.map((row) => [row.trial, row.value, row.trial])
+      const last = rows.at(-1)
+      if (record.length && last) line.push([last.trial, record.at(-1)!.value, record.at(-1)!.trial])
+      const byTrial = new Map(rows.map((row) => [row.trial, row]))
+      return {
+        grid: { left: 52, right: 16, top: 12, bottom: 42 },
+        tooltip: {
+          trigger: 'item',
+          confine: true,
+          formatter: ({ data }: { data: number[] }) => text(byTrial.get(data[2]!), name, escaped),
+        },
+        xAxis: axis(p, 'trial', {
+          type: 'value',
+          splitLine: { show: false },
+          minInterval: 1,
+          scale: false,
+          max: ({ max }: { max: number }) => max + Math.max(1, Math.round(max / 50)),
+        }),
+        yAxis: axis(p, name, { type: 'value', nameGap: 38 }),
+        dataZoom: [{ type: 'inside', filterMode: 'none', zoomOnMouseWheel: 'ctrl' }],
+        series: [
+          ...rungs.map((rung, k) => ({
+            type: 'scatter',
+            name: `rung ${rung}`,
+            large: true,
+            largeThreshold: 1500,
+            symbolSize: rows.length > 500 ? 4 : 7,
+            itemStyle: { color: shade(k) },
+            data: rows.filter((row) => row.rung === rung && !row.isBaseline).map(point),
+          })),
+          {
+            type: 'scatter',
+            name: 'baselines',
+            symbolSize: 8,
+            itemStyle: { color: 'transparent', borderColor: p.warm, borderWidth: 1.5 },
+            data: rows.filter((row) => row.isBaseline).map(point),
+          },
+          {
+            type: 'line',
+            name: 'best so far',
+            step: 'end',
+            symbol: 'none',
+            silent: true,
+            lineStyle: { color: p.ink, width: 1.5 },
+            data: line,
+          },
+        ],
+      }
+    },
+    [rows, record, rungs, name],
+  )
+  // The arrow keys step through the trials that were the best so far.
+  const points = useMemo(() => {
+    return record.map((row) => {
+      const series = row.isBaseline ? rungs.length : rungs.indexOf(row.rung)
+      const own = rows.filter((each) => (row.isBaseline ? each.isBaseline : !each.isBaseline && each.rung === row.rung))
+      return { series, index: own.indexOf(row), text: text(row, name), trial: row.trial }
+    })
+  }, [record, rows, rungs, name])
+  const best = record.at(-1)
+  const numFull = rows.filter((row) => row.isFull).length
+  return (
+    <>
+      <ChooseObjective names={choices} value={name} onChange={setChosen} />
+      <EChart
+        label={`${name === MEAN ? 'Mean of the objectives' : name} of every trial`}
+        describe={
+          best
+            ? `Best ${value(best.value)} at trial ${best.trial}; ${count(numFull)} of ${count(rows.length)} trials at full budget.`
+            : 'No trial has reached the full budget yet.'
+        }
+        option={option}
+        points={points}
+        onPick={(trial) =>
+          navigate({ to: '/studies/$id/trials/$number', params: { id: study.id, number: `${trial}` } })
+        }
+        table={() => ({
+          head: ['trial', 'label', name, 'standard error', 'samples', 'full budget'],
+          rows: rows.map((row) => [
+            row.trial,
+            row.label,
+            value(row.value),
+            value(row.error),
+            count(row.samples),
+            row.isFull ? 'yes' : 'no',
+          ]),
+        })}
+      />
+      <p className="soft">
+        A darker point was scored on more samples. Values on different numbers of samples are not comparable; the line
+        is the best at full budget. Orange rings are baselines: sources and published recipes. Values are on the samples
+        of the search, which overestimate the best trial; <a href="#held-out">held-out values</a> do not.
+      </p>
+    </>
+  )
+}
+
+function text(row: Row | undefined, name: string, safe: (text: string) => string = (given) => given): string {
+  if (!row) return ''
+  const label = row.label && row.label !== `trial ${row.trial}` ? ` (${safe(row.label)})` : ''
+  return `trial ${row.trial}${label}: ${safe(name)} ${value(row.value)} ± ${value(row.error)} on ${count(row.samples)} samples`
+}

@@ -1,0 +1,104 @@
+import { useQuery } from '@tanstack/react-query'
+import { columns, plot, summary } from '../../api/queries'
+import type { Progress, Study, Summary } from '../../api/types'
+import { count, duration, percent, value } from '../../format'
+import { Answer } from '../../parts/Answer'
+import { Figures } from '../../parts/Figures'
+import { Interval } from '../../parts/Interval'
+import { verified } from '../../parts/verified'
+import { Front } from './Front'
+import { HeldOut } from './HeldOut'
+import { History } from './History'
+import { Hypervolume } from './Hypervolume'
+import { useStudy } from './StudyLayout'
+
+const FIELDS = 'number,label,state,origin,rung,samples,value.*,standard_error.*'
+
+/** The finding, key figures, history, front and held-out values of a study; each is shown as soon as it is there. */
+export function Overview() {
+  const { study, progress } = useStudy()
+  const results = useQuery(summary(study.id))
+  const front = useQuery(plot(study.id, 'front'))
+  const trials = useQuery(columns(study.id, FIELDS))
+  return (
+    <>
+      <Answer of={results}>
+        {(found) => (
+          <>
+            <p style={{ fontSize: 18 }}>{found.finding.text}</p>
+            <Key study={study} progress={progress} summary={found} />
+            <Checks summary={found} />
+          </>
+        )}
+      </Answer>
+      <section aria-labelledby="history">
+        <h2 id="history">History</h2>
+        <Answer of={trials}>
+          {(all) => <History study={study} trials={all.columns} front={front.data?.points} />}
+        </Answer>
+      </section>
+      <section aria-labelledby="front">
+        <h2 id="front">{study.objectives.length > 1 ? 'Pareto front' : 'Best trial'}</h2>
+        <Answer of={front}>
+          {(points) => <Front study={study} front={points} heldOut={results.data?.holdout ?? []} />}
+        </Answer>
+      </section>
+      {study.objectives.length > 1 && <Hypervolume study={study} />}
+      <section aria-labelledby="held-out">
+        <h2 id="held-out">Held-out data</h2>
+        <Answer of={results}>{(found) => <HeldOut study={study} summary={found} />}</Answer>
+      </section>
+    </>
+  )
+}
+function Key({ study, progress, summary: found }: { study: Study; progress: Progress | null; summary: Summary }) {
+  const row = found.holdout.find((each) => each.trial === found.holdout_reference)
+  const rows = [
+    {
+      term: 'best trial on held-out data',
+      value: row?.mean ? <Interval of={row.mean} /> : found.best ? `trial ${found.best.trial}` : 'none yet',
+      note: row ? heldOutNote(row) : found.best ? 'not scored on held-out data' : undefined,
+    },
+    {
+      term: 'trials',
+      value: count(Object.values(study.trials).reduce((a, b) => a + b, 0)),
+      note: Object.entries(study.trials)
+        .map(([state, n]) => `${count(n)} ${state.toLowerCase()}`)
+        .join(', '),
+    },
+    {
+      term: 'samples scored',
+      value: count(progress?.samples_scored ?? found.samples.scored),
+      note: found.samples.saved === null ? undefined : `${percent(found.samples.saved)} of full evaluation saved`,
+    },
+    {
+      term: 'time',
+      value: duration(study.wall_clock_s),
+      note:
+        study.state === 'RUNNING' && progress?.time_left_s
+          ? `about ${duration(progress.time_left_s)} left`
+          : study.algorithm,
+    },
+  ]
+  return <Figures rows={rows} />
+}
+
+function heldOutNote(row: Summary['holdout'][number]): string {
+  const values = Object.entries(row.values).map(([name, estimate]) => `${name} ${value(estimate.value)}`)
+  return `trial ${row.trial}${row.mean ? ', mean' : ''}: ${values.join(', ')}`
+}
+
+/** What was verified, and what to be careful about. */
+function Checks({ summary: found }: { summary: Summary }) {
+  const { verification, warnings } = found
+  return (
+    <ul style={{ listStyle: 'none', padding: 0 }}>
+      <li>{verified(verification)}</li>
+      {warnings.map((warning) => (
+        <li key={`${warning.trial} ${warning.objective}`}>
+          ⚠ trial {warning.trial}, {warning.objective}: {warning.message}
+        </li>
+      ))}
+    </ul>
+  )
+}

@@ -1,0 +1,219 @@
+import './rungs.css'
+import { useQuery } from '@tanstack/react-query'
+import { Link } from '@tanstack/react-router'
+import { api } from '../../api/client'
+import { plot, summary } from '../../api/queries'
+import type { components } from '../../api/schema'
+import type { Trial } from '../../api/types'
+import { count, value } from '../../format'
+import { Answer, Nothing } from '../../parts/Answer'
+import { State } from '../../parts/State'
+import { rungsRoute } from '../../router'
+import { useStudy } from './StudyLayout'
+
+type Place = components['schemas']['RungPlace']
+
+// What becomes of a trial at a rung, in the order of the bar.
+const ENDS = ['finished', 'promoted', 'running', 'stopped', 'failed'] as const
+
+// Trials of a rung that are listed.
+const LISTED = 100
+
+/** For each bracket of successive halving the trials at each rung, and who was stopped there and why. */
+export function Rungs() {
+  const { study } = useStudy()
+  const rungs = useQuery(plot(study.id, 'rungs'))
+  return (
+    <Answer of={rungs}>
+      {({ places }) =>
+        places.length === 0 ? (
+          <Nothing>No trial is in a bracket yet, or the scheduler of the study has no brackets.</Nothing>
+        ) : (
+          <>
+            <p className="row soft ends" style={{ fontSize: 13.5 }}>
+              {ENDS.map((end) => (
+                <span key={end}>
+                  <span className={`swatch ${end}`} aria-hidden="true" />
+                  {end}
+                </span>
+              ))}
+            </p>
+            {[...new Set(places.map((place) => place.bracket))].map((bracket) => (
+              <Bracket key={bracket} bracket={bracket} places={places.filter((each) => each.bracket === bracket)} />
+            ))}
+            <p className="soft">
+              A bracket is a ladder of rungs, and a rung a number of samples at which trials are compared. The widths of
+              the bars are numbers of trials. Baselines are in no bracket.
+            </p>
+          </>
+        )
+      }
+    </Answer>
+  )
+}
+
+function Bracket({ bracket, places }: { bracket: number; places: Place[] }) {
+  const chosen = rungsRoute.useSearch()
+  const navigate = rungsRoute.useNavigate()
+  const most = Math.max(...places.map((place) => place.entered))
+  const first = Math.min(...places.map((place) => place.rung))
+  return (
+    <section aria-labelledby={`bracket-${bracket}`}>
+      <h2 id={`bracket-${bracket}`}>Bracket {bracket}</h2>
+      <ol className="ladder ends">
+        {places.map((place) => {
+          const isOpen = chosen.bracket === `${bracket}` && chosen.rung === `${place.rung}`
+          const search = isOpen ? {} : { bracket: `${bracket}`, rung: `${place.rung}` }
+          return (
+            <li key={place.rung}>
+              <button type="button" aria-expanded={isOpen} onClick={() => navigate({ search, replace: true })}>
+                <span>
+                  Rung {place.rung}
+                  {place.samples !== null && <span className="soft"> {count(place.samples)} samples</span>}
+                </span>
+                <Bar place={place} most={most} />
+                <span className="numbers">{numbers(place)}</span>
+              </button>
+              {isOpen && <Ended place={place} isFirst={place.rung === first} />}
+            </li>
+          )
+        })}
+      </ol>
+    </section>
+  )
+}
+
+function Bar({ place, most }: { place: Place; most: number }) {
+  return (
+    <span className="bar-of-rung" aria-hidden="true" style={{ width: `${(100 * place.entered) / Math.max(1, most)}%` }}>
+      {ENDS.filter((end) => place[end] > 0).map((end) => (
+        <span key={end} className={end} style={{ flex: place[end] }} title={`${count(place[end])} ${end}`} />
+      ))}
+    </span>
+  )
+}
+
+function numbers(place: Place): string {
+  const ends = ENDS.filter((end) => place[end] > 0).map((end) => `${count(place[end])} ${end}`)
+  return `${count(place.entered)} entered: ${ends.join(', ')}`
+}
+
+const trialsIn = (id: string, state: 'PRUNED' | 'FAIL', where: string) => ({
+  queryKey: ['study', id, 'trials', 'ended', state, where],
+  queryFn: async ({ signal }: { signal: AbortSignal }) => {
+    const query = { state, where: [where], limit: LISTED }
+    return (await api.GET('/v1/studies/{study_id}/trials', { params: { path: { study_id: id }, query }, signal })).data!
+  },
+})
+
+/** The trials that ended at one rung: those that were stopped, with the rule that stopped them, and failed ones. */
+function Ended({ place, isFirst }: { place: Place; isFirst: boolean }) {
+  const { study } = useStudy()
+  const { bracket, rung } = place
+  const stopped = useQuery(trialsIn(study.id, 'PRUNED', `bracket=${bracket},rung=${rung}`))
+  const failed = useQuery({ ...trialsIn(study.id, 'FAIL', `bracket=${bracket}`), enabled: place.failed > 0 })
+  const races = useQuery(plot(study.id, 'races'))
+  const results = useQuery(summary(study.id))
+  const rules = new Map(races.data?.trials.map((each) => [each.trial, each.rule]))
+  if (place.stopped + place.failed === 0) return <Nothing>No trial was stopped here, and none has failed.</Nothing>
+  const hasFailedHere = ({ rungs }: Trial) => (rungs.length ? rungs.at(-1)!.rung + 1 === rung : isFirst)
+  return (
+    <Answer of={stopped}>
+      {({ trials, total }) => {
+        const all = [...trials, ...(failed.data?.trials.filter(hasFailedHere) ?? [])]
+        const rival = results.data?.best?.trial
+        return (
+          <>
+            {/* oxlint-disable-next-line jsx-a11y/no-noninteractive-tabindex */}
+            <div className="wide" tabIndex={0} role="region" aria-label={`Trials that ended at rung ${rung}`}>
+              <EndedTable trials={all} rules={rules} rival={rival} />
+            </div>
+            <p className="soft">
+              {total > trials.length && `The first ${count(trials.length)} of ${count(total)} stopped trials. `}
+              <Link
+                to="/studies/$id/trials"
+                params={{ id: study.id }}
+                search={{ state: 'PRUNED', where: `bracket=${bracket},rung=${rung}` }}
+              >
+                The stopped trials in the table
+              </Link>
+              {rival !== undefined &&
+                '. The link to samples shows the paired difference from the best trial on the samples that both have.'}
+            </p>
+          </>
+        )
+      }}
+    </Answer>
+  )
+}
+
+function EndedTable(props: { trials: Trial[]; rules: Map<number, string | null>; rival: number | undefined }) {
+  const { trials, rules, rival } = props
+  const { study } = useStudy()
+  const names = [...new Set(trials.flatMap((trial) => Object.keys(trial.rungs.at(-1)?.values ?? {})))]
+  return (
+    <table className="data">
+      <thead>
+        <tr>
+          <th scope="col">trial</th>
+          <th scope="col" className="l">
+            state
+          </th>
+          {names.map((name) => (
+            <th key={name} scope="col">
+              {name}
+            </th>
+          ))}
+          <th scope="col" className="l">
+            why
+          </th>
+          {rival !== undefined && (
+            <th scope="col" className="l">
+              samples
+            </th>
+          )}
+        </tr>
+      </thead>
+      <tbody>
+        {trials.map((trial) => {
+          const last = trial.rungs.at(-1)
+          return (
+            <tr key={trial.number}>
+              <th scope="row">
+                <Link to="/studies/$id/trials/$number" params={{ id: study.id, number: `${trial.number}` }}>
+                  {trial.number}
+                </Link>
+              </th>
+              <td className="l">
+                <State state={trial.state} />
+              </td>
+              {names.map((name) => (
+                <td key={name}>
+                  {value(last?.values[name])}
+                  {last?.standard_errors[name] != null && <small>± {value(last.standard_errors[name])}</small>}
+                </td>
+              ))}
+              <td className="l wrap" style={{ minWidth: 220 }}>
+                {rules.get(trial.number) ?? trial.reason}
+              </td>
+              {rival !== undefined && (
+                <td className="l">
+                  {last && (
+                    <Link
+                      to="/studies/$id/trials/$number/samples"
+                      params={{ id: study.id, number: `${trial.number}` }}
+                      search={{ against: `${rival}` }}
+                      aria-label={`beside trial ${rival}: samples of trial ${trial.number}`}
+                    >
+                      beside trial {rival}
+                    </Link>
+                  )}
+                </td>
+              )}
+            </tr>
+          )
+        })}
+      </tbody>
+    </table>
+  )
+}

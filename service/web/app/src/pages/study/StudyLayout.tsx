@@ -1,0 +1,84 @@
+import { useQuery } from '@tanstack/react-query'
+import { Link, Outlet } from '@tanstack/react-router'
+import { createContext, useContext } from 'react'
+import { servedStudies, study as studyQuery } from '../../api/queries'
+import { type Connection, useLive } from '../../api/live'
+import type { Progress, Study } from '../../api/types'
+import { Answer } from '../../parts/Answer'
+import { JobHead, JobNotes } from '../../parts/JobHead'
+import { Page } from '../../parts/Page'
+import { studyRoute } from '../../router'
+import { StudyMenu } from './actions/StudyMenu'
+
+/** The study of the page, its latest progress, and the state of the connection that brings it. */
+interface Followed {
+  study: Study
+  progress: Progress | null
+  connection: Connection
+}
+
+const Context = createContext<Followed | null>(null)
+
+export function useStudy(): Followed {
+  return useContext(Context)!
+}
+
+const VIEWS = [
+  { to: '/studies/$id', name: 'Overview' },
+  { to: '/studies/$id/trials', name: 'Trials' },
+  { to: '/studies/$id/parameters', name: 'Parameters' },
+  { to: '/studies/$id/rungs', name: 'Rungs' },
+  { to: '/studies/$id/timeline', name: 'Timeline' },
+  { to: '/studies/$id/compare', name: 'Compare' },
+  { to: '/studies/$id/benchmarks', name: 'Benchmarks' },
+  { to: '/studies/$id/exports', name: 'Exports' },
+  { to: '/studies/$id/events', name: 'Events' },
+  { to: '/studies/$id/log', name: 'Log' },
+  { to: '/studies/$id/file', name: 'File' },
+] as const
+
+/** What all views of a study have: its name and state, and the links between the views. */
+export function StudyLayout() {
+  const { id } = studyRoute.useParams()
+  const query = useQuery(studyQuery(id))
+  const { progress, connection } = useLive(`/v1/studies/${id}`, ['study', id], query.data?.last_event_id)
+  return (
+    <Answer of={query}>
+      {(study) => (
+        <Context value={{ study, progress: progress ?? study.progress, connection }}>
+          <Page
+            title={study.name}
+            before={
+              <JobHead job={study} connection={connection}>
+                <StudyMenu study={study} />
+              </JobHead>
+            }
+          >
+            <JobNotes job={study} />
+            <nav className="views" aria-label="Views of the study">
+              {VIEWS.map((view) => (
+                <Link key={view.to} to={view.to} params={{ id }} activeOptions={{ exact: true, includeSearch: false }}>
+                  {view.name}
+                </Link>
+              ))}
+              <ChatLink study={id} />
+            </nav>
+            <Outlet />
+          </Page>
+        </Context>
+      )}
+    </Answer>
+  )
+}
+
+/** The link to the chat, where the study is served. */
+function ChatLink({ study }: { study: string }) {
+  const served = useQuery(servedStudies(study))
+  const first = served.data?.[0]
+  if (first === undefined) return null
+  return (
+    <Link to="/served/$id" params={{ id: first.id }}>
+      Chat
+    </Link>
+  )
+}

@@ -1,0 +1,44 @@
+import type { Study } from '../../../api/types'
+
+/** A request that changes how a study continues; the same words as in the API and the commands. */
+export interface Verb {
+  name: 'pause' | 'resume' | 'stop' | 'cancel'
+  /** What the verb does. */
+  says: string
+  isPermitted: (study: Study) => boolean
+}
+
+const FINISHED: readonly Study['state'][] = ['COMPLETE', 'FAILED', 'CANCELLED']
+
+/** Whether a study has ended. One that failed can be resumed. */
+export const isFinished = ({ state }: Study) => FINISHED.includes(state)
+
+export const VERBS: readonly Verb[] = [
+  {
+    name: 'pause',
+    says: 'The samples that are being scored are stored; then the driver ends. The study continues when it is resumed.',
+    isPermitted: (study) => !isFinished(study) && study.state !== 'PAUSED',
+  },
+  {
+    name: 'resume',
+    says: 'The study continues from its stored results. One that waits tries again now.',
+    // The server says in the reason that samples of a complete study are void.
+    isPermitted: ({ state, waiting_for: waits, reason }) =>
+      state === 'PAUSED' ||
+      state === 'FAILED' ||
+      (state === 'COMPLETE' && reason !== null && reason.includes('are void')) ||
+      ((state === 'CREATED' || state === 'STOPPED') && waits !== null),
+  },
+  {
+    name: 'stop',
+    says:
+      'The search ends early: evaluations that run finish, and all other trials are pruned. Held-out data, benchmarks and ' +
+      'verification follow as always. A search that was stopped cannot be taken up again.',
+    isPermitted: (study) => !isFinished(study),
+  },
+  {
+    name: 'cancel',
+    says: 'The driver is ended now, and the study does not continue. Its results so far are kept.',
+    isPermitted: (study) => !isFinished(study),
+  },
+]

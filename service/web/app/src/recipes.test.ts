@@ -1,0 +1,26 @@
+import { expect, test } from 'vitest'
+import { differences } from './recipes'
+
+const at = (expert: string, layer: number | null, part: string, value: number) => ({ expert, layer, part, value })
+
+test('coefficients are paired by expert, layer and component', () => {
+  const a = [at('math', 10, 'mlp', 0.5), at('math', 2, 'mlp', 0.25), at('math', null, 'head', 1)]
+  const b = [at('math', 10, 'mlp', 0.25), at('math', null, 'head', 1), at('text', 2, 'mlp', 1)]
+  const { cells, across, up } = differences(a, b)
+  expect(across).toEqual(['2', '10', 'head'])
+  expect(up).toEqual(['math', 'math mlp', 'text mlp'])
+  const found = Object.fromEntries(cells.map((cell) => [`${cell.row} ${cell.column}`, cell.difference]))
+  expect(found).toEqual({ 'math mlp 10': 0.25, 'math mlp 2': null, 'math head': 0, 'text mlp 2': null })
+})
+
+test('a coefficient of a whole layer is that of each component', () => {
+  const { cells } = differences([at('math', 0, '', 0.5)], [at('math', 0, 'mlp', 0.25), at('math', 0, 'norm', 1)])
+  expect(cells.map(({ row, difference }) => [row, difference])).toEqual([
+    ['math mlp', 0.25],
+    ['math norm', -0.5],
+  ])
+})
+
+test('recipes without coefficients have no cells', () => {
+  expect(differences([], []).cells).toEqual([])
+})

@@ -1,0 +1,55 @@
+/** Differences between the coefficients of two recipes, as cells of a heat map. */
+import type { components } from './api/schema'
+
+type Coefficient = components['schemas']['Coefficient']
+
+/** One coefficient in both recipes: null in a recipe that does not have it. */
+export interface Cell {
+  /** Expert and component of the layer. */
+  row: string
+  /** Number of the layer; outside of layers, the part of the model. */
+  column: string
+  a: number | null
+  b: number | null
+  difference: number | null
+}
+
+const name = (expert: string, layer: number | null, part: string) => JSON.stringify([expert, layer, part])
+
+/**
+ * The cells, and the heat map's columns and rows in order. A recipe with one coefficient for a whole layer has it for
+ * each component of the layer.
+ */
+export function differences(a: readonly Coefficient[], b: readonly Coefficient[]) {
+  const [first, second] = [a, b].map((all) => new Map(all.map((c) => [name(c.expert, c.layer, c.part), c.value])))
+  const valueIn = (values: Map<string, number>, { expert, layer, part }: Coefficient) =>
+    values.get(name(expert, layer, part)) ?? (layer === null ? null : (values.get(name(expert, layer, '')) ?? null))
+  const isDivided = (all: readonly Coefficient[]) =>
+    new Set(all.filter((c) => c.part !== '').map((c) => name(c.expert, c.layer, '')))
+  const [dividedA, dividedB] = [isDivided(a), isDivided(b)]
+  // Whole layers are left out where the other recipe has their components.
+  const places = [
+    ...a.filter((c) => c.part !== '' || !dividedB.has(name(c.expert, c.layer, ''))),
+    ...b.filter((c) => c.part !== '' || !dividedA.has(name(c.expert, c.layer, ''))),
+  ]
+  const cells = new Map<string, Cell>()
+  for (const place of places) {
+    const { expert, layer, part } = place
+    const [left, right] = [valueIn(first!, place), valueIn(second!, place)]
+    cells.set(name(expert, layer, part), {
+      row: layer === null ? expert : `${expert} ${part}`.trim(),
+      column: layer === null ? part : `${layer}`,
+      a: left,
+      b: right,
+      difference: left === null || right === null ? null : left - right,
+    })
+  }
+  const columns = [...new Set([...cells.values()].map((cell) => cell.column))]
+  const layers = columns.filter((column) => /^\d+$/.test(column)).toSorted((x, y) => Number(x) - Number(y))
+  const rows = [...new Set([...cells.values()].map((cell) => cell.row))].toSorted()
+  return {
+    cells: [...cells.values()],
+    across: [...layers, ...columns.filter((column) => !layers.includes(column))],
+    up: rows,
+  }
+}

@@ -1,0 +1,26 @@
+"""A finished study of the shipped family, whose models a server can open."""
+
+from __future__ import annotations
+
+from search_spaces.study.file import load_study
+from service.store import Store
+from service.studies.preflight.examine import examine
+from service.types import JobRecord, JobState, Origin, RungRecord, TrialRecord, TrialState
+from tests.service.api.harness import FAMILY
+
+
+def family_study(store: Store) -> JobRecord:
+    """A finished study of the shipped family with its baselines, of which number 6 is best."""
+    preflight = examine(load_study(FAMILY / "study.yaml"))
+    study = preflight.study
+    record = store.create_job(
+        kind="search", name=study.name, document=study.canonical(), accepted=preflight.resolved().to_json()
+    )
+    writer = store.open_attempt(record.id)
+    for number, (_, label, recipe) in enumerate(preflight.baselines()):
+        writer.add_trial(TrialRecord(number, Origin.PUBLISHED, label, TrialState.WAITING, recipe))
+        values = dict.fromkeys(preflight.tasks.search, 0.9 if number == 6 else 0.1)
+        finished = RungRecord(2, preflight.budget.rung_samples[-1], values, dict.fromkeys(values, 0.01))
+        writer.finish_rung(number, finished, samples_reused=0, state=TrialState.COMPLETE)
+    writer.set_state(JobState.COMPLETE)
+    return store.job(record.id)

@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from playwright.sync_api import Browser
+
+from service.types import JobRecord
+from tests.browser import has_browser
+from tests.service.api.harness import ApiServer, finished_study
+from tests.service.web.driving import Visit, chromium, is_built, visit
+from tests.service.web.made import searched_study
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _page_and_browser() -> None:
+    """In CI both are there; elsewhere tests of the page are skipped without them."""
+    if not os.environ.get("CI"):
+        if not is_built():
+            pytest.skip("the web page is not built: make web")
+        if not has_browser():
+            pytest.skip("Chromium is not installed")
+
+
+# Not for the whole session: Playwright's event loop would be that of all later tests in the process.
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
+    """A server that the tests of a module share; what they add to it must not disturb the others."""
+    with ApiServer(Path(tmp_path_factory.mktemp("server"))) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def study(server: ApiServer) -> JobRecord:
+    """A study that has ended, with sources, published recipes, pruned and failed trials, and held-out values."""
+    return finished_study(server.store, num_trials=40)
+
+
+@pytest.fixture(scope="module")
+def searched(server: ApiServer) -> JobRecord:
+    """A study that has ended, with parameters, texts of samples, two replicas and two driver attempts."""
+    return searched_study(server.store)
+
+
+@pytest.fixture
+def visitor(browser: Browser, server: ApiServer) -> Iterator[Visit]:
+    """A window on the server, in which nothing may go wrong."""
+    with visit(browser, server.url) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def http(server: ApiServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        yield client

@@ -1,0 +1,125 @@
+"""A study with parameters, texts of samples, several replicas and driver attempts, as a driver would have stored it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import sqlalchemy as sa
+
+from service.results.selection import held_out
+from service.store import JobWriter, Store, schema
+from service.store.prompts import SampleText
+from service.types import EventKind, JobRecord, JobState, Origin, TrialRecord
+from tests.service.api.harness import stored_study, write_trial
+from tests.service.synthetic_run import EXPERTS, RUNGS, draw, random_recipe, run_record, scored_trial, skill
+from workers.types import Evidence, SampleResult, ScoreResult, Split
+
+__all__ = ["NUM_SAMPLES", "searched_study"]
+
+NUM_SAMPLES = 45
+LONG_PROMPT = "Examples of sums follow. " * 30
+METHODS = ("task_arithmetic", "ties")
+
+
+def searched_study(store: Store, *, num_full: int = 0, name: str = "searched") -> JobRecord:
+    """A COMPLETE study: trials of every end, `num_full` more at full budget, and texts of search and held-out samples.
+
+    Two drivers worked on it. Trials were scored by two replicas over 20 minutes; one of them then failed a check.
+    """
+    made = run_record(num_trials=40)
+    record = stored_study(store, name=name)
+    store.record_submission(record.id, 1)
+    writer = store.open_attempt(record.id)
+    writer.set_state(JobState.RUNNING)
+    rng = np.random.default_rng(7)
+    trials = [_searched(trial, rng) for trial in made.whole_trials]
+    trials += [_full(number, rng) for number in range(len(trials), len(trials) + num_full)]
+    for trial in trials:
+        write_trial(writer, trial)
+    chosen = held_out(trials, made.objectives)
+    for trial in chosen:
+        for split in (Split.SEARCH, Split.HOLDOUT):
+            _write_samples(writer, trial, split)
+    for split in (Split.SEARCH, Split.HOLDOUT):
+        for objective in EXPERTS:
+            writer.add_prompts(split, objective, [_text(position) for position in range(NUM_SAMPLES)])
+    for trial in chosen:
+        writer.add_event(EventKind.HOLDOUT_SCORED, {"trial": trial.number})
+    writer = store.open_attempt(record.id, because="the driver's node was lost")
+    writer.add_event(
+        EventKind.ENGINE_FAULT, {"replicas": {"replica-2": "the sum of the weights changed"}, "samples": 3}
+    )
+    writer.heartbeat(wall_clock_s=1200.0, progress={})
+    writer.set_state(JobState.COMPLETE)
+    _spread_over_time(store, record.id)
+    return store.job(record.id)
+
+
+def _searched(trial: TrialRecord, rng: np.random.Generator) -> TrialRecord:
+    """The trial with a configuration of several parameters if the search has proposed it."""
+    return replace(trial, configuration=_configuration(rng)) if trial.origin is Origin.SEARCH else trial
+
+
+def _configuration(rng: np.random.Generator) -> dict[str, Any]:
+    """Numbers of which one grows by decades, a category, an integer, a switch and one that never changes."""
+    return {
+        "g0.method": METHODS[rng.integers(2)],
+        **{
+            f"{group}.task_arithmetic.lambda.{name}": float(rng.uniform(0, 1))
+            for group in ("g0", "g1")
+            for name in EXPERTS
+        },
+        "g1.ties.k": float(10 ** rng.uniform(-4, 0)),
+        "g1.steps": int(rng.integers(1, 6)),
+        "g1.use.math": bool(rng.integers(2)),
+        "g1.constant": 1.0,
+    }
+
+
+def _full(number: int, rng: np.random.Generator) -> TrialRecord:
+    recipe = random_recipe(rng, 8, progress=rng.uniform())
+    samples = draw(skill(recipe), EXPERTS, RUNGS[-1], rng)
+    trial = scored_trial(number, Origin.SEARCH, f"trial:{number}", recipe, samples, len(RUNGS), 0)
+    return _searched(trial, rng)
+
+
+def _text(position: int) -> SampleText:
+    """What a sample asks; every ninth prompt is long."""
+    examples = LONG_PROMPT if position % 9 == 4 else ""
+    return SampleText(f"{examples}What is {position} plus 1?", str(position + 1))
+
+
+def _write_samples(writer: JobWriter, trial: TrialRecord, split: Split) -> None:
+    """Answers of a trial: wrong ones, at every third or fourth place, give another number."""
+
+    def result(name: str, position: int) -> SampleResult:
+        is_right = (trial.number + position) % (3 + trial.number % 2) > 0
+        answer = position + (1 if is_right else 2)
+        text = f"The sum of {position} and 1 is {answer}, so the answer is {answer}."
+        return SampleResult(name, position, f"d{position}", float(is_right), text)
+
+    samples = tuple(result(name, position) for name in EXPERTS for position in range(NUM_SAMPLES))
+    replica = f"replica-{1 + trial.number % 2}"
+    prompts = {f"{split} {name}": "0" for name in EXPERTS}
+    evidence = Evidence(trial.recipe.digest, "bank", prompts, "sum", replica, trial.number, "fake")
+    timings = {"materialise": 2.0, "swap": 1.0, "score": 20.0}
+    writer.record_chunk(trial.number, split, ScoreResult(samples, evidence, timings))
+
+
+def _spread_over_time(store: Store, study_id: str) -> None:
+    """Give the study's chunks and its drivers' attempts times over 20 minutes."""
+    evidence, events = schema.evidence, schema.events
+    with store._engine.begin() as connection:
+        rows = connection.execute(sa.select(evidence.c.id).where(evidence.c.study == study_id).order_by(evidence.c.id))
+        chunks = [row.id for row in rows]
+        start = 1_760_000_000.0
+        for place, chunk in enumerate(chunks):
+            time = start + 30 + 1170 * (place + 1) / len(chunks)
+            connection.execute(sa.update(evidence).where(evidence.c.id == chunk).values(finished_at=time))
+        for kind, times in (("attempt", (start, start + 700)), ("engine_fault", (start + 900,))):
+            where = (events.c.study == study_id) & (events.c.kind == kind)
+            found = connection.execute(sa.select(events.c.id).where(where).order_by(events.c.id)).scalars().all()
+            for event, time in zip(found, times, strict=True):
+                connection.execute(sa.update(events).where(events.c.id == event).values(time=time))

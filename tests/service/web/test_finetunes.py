@@ -1,0 +1,269 @@
+"""Fine-tunings: the list, a new one, and the page of one, compared with what the API answers."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from playwright.sync_api import Browser, expect
+
+from service.types import EventKind, JobRecord, JobState, Scope
+from tests.service.api.accounts import Company, bearer
+from tests.service.api.harness import ApiServer, analysed_fleet, finished_finetune, stored_finetune
+from tests.service.web.driving import Visit, axe_violations, check_view, visit
+
+
+def analysis(name: str, *losses: float, samples: int = 7) -> dict[str, Any]:
+    return {"samples": samples, "fleets": [analysed_fleet(name, *losses)]}
+
+
+def cancel(server: ApiServer, job: str) -> None:
+    server.store.open_attempt(job).set_state(JobState.CANCELLED)
+
+
+@pytest.fixture(scope="module")
+def tuned(server: ApiServer) -> JobRecord:
+    """A fine-tuning of two experts that has ended, with an analysis."""
+    return finished_finetune(server.store, server.data_dir, analysis=analysis("mergopt", 1.25, 2.5, 3.75, 0.5))
+
+
+@pytest.fixture(scope="module")
+def other(server: ApiServer) -> JobRecord:
+    """One of the same experts by another method."""
+    return finished_finetune(
+        server.store,
+        server.data_dir,
+        name="other",
+        analysis=analysis("sgd", 5.25, 6.5, 7.75, 8.5),
+        method={"kind": "sgd"},
+    )
+
+
+def test_the_list_leads_to_a_fine_tuning(visitor: Visit, tuned: JobRecord, other: JobRecord) -> None:
+    """The list has the state, the methods and the number of trained experts; it is searched by the server."""
+    page = visitor.goto("/finetunes")
+    row = page.get_by_role("row").filter(has_text="mergopt")
+    expect(row).to_contain_text("complete")
+    expect(row).to_contain_text("2 of 2")
+    expect(page.get_by_role("link", name=other.name)).to_be_visible()
+    page.get_by_role("textbox", name="Search by name, description or owner").fill("famil")
+    expect(page.get_by_role("link", name=other.name)).to_have_count(0)
+    assert page.url.endswith("?q=famil")
+    row.get_by_role("link", name=tuned.name).press("Enter")
+    expect(page.get_by_role("heading", level=1)).to_have_text(tuned.name)
+
+
+def test_numbers_are_those_of_the_api(visitor: Visit, tuned: JobRecord, http: httpx.Client) -> None:
+    """Progress, losses, evaluations and sizes of the experts are those that the API answers."""
+    told = http.get(f"/v1/finetunes/{tuned.id}").json()["experts"]
+    curves = http.get(f"/v1/finetunes/{tuned.id}/curves").json()["experts"]
+    page = visitor.goto(f"/finetunes/{tuned.id}")
+    table = page.get_by_role("region", name="Table of experts")
+    for alias, expert in told.items():
+        row = table.get_by_role("row").filter(has_text=alias)
+        for text in (f"{expert['progress']['loss']:.3f}", "4 of 4", f"{expert['bytes'] / 1000:.2f} kB"):
+            expect(row).to_contain_text(text)
+    chart = page.get_by_role("group", name=re.compile("^Mean loss on the training data"))
+    chart.press("ArrowRight")
+    last = curves[0]["loss"][-1]
+    said = f"{curves[0]['expert']}: loss {last['loss']:.3f} at update {last['step']}"
+    expect(page.get_by_role("status").filter(has_text=said)).to_be_visible()
+    expect(page.get_by_role("img", name=re.compile(f"^accuracy of each expert.*{0.5:.3f} at update 4"))).to_be_visible()
+
+
+def test_an_expert_is_downloaded(visitor: Visit, tuned: JobRecord) -> None:
+    """The link of an expert downloads its files as an archive."""
+    page = visitor.goto(f"/finetunes/{tuned.id}")
+    with page.expect_download() as begun:
+        page.get_by_role("link", name="Download math").click()
+    content = Path(begun.value.path()).read_bytes()
+    with tarfile.open(fileobj=io.BytesIO(content)) as archive:
+        assert archive.getnames() == ["family-math/config.json", "family-math/model.safetensors"]
+
+
+def test_the_analysis_is_shown(visitor: Visit, tuned: JobRecord, http: httpx.Client) -> None:
+    """Merges by method, the least joint loss, and the fits of task vectors are those of the API."""
+    (fleet,) = http.get(f"/v1/finetunes/{tuned.id}/analysis").json()["fleets"]
+    page = visitor.goto(f"/finetunes/{tuned.id}")
+    table = page.get_by_role("region", name="Merges by method")
+    for merge in fleet["merges"]:
+        row = table.get_by_role("row").filter(has_text=merge["method"])
+        expect(row).to_contain_text(f"{merge['mean']:.3f}")
+    least = page.get_by_role("img", name="math and text. Least: 0.500 at math 1, text 1.")
+    expect(least).to_be_visible()
+    fits = page.get_by_role("region", name="Fitted distributions")
+    expect(fits.get_by_role("row")).to_have_count(1 + 2 * 2)
+    expect(fits).to_contain_text(f"{fleet['task_vectors'][0]['fits'][0]['distance']:.3f}")
+
+
+def test_two_are_compared(visitor: Visit, tuned: JobRecord, other: JobRecord) -> None:
+    """Another fine-tuning is chosen by its name, is in the address, and has columns and charts of its own."""
+    page = visitor.goto(f"/finetunes/{tuned.id}")
+    page.get_by_role("combobox", name="Compare with another fine-tuning").select_option(other.id)
+    table = page.get_by_role("region", name="Merges by method")
+    expect(table.get_by_role("columnheader", name="sgd: loss")).to_be_visible()
+    expect(table.get_by_role("row").nth(1)).to_contain_text("5.250")
+    expect(page.get_by_role("img", name=re.compile("^math and text, sgd"))).to_be_visible()
+    assert page.url.endswith(f"?against={other.id}")
+
+
+def test_what_cannot_be_compared_is_said(visitor: Visit, tuned: JobRecord, server: ApiServer) -> None:
+    """A comparison that the server refuses is explained in its words."""
+    unlike = finished_finetune(
+        server.store, server.data_dir, name="unlike", analysis=analysis("mergopt", 1, 1, 1, 1, samples=9)
+    )
+    visitor.expected = ("409",)
+    page = visitor.goto(f"/finetunes/{tuned.id}?against={unlike.id}")
+    expect(page.get_by_role("alert")).to_contain_text("its losses are not those of the samples")
+    server.store.delete_job(unlike.id)
+
+
+def test_training_is_followed(visitor: Visit, server: ApiServer) -> None:
+    """Progress and points of curves appear while an expert is trained, without loading the page again."""
+    record = stored_finetune(server.store, name="followed")
+    writer = server.store.open_attempt(record.id)
+    writer.set_state(JobState.RUNNING)
+    page = visitor.goto(f"/finetunes/{record.id}")
+    expect(page.get_by_label("Connection")).to_have_text("live")
+    expect(page.get_by_text("No update yet.")).to_be_visible()
+    expect(page.get_by_text("The experts are not analysed")).to_be_visible()
+    update = {"expert": "text", "step": 17, "steps": 40, "loss": 1.875, "seconds": 0.1}
+    writer.add_event(EventKind.TRAINING, {**update, "losses": [[17, 1.875]]})
+    writer.heartbeat(wall_clock_s=3.0, progress={"experts": {"text": {**update, "values": {}}}})
+    row = page.get_by_role("region", name="Table of experts").get_by_role("row").filter(has_text="text")
+    expect(row).to_contain_text("17 of 40")
+    expect(page.get_by_role("img", name=re.compile("text: loss 1.875 at update 17"))).to_be_visible()
+    cancel(server, record.id)
+
+
+def test_the_example_is_submitted_once(visitor: Visit, server: ApiServer, http: httpx.Client) -> None:
+    """The example is a valid specification; repeating the request after a lost answer creates nothing twice."""
+    page = visitor.goto("/finetunes/new")
+    lost = []
+
+    def lose(route: Any) -> None:
+        route.fetch()
+        lost.append(route.request.headers["idempotency-key"])
+        route.abort()
+
+    page.route("**/v1/finetunes", lose, times=1)
+    visitor.expected = ("net::ERR_FAILED",)
+    page.get_by_role("button", name="Submit").click()
+    expect(page.get_by_role("alert")).to_contain_text("the server does not answer")
+    page.get_by_role("button", name="Submit").click()
+    expect(page.get_by_role("heading", level=1)).to_have_text("family")
+    (made,) = http.get("/v1/finetunes", params={"state": "CREATED", "name": "family"}).json()["finetunes"]
+    assert len(lost) == 1
+    assert page.url == f"{visitor.url}/finetunes/{made['id']}"
+    cancel(server, made["id"])
+
+
+def test_problems_have_their_fields(visitor: Visit) -> None:
+    """What is wrong with a specification is listed with its field."""
+    visitor.expected = ("422",)
+    page = visitor.goto("/finetunes/new")
+    editor = page.get_by_role("textbox", name="Specification")
+    editor.fill(editor.input_value().replace("steps: 500", "steps: 0"))
+    page.get_by_role("button", name="Submit").click()
+    expect(page.get_by_role("alert").get_by_text("experts.math.training.steps", exact=True)).to_be_visible()
+    expect(page.get_by_role("alert")).to_contain_text("0 is not accepted")
+    assert axe_violations(page) == []
+
+
+def test_one_is_cloned(visitor: Visit, tuned: JobRecord, server: ApiServer) -> None:
+    """A clone begins with the specification of the other one, and is an equal fine-tuning."""
+    page = visitor.goto(f"/finetunes/{tuned.id}")
+    page.get_by_role("link", name="Clone").click()
+    editor = page.get_by_role("textbox", name="Specification")
+    expect(editor).to_have_value(re.compile(tuned.document["base"]))
+    assert json.loads(editor.input_value()) == tuned.document
+    page.get_by_role("button", name="Submit").click()
+    expect(page.get_by_role("heading", level=1)).to_have_text(tuned.name)
+    made = server.store.job(page.url.rsplit("/", 1)[1])
+    assert (made.id != tuned.id, made.document) == (True, tuned.document)
+    cancel(server, made.id)
+
+
+def test_verbs_steer_a_fine_tuning(visitor: Visit, server: ApiServer, http: httpx.Client) -> None:
+    """Pause, resume and cancel; cancelling asks first; Escape leaves the dialog."""
+    record = stored_finetune(server.store, name="steered")
+
+    def state() -> str:
+        return str(http.get(f"/v1/finetunes/{record.id}").json()["state"])
+
+    page = visitor.goto(f"/finetunes/{record.id}")
+    page.get_by_role("button", name="Pause").press("Enter")
+    page.get_by_role("button", name="Resume").press("Enter")
+    expect(page.get_by_role("button", name="Pause")).to_be_visible()
+    page.get_by_role("button", name="Cancel").click()
+    expect(page.get_by_role("dialog")).to_contain_text("Experts that are trained are kept.")
+    page.keyboard.press("Escape")
+    expect(page.get_by_role("dialog")).to_have_count(0)
+    assert state() != "CANCELLED"
+    page.get_by_role("button", name="Cancel").click()
+    page.get_by_role("dialog").get_by_role("button", name="Cancel").click()
+    expect(page.get_by_text("cancelled").first).to_be_visible()
+    assert state() == "CANCELLED"
+
+
+def test_deleting_asks_for_the_name(visitor: Visit, server: ApiServer, http: httpx.Client) -> None:
+    """A fine-tuning is deleted once its name is typed; then the list is shown without it."""
+    record = finished_finetune(server.store, server.data_dir, name="short-lived")
+    page = visitor.goto(f"/finetunes/{record.id}")
+    page.get_by_role("button", name="Delete").click()
+    dialog = page.get_by_role("dialog")
+    button = dialog.get_by_role("button", name="Delete")
+    expect(button).to_be_disabled()
+    dialog.get_by_role("textbox").press_sequentially("short-live")
+    expect(button).to_be_disabled()
+    dialog.get_by_role("textbox").press_sequentially("d")
+    dialog.get_by_role("textbox").press("Enter")
+    expect(page.get_by_role("heading", level=1)).to_have_text("Fine-tunings")
+    assert http.get(f"/v1/finetunes/{record.id}").status_code == 404
+
+
+def test_experts_lead_to_a_study(visitor: Visit, tuned: JobRecord, server: ApiServer) -> None:
+    """Trained experts have a link to a new study that merges them; without all of them there is none."""
+    page = visitor.goto(f"/finetunes/{tuned.id}")
+    link = page.get_by_role("link", name="Search merges of these experts")
+    expect(link).to_have_attribute("href", f"/studies/new?finetune={tuned.id}")
+    begun = stored_finetune(server.store, name="begun")
+    visitor.goto(f"/finetunes/{begun.id}")
+    expect(page.get_by_role("link", name="Clone")).to_be_visible()
+    expect(link).to_have_count(0)
+    cancel(server, begun.id)
+
+
+def test_views_are_accessible(browser: Browser, server: ApiServer, tuned: JobRecord, other: JobRecord) -> None:
+    """The page of a fine-tuning, beside another one and before it has begun, violates no rule of axe."""
+    begun = stored_finetune(server.store, name="begun")
+    for path in (f"{tuned.id}?against={other.id}", begun.id):
+        check_view(browser, server.url, f"/finetunes/{path}")
+    cancel(server, begun.id)
+
+
+@pytest.fixture
+def company(tmp_path: Path) -> Iterator[Company]:
+    with ApiServer(tmp_path) as server:
+        yield Company.on(server)
+
+
+def test_readers_see_no_verbs(browser: Browser, company: Company) -> None:
+    """A user who may only read sees results and downloads, and nothing that changes or submits something."""
+    record = company.tuned(company.server.data_dir)
+    headers = bearer(company.tokens["owner", Scope.READ])
+    with visit(browser, company.server.url, extra_http_headers=headers) as opened:
+        page = opened.goto(f"/finetunes/{record.id}")
+        expect(page.get_by_role("link", name="Report")).to_be_visible()
+        expect(page.get_by_role("button", name="Delete")).to_have_count(0)
+        expect(page.get_by_role("link", name="Clone")).to_have_count(0)
+        opened.goto("/finetunes/new")
+        expect(page.get_by_text("You may not submit fine-tunings")).to_be_visible()
+        expect(page.get_by_role("textbox", name="Specification")).to_have_count(0)

@@ -1,0 +1,144 @@
+"""The list of studies and a study's overview and trials, compared with what the API answers."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import httpx
+import pytest
+from playwright.sync_api import expect
+
+from search_spaces.objectives import Objective
+from service.results.preference import Choices
+from service.types import JobRecord
+from tests.service.api.harness import ApiServer, stored_study
+from tests.service.web.driving import APP, Visit
+from workers.types import Split
+
+CASES = json.loads((APP / "src" / "preference.cases.json").read_text())
+
+
+def test_the_list_leads_to_a_study(visitor: Visit, study: JobRecord, http: httpx.Client) -> None:
+    """The list has each study with its state and its number of trials; its name leads to the study."""
+    listed = next(each for each in http.get("/v1/studies").json()["studies"] if each["id"] == study.id)
+    page = visitor.goto("/")
+    row = page.get_by_role("row").filter(has_text=study.name)
+    expect(row.get_by_text("complete")).to_be_visible()
+    expect(row).to_contain_text(str(sum(listed["trials"].values())))
+    row.get_by_role("link", name=study.name).click()
+    expect(page.get_by_role("heading", level=1)).to_have_text(study.name)
+    expect(page.get_by_role("heading", level=1)).to_be_focused()
+    assert page.url == f"{visitor.url}/studies/{study.id}"
+
+
+def test_the_list_is_searched_by_the_server(
+    visitor: Visit, server: ApiServer, study: JobRecord, http: httpx.Client
+) -> None:
+    """What is searched is in the address; what matches nothing is said."""
+    other = stored_study(server.store, name="another")
+    page = visitor.goto("/studies")
+    box = page.get_by_role("textbox", name="Search by name, description or owner")
+    box.fill("anoth")
+    expect(page.get_by_role("link", name="another")).to_be_visible()
+    expect(page.get_by_role("link", name=study.name)).to_have_count(0)
+    assert page.url.endswith("?q=anoth")
+    box.fill("no study has this name")
+    expect(page.get_by_text("No study matches.")).to_be_visible()
+    assert http.post(f"/v1/studies/{other.id}:cancel").status_code == 202
+
+
+def test_the_overview_says_what_the_summary_says(visitor: Visit, study: JobRecord, http: httpx.Client) -> None:
+    """The finding, the best held-out mean and its interval, and the selection bias are those of the summary."""
+    summary = http.get(f"/v1/studies/{study.id}/summary").json()
+    best = next(row for row in summary["holdout"] if row["trial"] == summary["holdout_reference"])
+    page = visitor.goto(f"/studies/{study.id}")
+    expect(page.get_by_text(summary["finding"]["text"])).to_be_visible()
+    figures = page.locator("dl.figures")
+    expect(figures).to_contain_text(f"{best['mean']['value']:.3f}")
+    low, high = best["mean"]["ci95"]
+    expect(figures).to_contain_text(f"{low:.3f} to {high:.3f}")
+    table = page.get_by_role("region", name="Values on held-out data")
+    expect(table.get_by_role("row")).to_have_count(len(summary["holdout"]) + 1)
+    bias = summary["selection_bias_against_baselines"]["mean"]
+    expect(page.get_by_text("Selection bias")).to_contain_text(f"{abs(bias['value']):.3f}")
+    expect(page.get_by_text("Selection bias")).to_contain_text(f"{abs(bias['ci95'][1]):.3f}")
+
+
+def test_the_history_steps_through_the_best_trials(visitor: Visit, study: JobRecord, http: httpx.Client) -> None:
+    """Arrow keys step through the trials that were the best so far; Enter opens the one that is reached."""
+    history = http.get(f"/v1/studies/{study.id}/plots/history").json()
+    last = history["series"][0]["record"][-1]
+    page = visitor.goto(f"/studies/{study.id}")
+    chart = page.get_by_role("group", name="Mean of the objectives of every trial")
+    chart.press("ArrowLeft")
+    said = page.get_by_role("region", name="History").get_by_role("status")
+    expect(said).to_have_text(re.compile(rf"^trial {last['trial']}.*mean {last['value']:.3f}"))
+    chart.press("Enter")
+    expect(page.get_by_role("heading", level=1)).to_have_text(f"Trial {last['trial']}")
+
+
+def test_sliders_pick_the_trial_that_the_server_picks(visitor: Visit, study: JobRecord, http: httpx.Client) -> None:
+    """For each position of the sliders, the page picks the trial that the API picks with the same weights."""
+    names = [each["name"] for each in http.get(f"/v1/studies/{study.id}/pareto").json()["objectives"]]
+    page = visitor.goto(f"/studies/{study.id}")
+    page.get_by_test_id("picked").wait_for()
+    seen = set()
+    for name in names:
+        for other in names:
+            page.get_by_role("slider", name=f"Importance of {other}").press("End" if other == name else "Home")
+        weights = ",".join(f"{other}={int(other == name)}" for other in names)
+        wanted = http.get(f"/v1/studies/{study.id}/pareto", params={"prefer": weights}).json()["preferred"]
+        expect(page.get_by_test_id("picked")).to_contain_text(re.compile(rf"Trial {wanted['trial']}\b"))
+        seen.add(wanted["trial"])
+    assert len(seen) > 1, "the weights make a difference"
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case["name"] for case in CASES])
+def test_preferences_of_the_page_are_those_of_the_server(case: dict[str, Any]) -> None:
+    """The cases that the page's own tests have give the same trials in the server."""
+    objectives = tuple(
+        Objective(each["name"], "metric", each["direction"], tuple(each["range"])) for each in case["objectives"]
+    )
+    names = [objective.name for objective in objectives]
+    values = {int(trial): dict(zip(names, given, strict=True)) for trial, given in case["choices"].items()}
+    labels = {trial: f"trial {trial}" for trial in values}
+    choices = Choices(objectives, Split.SEARCH, labels, values)
+    assert choices.preferred(dict(zip(names, case["weights"], strict=True)))["trial"] == case["picked"]
+
+
+def test_trials_are_sorted_and_filtered(visitor: Visit, study: JobRecord, http: httpx.Client) -> None:
+    """Sort order and conditions are the server's, and are in the address."""
+    page = visitor.goto(f"/studies/{study.id}/trials")
+    table = page.get_by_role("region", name="Trials")
+    expect(table.get_by_role("row").nth(1)).to_contain_text("base")
+    table.get_by_role("button", name="math").click()
+    first = http.get(f"/v1/studies/{study.id}/trials", params={"sort": "-value.math", "limit": 1}).json()["trials"][0]
+    expect(table.get_by_role("rowheader").first).to_have_text(str(first["number"]))
+    expect(table.get_by_role("columnheader", name="math")).to_have_attribute("aria-sort", "descending")
+    page.get_by_role("textbox", name="Conditions").fill("rung=1")
+    total = http.get(f"/v1/studies/{study.id}/trials", params={"where": "rung=1", "limit": 1}).json()["total"]
+    assert 0 < total < 49
+    expect(page.get_by_text(f"{total} trials")).to_be_visible()
+    assert "where=rung%3D1" in page.url
+    assert "sort=-value.math" in page.url
+
+
+def test_a_condition_that_is_wrong_is_explained(visitor: Visit, study: JobRecord) -> None:
+    """The server's words about a wrong condition are shown, and the page goes on."""
+    visitor.expected = ("422",)
+    page = visitor.goto(f"/studies/{study.id}/trials?where=nonsense")
+    expect(page.get_by_role("alert")).to_contain_text("nonsense")
+
+
+def test_what_is_missing_is_said(visitor: Visit, server: ApiServer) -> None:
+    """A study without trials, a study that is not there, and an address without a view each say so."""
+    waiting = stored_study(server.store, name="waiting")
+    page = visitor.goto(f"/studies/{waiting.id}")
+    expect(page.get_by_text("No trial has reached the full budget yet.").first).to_be_visible()
+    visitor.expected = ("404",)
+    visitor.goto("/studies/0123456789abcdef0123456789abcdef")
+    expect(page.get_by_role("alert")).to_contain_text("study")
+    visitor.goto("/nowhere")
+    expect(page.get_by_role("heading", level=1)).to_have_text("No such page")

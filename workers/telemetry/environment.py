@@ -1,0 +1,29 @@
+"""Environment variables with which drivers and replicas write logs and traces as the server that starts them does.
+
+Ray's dashboard shows the variables of a job. Those that may have secrets, such as the headers of requests to a
+collector, are not passed on: they are set where Ray is started.
+"""
+
+from __future__ import annotations
+
+import os
+
+from workers.telemetry import logs
+
+__all__ = ["passed_on"]
+
+
+def passed_on() -> dict[str, str]:
+    """Variables of this process's environment that configure logs and traces, for the Ray processes of its jobs.
+
+    Variables that may hold secrets are left out.
+    """
+    return {name: value for name, value in os.environ.items() if name == logs.VARIABLE or _is_open(name, value)}
+
+
+def _is_open(name: str, value: str) -> bool:
+    """Whether the environment variable `name` configures OpenTelemetry and `value` cannot be secret.
+
+    Variables with headers, and values with "@" (URLs with a password), may be secret.
+    """
+    return name.startswith("OTEL_") and "HEADERS" not in name and "@" not in value

@@ -1,0 +1,27 @@
+"""Ids of spans and traces, from the operating system's random numbers.
+
+OpenTelemetry's own ids come from Python's global generator of random numbers. Libraries seed it, which would give spans
+of several processes the same ids, and spans would change the numbers that other code draws from it. Importing the
+module needs the extra `otel`.
+"""
+
+from __future__ import annotations
+
+import secrets
+
+from opentelemetry.sdk.trace.id_generator import IdGenerator
+
+__all__ = ["SecretIds"]
+
+
+class SecretIds(IdGenerator):
+    """Generator of random ids that no seed repeats. An id is never 0, which means that there is none."""
+
+    def generate_span_id(self) -> int:
+        return secrets.randbits(64) or 1
+
+    def generate_trace_id(self) -> int:
+        return secrets.randbits(128) or 1
+
+    def is_trace_id_random(self) -> bool:
+        return True
