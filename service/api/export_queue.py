@@ -176,7 +176,7 @@ class Exports:
         await anyio.to_thread.run_sync(partial(self._delete_job, job_id, noun=noun, note=note))
 
     def delete_job_now(self, job: JobRecord) -> None:
-        """Delete a job that has ended, with its exports, in the calling thread and not in a thread of its own.
+        """Delete a job that has ended, with its exports, as `delete_job` does, but block the calling thread meanwhile.
 
         Raises NotFound if there is no such job, and Conflict if the job has not ended or one of its models is being
         written or downloaded.
@@ -280,7 +280,7 @@ class Exports:
         return directory
 
     def sweep(self, *, collects: bool = True) -> None:
-        """Remove exports (merged models for download) that have expired or exceed the quota, and files of no export.
+        """Remove exports (merged models) that have expired or exceed the quota, and files that belong to no export.
 
         If `collects` is True and exports are kept in an object store, all files of the object store are listed, and
         those that no job uses are deleted too.

@@ -104,7 +104,7 @@ class Importances:
     async def _read(
         self, study: JobRecord, objective: Objective, version: Version
     ) -> tuple[list[TrialResult], Mapping[int, Mapping[str, Any]]]:
-        """Read the trials of which importances are computed, at least of that version, and configurations by number."""
+        """Read the trials of a study at `version` or a later one, and the trials' configurations by trial number."""
         scored = scored_trials(await self._records.trials(study.id, since=version), objective.name)
         numbers = {trial.number for trial in scored}
         configurations = await anyio.to_thread.run_sync(self._store.configurations, study.id, numbers)

@@ -291,7 +291,7 @@ def needs(scope: Scope, *, is_for_admins: bool = False) -> Any:
 
 
 def needs_throughout(scope: Scope) -> Any:
-    """Make the FastAPI dependency of a route whose response lasts, and whose path names no job.
+    """Make the FastAPI dependency of a route that sends a long stream, and whose path names no job.
 
     It refuses the senders that `needs` refuses. It returns a function that finds the sender's present rights, and None
     once the token or session is no longer valid.

@@ -262,7 +262,7 @@ def webhook_document(webhook: SubscriptionRecord) -> WebhookDocument:
 
 
 def delivery_document(delivery: DeliveryRecord) -> DeliveryDocument:
-    """Build the JSON document that describes a delivery, without the text that is sent."""
+    """Build the JSON document that describes a delivery (one message to a webhook), without the message's text."""
     return {
         "id": message_id(delivery),
         "event": event_type(delivery.event),

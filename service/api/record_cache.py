@@ -114,7 +114,7 @@ class RunRecords:
             return entry.trials
 
     async def large_read(self, function: Callable[[], Result]) -> Result:
-        """Result of `function`, which reads much from the store; at most MAX_LARGE_READS run at a time.
+        """Call `function`, which reads much data from the store, and return its result; few such calls run at a time.
 
         The result is not cached.
         """

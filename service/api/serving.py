@@ -55,7 +55,7 @@ def check_serving(services: Services, sender: Principal, study: JobRecord) -> No
 
 
 def check_resume(services: Services, sender: Principal, job: JobRecord) -> None:
-    """Check that a job may be resumed, if it serves a study and has ended: it counts in `max_served` again.
+    """Check that a served study that has ended may be resumed within its team's quota of served studies.
 
     It is called in the unit of work that resumes the job (`Store.admission`). Raises Conflict if the job's team serves
     as many studies as are allowed.

@@ -151,7 +151,7 @@ def oidc_settings(
 
 
 def is_protected(url: str) -> bool:
-    """Whether what is sent to `url` cannot be read by others on the network.
+    """Whether data sent to `url` are protected from other users of the network.
 
     The result is True for an HTTPS URL, and for an HTTP URL of this machine.
     """

@@ -133,9 +133,10 @@ class Shortage:
 
 @dataclass(frozen=True)
 class Yielding:
-    """Reason why a running job must end its driver, and give up its place if it has one.
+    """Reason why a running job must stop for now: another job takes its place, or its team has used up a quota.
 
-    Either the waiting job with the id `to` gets the place, or the job's team has used up a quota (`shortage`).
+    If another job takes the place (the right to run), `to` is its id. Otherwise `shortage` is the quota that is used
+    up.
     """
 
     to: str | None = None
@@ -239,7 +240,7 @@ def estimated_starts(choice: Choice, ends: Mapping[str, float | None]) -> dict[s
 
 
 class _Books:
-    """Record of the jobs that hold places, by which further jobs are compared with the quotas of their teams.
+    """Resources that the running jobs of each team use, with which a waiting job is checked against its team's quotas.
 
     `held` are the jobs that hold places, and `teams` has the limits and the usage of each team.
     """

@@ -27,7 +27,7 @@ __all__ = [
 
 
 def place_of(name: str, directories: Mapping[str, Path], file: Path, warn: Callable[[str], None]) -> str | Path:
-    """Directory, hub id or URL of the model or adapter that a mergekit configuration calls `name`.
+    """Find the model or adapter that a mergekit configuration calls `name`; return its directory, hub id or URL.
 
     It is the first of these that exists:
 

@@ -1,4 +1,4 @@
-"""The JSON documents that are sent to webhooks, of which mails are made too.
+"""JSON documents that are sent to webhooks, and from which mails are made.
 
 A document has only what a user who may read the job can read: it has no secrets, and not the submitted document.
 """

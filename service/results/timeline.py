@@ -141,7 +141,7 @@ def timeline_json(plot: TimelinePlot) -> bytes:
 
 
 def _event(event: EventRecord) -> TimelineEvent:
-    """Describe an event of one of the kinds in EVENTS."""
+    """Describe an event of a study for the timeline; the event has one of the kinds in EVENTS."""
     payload = event.payload
     if event.kind == EventKind.ATTEMPT:
         because = payload.get("because")

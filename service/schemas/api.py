@@ -161,7 +161,7 @@ class RayJobDocument(TypedDict):
 
 
 class QueuePlaceDocument(TypedDict):
-    """Place of a waiting job in the queue of all jobs of the server."""
+    """Position of a waiting job in the server's queue of jobs."""
 
     position: Annotated[int, Field(ge=1, description="1: the job that is to start first.")]
     length: Annotated[int, Field(ge=1, description="Number of jobs that wait.")]
@@ -779,7 +779,7 @@ class TeamDocument(TypedDict):
 
 
 class TeamUsageDocument(TypedDict):
-    """Usage of a team's jobs, beside the team's limits."""
+    """How much of its quotas a team's jobs use, with the limits of the team."""
 
     team: str
     limits: TeamLimitsDocument
@@ -934,7 +934,7 @@ class WebhooksDocument(TypedDict):
 
 
 class DeliveryDocument(TypedDict):
-    """Message to a webhook, for which tries follow until one succeeds or the last one has failed."""
+    """Message to a webhook; if sending it fails, it is sent again, up to a limited number of tries."""
 
     id: Annotated[str, Field(description="Header `webhook-id` of each try.")]
     event: Annotated[str, Field(description='Such as "job.complete", or "test".')]

@@ -110,7 +110,7 @@ class Reads:
 
 
 def reading(engine: sa.Engine) -> Reads:
-    """Return what opens connections to the database of `engine` whose transactions only read.
+    """Make an opener of read-only connections to the database of `engine`.
 
     All queries of such a transaction see the same state of the database, and never wait for a transaction that writes.
     """

@@ -91,10 +91,10 @@ class NotificationStore:
     ) -> SubscriptionRecord:
         """Store a new webhook, a URL to which changes of jobs are sent, and return it.
 
-        `secret` is the key with which what is sent is signed. `events` has the kinds of changes that are sent. `owner`
-        is the name of the user whose webhook this is; None if the server has no accounts. `covers` says whether changes
-        of the owner's jobs, of the jobs of `team`, or of all jobs are sent; `team` is None unless it is needed. `actor`
-        is who adds the webhook, for the audit log. Raises Conflict if the owner has too many webhooks, and NotFound if
+        `secret` is the key with which messages are signed. `events` has the kinds of changes that are sent. `owner` is
+        the name of the user whose webhook this is; None if the server has no accounts. `covers` says whether changes of
+        the owner's jobs, of the jobs of `team`, or of all jobs are sent; `team` is None unless it is needed. `actor` is
+        who adds the webhook, for the audit log. Raises Conflict if the owner has too many webhooks, and NotFound if
         there is no such team.
         """
         table = schema.subscriptions

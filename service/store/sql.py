@@ -260,7 +260,7 @@ class Store:
 
     @contextmanager
     def admission(self) -> Iterator[None]:
-        """Context of a unit of work that compares quotas with their use, and then stores what it admits.
+        """Context of a unit of work that compares quotas with what is used, and then stores the jobs or files that fit.
 
         No other admission of any server with this database overlaps with it, so that together they admit no more than
         the quotas allow.

@@ -63,7 +63,7 @@ TUNE_SNAPSHOT_LOGGERS = ("ray.tune.execution.experiment_state", "ray.train._inte
 
 
 class _NotPickled:
-    """Base class of objects of which a pickle has no attributes.
+    """Base class of objects that are pickled without their attributes.
 
     Tune pickles the objects that it receives, so that it can restore them after a crash. This project restores them
     from the database instead, so their content need not be pickled.

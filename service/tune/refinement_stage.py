@@ -63,9 +63,9 @@ class Gradients(Protocol):
     def begin(self, request: ChargedRequest, coefficients: Coefficients | None = None) -> None:
         """Begin to compute the losses of one merge, or its losses and their gradient, in the background.
 
-        `request` says which of the two, on which samples, and for which merge. It gives the merge by a value for each
-        parameter of `coefficients`, the parameters that determine a merge's coefficients. The gradient is with respect
-        to these parameters. If `coefficients` is None, the parameters of the last call are used again.
+        `request` says which of the two, on which samples, and for which merge. It describes the merge by a value for
+        each parameter of `coefficients`, the parameters that determine a merge's coefficients. The gradient is with
+        respect to these parameters. If `coefficients` is None, the parameters of the last call are used again.
         """
         ...
 

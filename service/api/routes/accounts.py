@@ -85,7 +85,7 @@ class NewTeam(_Body):
 
 
 class ChangedTeam(_Body):
-    """Weight and quotas that change; a quota that is null (None) is lifted."""
+    """Body of the request that changes a team's weight and quotas; null (None) lifts a quota."""
 
     weight: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] = 1.0
     max_running: Count | None = None

@@ -460,7 +460,7 @@ async def _created(
 
 @dataclass(frozen=True)
 class _RequestKey:
-    """Idempotency key of a request, or None, and the hash of its body."""
+    """Idempotency key of a request (None if the request has none), and the hash of the request's body."""
 
     key: str | None
     digest: str
@@ -514,7 +514,7 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Asked:
-    """Team and sharing that a request asks for, for a job that has those of a study; None if it asks for none."""
+    """Team and sharing that a request asks for, for a job that serves a study; None for each that it does not state."""
 
     team: str | None
     sharing: Sharing | None

@@ -178,7 +178,7 @@ class Plot:
 
 @dataclass(frozen=True)
 class _Box:
-    """Place of a text in a plot as wide as the narrowest ones, in pixels from the plot's upper left corner.
+    """Rectangle that a text would cover in a plot of the smallest width, in pixels from the plot's upper left corner.
 
     `anchor` is the end of the text that is at its point, and `dy` moves its baseline down from the point.
     """
@@ -254,7 +254,7 @@ def _cut(name: str, longest: int) -> Markup:
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell of a heatmap, from the column with index `column` on, `span` columns wide.
+    """Cell of a heatmap, `span` columns wide; `column` is the index of its first column.
 
     `share` in [-1, 1] gives its colour: 0 has no colour, -1 and 1 are the two extremes. `title` is the text that
     browsers show at the cell.

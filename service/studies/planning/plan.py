@@ -1,4 +1,4 @@
-"""The plan of a study on machines of a profile: placement, memory, seconds, hours, and what is lacking."""
+"""The plan of a study on machines of a profile: placement, memory, seconds, hours, and missing resources."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 
 class RayProposer:
-    """A `Proposer` of which the searcher, and the computation of losses and gradients, run as Ray actors.
+    """Proposer on Ray: one actor runs the searcher, and another computes losses and gradients.
 
     - `algorithm`: the name of the searcher
     - `parameters`: the parameters of the search space
@@ -244,7 +244,7 @@ class RayProposer:
         self._searcher = self._new_searcher()
 
     def _updated(self, request: UpdateRequest) -> Step | None:
-        """The finished policy update as a step for the driver to store; its checkpoint is stored here first.
+        """Store the checkpoint of a finished policy update, and return the update as a step for the driver to store.
 
         `request` is the searcher's request for the update. There is no checkpoint if nothing was learned. Returns None
         if the actor died; this method has then started a new actor, which computes the update again.

@@ -229,7 +229,7 @@ def _spans(positions: Mapping[str, Sequence[int]], tasks: Mapping[str, TaskSpec]
 
 
 def _chunks(spans: Iterable[Span], limit: int) -> tuple[tuple[Span, ...], ...]:
-    """The spans in order, divided into chunks (the samples of one request) of `limit` samples.
+    """Divide the spans, in order, into chunks (the samples of one request) of at most `limit` samples.
 
     A span is a range of sample positions; one that does not fit into the rest of a chunk is cut in two. The last chunk
     may be smaller.
