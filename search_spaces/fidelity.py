@@ -54,7 +54,7 @@ def rungs(min_samples: int, max_samples: int, eta: int) -> tuple[int, ...]:
 
 
 def fidelities(rungs: Sequence[int]) -> tuple[float, ...]:
-    """Each rung's number of samples divided by that of the last rung, in (0, 1].
+    """For each rung, its number of samples divided by the number of the last rung, in (0, 1].
 
     `rungs` has the numbers of samples on which trials are scored at the rungs of successive halving.
     """
@@ -155,7 +155,7 @@ def bracket_plan(cycle: Sequence[Bracket], max_trials: int) -> tuple[Bracket, ..
 
 
 def open_brackets(cycle: Sequence[Bracket], *, max_staleness: int) -> int:
-    """The number of consecutive brackets of a search whose trials may run at the same time.
+    """Number of consecutive brackets of a search that may run at the same time.
 
     A bracket is a group of trials that start at the same rung of successive halving; a search runs the brackets in
     `cycle` again and again. `max_staleness` is the number of trials that may be proposed before earlier trials are

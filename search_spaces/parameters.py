@@ -105,7 +105,7 @@ class Integer:
 
 @dataclass(frozen=True)
 class Categorical:
-    """A parameter that is one of `choices`, which have no order.
+    """A parameter with one of `choices`, which have no order, as its value.
 
     Without a `default`, the first choice is the default.
     """
@@ -140,7 +140,7 @@ Parameter: TypeAlias = Float | Integer | Categorical
 
 
 class Structure(Protocol):
-    """Rules of a search space for drawing random configurations, and for storing one of several equal configurations.
+    """Rules of a search space: how random configurations are drawn, and which of several equal ones is stored.
 
     If several configurations give the same merge, only one of them is stored; it is called the repaired configuration.
     Implementations are immutable and picklable.

@@ -311,7 +311,7 @@ class Recipe:
 
 
 def may_keep_equal(text: str) -> bool:
-    """Whether a recipe may keep more elements of a task vector than its density says, because magnitudes are equal.
+    """Whether a recipe may keep more elements of a task vector than its density says, because of equal magnitudes.
 
     Some merge methods keep the n elements with the largest magnitudes, for a number n that follows from the density. If
     several elements have the n-th largest magnitude, recipes of format 1 keep all of these. The result is True if

@@ -46,7 +46,7 @@ _planned: ContextVar[tuple[EngineMachines, ...]] = ContextVar("planned machines"
 
 @contextmanager
 def planned_for(machines: Sequence[EngineMachines]) -> Iterator[None]:
-    """Context in which studies are checked for the given `machines`, instead of the machines that really exist.
+    """Context in which studies are checked for the machines in `machines` instead of the existing machines.
 
     Inside the context, `stated_machines` returns `machines`, so that a study can be planned for machines of another
     kind.

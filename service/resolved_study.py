@@ -75,7 +75,7 @@ class ResolvedStudy:
     recipes: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """Convert the facts to which a study file was resolved to the JSON document that is stored with the study.
+        """Convert the resolved study to the JSON document that is stored with the study.
 
         Keys are the names of the fields, except that `max_staleness` is stored under its earlier name `lag`.
         """
@@ -109,7 +109,7 @@ class ResolvedStudy:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """Read the facts to which a study file was resolved from the JSON document that `to_json` returned.
+        """Read a resolved study from the JSON document that `to_json` returned.
 
         Documents of early versions have no `commits`, `access`, `algorithm`, `searcher_version` and constraints.
         Studies without `open_brackets` and `batch` keep the earlier rules: trials of two of Hyperband's brackets

@@ -63,7 +63,7 @@ class PairShare:
 
 @dataclass(frozen=True)
 class NumSources:
-    """The rule for a coefficient that counts sources, such as how many sources must agree; it is not searched.
+    """Rule for a coefficient that is a number of sources, such as how many must agree; it is not searched.
 
     The coefficient is `value`, or the merge's number of sources if that is smaller.
     """

@@ -115,7 +115,7 @@ class DisPaths:
 
     @property
     def num_orders(self) -> int:
-        """The number of different orders in which one block may use its candidates.
+        """Number of different orders in which one block may use its candidate layers.
 
         A block is a group of adjacent layers, and a candidate is a layer that may be used there. An order contains each
         candidate as often as the block may use it. If the field `permutes` is False, there is 1 order, because
@@ -310,7 +310,7 @@ class DisPaths:
         return keys
 
     def _tidy(self, blocks: Sequence[Block]) -> tuple[Block, ...]:
-        """Replace values of blocks that have no influence on the merge, so that equal merges have equal blocks.
+        """Reset values of blocks that do not influence the merge, so that equal merges have equal blocks.
 
         A block has the layers that a merge uses in place of a few adjacent layers of the base. A scale that has no
         influence becomes 1: that of a block without layers and, if scales multiply the stream, that of the last block

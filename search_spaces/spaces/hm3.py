@@ -331,7 +331,7 @@ class Hm3Space:
 
     @cached_property
     def _names(self) -> dict[str, tuple[str, int | None]]:
-        """The models from which layer paths (sequences of layers that make a new model) take their layers, by name.
+        """Models from which layer paths (sequences of layers that make a new model) take layers, by name.
 
         A model of the study has its alias (name in the study file) as the key, and (alias, None) as the value. Layers
         may also come from models that are merged from the experts, one for each preference vector (weights of the
@@ -383,7 +383,7 @@ class Hm3Space:
         return self._wholes[key]
 
     def _steps(self, number: int) -> dict[LayerRecipe, int]:
-        """The step number of every layer that a path may have, by the layer's recipe.
+        """Step number of every possible layer of a path, by the layer's recipe.
 
         A path is a sequence of step numbers; each number stands for one layer of one model. One of the models may be
         merged from the experts, with weights by a preference vector; `number` is the index of this vector. A layer that

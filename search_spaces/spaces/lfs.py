@@ -264,7 +264,7 @@ class LfsSpace:
         return ComponentGroup(f"{group}.{components}", self._base, self._experts, uses, bits)
 
     def _role(self, name: str) -> str:
-        """The role of the search parameter `name`, which is the same for all layer groups and component groups.
+        """Role of the search parameter `name`, which is equal for all layer groups and component groups.
 
         A layer group is a number of adjacent layers, a component group a part of each layer, such as attention. The
         parts of a parameter's name are separated by dots. The role is the name without the parts that name the layer
@@ -444,7 +444,7 @@ def _problems(given: Mapping[str, Any], *, num_layers: int, num_experts: int, pr
 
 
 def _paper_contradictions(given: Mapping[str, Any]) -> Iterator[Problem]:
-    """A problem for each option in `given`, by name, that contradicts the published search space (`preset: paper`)."""
+    """Yield a problem for each option in `given` that contradicts the published search space (`preset: paper`)."""
     for name, published in PAPER.items():
         same = set(given[name]) == set(published) if name == "methods" else given[name] == published
         if not same:

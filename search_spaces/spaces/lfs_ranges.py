@@ -23,7 +23,7 @@ SEED = 0
 
 @dataclass(frozen=True)
 class RangedMethod:
-    """A merge method whose coefficients LFS searches in the ranges that the method declares.
+    """A merge method whose coefficients LFS searches in the ranges of the method's declaration.
 
     Coefficients without such a range keep their defaults.
     """

@@ -315,7 +315,7 @@ class M3Space:
 
 @dataclass(frozen=True)
 class _Numbers:
-    """The coefficients of the experts in a recipe, as the recipe states them.
+    """The experts' coefficients as a recipe states them.
 
     `numbers` has one coefficient for each expert. `scale` is the factor on the weighted sum of task vectors, or None if
     the recipe does not state it. With a `scale`, `numbers` are the experts' shares, which sum to 1. Without it, each of

@@ -109,7 +109,7 @@ class Exports:
             await asyncio.gather(self._task, return_exceptions=True)
 
     def folder(self, record: ExportRecord) -> str:
-        """Name of the top folder in the tar archive as which a merged model is downloaded.
+        """Name of the top folder in the tar archive of a downloaded merged model.
 
         It consists of the study's name and the trial's number. `record` describes the export (the stored model).
         """

@@ -133,5 +133,5 @@ def _route(scope: Scope) -> str:
 
 
 def is_event_stream(message: Message) -> bool:
-    """Whether `message`, with which a response begins, begins an event stream."""
+    """Whether the ASGI message `message`, which begins a response, begins the response of an event stream."""
     return any(name.lower() == b"content-type" and value.startswith(STREAM) for name, value in message["headers"])

@@ -24,7 +24,7 @@ def served_jobs(store: Store, study_id: str) -> list[JobRecord]:
 
 
 def usable_served(services: Services, sender: Principal, study: JobRecord) -> JobRecord | None:
-    """Find an unfinished job that serves a study and that the sender may use; None if there is none.
+    """Find an unfinished job that serves a study and can be used by the sender; None if there is none.
 
     A paused job is found only if there is no other, and if the sender may resume it.
     """
@@ -65,7 +65,7 @@ def check_resume(services: Services, sender: Principal, job: JobRecord) -> None:
 
 
 def check_move(services: Services, sender: Principal, study: JobRecord, team: str) -> None:
-    """Check that the jobs that serve a study may move with it to another team.
+    """Check that a study may move to another team together with the jobs that serve it.
 
     It is called in the unit of work that moves the study (`Store.admission`). Raises Conflict if the team would serve
     more studies than are allowed.

@@ -67,7 +67,7 @@ class Begun:
 
 @dataclass(frozen=True)
 class Ended:
-    """A browser's login that has succeeded, so that the browser has a session.
+    """Result of a browser's successful login: the secret of the new session, and the page to open next.
 
     `secret` is the value of the session's cookie. `next` is the path of this server to which the browser goes.
     """

@@ -1,4 +1,4 @@
-"""The identity provider (OpenID Connect): where browsers log in, and what it says about a user.
+"""Client of the identity provider (OpenID Connect), which logs browsers in and describes users by claims.
 
 Authlib reads the provider's metadata and keys, exchanges the code of a login, and checks the ID token. This module says
 what must hold, and turns failures into two errors: LoginRefused and ProviderUnavailable.

@@ -1,4 +1,4 @@
-"""Choice of the jobs that run: which one gets a place, which one gives its place up, and what the others wait for.
+"""Decision which jobs run: which get a place, which give their place up, and what the others wait for.
 
 A place is the right to run: as many jobs as there are places run at the same time.
 
@@ -63,7 +63,7 @@ class Reason(StrEnum):
 
 @dataclass(frozen=True)
 class Entry:
-    """An unfinished job that runs, or that may run as soon as it has a place.
+    """An unfinished job that runs, or that would run if it had a place.
 
     A place is the right to run: as many jobs as there are places run at the same time. A driver is the process that
     works on a job.
@@ -157,7 +157,7 @@ class Waiting:
 
 @dataclass(frozen=True)
 class Choice:
-    """Decision of the queue about all jobs: which start, which give up their places, and which wait.
+    """Decision of the queue: the jobs that start, those that give up their places, and those that wait.
 
     - `starts`: ids of the jobs that get a driver (a process that works on the job) now, in this order.
     - `yielding`: why jobs must give up their places, by job id.
@@ -170,7 +170,7 @@ class Choice:
 
 
 def choose(entries: Sequence[Entry], teams: Mapping[str | None, TeamState], *, places: int, now: float) -> Choice:
-    """Decide which jobs start, which running jobs must end for others, and what each waiting job waits for.
+    """Decide which jobs start, which running jobs end in favour of others, and what each waiting job waits for.
 
     A place is the right to run, which each running job holds.
 

@@ -74,7 +74,7 @@ def run_record(store: Store, study_id: str) -> RunRecord:
 
 
 class RunReader:
-    """Reader of one study's run record, which reads again only what has changed since the last call.
+    """Reader of one study's run record; after the first call it reads only data that have changed.
 
     A trial is read again if a new event names it, and as long as it is not finished. Recipes and configurations are
     most of a trial's data, and a study may have tens of thousands of trials. Therefore they are read only for the best

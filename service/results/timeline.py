@@ -78,7 +78,7 @@ class TimelineEvent:
 
 @dataclass(frozen=True)
 class TimelinePlot:
-    """Shares of time in which each replica worked, in bins of equal length.
+    """Shares of time that each replica spent on each kind of work, in bins of equal length.
 
     A replica runs an engine that scores chunks of samples. If the chunks are fewer than 500, `chunks` lists each of
     them. Times are computed from the time at which results were stored and from measured seconds, so that they are
@@ -102,7 +102,7 @@ def timeline(
     num_bins: int,
     events: Sequence[EventRecord] = (),
 ) -> TimelinePlot:
-    """Compute what each engine of a study did over time, from the chunks (samples of one request) that it scored.
+    """Compute the activity of each engine of a study over time, from the chunks (samples of one request) it scored.
 
     The engine computes a merge, swaps it in (writes it into the engine), scores samples, or is idle.
 
@@ -136,7 +136,7 @@ def timeline(
 
 
 def timeline_json(plot: TimelinePlot) -> bytes:
-    """JSON text, as UTF-8, of `plot`: what each engine of a study did at which time."""
+    """JSON text, as UTF-8, of `plot`, the activity of each engine of a study over time."""
     return _ADAPTER.dump_json(plot)
 
 
@@ -154,7 +154,7 @@ def _event(event: EventRecord) -> TimelineEvent:
 
 
 def _times(chunk: ChunkWork) -> tuple[float, ...]:
-    """Times at which the phases of a chunk began, and at which the last one ended, in seconds since the epoch.
+    """Times at which the phases of a chunk began, and at which its last phase ended, in seconds since the epoch.
 
     A chunk is the samples of one request. The phases are the computation of the merge, the swap (writing the merge into
     the engine) and the scoring of the samples.

@@ -236,7 +236,7 @@ class ArtifactStore:
         return self._blobs.collect(self.used, deletes=deletes)
 
     def used(self) -> set[str]:
-        """Digests of all stored files that jobs use, including the manifests, each of which lists an artifact's files.
+        """Digests of all stored files that jobs use, including manifests (lists of an artifact's files).
 
         An artifact is a directory of files that a job made, such as a fine-tuned model.
         """

@@ -89,7 +89,7 @@ class Availability:
             return ended
 
     def put_back(self, outage: Outage) -> None:
-        """Make the next call of `take_ended` return `outage` again, which an earlier call has returned.
+        """Undo a call of `take_ended`: its next call returns `outage` again.
 
         This is needed if the caller of `take_ended` could not store the outage. If a newer outage has ended meanwhile,
         that is returned instead.

@@ -163,7 +163,7 @@ class Overlap:
 
     @property
     def share(self) -> float:
-        """Share, from 0 to 1, of the task's items that are also in the data on which the study searches."""
+        """Share of the task's items, from 0 to 1, that are also in the search data."""
         return self.num_ngrams / self.num_items if self.num_items else 0.0
 
 
@@ -200,7 +200,7 @@ class AlignmentCost:
 
 @dataclass(frozen=True)
 class StartPolicy:
-    """Checkpoint of an earlier study's policy (a network that proposes configurations) from which a study starts.
+    """Checkpoint of a policy (a network that proposes configurations) of an earlier study, from which a study starts.
 
     `digest` is the checkpoint's sha256. `iteration` is the number of the last iteration of trials on which the policy
     was trained.

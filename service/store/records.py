@@ -37,7 +37,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class BracketRecord:
-    """A stored Hyperband bracket, which is a group of configurations that start at the same rung.
+    """A stored Hyperband bracket: a group of configurations that start at the same rung.
 
     A rung is one of the increasing numbers of samples on which trials are compared. `bracket` is the index of the
     bracket, `first_rung` the index of the rung at which it starts, and `size` its number of configurations.

@@ -217,7 +217,7 @@ class Store:
         return self._reads.connect()
 
     def waiting(self) -> Self:
-        """Copy of this store whose calls wait until the database answers, where this store would raise an error."""
+        """Copy of this store whose calls wait for an unavailable database instead of raising an error."""
         return self._with(waiting(self._engine))
 
     def _with(self, engine: sa.Engine) -> Self:
@@ -411,7 +411,7 @@ class Store:
             return jobs, connection.execute(count).scalar_one()
 
     def unfinished_jobs(self, *, heard_since: float = math.inf) -> tuple[JobRecord, ...]:
-        """Read the jobs that have not ended, oldest first, and also those that had a sign of life after `heard_since`.
+        """Read the unfinished jobs, and ended jobs with a sign of life after `heard_since`, oldest first.
 
         Signs of life are the creation of the job, the submission of a driver (a process that works on it) and a
         driver's heartbeats. `heard_since` is in seconds since the epoch; by default, no job that has ended is returned.
@@ -536,7 +536,7 @@ class Store:
             connection.execute(sa.delete(table).where(table.c.id == job_id))
 
     def record_submission(self, job_id: str, number: int) -> None:
-        """Store that a driver (a process that works on the job) is about to be submitted to the Ray cluster.
+        """Store that a driver (a process that works on the job) will be submitted to the Ray cluster now.
 
         `number` is the driver's number among all drivers of the job, from 1.
         """
@@ -1211,7 +1211,7 @@ class Store:
                     return
 
     def has_void(self, job_id: str) -> bool:
-        """Whether a study has void samples, which must be scored again because their engine later failed a check."""
+        """Whether a study has void samples: samples to score again because their engine later failed a check."""
         held = holdings()
         query = void_holdings(held.c.study, held=held).where(held.c.study == job_id).limit(1)
         with self._reads.connect() as connection:
@@ -1283,7 +1283,7 @@ class Store:
     def judgments(
         self, study_id: str, *, benchmark: str | None = None, recipe_digest: str | None = None
     ) -> tuple[JudgmentRecord, ...]:
-        """Read what judges (models that compare answers) said about completions of a study's merges on its benchmarks.
+        """Read the verdicts of judges (models that compare answers) on completions by a study's merges.
 
         If a benchmark's name or a recipe's digest is given, only its judgments are read. They are ordered by benchmark,
         recipe and position, and for one sample by the order of both answers in the judge's prompt.
@@ -1299,7 +1299,7 @@ class Store:
             return tuple(JudgmentRecord(**row) for row in rows.mappings())
 
     def num_charged(self, study_id: str) -> int:
-        """Number of samples as which a study's gradients and similar computations count for the limit `max_samples`.
+        """Number of samples that a study's gradients and similar computations count as in the limit `max_samples`.
 
         Such computations, the steps of a study's searcher, are made between the searcher's proposals.
         """
@@ -1329,7 +1329,7 @@ class Store:
             return read_void_samples(connection, study_id)
 
     def num_unchecked(self, study_id: str, passed: Mapping[str, int]) -> int:
-        """Number of a study's samples that no canary has confirmed yet.
+        """Number of a study's samples that are not confirmed by a canary (a check of their engine) yet.
 
         A canary is a check of an inference engine with fixed prompts. Each sample is stored with the number of canaries
         that its engine had passed before it scored the sample. The sample is confirmed if the engine has passed more
@@ -1444,7 +1444,7 @@ class Store:
             return connection.execute(query.order_by(table.c.id.desc()).limit(1)).scalar() or 0
 
     def result_version(self, study_id: str) -> tuple[int, int]:
-        """Read two numbers that say whether a study's results may have changed: its last attempt and last event id.
+        """Read two numbers that grow when a study's results may have changed: its last attempt and last event id.
 
         Raises NotFound if there is no such study.
         """

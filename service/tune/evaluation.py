@@ -100,7 +100,7 @@ class ChunkFailed:
     fault: EngineFault | None = None
 
     def raise_if_final(self) -> None:
-        """Raise an error if the driver cannot continue the study after this failure.
+        """Raise an error if this failure prevents the driver from continuing the study.
 
         Raises:
             EvidenceMismatch: The hashes that the engine reported do not belong to the requested merge (kind EVIDENCE).

@@ -88,7 +88,7 @@ class Feasibility:
 
     @cached_property
     def _references(self) -> dict[Constraint, int]:
-        """The number of the trial to which each relative constraint refers; a trial of a source model.
+        """For each constraint relative to a source model, the number of the trial of this source model.
 
         A constraint is relative if it bounds an objective relative to the value of a named source model, or of the best
         expert (the expert with the best value of the objective). Constraints whose bound is a number are left out. All

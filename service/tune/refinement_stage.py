@@ -75,7 +75,7 @@ class Gradients(Protocol):
 
 
 def has_begun(steps: Sequence[Step]) -> bool:
-    """Whether the stored `steps` show that the refinement of the Pareto front has begun, so that the search is over.
+    """Whether the stored `steps` show that the search is over because the refinement of the front has begun.
 
     The steps are the gradients and other computations that the study has stored. Once the refinement has begun, even a
     resumed study does not search further.
@@ -154,7 +154,7 @@ class RefinementStage:
 
     @property
     def is_started(self) -> bool:
-        """Whether the trials whose coefficients are refined have been chosen, so that the search is over."""
+        """Whether the search is over because the trials to refine have been chosen."""
         return self._paths is not None
 
     @property

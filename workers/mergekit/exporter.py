@@ -146,7 +146,7 @@ def family_config(recipe: Recipe, sources: ResolvedFamily, *, dtype: str) -> dic
 
 
 def _general_reasons(recipe: Recipe) -> list[str]:
-    """Reasons why mergekit cannot express a recipe that do not depend on single layers or on names of tensors."""
+    """Reasons why mergekit cannot express a recipe, apart from reasons about single layers or tensor names."""
     merges = recipe.merges()
     reasons = []
     if any(layer.scale != 1 or layer.alignment is not None for layer in recipe.layers):
@@ -303,7 +303,7 @@ def _models(recipe: Recipe) -> tuple[str, ...]:
 
 
 def _layers(merges: Mapping[str, Merge], index: int, models: tuple[str, ...]) -> dict[str, int]:
-    """The layer of each model that is used for the merged layer with the index `index`, by the model's alias.
+    """For each model, the layer from which the merged layer with the index `index` is made, by the model's alias.
 
     `merges` are the merges of the merged layer. A model of `models` that no merge uses gets an arbitrary layer, because
     a slice must name a layer of every model. Raises Inexpressible if several layers of one model are used.

@@ -374,7 +374,7 @@ class Bank:
         stacks_experts: bool = False,
         compiles: bool = True,
     ) -> int:
-        """Number of elements of the whole model with a positive elected sign, minus the number with a negative one.
+        """Number of elements of a whole model whose elected sign is positive, minus the number with a negative one.
 
         The sign of the result is the majority sign, which some methods use for elements whose task vectors sum to zero.
         `sources` and `base` name the models; a model is given as (alias, name of any of its tensors). First the task
@@ -477,7 +477,7 @@ class Bank:
         return order
 
     def on(self, device: torch.device | str) -> Bank:
-        """Return a bank with the same source weights in the same memory, whose merges are computed on `device`.
+        """Bank with the same source weights in the same memory, which computes merges on `device`.
 
         If `device` is this bank's own device, the result is this bank. For any other device, a second bank is created
         at the first call and returned again at later calls.

@@ -58,7 +58,7 @@ def key_words(key: int) -> tuple[int, int]:
 
 
 def threshold(probability: float) -> int:
-    """The number below which an element's hash must be so that a random mask keeps the element with `probability`.
+    """Hash limit of a random mask: elements with smaller hashes are kept, which happens with `probability`.
 
     Hashes are in [0, 2^32), so the number is floor(probability * 2^32). It is exact for a probability with at most six
     decimals.

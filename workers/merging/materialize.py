@@ -53,7 +53,7 @@ class Scratch:
         self._memory = torch.empty(0, dtype=dtype, device=bank.device)
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """Memory for a tensor of the shape `shape`, valid until the next call.
+        """Memory for a tensor of the shape `shape`; it is valid until the next call of this method.
 
         All tensors share this memory, so the tensor's `name` is not used. It is a parameter because merges ask for
         memory by name and shape.
@@ -188,7 +188,7 @@ def _copy(merged: torch.Tensor, destination: torch.Tensor, shard: Shard | None) 
 
 
 def _whole_because(tensor: MergedTensor, plan: TensorPlan, bank: Bank, dtype: torch.dtype) -> str:
-    """Reason why no part (shard) of a merged tensor can be computed alone, as text; "" if each can.
+    """Reason why parts (shards) of a merged tensor cannot be computed alone, as text; "" if they can.
 
     `plan` lists the tensors of the merge, among them `tensor`; `bank` has the weights of its sources. `dtype` is the
     dtype of the result.

@@ -273,7 +273,7 @@ def _chosen_rows(
 def _added_by_others(
     models: Mapping[str, Vocabulary], tokens: Mapping[str, Mapping[str, int]], *, by_id: bool
 ) -> list[str]:
-    """Tokens of other models that the base's vocabulary lacks, in the order in which the union vocabulary adds them.
+    """Tokens that other models have and the base lacks, in the order in which the union vocabulary adds them.
 
     The union vocabulary has the tokens of all models. `models` are by alias, the base first; `tokens` has the ids of
     each model's tokens by alias. The result is sorted by token, or with `by_id` by the smallest id of each token. It

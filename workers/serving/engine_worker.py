@@ -40,7 +40,7 @@ __all__ = ["EngineWorker"]
 
 @dataclass(frozen=True)
 class _Stream:
-    """Adapter that passes the text that the engine generates on to the completion `live`.
+    """Adapter that passes the engine's generated text on to the completion `live`.
 
     The engine sees it as a `workers.evaluation.prompts.Stream`. `generation` has the prompt's tokens and the options,
     and `digest` is the digest of the recipe whose merge the engine holds.

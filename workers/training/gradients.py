@@ -250,7 +250,7 @@ class CoefficientGradients:
             )
 
     def _targets(self, batch: Batch, completions: Collection[str]) -> dict[str, _Targets]:
-        """The targets of each objective in `batch`: the texts and right answers from which losses are computed.
+        """Targets of losses for each objective in `batch`: texts with right answers.
 
         `batch` has the positions of the samples by objective. For the objectives in `completions`, a target is a
         completion given to `set_completions`; for all other objectives it is the task's right answer. Raises ValueError
@@ -341,7 +341,7 @@ class CoefficientGradients:
 
 @dataclass(frozen=True)
 class _Targets:
-    """Targets of one objective's samples, and the number by which their losses are divided.
+    """Targets of one objective's losses, and the divisor that makes losses of several objectives comparable.
 
     `at` has the targets by the sample's position; a target has the texts from which a loss is computed. The divisor,
     `unit`, is the mean size of the task's samples (`References.unit`), or of the completions that replace right

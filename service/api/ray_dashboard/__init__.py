@@ -1,4 +1,4 @@
-"""A view of Ray's dashboard that changes nothing, under the login of this server.
+"""Read-only access to Ray's dashboard, under the logins of this server.
 
 - `paths`: the requests that are forwarded, and what is done with their answers
 - `redaction`: removes secrets and command lines from Ray's answers

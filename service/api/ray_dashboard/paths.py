@@ -1,4 +1,4 @@
-"""The requests that are forwarded to Ray's dashboard: those that the dashboard's own page sends to show something.
+"""The requests that are forwarded to Ray's dashboard: only those with which the dashboard's own page shows data.
 
 Every other path is refused, also one that a later Ray adds. Some requests with the method GET act: they profile
 processes, keep packages alive, or delay the dashboard. Others show what must stay secret, such as runtime environments
@@ -89,7 +89,7 @@ _LOG_PARAMETERS = frozenset(
 
 
 def treatment(path: str) -> Treatment | None:
-    """Find out in which way Ray's answer to a request for the dashboard's `path` is passed on to users.
+    """Find out how Ray's answer to a request for the dashboard's `path` is passed on to users.
 
     Returns None if the request is refused.
 
@@ -113,7 +113,7 @@ def is_shown_entry(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Target:
-    """Request that is forwarded to Ray's dashboard.
+    """A request to forward to Ray's dashboard, and the way in which its answer is passed on to the user.
 
     - `place`: URL-encoded path and query of the request
     - `treatment`: how the dashboard's answer is passed on
@@ -124,7 +124,7 @@ class Target:
 
 
 def target(path: str, parameters: Sequence[tuple[str, str]]) -> Target:
-    """Find the request to Ray for the decoded `path` and the decoded query `parameters`.
+    """Make the request to forward to Ray's dashboard from the decoded path and query of a user's request.
 
     Raises Refusal (403) if the request is not forwarded.
     """
@@ -142,7 +142,7 @@ def target(path: str, parameters: Sequence[tuple[str, str]]) -> Target:
 
 
 def _check_log(parameters: Mapping[str, str], *, num_given: int) -> None:
-    """Raise Refusal (403) unless the query `parameters` ask for a log that may be read.
+    """Raise Refusal (403) unless users may read the log that the query `parameters` name.
 
     `num_given` is the number of parameters in the request's query. If it is larger than that of `parameters`, a
     parameter was given twice, which is refused too.

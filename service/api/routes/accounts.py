@@ -244,7 +244,7 @@ def _found_team(team: str, services: Services, sender: Principal) -> TeamRecord:
 
 
 def _seen(team: TeamName, services: Context, sender: Seeing) -> TeamRecord:
-    """Read the team that the path of a request names, after checking that the sender may see it.
+    """Read the team in a request's path, after checking that the sender may see this team.
 
     Raises Refusal with status 404 if there is no such team, or the sender may not see it.
     """
@@ -293,7 +293,7 @@ def get_team_usage(team: Seen, services: Context) -> Response:
 
 
 def _managed(team: TeamName, services: Context, sender: Checked) -> TeamRecord:
-    """Return the team that the path names, after checking that the sender administers the team or the server.
+    """Return the team in a request's path, after checking that the sender administers this team or the server.
 
     Raises the errors of `_found_team`, and Refusal with status 403 if the sender may see the team but not administer
     it.
@@ -404,7 +404,7 @@ async def create_token(request: Request, services: Context, sender: Manager) -> 
 
 
 def _own_token(token_id: TokenId, services: Context, sender: Checked) -> TokenRecord:
-    """Return the token that the path names, after checking that the sender may revoke it.
+    """Return the token in a request's path, after checking that the sender may revoke this token.
 
     Only the token's user and administrators of the server may. Raises Refusal with status 404 if the token does not
     exist, or if it belongs to another user and the sender is no administrator.

@@ -51,7 +51,7 @@ IdempotencyKey = Annotated[
 
 
 class SharedJob(BaseModel):
-    """Body of the request that changes who may read a job (`sharing`), and the team that the job belongs to.
+    """Body of the request that changes a job's team and its readers (`sharing`).
 
     Without the key `team`, the job stays in its team. With `team` null, it belongs to no team; only an administrator of
     the server may send this for a job that is in a team.
@@ -506,7 +506,7 @@ def _admitted(
 
 @dataclass(frozen=True)
 class _Place:
-    """Ownership of a new job: the team that it belongs to (None for no team), and who may read it."""
+    """Ownership of a new job: its team (None for no team), and who else may read it."""
 
     team: str | None
     sharing: Sharing

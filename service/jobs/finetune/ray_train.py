@@ -189,7 +189,7 @@ def _report(line: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _alone(directory: Path) -> Iterator[None]:
-    """Context in which this process is the only one that writes to the training directory `directory`.
+    """Context in which no other process writes to the training directory `directory`.
 
     Entering the context waits until the workers of an earlier driver have ended. Raises TimeoutError if one of them
     still runs after 120 s.

@@ -130,7 +130,7 @@ def with_alignments(
 
 
 def _restore(artifacts: ArtifactStore, directory: Path, names: Iterable[str]) -> None:
-    """Copy the files of the alignments named `names` from `artifacts` to `directory`, unless the files exist there.
+    """Copy the files of alignments from `artifacts` to `directory`, except files that are there already.
 
     An alignment is a learned map between two layers. It may be missing in `directory` because an earlier driver, on
     another machine, learned it. Names without a file in `artifacts` are skipped.
@@ -405,7 +405,7 @@ def _planned_steps(algorithm: str, setting: SearchSetting) -> int:
 
 
 class _WaitWatch:
-    """Watch that tells the driver's heartbeat what the driver waits for: an engine's start or an LLM judge's answer.
+    """Watch that tells the driver's heartbeat why the driver waits: for an engine's start or an LLM judge's answer.
 
     Both kinds of waiting count as progress of the driver. Otherwise the driver would be replaced during a long start of
     an engine, or while a judge does not answer. The option `judge.wait_s` limits the time for which a judge may not

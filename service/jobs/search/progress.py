@@ -188,7 +188,7 @@ class _Speed:
             self._busy = self.now(now)
 
     def now(self, now: float) -> float | None:
-        """Speed at the time `now`: growth per second of what is counted, such as scored samples.
+        """Speed at the time `now`: how much the count (such as that of scored samples) grows per second.
 
         The growth is that of the last 60 s of the study's present stage, or since the beginning of a shorter stage.
         `now` is in seconds of the meter's clock. Returns None in the first two seconds of a stage. The result falls

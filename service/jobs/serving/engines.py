@@ -23,7 +23,7 @@ __all__ = ["Choice", "IdleTimer", "Situation", "choose", "searches"]
 
 @dataclass(frozen=True)
 class Situation:
-    """Facts that decide which engine completes prompts for a served study.
+    """Facts by which the engine that completes prompts for a served study is chosen.
 
     - `shares`: whether an administrator lets the served study use the engines of a search
     - `users`: number of the studies that run and use the same models
@@ -86,7 +86,7 @@ def choose(situation: Situation) -> Choice:
 
 
 def searches(jobs: Sequence[JobRecord], *, fingerprints: object, now: float) -> dict[str, int]:
-    """Count the running jobs that decide which engine may complete the prompts of a served study.
+    """Count running jobs by their effect on the choice of the engine that completes a served study's prompts.
 
     `jobs` are the unfinished jobs, and `now` is the time in seconds since the epoch. The result has three numbers, by
     the names of the fields of `Situation`: "searches" counts all studies that run, "users" those of them whose models

@@ -64,7 +64,7 @@ def plan_of(
     lacks: tuple[str, ...] = (),
     lengths: StudyLengths | None = None,
 ) -> StudyPlan:
-    """Plan a study that passed its checks: its memory, and the hours that it takes.
+    """Plan a checked study: the memory and the hours that it takes on given machines.
 
     `preflight` is the checked study, `sources` are its models, `profile` describes the machines, and `dtype` is the
     dtype of the engines. `steps` has the number of gradient steps, and the number of samples of each step. `lacks` are

@@ -58,7 +58,7 @@ class Proposer(Protocol):
 
 
 class Asking:
-    """The dialogue with a proposer about one proposal at a time; computed steps that come with it are stored.
+    """Client of a proposer: it requests one proposal at a time, and stores computed steps that come with it.
 
     A step is a computation that the searcher needs before it proposes, such as a gradient. `proposer` makes the
     proposals, and `writer` stores the steps. `may_compute` is called with the proposal and the searcher's request for

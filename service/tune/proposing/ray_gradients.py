@@ -76,7 +76,7 @@ class RayGradients:
         self.pending = self.actor.run.remote(request)
 
     def result(self, *, timeout_s: float) -> LossesResult | GradientResult | None:
-        """The result of the request, or None if there is none within `timeout_s` seconds.
+        """The result of the request that `begin` sent, or None if there is none within `timeout_s` seconds.
 
         The result is also None if the actor died; another actor then repeats the request. Raises InvalidModel,
         InvalidTask, EngineUnavailable or StudyFailed in the cases that `finish` lists.

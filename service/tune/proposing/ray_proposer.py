@@ -124,7 +124,7 @@ class RayProposer:
             self._next.extend(self._searcher.propose_next.remote() for _ in range(left))
 
     def _follows(self, call: Mapping[str, Any]) -> bool:
-        """Whether the next proposal computed in advance can be used for `call`, the arguments of `submit`.
+        """Whether a proposal computed in advance can be used for `call`, the arguments of `submit`.
 
         It can be used under three conditions:
 
@@ -183,7 +183,7 @@ class RayProposer:
         return options.remote(self._algorithm, self._parameters, self._setting, self._steps, saved)
 
     def _message(self) -> dict[str, Any]:
-        """The arguments of a call to the searcher's actor for the present proposal, with observations as indices.
+        """Arguments of a call to the searcher's actor for the present proposal, with observations given as indices.
 
         Observations (results of trials) that the actor does not have yet are sent to it first. The call then names each
         observation by the index under which the actor has stored it.
@@ -264,7 +264,7 @@ class RayProposer:
     # -- steps -----------------------------------------------------------------------------------------------------
 
     def _compute(self, request: ChargedRequest | UpdateRequest) -> None:
-        """Begin to compute what the searcher requested: a policy update, losses or a gradient.
+        """Begin to compute the step that the searcher requested: a policy update, losses or a gradient.
 
         The searcher's actor computes updates of policies. The gradient actor computes losses and gradients.
         """
@@ -312,7 +312,7 @@ class RayProposer:
 
 
 def _learned(call: Any) -> Any:
-    """Wait for the result of `call`, a call to the searcher's actor.
+    """Wait for the end of `call`, a call to the searcher's actor, and return its result.
 
     Raises StudyFailed if the searcher's policy cannot learn, for example because its numbers are NaN.
     """

@@ -18,7 +18,7 @@ __all__ = ["SearcherState", "SentObservations"]
 
 
 class SearcherState:
-    """Actor that runs a study's searcher and keeps in memory what proposals need: steps, observations and checkpoints.
+    """Actor that runs a study's searcher, with the study's steps, observations and checkpoints in memory.
 
     `algorithm` is the name of the searcher, `parameters` are those of the search space, and `setting` has further facts
     about the study. A step is the result of a computation that the searcher has requested, such as a gradient. In the

@@ -75,7 +75,7 @@ class SampleCache:
         self._num_scored[split] -= 1
 
     def missing(self, digest: str, rung: int, split: Split) -> list[Span]:
-        """The samples of a rung that are not stored for a recipe, as ranges of adjacent positions.
+        """The samples of a rung that still must be scored for a recipe, as ranges of adjacent positions.
 
         `digest` identifies the recipe, and `split` the data: search, holdout or benchmark data. On search data, `rung`
         is the index of a number of samples at which trials are compared; on benchmark data, it is the benchmark's
@@ -91,7 +91,7 @@ class SampleCache:
         return _spans(missing, tasks)
 
     def missing_chunks(self, digest: str, rung: int, split: Split) -> tuple[tuple[Span, ...], ...]:
-        """The samples of a rung that are not stored for a recipe, in chunks of at most `Plan.chunk_samples` samples.
+        """The samples of a rung that still must be scored for a recipe, in chunks of at most `Plan.chunk_samples`.
 
         A chunk is the samples of one request to an engine. `digest` identifies the recipe, and `split` the data:
         search, holdout or benchmark data. `rung` is the index of a number of samples at which trials are compared or,

@@ -53,7 +53,7 @@ class Ranking:
 
 
 class _Order(Protocol):
-    """The interface of classes that keep trials in the order in which they are promoted, by their costs.
+    """Interface of classes that keep trials in the order of promotion, which their costs determine.
 
     The method `take` returns the best trials that it has not returned before.
     """

@@ -66,7 +66,7 @@ class HyperbandTable(RungTable):
         return left
 
     def most_samples_of(self, proposal: Proposal, totals: Sequence[int]) -> int:
-        """The number of samples by which a new proposal raises the result of `most_samples_left`.
+        """Number of samples that a new proposal adds to the result of `most_samples_left`.
 
         A bracket is a ladder of rungs, which are numbers of samples. A proposal that opens a bracket adds the samples
         of the whole bracket; other proposals add none. In a bracket of one rung, where nothing is promoted, each

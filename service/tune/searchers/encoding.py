@@ -103,7 +103,7 @@ class Encoding:
         return self.encode({condition.parent: value} for value in values)[:, column]
 
     def decode(self, row: Rows) -> dict[str, Any]:
-        """The configuration that `row` encodes, with plain Python values; parameters that are inactive are left out."""
+        """The configuration that `row` encodes, as plain Python values, without inactive parameters."""
         return {p.name: _decode(p, float(u)) for p, u in zip(self._parameters, row, strict=True) if u != INACTIVE}
 
     def sample(self, num_rows: int, rng: np.random.Generator) -> Rows:
@@ -139,7 +139,7 @@ class Encoding:
         return np.where(rows == INACTIVE, rng.random(rows.shape), rows)
 
     def first_unknown(self, rows: Rows, known: Sequence[Mapping[str, Any]]) -> Rows | None:
-        """The first of `rows` that encodes a configuration that is not among `known`; None if there is no such row."""
+        """The first of `rows` that encodes a configuration outside of `known`; None if there is no such row."""
         are_known = self.are_known(rows, known)
         return next((row for row, is_known in zip(rows, are_known, strict=True) if not is_known), None)
 

@@ -358,7 +358,7 @@ def _request(training: PolicyTraining, iteration: int, setting: SearchSetting) -
 def _results(
     observations: Sequence[Observation], numbers: Sequence[int]
 ) -> list[tuple[Mapping[str, Any], tuple[float, ...]]]:
-    """The configuration and the objective values of each trial in `numbers`, from which a policy learns.
+    """Data from which a policy learns: the configuration and the objective values of each trial in `numbers`.
 
     They are taken from `observations`. A value is 1 minus the cost, so larger is better. For a failed trial, the value
     of each objective is the worst value of any trial with a number up to the last of `numbers`.

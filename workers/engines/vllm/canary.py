@@ -76,7 +76,7 @@ class Calibration:
         return max(TIMES_ROUNDING * self.rounding, LEAST_TOLERANCE[self.dtype])
 
     def base_share(self, ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float]:
-        """Estimate the base model's share in an engine's log-probabilities, which should be those of the merge alone.
+        """Estimate how large the base model's share in an engine's log-probabilities is; it should be 0.
 
         `ours` are the engine's log-probabilities, and `theirs` those that transformers computes for the merge. The
         share is 0 if `ours` equals `theirs`, and 1 if `ours` equals the log-probabilities of the base model. A share

@@ -47,7 +47,7 @@ class Destination:
 
 
 class LoadObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Observer of vLLM's weight loader: an iterator of (name, tensor) that records where the loader writes each tensor.
+    """Observer of vLLM's weight loader: it yields (name, tensor), and records where the loader writes each tensor.
 
     The observer is passed to the loader as the weights to load.
 

@@ -247,7 +247,7 @@ def _analysis(given: Any, problems: list[Problem]) -> Analysis | None:
 
 
 def _laid_over(shared: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Combine the shared options of a fleet with one expert's own options, which have precedence.
+    """Combine the shared options of a fleet with the options of one expert, which have precedence.
 
     A fleet consists of the experts that one specification file defines. If both `shared` and `own` have a section, the
     section of the result has the expert's own options, and those shared options that the expert does not state.

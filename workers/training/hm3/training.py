@@ -34,7 +34,7 @@ TRIES = 16
 
 @dataclass(frozen=True)
 class PolicyTrainingOptions:
-    """Options for training the policies of a search.
+    """Options of the training of a search's policies.
 
     - `episodes`: the number of episodes in an iteration
     - `warm_up`: the number of a policy's first iterations in which nothing is learned, and every step is drawn from all
@@ -68,7 +68,7 @@ class PolicyTrainingOptions:
 
 @dataclass(frozen=True)
 class _Played:
-    """The episodes of one iteration, by the episode's number, and the policy that built them.
+    """The episodes of one iteration, by number, and the policy that built them.
 
     `by` is the checkpoint of this policy, or None for the policy with which the search began.
     """
@@ -142,7 +142,7 @@ class PolicyTraining:
         return range(first, first + self.options.episodes)
 
     def num_needed(self, number: int) -> int:
-        """Number of iterations whose outcomes must be known before episode `number` is built.
+        """Number of iterations whose outcomes must be known before episode `number` can be built.
 
         An iteration is a group of episodes (sequences of layers that a policy builds). All iterations are needed from
         which the policy that builds the episode has learned by then. If there is a single policy, these are all
@@ -177,7 +177,7 @@ class PolicyTraining:
         return self.preferences[place % len(self.preferences)]
 
     def is_learned_from(self, iteration: int) -> bool:
-        """Whether a policy learns from the outcomes of the episodes that it builds in an iteration.
+        """Whether a policy learns from the outcomes of its episodes in an iteration.
 
         An iteration is a group of episodes (sequences of layers that the policy builds), and an outcome is what such a
         sequence scores as a model. The result is False if learning is switched off. A policy that begins untrained does
@@ -207,7 +207,7 @@ class PolicyTraining:
     # -- episodes and updates --------------------------------------------------------------------------------------
 
     def play(self, number: int) -> Episode:
-        """Build the layer path of episode `number`, together with those of all other episodes of its iteration.
+        """Build the layer path of episode `number`, in one batch with all other episodes of its iteration.
 
         An episode is the building of one layer path, the sequence of layers of a new model, by a policy, and an
         iteration a group of episodes after which the policy is updated. Raises KeyError if the policy's checkpoint that

@@ -77,7 +77,7 @@ def draw_of(
 
 
 class MergOPT(OptimizerWrapper):
-    """Wrapper of an optimizer that computes gradients at the parameters plus an offset, which simulates a later merge.
+    """Wrapper of an optimizer; gradients are computed at the parameters plus an offset, which simulates a merge.
 
     In each step the gradient is computed at the parameters theta plus an offset (K alpha - 1) z. The offset simulates a
     merge of K models with coefficient alpha and random task vectors z. Call a step with a closure that computes the
@@ -137,7 +137,7 @@ class MergOPT(OptimizerWrapper):
 
     @property
     def draw(self) -> Draw:
-        """The random draw for the next update: the merge with other models that the update simulates.
+        """The random draw for the next update: the simulated merge of this model with other models.
 
         The result has the number of merged models, their coefficient, and the seed of the random task vectors.
         """
@@ -248,7 +248,7 @@ class MergOPT(OptimizerWrapper):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """State of the wrapped optimizer, and what MergOPT needs to continue with the same random numbers.
+        """State of the wrapped optimizer, and the seed and step number of MergOPT's random numbers.
 
         MergOPT adds a random offset to the parameters while gradients are computed, to simulate a later merge. Its own
         part of the state has the seed and the number of updates so far, which determine the next offset. It also has

@@ -41,7 +41,7 @@ class OptimizerWrapper(Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """Use the parameter groups and state of the wrapped optimizer as those of this wrapper.
+        """Make the parameter groups and the state of the wrapped optimizer those of this wrapper, too.
 
         This is repeated after loading a state, because loading replaces groups and state.
         """
