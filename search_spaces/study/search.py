@@ -307,7 +307,7 @@ class Search(Section):
 
     @property
     def num_proposals(self) -> int:
-        """The number of configurations that the searcher may propose: `max_trials`, or 0 if `recipes` lists merges."""
+        """Number of configurations that the searcher may propose: `max_trials`, or 0 if `recipes` states merges."""
         return 0 if self.recipes else self.max_trials
 
     def num_scored(self, num_samples: int) -> int:

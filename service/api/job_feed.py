@@ -4,10 +4,10 @@ The server reads for all streams together whether anything has changed. Each str
 present rights of its sender, so that a job that may no longer be read disappears from it.
 
 On PostgreSQL, events of different jobs may become visible in another order than that of their ids, because each
-transaction takes its ids before it ends. A stream therefore reads the events of the last seconds again, and the id of
-a frame is at most the largest one below which no event is missing. A stream of new events begins below those of the
-last seconds and does not send what was visible. Clients that reconnect with it may get events of the
-last seconds twice, but miss none.
+transaction takes its ids before it ends. A stream therefore reads the events of the last seconds again, and the id of a
+frame is at most the largest one below which no event is missing. A stream of new events also begins with the ids of the
+last seconds, but does not send events that were visible at its start. Clients that reconnect with it may get events of
+the last seconds twice, but miss none.
 """
 
 from __future__ import annotations

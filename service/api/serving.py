@@ -1,4 +1,4 @@
-"""The rules for creating served studies, which every route follows that creates one.
+"""Rules for creating served studies; every route that creates a served study follows them.
 
 A served study has the team and sharing of its study. A quota of the team limits how many studies it serves, and a team
 that has used up its GPU-hours serves no further ones.

@@ -1,7 +1,7 @@
 """Logins of browsers, with an identity provider or with an API token, until the session begins.
 
 A login with an identity provider begins with a random state, nonce and verifier, which are in the database for ten
-minutes, and a random value in a cookie of the browser. It ends, once, in the same browser.
+minutes, and a random value in a cookie of the browser. It can end only once, and only in the same browser.
 """
 
 from __future__ import annotations

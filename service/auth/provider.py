@@ -1,7 +1,7 @@
 """Client of the identity provider (OpenID Connect), which logs browsers in and describes users by claims.
 
-Authlib reads the provider's metadata and keys, exchanges the code of a login, and checks the ID token. This module says
-what must hold, and turns failures into two errors: LoginRefused and ProviderUnavailable.
+Authlib reads the provider's metadata and keys, exchanges the code of a login, and checks the ID token. This module
+states the conditions of a login, and turns failures into two errors: LoginRefused and ProviderUnavailable.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`mergesearch finetune`: trains one expert or a fleet, runs the study that merges them, and shows progress."""
+"""`mergesearch finetune`: trains one or several experts, runs the study that merges them, and shows progress."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """JSON documents that are sent to webhooks, and from which mails are made.
 
-A document has only what a user who may read the job can read: it has no secrets, and not the submitted document.
+A document has only data that every reader of the job may read: neither secrets nor the submitted document.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Results on benchmarks: values of trials, averages of groups, and comparisons with the best baselines.
 
-Comparisons are those of the held-out stage (`finding`), for each benchmark and each average: the merges that are no
-baselines against the best source model and the best published recipe. There are several merges and several values, so
-all intervals against one rival hold jointly (Bonferroni). Nothing here selects a trial.
+As in the held-out stage (`finding`), merges are compared with the best source model and the best published recipe, on
+each benchmark and each average. Baselines are not compared. There are several merges and several values, so all
+intervals against one rival hold jointly (Bonferroni). Nothing here selects a trial.
 """
 
 from __future__ import annotations

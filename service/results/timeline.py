@@ -183,7 +183,7 @@ def _shares(times: Seconds, edges: Seconds) -> ReplicaShares:
 
 
 def _before(moments: Seconds, edges: Seconds) -> Seconds:
-    """Compute for each edge the sum of the seconds that have passed since all earlier moments.
+    """Compute, for each edge, the sum of its distances in seconds from all earlier moments.
 
     The result for an edge is the sum of `edge - moment` over all `moments` before the edge.
     """

@@ -2,7 +2,7 @@
 
 An artifact is a manifest, {"path": {"digest": ..., "bytes": ...}} as JSON. The manifest and the files that it names are
 in a `BlobStore`; the manifest's sha256 is the artifact's digest. Files of equal content, such as the tokenizers of a
-fleet of experts, are stored once. If a process is killed, at worst files stay that no artifact uses.
+fleet of experts, are stored once. If a process is killed, files may remain that no artifact uses.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Forwarding of requests to Ray's dashboard, and of its responses to the user.
 
-Ray gets the path, the query and its own token: nothing that the user's request has besides. The user gets the status,
-the type and the body of the answer: no cookie, redirect or message of an error.
+Ray gets only the path, the query and its own token, and nothing else from the user's request. The user gets only the
+status, the type and the body of the answer: no cookies, redirects or error messages.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The requests that are forwarded to Ray's dashboard: only those with which the dashboard's own page shows data.
 
-Every other path is refused, also one that a later Ray adds. Some requests with the method GET act: they profile
-processes, keep packages alive, or delay the dashboard. Others show what must stay secret, such as runtime environments
-or the logs of Ray's own processes. tests/service/api/ray_dashboard/test_paths.py sorts all routes of the installed Ray.
+Every other path is refused, even if a later version of Ray adds it. Some GET requests have effects: they profile
+processes, keep packages alive, or delay the dashboard. Others show secrets, such as runtime environments or the logs of
+Ray's own processes. tests/service/api/ray_dashboard/test_paths.py sorts all routes of the installed Ray.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Removal of secrets from answers of Ray's dashboard: environment variables, command lines, arguments of processes.
 
-Ray removes the values of environment variables itself if it takes a request for one of a browser and no operator has
-switched that off. This module does it in any case, and with more.
+Ray itself removes the values of environment variables only if a request seems to be from a browser, and if no operator
+has switched this off. This module always removes them, and more.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Search for the prompt template with which a model's metric is lowest, as in PromptBench.
 
-A search is a generator: it yields templates, and is sent the model's metric on the data with each. So it can be stopped
-at any template and repeated later with the same values. It is a function of the template, the option `attack`, the
-seed, and what a fill-mask model proposes.
+A search is a generator: it yields templates, and receives the model's metric with each of them. So it can be stopped at
+any template and repeated later with the same values. It depends only on the template, the option `attack`, the seed,
+and the words that a fill-mask model proposes.
 
 StressTest's sentences (Naik et al., 2018, "Stress Test Evaluation for Natural Language Inference") are tried one by
 one. The attacks on words are greedy. Each word in turn is replaced by "[UNK]"; the losses that this causes give the

@@ -74,7 +74,7 @@ def distribution(
 
 
 def followed(proto_BD: Tensor, taken_BE: Tensor, places_B: Tensor) -> Tensor:
-    """Proto-actions [B, D] with which a policy would have taken the given steps of B episodes.
+    """Proto-actions [B, D] with which a policy would have taken one given step in each of B episodes.
 
     In an episode, a policy builds a layer path (sequence of layers of a new model) step by step. From the result a
     policy learns a path that was given to it. A proto-action is a point in the E-dimensional space of the steps'
