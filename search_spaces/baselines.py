@@ -110,7 +110,7 @@ def _known(base: str, experts: tuple[str, ...]) -> Iterator[_Known]:
 
 
 def _without_m3(sources: tuple[Source, ...]) -> Iterator[tuple[str, Merge]]:
-    """Yield the name and merge of each method with which the paper "Mixup Model Merge (M3)" compares its mixup.
+    """Yield name and merge of each method that the paper "Mixup Model Merge (M3)" compares with its mixup.
 
     `sources` are the experts that are merged. The methods are:
 

@@ -86,7 +86,7 @@ class Bracket:
         return tuple(sizes)
 
     def samples(self, totals: Sequence[int]) -> int:
-        """The total number of samples on which the configurations of the bracket are scored.
+        """Total number of samples that are scored for the configurations of the bracket.
 
         `totals` has, for each rung of the study, the number of samples over all objectives. A promoted configuration
         takes only the samples on which it has not been scored yet.
@@ -136,7 +136,7 @@ def bracket_cycle(scheduler: Scheduler, *, num_rungs: int, eta: int, max_trials:
 
 
 def bracket_plan(cycle: Sequence[Bracket], max_trials: int) -> tuple[Bracket, ...]:
-    """All brackets of a search in the order in which they run.
+    """All brackets of a search in the order of running.
 
     `cycle` is repeated until `max_trials` configurations have started. The last bracket is smaller if fewer
     configurations are left.

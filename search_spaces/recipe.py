@@ -227,7 +227,7 @@ class Recipe:
         return replace(self, layers=layers, embedding=once(self.embedding), head=once(self.head), tensors=tensors)
 
     def canonical(self) -> Recipe:
-        """The equivalent recipe in canonical form, by which equal merges are recognised.
+        """The equivalent recipe in canonical form, which is the same for equal merges.
 
         Each merge is in its simplest form (`canonical_merge`), and models that are not used are left out.
 

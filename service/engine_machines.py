@@ -59,7 +59,7 @@ def planned_for(machines: Sequence[EngineMachines]) -> Iterator[None]:
 
 
 def stated_machines() -> tuple[EngineMachines, ...]:
-    """Machines on which this installation's engines run, in groups of equal machines, as the operator stated them.
+    """Machines that run this installation's engines, in groups of equal machines, as the operator stated them.
 
     Inside a context of `planned_for`, they are the machines given to it. Otherwise the environment variable
     MERGESEARCH_ENGINE_NODES states them; without it, the result is empty.

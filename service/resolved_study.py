@@ -33,7 +33,7 @@ class ChainedSource:
 
 @dataclass(frozen=True)
 class ResolvedStudy:
-    """Models, tasks, rungs and objectives to which a study file was resolved when the study was created.
+    """Models, tasks, rungs and objectives that a study file meant when the study was created.
 
     A study that is resumed must resolve to the same models, tasks, rungs and objectives. This record is stored as JSON
     in the field `accepted` of the study's job. A rung is a number of samples at which trials are compared; a bracket is
@@ -104,7 +104,7 @@ class ResolvedStudy:
 
     @classmethod
     def of(cls, study: JobRecord) -> Self:
-        """Read to which models, tasks, rungs and objectives a study file was resolved when the study was created."""
+        """Read the models, tasks, rungs and objectives that a study file meant when the study was created."""
         return cls.from_json(study.accepted)
 
     @classmethod

@@ -725,7 +725,7 @@ _NOTICES = {
 
 
 class SubscriptionKind(StrEnum):
-    """Way in which a user is notified of changes of jobs."""
+    """How a user is notified of changes of jobs."""
 
     WEBHOOK = "webhook"
     MAIL = "mail"

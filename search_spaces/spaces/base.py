@@ -183,7 +183,7 @@ class AlignedSpace(LayeredSpace, Protocol):
 
     @property
     def pool(self) -> Mapping[str, Recipe]:
-        """The recipes of the models from which paths take layers, by the models' names.
+        """Recipes of the models that provide layers for paths, by the models' names.
 
         A path is the sequence of the layers of a merge. The property `pairs`, which lists pairs of layers, uses the
         same names.

@@ -231,7 +231,7 @@ class DisPaths:
         return found
 
     def repair(self, configuration: Configuration) -> dict[str, Any]:
-        """Bring a proposed configuration into the form in which a study stores it.
+        """Convert a proposed configuration to the form that studies store.
 
         Several configurations may describe the same merge; only one of these is stored, and is the result. If
         `configuration` describes a merge with too many layers, the result describes a shortened one (`blocks`). The

@@ -346,7 +346,7 @@ class Hm3Space:
 
     @cached_property
     def _digests(self) -> dict[str, str]:
-        """The recipe digest of each model from which layer paths take layers, by the model's name in `pool`.
+        """Recipe digest of each model that provides layers for layer paths, by the model's name in `pool`.
 
         A layer path is the sequence of layers of a new model. Some of the models are merged from the experts, each by
         another preference vector (weights of the objectives). Two models whose recipes are equal have the same digest.
@@ -359,7 +359,7 @@ class Hm3Space:
 
     @cached_property
     def _wholes(self) -> dict[tuple[str, int], Recipe]:
-        """Cache of the recipes of the complete models from which layer paths take single layers; at first empty.
+        """Cache of the complete recipes of the models that provide layers for layer paths; empty at first.
 
         A layer path is the sequence of layers of a new model. A key is (alias, 0) for a model of the study. For a model
         that is merged from the experts it is (MERGED, index of the preference vector that gives the experts' weights),

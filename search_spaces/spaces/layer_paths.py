@@ -250,7 +250,7 @@ class LayerPaths:
         return found
 
     def repair(self, configuration: Configuration) -> dict[str, Any]:
-        """Bring a proposed configuration into the form in which a study stores it.
+        """Convert a proposed configuration to the form that studies store.
 
         Several configurations may describe the same layer path (sequence of layers of a new model), because the method
         `path` replaces a layer that may not follow the previous layer. The result describes the path of

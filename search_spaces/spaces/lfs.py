@@ -245,7 +245,7 @@ class LfsSpace:
         return f"{group}.use.{expert}"
 
     def _uses(self, group: str, components: str, *methods: str) -> tuple[Condition, ...]:
-        """The conditions under which a component group of a layer group is merged by one of `methods`.
+        """Conditions for merging a component group of a layer group by one of `methods`.
 
         A condition says that a search parameter has one of certain values. `components` is the name of the component
         group, such as attention, and `group` the name of the layer group. Returns () if `methods` contains all methods
@@ -401,7 +401,7 @@ class LfsSpace:
         return configuration
 
     def _operands_of(self, group: str, method: str, merges: Mapping[str, Merge]) -> tuple[str, ...] | None:
-        """The model or pair of models from which the merge method `method` can make every merge in `merges`.
+        """Find the model or pair of models from which the method `method` can make every merge in `merges`.
 
         `merges` has the merges of the layer group (adjacent layers) `group`, by component group, such as attention. The
         result is the first choice of sources for which the method has parameter values that give each merge, or None if

@@ -344,7 +344,7 @@ def dirichlet_shares(quantiles: Sequence[float], alpha: float) -> tuple[float, .
 
 
 def dirichlet_quantiles(shares: Sequence[float], alpha: float) -> tuple[float, ...]:
-    """Convert the experts' shares to the quantiles in [0, 1] from which `dirichlet_shares` computes these shares.
+    """Convert the experts' shares to quantiles in [0, 1]; this is the inverse of `dirichlet_shares`.
 
     There is one quantile fewer than shares, because the shares sum to one. `alpha` is the concentration of the
     symmetric Dirichlet distribution of the shares.

@@ -53,7 +53,7 @@ def export_id(study_id: str, trial: int, dtype: str) -> str:
 
 
 def artifact_name(name: str) -> str:
-    """Name under which the files of the export with the id `name` are stored as an artifact of the study.
+    """Name of the artifact that has the files of the export with the id `name`.
 
     Exports (merged models for download) are artifacts only if the server keeps its files in an object store.
     """

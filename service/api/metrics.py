@@ -229,7 +229,7 @@ def _waits_s(stored: Stored, kind: str) -> list[float]:
 
 
 def _of_waits(value: Callable[[list[float]], float]) -> Callable[[Scrape], Samples]:
-    """Make the `read` function of a metric about the times for which jobs have waited for a driver.
+    """Make the `read` function of a metric about how long jobs have waited for a driver.
 
     A driver is a process that works on a job. The metric has one sample for each kind of job: the result of `value` for
     the seconds that each job of this kind has waited.

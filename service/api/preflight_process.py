@@ -251,7 +251,7 @@ class PreflightProcess:
             return await self._limited(validator.call, _engine_dtype, document)
 
     def _context_of(self, reader: Account | None) -> RequestContext:
-        """Context (readable files and earlier jobs) in which a job of the account `reader` is checked.
+        """Context (readable files and earlier jobs) for checking a job of the account `reader`.
 
         A user may refer to other jobs only by their ids, because the user's rights on another job are checked by its
         id. Therefore the checked job may not name paths in the data directory, where the files of other jobs are. If

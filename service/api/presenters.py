@@ -278,7 +278,7 @@ def delivery_document(delivery: DeliveryRecord) -> DeliveryDocument:
 
 
 def mail_document(user: str, mail: SubscriptionRecord | None) -> MailDocument:
-    """Build the JSON document about the e-mail address of the user `user`, to which mails about jobs are sent.
+    """Build the JSON document about a user's e-mail address, which receives mails about jobs.
 
     `mail` is the stored address; None if the user has none.
     """

@@ -54,14 +54,14 @@ class Authenticated:
 
     @property
     def id(self) -> str:
-        """Id of the record of the token or session by which the user was found."""
+        """Id of the stored token or browser session that identified the user."""
         found = self.token or self.session
         assert found is not None
         return found.id
 
     @property
     def scope(self) -> Scope:
-        """Scope of the token or session: the kinds of requests for which it may be used.
+        """Scope of the token or session: the kinds of requests that it permits.
 
         A session that was begun with a token has the token's scope. Any other session may manage accounts only if its
         user administers the server.

@@ -89,7 +89,7 @@ class Logins:
         self.settings = settings
 
     async def begin(self, *, redirect_uri: str, next_path: str) -> Begun:
-        """Begin a login of a browser, and return the address of the provider to which the browser goes.
+        """Begin a login of a browser, and return the address of the provider, to which the browser must go.
 
         `redirect_uri` is the address of this server to which the provider sends the browser back. `next_path` is the
         path of this server to which the browser goes after the login. Raises ProviderUnavailable if the provider does

@@ -176,7 +176,7 @@ VIEWS: Mapping[str, type[JobView]] = {SEARCH.name: StudyView, FINETUNE.name: Fin
 
 
 def view_of(kind: str, client: Client, *, as_json: bool) -> JobView:
-    """Create the object with which commands show jobs of the kind named `kind` on the server of `client`.
+    """Create the object that prints jobs of the kind named `kind` of the server of `client`.
 
     If `as_json` is True, results are printed as JSON.
     """

@@ -227,7 +227,7 @@ def choose(entries: Sequence[Entry], teams: Mapping[str | None, TeamState], *, p
 
 
 def estimated_starts(choice: Choice, ends: Mapping[str, float | None]) -> dict[str, float]:
-    """Estimate the times at which waiting jobs get a place (the right to run), in seconds since the epoch.
+    """Estimate when waiting jobs will get a place (the right to run), in seconds since the epoch.
 
     `choice` has the waiting jobs in the order of the queue. `ends` has the expected end of each running job, by the
     job's id; None if it is not known. The first job that waits for a place gets the place that becomes free first, and
@@ -274,7 +274,7 @@ class _Books:
 def _order(
     waiting: Iterable[Entry], running: Iterable[Entry], teams: Mapping[str | None, TeamState], *, now: float
 ) -> list[Entry]:
-    """Sort waiting jobs into the order in which they get places (the right to run), without regard to quotas.
+    """Sort waiting jobs in the order of getting places (the right to run), without regard to quotas.
 
     Jobs of a higher priority come first. Among jobs of equal priority, those of the team that has used the fewest
     GPU-hours for its weight come first, and jobs that an administrator moved are put where they were moved. `running`

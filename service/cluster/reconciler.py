@@ -151,7 +151,7 @@ class QueueState:
 
 
 def submission_id(job: JobRecord, number: int) -> str:
-    """Id of the Ray Job in which the driver (the process that works on `job`) with the given number runs.
+    """Id of the Ray Job that runs one of the drivers (processes that work on a job) of `job`.
 
     `number` counts the job's drivers from 1. The id is always the same for a driver, so that Ray refuses to start it
     twice.
@@ -535,7 +535,7 @@ class RayCluster:
         return QueueState(self._places, tuple(ends), choice, estimated_starts(choice, ends))
 
     def _end_of(self, job: JobRecord) -> float | None:
-        """Time at which a running job is expected to end; None if its progress allows no estimate.
+        """Expected end of a running job; None if its progress allows no estimate.
 
         The time is in seconds since the epoch.
         """

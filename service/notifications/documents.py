@@ -55,7 +55,7 @@ def event_type(event: str) -> str:
 
 
 def message_id(delivery: DeliveryRecord) -> str:
-    """Id of a message to a webhook or mail address, by which receivers recognise it; it is the same at each try."""
+    """Id of a message to a webhook or mail address, equal at each try, by which receivers recognise repetitions."""
     return f"msg_{delivery.id}"
 
 

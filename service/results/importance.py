@@ -102,7 +102,7 @@ def scored_trials(trials: Iterable[TrialResult], objective: str) -> list[TrialRe
 def importance_columns(
     trials: Sequence[TrialResult], configurations: Mapping[int, Mapping[str, Any]], objective: str
 ) -> Columns:
-    """The columns from which `importances` are computed: values of the objective, and those of each parameter.
+    """Input columns of `importances`: the values of the objective, and those of each parameter.
 
     `trials` are at full budget, and have configurations. If they have more than MAX_NUMBERS values of parameters, only
     some of them are taken, at equal distances.

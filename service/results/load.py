@@ -270,7 +270,7 @@ class _Inputs:
 
 @dataclass(frozen=True)
 class _HeldOut:
-    """Results of a study on holdout data (`results`), and the data from which they were computed (`inputs`).
+    """Results of a study on holdout data (`results`), with the data that they were computed from (`inputs`).
 
     The results are computed again only if the inputs have changed.
     """
@@ -371,7 +371,7 @@ def _results(trial: TrialResult) -> dict[str, Any]:
 
 
 def _data_of(specs: Iterable[ScoredTask]) -> dict[str, str]:
-    """Identifiers of the documents on which objectives or benchmarks are scored, by their names in the study file.
+    """Identifiers of the documents of objectives or benchmarks, by their names in the study file.
 
     `specs` are the objectives or benchmarks in the study file. An identifier contains the task and its split (the part
     of the task's data). If two identifiers are equal, both are scored on the same documents.

@@ -251,7 +251,7 @@ class Store:
             yield frozen
 
     def unit_of_work(self) -> AbstractContextManager[sa.Connection]:
-        """Context in which this thread's calls of stores in this database are one transaction.
+        """Context that makes this thread's calls of stores in this database one transaction.
 
         It is committed when the context ends without an error; otherwise nothing is stored. So a change and its entry
         in the audit log are stored together.
@@ -863,7 +863,7 @@ class Store:
         return self.job(study.id)
 
     def trial_numbers(self, study_id: str) -> frozenset[int]:
-        """Numbers of all trials of a study, by which the trials are identified."""
+        """Numbers of all trials of a study."""
         table = schema.trials
         with self._reads.connect() as connection:
             query = sa.select(table.c.number).where(table.c.study == study_id)
@@ -1152,7 +1152,7 @@ class Store:
             return read_prompts(connection, study_id, split, objective, positions)
 
     def stored_prompts(self, study_id: str) -> frozenset[tuple[Split, str]]:
-        """Pairs of split and objective of a study for whose samples the prompts are stored.
+        """Splits and objectives of a study that have stored prompts, as pairs.
 
         A split is the search data, the holdout data or the benchmarks.
         """
@@ -1229,7 +1229,7 @@ class Store:
     def evidence(
         self, study_id: str, *, after: int = 0, limit: int | None = None, recipe_digest: str | None = None
     ) -> tuple[EvidenceRecord, ...]:
-        """Read the evidence of which weights the engine held when it scored samples of a study.
+        """Read the evidence of a study's samples: which weights the engine held when it scored them.
 
         There is one record for each chunk (up to 512 samples scored together). Only records with an id above `after`
         are returned, and at most `limit` (None: all). With `recipe_digest`, only records of this recipe (merge) are.
@@ -1474,14 +1474,14 @@ def _chosen_events(job_id: str, after: int, kinds: Collection[str] | None) -> sa
 
 
 def _has_removed_responses(connection: sa.Connection, job_id: str) -> bool:
-    """Whether the responses of a study were removed to save space, after which the study cannot continue."""
+    """Whether a study's responses were removed to save space; such a study cannot continue."""
     named = schema.documents
     query = sa.select(named.c.study).where((named.c.study == job_id) & (named.c.name == RESPONSES))
     return connection.execute(query).first() is not None
 
 
 def _requests_of(study_id: str) -> sa.Select[Any]:
-    """Query for the requests for evaluations of a study, in the order in which they were sent."""
+    """Query for the requests for evaluations of a study, in the order of sending."""
     table = schema.evaluation_requests.c
     columns = (table.number, table.trial, table.added, table.label, table.recipe, table.configuration)
     return sa.select(*columns).where(table.study == study_id).order_by(table.number)

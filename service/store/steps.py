@@ -206,7 +206,7 @@ class CompletionsResult:
 
 @dataclass(frozen=True, kw_only=True)
 class NoteResult:
-    """Empty result of a searcher's request to store one of its decisions, for which nothing is computed."""
+    """Empty result of a request to store a decision of the searcher."""
 
 
 @dataclass(frozen=True, kw_only=True)

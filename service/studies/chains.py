@@ -305,7 +305,7 @@ def _with_path(alias: str, path: tuple[dict[Component, int], ...], fingerprints:
 
 
 def _dtype_of(config: Mapping[str, Any]) -> str:
-    """Dtype in which a checkpoint's weights can be written without loss of precision.
+    """Dtype that holds a checkpoint's weights without loss of precision.
 
     The result is the dtype that the checkpoint's configuration states. The result is float32 if the configuration
     states no dtype, or states a dtype that engines do not support.

@@ -272,7 +272,7 @@ class AskAndTell:
             self.finish(number, rung)
 
     def _merge_of(self, configuration: Mapping[str, Any]) -> tuple[Mapping[str, Any], Recipe]:
-        """Return `configuration` in the form in which a study stores it, and the recipe of its merge.
+        """Convert `configuration` to the form that studies store; return it with the recipe of its merge.
 
         If several configurations give the same merge, only one of them is stored. Raises SearchSpaceError if the
         configuration is outside of the search space.

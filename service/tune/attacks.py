@@ -23,7 +23,7 @@ __all__ = ["Attacks", "samples_name"]
 
 
 def samples_name(task: TaskSpec) -> str:
-    """Name under which the samples of a task with a changed prompt template are stored.
+    """Name for storing the samples of a task with a changed prompt template.
 
     The name depends only on the task, so benchmarks with equal tasks share the samples. It begins with "@", so it
     differs from the names of objectives and benchmarks.

@@ -50,7 +50,7 @@ class Scored:
 
 @dataclass(frozen=True)
 class _Request:
-    """A tokenized request for a backend, with the lm-eval request (`instance`) from which it was made.
+    """A backend's tokenized request, made from the lm-eval request `instance`.
 
     `is_truncated` says whether the beginning of its prompt was cut to fit the model's maximum length. `instance` is
     never modified.

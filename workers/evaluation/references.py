@@ -25,7 +25,7 @@ CHECKED = 100  # documents of each subtask whose targets are checked
 
 @dataclass(frozen=True)
 class Reading:
-    """A text on which a model's log-likelihood is computed: the tokens of a prompt followed by an answer.
+    """A text for computing a model's log-likelihood: the tokens of a prompt, followed by an answer.
 
     The log-likelihood is that of the answer, the tokens after the first `num_context`. If `ends` is not empty, the
     answer must be followed by any one of these tokens, and the probability of this is included.
@@ -67,7 +67,7 @@ class Target:
 
 
 class References:
-    """The tokenized right answers of tasks' samples, from which losses are computed (`Target`).
+    """The tokenized right answers of tasks' samples, for computing losses (`Target`).
 
     `evaluator` provides the tokenized prompts. The targets of a task are built once.
     """
@@ -78,7 +78,7 @@ class References:
         self._units: dict[str, float] = {}
 
     def targets(self, spec: TaskSpec) -> tuple[Target, ...]:
-        """Texts from which the loss of each sample of the task `spec` is computed, in scoring order.
+        """Texts for computing the loss of each sample of the task `spec`, in scoring order.
 
         Raises InvalidTask if a sample has no right answer that a model could read.
         """

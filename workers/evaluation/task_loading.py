@@ -89,7 +89,7 @@ def guarded_loading(directory: Path | None, access: FileAccess | None) -> Iterat
 
 @contextlib.contextmanager
 def recorded_loading(recording: Recording, directory: Path | None, access: FileAccess | None) -> Iterator[None]:
-    """Context manager in which lm-eval loads the data sets of tasks, but builds placeholders in place of tasks.
+    """Context manager that makes lm-eval load the data sets of tasks, but build placeholders instead of tasks.
 
     The data sets are stored in `recording`. Python functions that the files of tasks name are not imported.
     `access` limits the files that may be read; None means no limit. Relative paths of data files start at `directory`,
@@ -219,7 +219,7 @@ def _wrapped(module: Any, name: str, wrapper: Wrapper) -> Iterator[None]:
 
 
 def _includes_by_name(load_yaml: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrapper of lm-eval's `load_yaml(path)` in which `include` may also give the name of a registered task.
+    """Wrapper of lm-eval's `load_yaml(path)` that also accepts the name of a registered task in `include`.
 
     For `include: gsm8k`, lm-eval calls `load_yaml` with the path `gsm8k` in the directory of the including file. If
     there is no file at this path, the YAML file of the task of this name is loaded. Raises IndexNeeded if the index of

@@ -216,7 +216,7 @@ def _always_differs(method: MergeMethod) -> bool:
 def _counterpart_config(
     recipe: Recipe, method: str, layout: Layout, directories: Mapping[str, str], *, dtype: str
 ) -> dict[str, Any]:
-    """Convert a recipe in which every merge uses the method `method` to a mergekit configuration.
+    """Convert a recipe whose merges all use the method `method` to a mergekit configuration.
 
     mergekit has this method too, but may call it by another name. `layout` has the names of the models' tensors,
     `directories` a directory or hub id for each of the recipe's aliases. The merge is stored in `dtype`. Raises

@@ -199,7 +199,7 @@ class Bank:
         return self.base.layout
 
     def alias(self, fingerprint: str) -> str | None:
-        """The alias (name) under which this bank (source weights) holds a model; None if it does not hold the model.
+        """Alias (name) of a model in this bank (source weights); None if the bank does not hold the model.
 
         `fingerprint` is the hash of the model's content.
         """
@@ -577,7 +577,7 @@ class Bank:
 
 
 def content_name(family: Family, device_type: str) -> str:
-    """Name by which the processes of a node find the shared memory with the source weights of the models in `family`.
+    """Name of a node's shared memory with the source weights of the models in `family`.
 
     The name depends on the fingerprints of these models (a base and its experts), and on their aliases, by which
     statistics in shared memory are named. `device_type` is the type of the device that computes merges, such as "cuda";

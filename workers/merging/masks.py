@@ -68,7 +68,7 @@ def threshold(probability: float) -> int:
 
 
 def hashes(key: int, index: torch.Tensor) -> torch.Tensor:
-    """The hash of each element, by which a random mask with the key `key` decides whether to keep the element.
+    """The hash of each element; by the hashes, a random mask with the key `key` keeps or drops elements.
 
     `index` (int64) has the indices of the elements. The hashes are int64 in [0, 2^32), in the shape of `index`. No two
     elements below index 2^32 have the same hash.

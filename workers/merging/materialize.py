@@ -212,7 +212,7 @@ def _whole_because(tensor: MergedTensor, plan: TensorPlan, bank: Bank, dtype: to
 def sources_of(
     tensor: MergedTensor, plan: TensorPlan, bank: Bank, shard: Shard | None = None
 ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
-    """Stored tensors from which a merged tensor is computed: (tensors of the sources, tensor of the base).
+    """Stored operands of a merged tensor: (tensors of the sources, tensor of the base).
 
     `tensor` is one of the merged tensors that `plan` lists. The base's tensor is None if the method needs no base. The
     results are always whole tensors. `bank` has the weights of the source models, and counts the elements that are read

@@ -104,7 +104,7 @@ class TieOrder:
 
     @property
     def factor(self) -> int:
-        """The odd number by which the hash of an element's index is multiplied to give its tie-breaking mark.
+        """Odd factor that turns the hash of an element's index into the element's tie-breaking mark.
 
         The factor is the hash of index 0 with the key `key`, with the last bit set.
         """
@@ -419,7 +419,7 @@ def threshold_of_rank(sizes: torch.Tensor, rank: int, order: TieOrder, table: Ra
 
 
 def magnitude_keys(sizes: torch.Tensor, order: TieOrder) -> torch.Tensor:
-    """Integers (int64) by which a tensor's elements can be sorted by magnitude, in the shape of `sizes`.
+    """Integers (int64), in the shape of `sizes`, by which a tensor's elements can be sorted by magnitude.
 
     `sizes` are the elements' magnitudes, which are compared in float32. `order` breaks ties between equal magnitudes by
     tie-breaking marks. With `order.keeps_equal`, equal magnitudes have equal integers.

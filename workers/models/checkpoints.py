@@ -107,7 +107,7 @@ class Checkpoint:
 
     @cached_property
     def stored(self) -> frozenset[TensorInfo]:
-        """All tensors in files from which the checkpoint's tensors are computed.
+        """All stored tensors from which the checkpoint's tensors are computed.
 
         Some of the files may belong to other models: to the base of an adapter, or to models whose embedding rows are
         used.

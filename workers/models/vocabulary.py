@@ -75,7 +75,7 @@ class VocabularyOptions:
 
     @property
     def models(self) -> frozenset[str]:
-        """Aliases of the models from which the options take embedding rows."""
+        """Aliases of the models whose embedding rows the options use."""
         return frozenset(row.model for row in self.tokens.values() if row.model is not None)
 
     @classmethod

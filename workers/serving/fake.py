@@ -340,7 +340,7 @@ def expected_value(recipe: Recipe, objective: str) -> float:
 
 
 def fake_words(request: CompletionRequest) -> list[str]:
-    """Words with which the fake scorer completes a prompt: the beginning of the recipe's digest, then the prompt."""
+    """Words of the fake scorer's completion of a prompt: the beginning of the recipe's digest, then the prompt."""
     said = request.prompt if request.messages is None else request.messages[-1]["content"]
     words = [request.recipe.digest[:8], *(f" {word}" for word in str(said).split())]
     return words[: request.max_tokens or len(words)]

@@ -317,7 +317,7 @@ class CoefficientGradients:
 
     @contextmanager
     def _reduced_by(self, reducers: Mapping[str, _Reducer]) -> Iterator[None]:
-        """Context manager in which gradients are reduced to derivatives with respect to coefficients, and freed.
+        """Context manager that reduces gradients to derivatives with respect to coefficients, and frees them.
 
         As soon as the gradient of a merged tensor is computed, it is passed to the tensor's reducer, which adds up the
         derivatives with respect to the coefficients of this tensor. `reducers` are by the tensor's name. No gradients
@@ -452,7 +452,7 @@ def _by_scale(recipe: Recipe, reducers: Iterable[_Reducer]) -> dict[int, float]:
 
 @contextmanager
 def _deterministic() -> Iterator[None]:
-    """Context manager in which torch uses deterministic algorithms.
+    """Context manager that makes torch use deterministic algorithms.
 
     An operation that has no deterministic algorithm is computed by another one, and torch warns about it.
     """

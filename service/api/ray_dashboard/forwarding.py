@@ -65,7 +65,7 @@ class DashboardProxy:
             await self._http.aclose()
 
     def roots(self, authority: str) -> tuple[str, ...]:
-        """Addresses under which the browser of the current request may know the dashboard; each ends with a slash.
+        """Possible addresses of the dashboard for the browser of the current request; each ends with a slash.
 
         The first address is below `authority`, the value of the request's header Host. The second one is below the
         server's public URL, if this is known.

@@ -181,7 +181,7 @@ async def change_user(request: Request, user: UserName, services: Context, sende
 
 @router.get("/teams", response_model=None, responses={200: {"model": TeamsDocument}})
 def list_teams(services: Context, sender: Reader) -> Response:
-    """List the teams of which the sender is a member, with all members; for administrators of the server, all teams."""
+    """List the sender's teams with all members; for administrators of the server, all teams."""
     teams = [team for team in services.accounts.teams() if _may_see(sender.account, team.name)]
     return Json(TeamsDocument(teams=[team_document(team) for team in teams]))
 

@@ -613,7 +613,7 @@ def _check_team(sender: Principal, job: JobRecord, team: str | None) -> None:
 
 
 def _own_key(sender: Principal, key: str | None) -> str | None:
-    """Idempotency key in the form in which it is stored, so that equal keys of two users do not collide.
+    """Convert a client's idempotency key to the stored form, so that equal keys of two users do not collide.
 
     `key` is the key that the client sent. At a server with accounts, the stored key consists of the word "user", the
     user's name and a hash of `key`, separated by spaces. A client cannot send a key with a space, so it cannot send a

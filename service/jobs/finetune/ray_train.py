@@ -34,7 +34,7 @@ PREDECESSOR_WAIT_S = 120.0
 
 
 def cluster() -> Mapping[str, float]:
-    """Resources of the cluster to which Ray is connected: the numbers of CPU cores ("CPU") and GPUs ("GPU")."""
+    """Resources of the connected Ray cluster: the numbers of CPU cores ("CPU") and GPUs ("GPU")."""
     import ray
 
     resources: Mapping[str, float] = ray.cluster_resources()

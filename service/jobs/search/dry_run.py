@@ -184,7 +184,7 @@ class CheckedPlan:
         )
 
     def _ladders(self) -> str:
-        """Text of the numbers of samples at which trials are compared, such as `90 -> 270 samples of each objective`.
+        """Text of the numbers of samples at each rung, such as `90 -> 270 samples of each objective`.
 
         If the numbers differ between objectives, the text has the numbers of each objective.
         """

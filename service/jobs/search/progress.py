@@ -113,7 +113,7 @@ class Pace:
 
 
 class PaceMeter:
-    """Meter of a study's speed and remaining time, from which a `Pace` is made for displays.
+    """Meter of a study's speed and remaining time, which makes a `Pace` for displays.
 
     Speeds are samples per second, and steps (gradients and policy updates) per second. They are measured over the last
     60 s of the current stage (search or held-out scoring). The time left is the time for the remaining samples plus the
@@ -166,7 +166,7 @@ class PaceMeter:
 
 
 class _Speed:
-    """Meter of the speed at which a count grows within one stage, such as the number of scored samples."""
+    """Meter of how fast a count, such as the number of scored samples, grows within one stage."""
 
     def __init__(self) -> None:
         self._points: deque[tuple[float, int]] = deque()

@@ -48,7 +48,7 @@ def read_study(document: Mapping[str, Any], context: RequestContext) -> Study:
 
 
 def accept(document: Mapping[str, Any], context: RequestContext) -> Accepted:
-    """Check a submitted study without downloading weights, and return it in the form in which it can be stored.
+    """Check a submitted study without downloading weights, and return it in its stored form.
 
     `document` is the study file, and `context` says which files and other studies it may read. Raises InvalidStudy with
     every problem.

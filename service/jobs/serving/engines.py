@@ -103,7 +103,7 @@ def searches(jobs: Sequence[JobRecord], *, fingerprints: object, now: float) -> 
 
 
 class IdleTimer:
-    """Measures the time without requests to a served study, after whose limit (`limit_s`) serving ends.
+    """Timer of the time without requests to a served study; serving ends when it reaches `limit_s` seconds.
 
     `clock` returns seconds that never go back.
     """
@@ -127,5 +127,5 @@ class IdleTimer:
 
     @property
     def remaining_s(self) -> float:
-        """Seconds after which serving ends if no request comes; the whole limit while a request is answered."""
+        """Seconds until serving ends if no request comes; the whole limit while a request is answered."""
         return self._limit_s - (0.0 if self._num_in_use else self._clock() - self._used_at)

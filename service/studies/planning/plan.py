@@ -135,7 +135,7 @@ def engine_speeds(
     bank: str = "mapped",
     texts: int = 256,
 ) -> Speeds:
-    """Speeds of one engine, from which the seconds of each phase of a study are computed.
+    """Speeds of one engine, for computing the seconds of each phase of a study.
 
     `facts` are the sizes of the models, and `config` is their configuration. `profile` describes the machine, and
     `dtype` is the engine's dtype. The engine has `ranks` GPUs or, on a machine without GPUs, `threads` threads. `bank`

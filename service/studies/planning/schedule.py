@@ -100,7 +100,7 @@ def phases_of(
     host_speeds: Speeds,
     steps: tuple[int, int],
 ) -> tuple[Phase, ...]:
-    """The phases of a study, with their seconds, in the order in which they run.
+    """The phases of a study, with their seconds, in the order of running.
 
     Args:
         preflight: The study, with the results of its checks.

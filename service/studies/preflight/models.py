@@ -176,7 +176,7 @@ def searched_models(
     max_layers: int | None = None,
     preferences: tuple[Mapping[str, float], ...] = (),
 ) -> SearchedModels:
-    """Collect the facts about a study's models from which its search space is built.
+    """Collect the facts about a study's models that its search space depends on.
 
     `preferences` are the preference vectors, each with the weights by objective. `sources` are the models, and
     `fingerprints` the hashes of their files by the model's name in the study file (alias). A merge may have at most

@@ -122,7 +122,7 @@ class Asking:
 
 
 class Observations:
-    """The observations of a study: the results of its trials in the form in which searchers receive them.
+    """The observations of a study: its trials' results in the form that searchers receive.
 
     `space` and `plan` are the study's search space and settings. `feasibility` computes by how much a trial violates
     the study's constraints.

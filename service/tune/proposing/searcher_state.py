@@ -47,7 +47,7 @@ class SearcherState:
         self._ahead: _Ahead | None = None
 
     def receive(self, observations: Sequence[Observation]) -> None:
-        """Store observations (results of trials), to which later calls refer by their indices in the order of arrival.
+        """Store observations (results of trials); later calls refer to them by their indices in the order of arrival.
 
         Each observation is therefore sent to this process once, and not with every call.
         """

@@ -108,7 +108,7 @@ class SampleCache:
         return _chunks(_spans(positions, self._tasks(split)), self._plan.chunk_samples)
 
     def rung_record(self, recipe: Recipe | StoredRecipe, rung: int) -> RungRecord:
-        """Estimates of a recipe's values from the samples of a rung of the search, all of which must be stored.
+        """Estimate a recipe's values from the samples of a rung of the search; all of them must be stored.
 
         A rung is a number of samples at which trials are compared. The result also has the values of the objectives
         that count the recipe's layers or parameters and need no samples.
@@ -174,7 +174,7 @@ class SampleCache:
         self._attacked_tasks |= tasks
 
     def set_attacked(self, digest: str, benchmark: int, names: Collection[str]) -> None:
-        """Set the changed prompt templates with which a recipe is scored on a benchmark, in place of those set before.
+        """Set a recipe's changed prompt templates for a benchmark, in place of templates that were set before.
 
         An attack on a benchmark changes the prompt template, in search of the template with the worst metric. `digest`
         identifies the recipe, and `benchmark` is the position in `Plan.benchmarks`. `names` are the names of the

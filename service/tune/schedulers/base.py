@@ -199,7 +199,7 @@ class RungTable(ABC):
 
     @abstractmethod
     def position(self) -> tuple[int, int] | None:
-        """The bracket and the rung at which the search is now, for displays of progress.
+        """Present bracket and rung of the search, for displays of progress.
 
         A bracket is a ladder of rungs, and a rung a number of samples at which trials are compared; both are given by
         their index. None if trials run in several of them at the same time.
@@ -239,7 +239,7 @@ class RungTable(ABC):
         return () if self._is_stopped else self._decide_for(entry)
 
     def know(self, number: int, costs: Mapping[int, tuple[float, ...]]) -> None:
-        """Record the costs of trial `number` at rungs (numbers of samples) at which it was not evaluated itself.
+        """Record the costs of trial `number` at rungs (numbers of samples) where it was not evaluated itself.
 
         Baselines are such trials: they are evaluated only at the last rung, whose samples include those of the lower
         rungs. `costs` has the costs by the index of the lower rung, one cost for each objective.
@@ -364,7 +364,7 @@ class RungTable(ABC):
             yield entry.number, entry.next_rung
 
     def next_rung(self, number: int) -> int:
-        """The index of the rung (number of samples) at which trial `number` is evaluated next."""
+        """Index of the next rung (number of samples) of trial `number`."""
         return self._entries[number].next_rung
 
     def proposal(self) -> Proposal | None:

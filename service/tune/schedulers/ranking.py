@@ -66,7 +66,7 @@ class _Order(Protocol):
 
 
 class _Line:
-    """Trials of a single-objective study in the order in which they are promoted: by cost, then trial number."""
+    """Trials of a single-objective study in the order of promotion: by cost, then trial number."""
 
     def __init__(self) -> None:
         self._all: list[tuple[float, int]] = []

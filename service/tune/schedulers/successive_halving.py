@@ -78,7 +78,7 @@ class HyperbandTable(RungTable):
         return 0 if proposal.opens is None else shape.samples(totals)
 
     def position(self) -> tuple[int, int] | None:
-        """The bracket and the rung at which the search is now, for displays of progress, both as indices.
+        """Present bracket and rung of the search as indices, for displays of progress.
 
         A rung is a number of samples at which trials are compared. The bracket is the oldest bracket (ladder of rungs)
         with unfinished trials, and the rung the lowest that has such a trial. Returns None if no bracket has unfinished

@@ -111,7 +111,7 @@ class SearchSetting:
         return self.first_in_batch(number) + self.batch - 1 - number
 
     def fitted(self, name: str) -> range:
-        """The positions of the samples of objective `name` on which losses and gradients may be computed.
+        """Positions of the samples of objective `name` that losses and gradients may use.
 
         A position is a sample's index in the order in which the objective's samples are scored.
         """

@@ -195,7 +195,7 @@ class Encoding:
         return self.normalise(np.where(is_active, moved, fresh))
 
     def keys(self, rows: Rows) -> list[bytes]:
-        """A hashable key for each row (encoded configuration), by which equal configurations are recognised.
+        """A hashable key for each row (encoded configuration); equal keys mean equal configurations.
 
         Rows with equal keys encode configurations that agree to 1e-6 of each parameter's range.
         """
@@ -230,7 +230,7 @@ def _num_cells(parameter: Parameter) -> float:
 
 
 def _scale(parameter: Parameter) -> tuple[float, float, float]:
-    """The numbers (low, half, span) by which a parameter's values are scaled to [0, 1].
+    """Numbers (low, half, span) for scaling a parameter's values to [0, 1].
 
     A value, or the index of a choice, is encoded as (value - low + half) / span. `half` is 0.5 for whole numbers and
     choices, so that each of them is encoded as the middle of its interval, and 0 for other numbers.

@@ -244,7 +244,7 @@ def training_of(
 
 
 def action_of(paths: LayerPaths, setting: SearchSetting) -> str:
-    """The way in which policies draw the next layer of a merge: "categorical" or "wolpertinger".
+    """How policies choose the next layer of a merge: "categorical" or "wolpertinger".
 
     A layer path is the sequence of source models' layers of which a merge consists; each layer is a step. With
     "categorical", a policy draws from all allowed steps. With "wolpertinger", it draws a point in the space of the

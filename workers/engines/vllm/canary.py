@@ -49,7 +49,7 @@ MAX_STANDARD_ERRORS = 5.0
 
 @dataclass(frozen=True)
 class Calibration:
-    """Measurements on the base model, from which the tolerances of a canary are computed.
+    """Measurements on the base model for computing the tolerances of a canary.
 
     A canary is a comparison of an engine's log-probabilities with those of transformers.
 
@@ -242,7 +242,7 @@ class Canary:
 
 
 def canary_prompts(*, vocabulary: int, max_length: int) -> list[list[int]]:
-    """Make the prompts, as token ids, on which the log-probabilities of engines and of transformers are compared.
+    """Make the prompts, as token ids, for comparing log-probabilities of engines and of transformers.
 
     The tokens are spread over the vocabulary, and the prompts are the same for every engine of a model. `vocabulary` is
     the number of token ids. Each prompt has fewer than `max_length` tokens.

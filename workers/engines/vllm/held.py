@@ -57,7 +57,7 @@ class Writing:
 
 
 class HeldWeights:
-    """Parameters of the model in vLLM's worker, over which merges are written in place.
+    """The parameters of the model in vLLM's worker, with methods that write merges over them in place.
 
     A write leaves out tensors that the previous merge computed in the same way. After a failed write, the next write
     covers every tensor. `model` is vLLM's model, and `dtype` the dtype of its weights.

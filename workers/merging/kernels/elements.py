@@ -302,7 +302,7 @@ def turned_mark(i: Any, factor: Any) -> Any:
 
 @numba.njit(**IN_PLACE)
 def hashed(i: Any, k0: Any, k1: Any) -> Any:
-    """The hash of element i, by which a random mask decides whether to keep the element (`workers.merging.masks`).
+    """The hash of element i; by this hash, a random mask keeps or drops the element (`workers.merging.masks`).
 
     i is below 2^32. k0 and k1 are the low and the high 32 bits of the mask's key.
     """

@@ -84,7 +84,7 @@ class Pipeline:
     parallel_experts: int | None = None
 
     def places(self, out: Path) -> dict[str, Path]:
-        """Directories in which the experts (models to be merged) are trained, by the expert's name (alias).
+        """Directories for training the experts (models to be merged), by the expert's name (alias).
 
         The directory of a single expert is `out`; each of several experts has a separate directory below `out`.
         """
@@ -212,7 +212,7 @@ def parse_pipeline(document: Mapping[str, Any], directory: Path | None = None) -
 
 
 def _with_noise_layers(experts: Mapping[str, FinetuneSpec]) -> dict[str, FinetuneSpec]:
-    """Set the layers to which the optimizer MergOPT adds noise, if no expert of a fleet trains all of its layers.
+    """Set the layers that get the optimizer MergOPT's noise, if no expert of a fleet trains all of its layers.
 
     MergOPT adds the noise while it computes gradients, to simulate a later merge of the experts. The keys of `experts`
     and of the result are the experts' aliases (names). Each expert then has noise in all layers that any of the experts

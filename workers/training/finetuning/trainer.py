@@ -381,7 +381,7 @@ class _Passes:
         return total
 
     def without_averaging(self) -> AbstractContextManager[Any]:
-        """Context manager in which backward passes add up this rank's gradients without averaging them over ranks.
+        """Context manager that makes backward passes add up this rank's gradients without averaging them over ranks.
 
         The context is used for each micro-batch of a batch except the last, so that gradients are averaged once for
         each update. It has no effect if gradients are sharded: shards are averaged after each micro-batch, because no

@@ -58,7 +58,7 @@ def step_logits(protos: Tensor, embeddings_AD: Tensor, allowed: Tensor) -> Tenso
 def distribution(
     networks: Networks, states: Tensor, preference: Tensor, allowed: Tensor, action: Action
 ) -> Distribution:
-    """The distribution from which a policy draws its next action, in each of several states of layer paths.
+    """Distribution of a policy's next action, in each of several states of layer paths.
 
     A layer path is a sequence of steps, each of which is a layer of a model. With `action` CATEGORICAL an action is one
     of A possible steps; with WOLPERTINGER it is a point in the space of the steps' embeddings. `networks` are the

@@ -131,7 +131,7 @@ class BaseLearner:
 
     @property
     def num_remembered(self) -> int:
-        """Number of episodes (layer sequences built by a policy), old and new, from which the value network learns."""
+        """Number of episodes (layer sequences built by a policy), old and new, that the value network learns from."""
         return 0 if self._memory is None else len(self._memory.lengths)
 
     @property
@@ -169,7 +169,7 @@ class BaseLearner:
         return found
 
     def to_bytes(self) -> bytes:
-        """Serialise the state on which the next update depends.
+        """Serialise the state that the next update depends on.
 
         The state consists of the networks, their optimizers, the number of updates, and the episodes (sequences of
         layers, built by a policy) that the value network learns from.

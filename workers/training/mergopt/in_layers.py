@@ -30,7 +30,7 @@ __all__ = ["offset_in_layers"]
 def offset_in_layers(
     model: torch.nn.Module, parts: Sequence[Part], tables: Mapping[torch.device, torch.Tensor], *, key: int
 ) -> Iterator[None]:
-    """Context manager in which forward and backward passes of `model` see its parameters with noise added.
+    """Context manager in which passes of `model` use its parameters plus noise, forward and backward.
 
     `parts` are the parts of parameters that this process holds; their parameters get noise. `tables` has the quantiles
     of the noise's distribution on each device, from which random numbers are made. `key` determines the random numbers

@@ -149,7 +149,7 @@ class MergOPT(OptimizerWrapper):
 
     @property
     def num_moved(self) -> int:
-        """Number of all elements of the parameters to which MergOPT adds an offset while gradients are computed.
+        """Number of all elements of the parameters that get MergOPT's offset.
 
         The offset simulates a later merge. Elements in the shards of other processes are included.
         """
@@ -157,7 +157,7 @@ class MergOPT(OptimizerWrapper):
 
     @contextmanager
     def offset(self) -> Iterator[Draw]:
-        """Context manager in which forward and backward passes see the parameters plus the offset of the next draw.
+        """Context manager in which forward and backward passes use the parameters plus the offset of the next draw.
 
         A draw is the merge that a step simulates. The offset is (K alpha - 1) z, for a merge of K models with
         coefficient alpha and random task vectors z, or it is the offset of a merge with given experts (`task_vectors`).
@@ -177,7 +177,7 @@ class MergOPT(OptimizerWrapper):
         self._has_gradient = True
 
     def _offset(self, draw: Draw) -> AbstractContextManager[None]:
-        """Context manager in which forward and backward passes see the parameters plus an offset.
+        """Context manager in which forward and backward passes use the parameters plus an offset.
 
         The offset simulates the merge `draw`, of this model with other models.
         """

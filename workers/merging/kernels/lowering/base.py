@@ -85,7 +85,7 @@ def base(stored: Operands) -> torch.Tensor:
 
 
 def factors(stored: Operands) -> Words:
-    """Numbers, one for each source, from which kernels compute tie-breaking marks.
+    """Numbers for computing tie-breaking marks in kernels, one for each source.
 
     Marks are hashes that order elements of equal magnitude, and so break ties at a threshold. The mark of an element is
     a hash of its index, times the source's factor (`TieOrder.factor`), modulo 2^32. `stored` are the operands of the
