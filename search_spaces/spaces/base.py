@@ -346,7 +346,7 @@ class SpaceSection(Section, ABC):
 
     @abstractmethod
     def build(self, models: SearchedModels) -> SearchSpace:
-        """The search space with these options over the given models.
+        """Build the search space over the given models, with the options of this section.
 
         Raises InvalidStudy if the options do not fit the models.
         """

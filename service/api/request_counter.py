@@ -36,7 +36,7 @@ class Histogram:
 
     @property
     def cumulative(self) -> tuple[int, ...]:
-        """Number of values at or below each bound; the last number is that of all values."""
+        """Number of values at or below each bound; the last number counts all values."""
         return tuple(accumulate(self._counts))
 
     def copy(self) -> Histogram:

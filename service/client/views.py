@@ -113,7 +113,7 @@ class _Document(dict[str, Any], ABC):
 
     @abstractmethod
     def _display(self) -> Display:
-        """Content of the document's display."""
+        """Content that a notebook shows for this document."""
 
 
 class Job(_Document):

@@ -18,7 +18,7 @@ class Completer(Protocol):
 
 
 class Place(StrEnum):
-    """Kind of replicas that complete the prompts of a served study: those of searches with its models, or its own."""
+    """Kind of replicas that complete the prompts of a served study: shared with searches, or for the study alone."""
 
     SCORER = "scorer"
     OWN = "own"

@@ -181,7 +181,7 @@ class EvaluationRequest:
 
 @dataclass(frozen=True)
 class EngineFaultRecord:
-    """The first check that the engine of a replica failed.
+    """Record of the first failed check of a replica's engine.
 
     `id` grows with time. `replica` is the replica's id. `canaries` is the number of canaries (checks with fixed
     prompts) that the engine had passed before. `reason` describes the failure. `time` is in seconds since the epoch.

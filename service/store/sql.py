@@ -555,7 +555,7 @@ class Store:
             )
 
     def team_usage(self) -> dict[str | None, TeamUsage]:
-        """Read the GPU-hours that the jobs of each team have used; the key None has those of jobs without a team."""
+        """Read the GPU-hours that the jobs of each team have used; jobs without a team count under the key None."""
         with self._reads.connect() as connection:
             return read_usage(connection, now=clock_time(connection))
 
@@ -1467,7 +1467,7 @@ class Store:
 
 
 def _chosen_events(job_id: str, after: int, kinds: Collection[str] | None) -> sa.ColumnElement[bool]:
-    """Condition on events: those of a job with ids above `after`, of all kinds (None) or of `kinds`."""
+    """Condition on events: they belong to the job, have ids above `after`, and are of `kinds` (None: of any kind)."""
     table = schema.events
     chosen = (table.c.study == job_id) & (table.c.id > after)
     return chosen if kinds is None else chosen & table.c.kind.in_([str(kind) for kind in kinds])

@@ -135,7 +135,7 @@ class CompletionsRequest(_Request):
 
 @dataclass(frozen=True, kw_only=True)
 class NoteRequest(_Request):
-    """A searcher's request to store one of its decisions, so that it finds the decision again; nothing is computed.
+    """A searcher's request to store one of its decisions, so that it can read the decision again after a restart.
 
     `label` describes the decision to users. `decision` is the text that the searcher reads later.
     """

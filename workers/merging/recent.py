@@ -65,7 +65,7 @@ class Recent:
 
 
 def recent_bytes(sources: ResolvedFamily) -> int:
-    """Limit of the cache of statistics of several sources, in bytes of host memory.
+    """Limit, in bytes of host memory, of the cache of statistics that depend on several source models.
 
     The limit is an eighth of the size of all models in `sources`. Each model counts as a whole model in the base's
     dtypes, even if it is an adapter.

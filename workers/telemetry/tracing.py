@@ -84,7 +84,7 @@ def start_tracing(process: str) -> None:
 def stop_tracing() -> None:
     """Send the trace spans that were not sent yet, and make no more spans.
 
-    A collector that does not answer is waited for LAST_SPANS_S seconds at most.
+    The function waits at most LAST_SPANS_S seconds for a collector that does not answer.
     """
     global _provider
     if _provider is not None:

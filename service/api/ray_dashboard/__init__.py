@@ -3,5 +3,5 @@
 - `paths`: the requests that are forwarded, and what is done with their answers
 - `redaction`: removes secrets and command lines from Ray's answers
 - `page`: the policy of the dashboard's page, and the answers that it gets from this server instead of Ray
-- `forwarding`: sends requests to Ray, and its answers back
+- `forwarding`: sends requests to Ray, and its answers to the user
 """

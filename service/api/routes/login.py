@@ -224,7 +224,7 @@ async def _end_previous(request: Request, services: Services, address: str) -> N
 async def get_session(
     request: Request, services: Context, sender: Annotated[Principal | None, shows_session()]
 ) -> Response:
-    """Show who is logged in, and the CSRF token, which requests of the session that change something must send.
+    """Show who is logged in, and the session's CSRF token (requests that change something must send it).
 
     Everybody may send this request: without a valid token or session, `user` is null, and the response says only
     whether the server has accounts and an identity provider.

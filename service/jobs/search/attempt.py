@@ -389,7 +389,7 @@ def _baselines(store: Store, study_id: str, preflight: PreflightResult) -> tuple
 
 
 def _planned_steps(algorithm: str, setting: SearchSetting) -> int:
-    """Number of gradient steps and policy updates that a study makes if nothing ends it early.
+    """Number of gradient steps and policy updates that a study makes if it is not ended early.
 
     `algorithm` is the name of the searcher, and `setting` has its options. The number includes the steps of the
     refinement for as many trials as it may refine. The refinement improves the coefficients of trials of the Pareto
