@@ -101,7 +101,7 @@ class Origin(StrEnum):
 
     @property
     def is_given(self) -> bool:
-        """Whether a trial's recipe was given, as those of baselines and users are, instead of found by the search."""
+        """Whether a trial's recipe was not found by the search: it is a baseline, or a user requested it."""
         return not self.is_searched
 
 
@@ -851,7 +851,7 @@ class ExportRecord:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Values of one trial on the holdout data, and how they differ from those of a reference trial.
+    """Values of one trial on the holdout data, and their differences from the values of a reference trial.
 
     The reference is the best trial on search data among the finalists (the trials of the Pareto front that are scored
     on holdout data).

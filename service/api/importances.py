@@ -43,9 +43,9 @@ MAX_PLOTS = 64
 class Importances:
     """Computes the importances of the parameters of studies in a separate process, one study at a time.
 
-    The process starts at the first computation. Plots are kept until their studies change, except those without
-    importances because a limit was reached: the next request computes them again. An instance is bound to one asyncio
-    event loop.
+    The process starts at the first computation. The plot of the importances is kept until the study changes. If a
+    computation reached a limit of time or memory, the next request for its plot computes it again. An instance is bound
+    to one asyncio event loop.
     """
 
     def __init__(self, store: Store, records: RunRecords, *, time_s: float = TIME_S) -> None:

@@ -147,5 +147,5 @@ class RunRecords:
 
 
 def _has(version: Version | None, since: Version | None) -> bool:
-    """Whether data of the given `version` have the changes up to `since`; False if one of the two is not known."""
+    """Whether data of the given `version` have all changes up to `since`; False if either version is not known."""
     return version is not None and since is not None and version >= since

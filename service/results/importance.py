@@ -57,7 +57,7 @@ class ParameterImportance:
 
 @dataclass(frozen=True)
 class ImportanceSum:
-    """Sum of the importances of the parameters that change the same part of the layers, or the same expert's share."""
+    """Sum of the importances of the parameters with one effect: on one part of the layers, or on one expert's share."""
 
     name: str
     importance: Share

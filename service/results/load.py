@@ -196,7 +196,7 @@ class RunReader:
     def _with_recipes(
         self, store: Store, trials: tuple[TrialResult, ...], stage: _HeldOut, *, has_directions: bool
     ) -> tuple[TrialResult, ...]:
-        """Add recipe and configuration, read from `store`, to those of `trials` whose recipes are shown in results.
+        """Add recipe and configuration, read from `store`, to the trials whose recipes are shown in results.
 
         Shown are the recipes of the best trial and of the trials with results on holdout data, as `stage` has them. If
         `has_directions` is True (the search space gives each expert one share for the whole model), a chart shows the

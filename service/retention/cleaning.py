@@ -194,7 +194,7 @@ class Cleaner:
         return stored + texts.get(job.id, (0, 0))[1] + _sizes(f for f in root.rglob("*") if f.is_file())[1]
 
     def _referred_to(self, jobs: Sequence[JobRecord]) -> set[str]:
-        """Ids of those of `jobs` that must be kept because another job uses their results.
+        """Ids of the jobs among `jobs` that must be kept because other jobs use their results.
 
         A job uses another one if its stored document, or what its checks found out, names the other job's id or the
         digest of an artifact (trained model) of the other job. A fine-tuning is also used if a study was created to

@@ -83,7 +83,7 @@ class ArtifactStore:
         return self._record(job_id, name, digest, self._manifest(name, digest), {})
 
     def kept_names(self, models: Iterable[str]) -> dict[str, str]:
-        """Find those of a new job's source models that earlier jobs trained and stored as artifacts of this store.
+        """Find which source models of a new job were trained by earlier jobs and are stored as artifacts of this store.
 
         `models` are the directories, hub ids and URLs of the source models. Returns the digests of the artifacts that
         were found, by name. A name is "source-" and the beginning of the digest. The new job keeps the artifact under

@@ -127,8 +127,8 @@ def availability_of(engine: sa.Engine) -> Availability:
 def waiting(engine: sa.Engine, *, waits: bool = True) -> sa.Engine:
     """Return a copy of an SQLAlchemy engine whose store calls wait while the database does not answer.
 
-    A call that uses the copy is repeated until the database answers. If `waits` is False, the copy is one with which
-    calls raise the error instead.
+    A call that uses the copy is repeated until the database answers. If `waits` is False, calls that use the copy raise
+    the error instead.
     """
     return engine.execution_options(**{WAITING: waits})
 

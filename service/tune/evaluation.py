@@ -73,7 +73,7 @@ class FailureKind(StrEnum):
 
 @dataclass(frozen=True)
 class Crash:
-    """A crash of an engine while it scored the samples `chunk`, those of one request.
+    """A crash of an engine while it scored the samples `chunk` of one request.
 
     `replica` is the id of the engine's Ray Serve replica. `scored_others` says whether the engine had scored another
     recipe before; if it had, the engine itself worked, and the recipe is the likely cause. `kind` says how the engine

@@ -119,7 +119,7 @@ def _sari_of(
 
 
 def _share(right: Counter[str], made: Counter[str]) -> float:
-    """Mean, over the distinct n-grams that a text kept (or deleted), of the share for which this was right.
+    """Share of its kept (or deleted) n-grams that a text was right to keep (or delete): a mean over distinct n-grams.
 
     `made` has the count of each n-gram that was kept (or deleted), and `right` the part of this count that the
     references agree with. The result is 1 if there are no n-grams.

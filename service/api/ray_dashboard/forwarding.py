@@ -189,7 +189,7 @@ async def _check(answer: httpx.Response, path: str) -> None:
 
 
 def _headers(answer: httpx.Response, how: Treatment) -> dict[str, str]:
-    """Make the headers of the response to the user, from Ray's response `answer` and the way `how` it is passed on.
+    """Make the headers of the response to the user, from Ray's response `answer` and its kind of treatment `how`.
 
     No header of Ray is copied except the type and length of a page or file, so that Ray sets neither cookies nor
     policies.

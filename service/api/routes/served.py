@@ -1,4 +1,4 @@
-"""Routes of served studies beside those of all jobs: serve a trial, and complete prompts as OpenAI's API does.
+"""Routes that only served studies have: serve a trial, and complete prompts in the form of OpenAI's API.
 
 The driver of a served study completes the prompts. These routes check the rights of the sender, and pass requests on.
 """

@@ -190,9 +190,9 @@ class _Speed:
     def now(self, now: float) -> float | None:
         """Speed at the time `now`: how much the count (such as that of scored samples) grows per second.
 
-        The growth is that of the last 60 s of the study's present stage, or since the beginning of a shorter stage.
-        `now` is in seconds of the meter's clock. Returns None in the first two seconds of a stage. The result falls
-        while nothing is counted.
+        The growth is measured over the last 60 s of the study's present stage, or from its beginning if the stage is
+        shorter. `now` is in seconds of the meter's clock. Returns None in the first two seconds of a stage. The result
+        falls while nothing is counted.
         """
         if not self._points or now - self._points[0][0] < 2.0:
             return None

@@ -1,4 +1,4 @@
-"""Choice of a study's searcher: the one that the study file names or, with `auto`, one that fits space and tasks."""
+"""Choice of a study's searcher: the study file names it, or `auto` selects one that fits search space and tasks."""
 
 from __future__ import annotations
 

@@ -149,9 +149,8 @@ class GradientActor:
         Several coefficients may have the value of one parameter; the derivative with respect to the parameter is then
         the sum over these coefficients.
 
-        In a tensor for which each source has its own coefficient, the parameters set these; derivatives with respect to
-        coefficients that all sources share are ignored. In any other tensor, the parameter sets the coefficient that
-        all sources share.
+        If a tensor's merge has a coefficient for each source, parameters set these coefficients, and a derivative by a
+        coefficient that all sources share is ignored. Otherwise a parameter sets the shared coefficient.
         """
         space = self._known_space
         slopes: dict[str, float] = {}

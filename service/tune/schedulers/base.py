@@ -323,7 +323,7 @@ class RungTable(ABC):
         return totals[-1]
 
     def _most_of(self, entry: Entry, totals: Sequence[int]) -> int:
-        """Largest number of samples that a trial can still take: those of the last rung that it has not been scored on.
+        """Largest number of samples that a trial can still take: the samples of its last rung without a score.
 
         `entry` is the state of the trial. A rung is a number of samples at which trials are compared. `totals` has the
         number of samples of each rung, summed over the objectives.

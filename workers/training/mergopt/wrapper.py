@@ -41,7 +41,7 @@ class OptimizerWrapper(Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """Make the parameter groups and the state of the wrapped optimizer those of this wrapper, too.
+        """Let this wrapper use the parameter groups and the state of the wrapped optimizer as its own.
 
         This is repeated after loading a state, because loading replaces groups and state.
         """
