@@ -94,7 +94,7 @@ class Counterpart:
 
     @property
     def written_settings(self) -> Mapping[str, bool]:
-        """Those of `settings` that a mergekit configuration must state, as they differ from mergekit's defaults."""
+        """Settings that a mergekit configuration must state, because they differ from mergekit's defaults."""
         defaults = {parameter.name: parameter.default for parameter in self.parameters}
         return {name: value for name, value in self.settings.items() if value != defaults[name]}
 

@@ -191,7 +191,7 @@ class JobFeed:
 
 
 class _Cursor:
-    """Position of one stream in the events of all jobs, which says what events were sent to the client already.
+    """Position of one stream in the events of all jobs: it says which events were sent to the client already.
 
     The position follows the events that were read `overlap_s` seconds ago, or are so much older than the latest one
     that was read: events with smaller ids are visible by then.

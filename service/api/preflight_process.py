@@ -234,7 +234,7 @@ class PreflightProcess:
         return await self._of_models(client, search_models, access, under=under, text=text, limit=limit)
 
     async def _of_models(self, client: str, function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
-        """Call `function`, which opens models, where jobs read models: in a validator or on a node of the cluster.
+        """Call `function`, which opens models, in a validator process or on the cluster's node where jobs read models.
 
         `client` names the sender of the request.
         """

@@ -63,10 +63,9 @@ class Reason(StrEnum):
 
 @dataclass(frozen=True)
 class Entry:
-    """An unfinished job that runs, or that would run if it had a place.
+    """An unfinished job that runs, or that waits for a place (the right to run).
 
-    A place is the right to run: as many jobs as there are places run at the same time. A driver is the process that
-    works on a job.
+    As many jobs as there are places run at the same time. A driver is the process that works on a job.
 
     - `has_place`: whether the job holds a place.
     - `needs_driver`: whether a driver must be started, because none works on the job.

@@ -114,9 +114,9 @@ class BenchmarkRow:
 
 @dataclass(frozen=True)
 class BenchmarkTest:
-    """Comparison of all merges with one rival, on one benchmark or on the average of a group of benchmarks.
+    """Comparison of all merges with the best baseline of one kind, on one benchmark or on the average of a group.
 
-    The rival is the best source model or the best published recipe.
+    The best baseline, or rival, is the best source model or the best published recipe.
 
     Attributes:
         name: Name of the benchmark or group.

@@ -65,7 +65,7 @@ class ReplicaShares:
 
 @dataclass(frozen=True)
 class TimelineEvent:
-    """Event that explains a time without work.
+    """Event that explains why engines did not work for some time.
 
     The event is the beginning of a driver's work (`attempt`), the beginning of a wait (`waiting`), or an engine that
     failed a check (`engine_fault`).
@@ -183,7 +183,7 @@ def _shares(times: Seconds, edges: Seconds) -> ReplicaShares:
 
 
 def _before(moments: Seconds, edges: Seconds) -> Seconds:
-    """Compute, for each edge, the sum of its distances in seconds from all earlier moments.
+    """For each of the times `edges`, sum the seconds that have passed since each of the earlier times `moments`.
 
     The result for an edge is the sum of `edge - moment` over all `moments` before the edge.
     """

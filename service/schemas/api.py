@@ -757,7 +757,7 @@ Quota = Annotated[int | None, Field(description="Null: no limit.")]
 
 
 class TeamLimitsDocument(TypedDict):
-    """Share of a team in the places of running jobs, and its quotas; a quota that is null is no limit."""
+    """Weight of a team, which determines its share of the running jobs, and its quotas; a quota of null is no limit."""
 
     weight: Annotated[float, Field(gt=0, description="Share, relative to the weights of other teams.")]
     max_running: Annotated[Quota, Field(description="Jobs that run at the same time.")]

@@ -266,7 +266,7 @@ class _ChunkScheduler(_NotPickled, FIFOScheduler):
             _IdleActors(controller).install()
 
     def choose_trial_to_run(self, tune_controller: Any) -> Any:
-        """Choose the next Tune trial to run, and begin without the trial actors that take too long to start.
+        """Choose the next Tune trial to run, without waiting for trial actors that take too long to start.
 
         Tune calls this method at every step of its loop.
         """

@@ -137,7 +137,7 @@ def _bind(place: str) -> tuple[str, str, str]:
 
 
 def _outermost(places: Iterable[str]) -> list[str]:
-    """Those of `places` (paths) that are not below another of these paths."""
+    """The paths in `places` that are not below another of these paths."""
     found: list[str] = []
     for place in sorted(set(places)):
         if not any(place.startswith(above.rstrip(os.sep) + os.sep) for above in found):

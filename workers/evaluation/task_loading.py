@@ -420,7 +420,7 @@ def _refuse_media(data: Any) -> None:
 
 
 def _matches(pattern: Path) -> Iterator[Path]:
-    """Yield each path that a pattern of data files reaches, so that its access can be checked.
+    """Yield each path that a pattern of data files reads, so that its access can be checked.
 
     For a path with wildcards, these are the directory above the first wildcard, then every file that the pattern
     matches. Without wildcards, it is the path itself.

@@ -69,7 +69,7 @@ class SharedDirectory:
             os.close(self._users)
 
     def fill(self, num_bytes: int, write: Callable[[torch.Tensor], None]) -> torch.Tensor:
-        """Return `num_bytes` of shared memory, as uint8, which one of the node's processes fills by calling `write`.
+        """Return `num_bytes` of memory (uint8) that this node's processes share; one of them fills it with `write`.
 
         All processes that use the directory call this method. One of them fills the memory, and the others wait until
         it is full. If the process that fills the memory is killed, another one fills it from the beginning. The memory

@@ -168,7 +168,7 @@ def _loaded(bank: Bank, dtype: torch.dtype, origins: Mapping[str, str], of_layer
 
 
 def _settled(config: Any) -> Any:
-    """Set the settings of `config` to 0 that make training passes random, such as dropout."""
+    """Set to 0 the settings of `config` that make training passes random, such as dropout."""
     for name, value in config.to_dict().items():
         if isinstance(value, float) and any(word in name for word in RANDOM):
             setattr(config, name, 0.0)

@@ -107,7 +107,7 @@ def is_shown_log(name: str) -> bool:
 
 
 def is_shown_entry(name: str) -> bool:
-    """Whether `name` may stay in a list of logs, as it is a log that users may read or the directory of such logs."""
+    """Whether users may see the log or directory `name` in a list of Ray's logs."""
     return name == _LOG_FOLDER or is_shown_log(name)
 
 

@@ -177,7 +177,7 @@ def _serving_of(
 
 
 async def _forwarded(request: Request, services: Services, served: JobRecord, path: str) -> Response:
-    """Send a request to the driver of a served study, and pass its answer on as it comes.
+    """Send a request to the driver of a served study, and pass its answer on while it arrives.
 
     The driver is the process that completes prompts, and `path` is the path of the request at its HTTP application. The
     request to the driver is cancelled when the client closes the connection. The stored address is used only while the

@@ -58,7 +58,7 @@ class Proposer(Protocol):
 
 
 class Asking:
-    """Client of a proposer: it requests one proposal at a time, and stores computed steps that come with it.
+    """Client of a proposer: it requests one proposal at a time, and stores the computations that proposals need.
 
     A step is a computation that the searcher needs before it proposes, such as a gradient. `proposer` makes the
     proposals, and `writer` stores the steps. `may_compute` is called with the proposal and the searcher's request for

@@ -170,7 +170,7 @@ class Rescoring:
         return again.keys() - changed, changed
 
     def _settle(self) -> None:
-        """Store an event about the end of rescoring: no sample of an engine that failed a check is left.
+        """Store an event about the end of rescoring: all samples of engines that failed a check were scored again.
 
         Raises StudyFailed instead if some of them have another value than before.
         """

@@ -330,7 +330,7 @@ def _comparable(packed: Mapping[str, torch.nn.Module]) -> frozenset[str]:
 
 
 def _derive_of(module: torch.nn.Module) -> Any:
-    """Find an attention module's method that updates the copies of weights that its kernel computes with.
+    """Find the method by which an attention module updates its kernel's copies of weights.
 
     Some attention kernels compute with a copy of weights in another dtype, which must follow when the weights change.
     The method takes the dtype, and updates the copies in place. Returns None for modules without it.

@@ -144,7 +144,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def part_of(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """This rank's part of the tensor `whole`, if tensors are sharded as `like` is.
+    """This rank's part of the tensor `whole`, sharded in the same way as the tensor `like`.
 
     `like` has the same shape as `whole`. If `like` is not sharded, the result is `whole`.
     """
