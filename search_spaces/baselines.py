@@ -31,7 +31,7 @@ BY_DEFAULT: tuple[BaselineGroup, ...] = ("sources", "published")
 
 
 class Baseline(NamedTuple):
-    """A model or merge that a study scores for comparison with the merges that the search proposes.
+    """A model or merge that a study scores in order to compare it with the search's proposals.
 
     `origin` is "source" for an unchanged model of the study, and "published" for a merge known from publications.
     `label` is the name of the baseline, for example "expert:math"; it is unique within a study. `recipe` describes the
@@ -52,7 +52,7 @@ def all_baselines(
     tokenizer: str = "base",
     chosen: BaselineGroup | Sequence[str] = ALL,
 ) -> tuple[Baseline, ...]:
-    """The baselines of a study: models and published merges that are scored for comparison with the search.
+    """The baselines of a study: models and published merges with which the search is compared.
 
     They are in this order: the base model, each expert alone, and published ways to merge all experts. `base` and
     `experts` are aliases, which `fingerprints` maps to content fingerprints. `num_layers` is the number of layers of
@@ -73,7 +73,7 @@ def all_baselines(
 
 
 def baseline_labels(chosen: BaselineGroup | Sequence[str], experts: Sequence[str]) -> tuple[str, ...]:
-    """The names of the baselines that `chosen` selects, in the order in which `all_baselines` returns them.
+    """Names of the baselines that `chosen` selects, in the order of `all_baselines`.
 
     A baseline is a model or a published merge that is scored for comparison. `chosen` is the value of the study file's
     `search.baselines`. The word "sources" selects the study's models, "published" well-known merges, "all" both of
@@ -110,7 +110,7 @@ def _known(base: str, experts: tuple[str, ...]) -> Iterator[_Known]:
 
 
 def _without_m3(sources: tuple[Source, ...]) -> Iterator[tuple[str, Merge]]:
-    """Yield the name and merge of each method with which the paper "Mixup Model Merge (M3)" compares its mixup.
+    """Yield name and merge of each method that the paper "Mixup Model Merge (M3)" compares with its mixup.
 
     `sources` are the experts that are merged. The methods are:
 

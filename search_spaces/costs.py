@@ -28,7 +28,7 @@ class ModelSize:
     max_layers: int
 
     def of(self, recipe: Recipe, cost: Cost) -> float:
-        """The number of layers or of parameters of the merge that `recipe` describes; `cost` says which of the two.
+        """Number of layers or of parameters (`cost`) of the merge that `recipe` describes.
 
         A layer that the merge repeats counts each time.
         """
@@ -42,7 +42,7 @@ class ModelSize:
         return float(total)
 
     def most(self, cost: Cost) -> float:
-        """The largest number of layers or of parameters that a merge may have; `cost` says which of the two."""
+        """Largest number of layers or of parameters (`cost`) that a merge may have."""
         if cost == "layers":
             return float(self.max_layers)
         largest = max(map(sum, zip(*self.components.values(), strict=True)), default=0)

@@ -28,7 +28,7 @@ class Direction:
 
 
 def direction_of(recipe: Recipe) -> Direction | None:
-    """Read each expert's share in a merge, and the scale of the merge, from a recipe that merges all tensors equally.
+    """Read each expert's share and the scale of a merge from a recipe that merges all tensors in the same way.
 
     The merge of the head is read, as an example of all merges. Shares and scale depend on the merge method:
 

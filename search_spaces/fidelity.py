@@ -54,7 +54,7 @@ def rungs(min_samples: int, max_samples: int, eta: int) -> tuple[int, ...]:
 
 
 def fidelities(rungs: Sequence[int]) -> tuple[float, ...]:
-    """Each rung's number of samples divided by that of the last rung, in (0, 1].
+    """For each rung, its number of samples divided by the number of the last rung, in (0, 1].
 
     `rungs` has the numbers of samples on which trials are scored at the rungs of successive halving.
     """
@@ -86,7 +86,7 @@ class Bracket:
         return tuple(sizes)
 
     def samples(self, totals: Sequence[int]) -> int:
-        """The total number of samples on which the configurations of the bracket are scored.
+        """Total number of samples that are scored for the configurations of the bracket.
 
         `totals` has, for each rung of the study, the number of samples over all objectives. A promoted configuration
         takes only the samples on which it has not been scored yet.
@@ -136,7 +136,7 @@ def bracket_cycle(scheduler: Scheduler, *, num_rungs: int, eta: int, max_trials:
 
 
 def bracket_plan(cycle: Sequence[Bracket], max_trials: int) -> tuple[Bracket, ...]:
-    """All brackets of a search in the order in which they run.
+    """All brackets of a search in the order of running.
 
     `cycle` is repeated until `max_trials` configurations have started. The last bracket is smaller if fewer
     configurations are left.
@@ -155,7 +155,7 @@ def bracket_plan(cycle: Sequence[Bracket], max_trials: int) -> tuple[Bracket, ..
 
 
 def open_brackets(cycle: Sequence[Bracket], *, max_staleness: int) -> int:
-    """The number of consecutive brackets of a search whose trials may run at the same time.
+    """Number of consecutive brackets of a search that may run at the same time.
 
     A bracket is a group of trials that start at the same rung of successive halving; a search runs the brackets in
     `cycle` again and again. `max_staleness` is the number of trials that may be proposed before earlier trials are

@@ -101,7 +101,7 @@ class Merge:
             raise InvalidRecipe(f"merge: {self.method}: {broken}")
 
     def base_in(self, recipe_base: str) -> Source:
-        """The model and layer whose tensors are subtracted from those of the sources to get task vectors.
+        """Model and layer whose tensors are subtracted from the sources' tensors to get task vectors.
 
         The result is the field `base` or, if this is None, the recipe's base model `recipe_base` in the layer of the
         sources.
@@ -238,7 +238,7 @@ def _of_sources(coefficients: Mapping[str, CoefficientValue], at: Sequence[int])
 
 
 def _brief(coefficients: Mapping[str, CoefficientValue], declared: MergeMethod) -> dict[str, CoefficientValue]:
-    """The shortest form of a merge's coefficients, for a merge by the method `declared`.
+    """Shortest form of a merge's coefficients, if the merge is by the method `declared`.
 
     A coefficient equal to its default is left out. If all sources have the same number, the number is stated only once.
     """

@@ -198,7 +198,7 @@ def crowding_distances(costs: Sequence[Costs]) -> tuple[float, ...]:
 
 
 def promotion_order(candidates: Sequence[Candidate]) -> tuple[int, ...]:
-    """The numbers of the trials in the order in which they are promoted to the next rung of successive halving.
+    """Trial numbers in the order of promotion to the next rung of successive halving.
 
     Candidates that meet all constraints come first: by non-dominated rank, then crowding distance (larger first), then
     trial number. Candidates that violate constraints follow, those with the least violation first. Failed candidates

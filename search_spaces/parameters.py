@@ -105,7 +105,7 @@ class Integer:
 
 @dataclass(frozen=True)
 class Categorical:
-    """A parameter that is one of `choices`, which have no order.
+    """A parameter with one of `choices`, which have no order, as its value.
 
     Without a `default`, the first choice is the default.
     """
@@ -140,7 +140,7 @@ Parameter: TypeAlias = Float | Integer | Categorical
 
 
 class Structure(Protocol):
-    """Rules of a search space for drawing random configurations, and for storing one of several equal configurations.
+    """Rules of a search space: how random configurations are drawn, and which of several equal ones is stored.
 
     If several configurations give the same merge, only one of them is stored; it is called the repaired configuration.
     Implementations are immutable and picklable.
@@ -154,7 +154,7 @@ class Structure(Protocol):
         ...
 
     def repair(self, configuration: Configuration) -> dict[str, Any]:
-        """Bring a configuration into the form in which a study stores it; the result gives the same merge.
+        """Convert a configuration to the form that studies store; the result gives the same merge.
 
         All configurations that give the same merge have the same result. The method is deterministic, and a result that
         is repaired again does not change. Each value of `configuration` must be accepted by its parameter.
@@ -263,7 +263,7 @@ class Parameters:
         return self.build(lambda parameter: parameter.sample(rng))
 
     def repair(self, configuration: Configuration) -> Configuration:
-        """Bring a proposed configuration into the form in which a study stores it.
+        """Convert a proposed configuration to the form that studies store.
 
         If several configurations give the same merge, only one of them is stored; the space's `structure` says which
         one (`Structure.repair`). The method `check` must accept `configuration`. Without a structure the result is
@@ -272,7 +272,7 @@ class Parameters:
         return configuration if self.structure is None else self.structure.repair(configuration)
 
     def build(self, choose: Callable[[Parameter], Any]) -> dict[str, Any]:
-        """Make a configuration in which each active parameter has the value `choose(parameter)`.
+        """Make a configuration by choosing the value `choose(parameter)` for each active parameter.
 
         A parameter is active if the conditions under which it exists are met. Its value is chosen after those of the
         parameters in its conditions.

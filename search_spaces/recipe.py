@@ -227,7 +227,7 @@ class Recipe:
         return replace(self, layers=layers, embedding=once(self.embedding), head=once(self.head), tensors=tensors)
 
     def canonical(self) -> Recipe:
-        """The equivalent recipe in canonical form, by which equal merges are recognised.
+        """The equivalent recipe in canonical form, which is the same for equal merges.
 
         Each merge is in its simplest form (`canonical_merge`), and models that are not used are left out.
 
@@ -311,7 +311,7 @@ class Recipe:
 
 
 def may_keep_equal(text: str) -> bool:
-    """Whether a recipe may keep more elements of a task vector than its density says, because magnitudes are equal.
+    """Whether a recipe may keep more elements of a task vector than its density says, because of equal magnitudes.
 
     Some merge methods keep the n elements with the largest magnitudes, for a number n that follows from the density. If
     several elements have the n-th largest magnitude, recipes of format 1 keep all of these. The result is True if

@@ -25,7 +25,7 @@ class Section(BaseModel):
 
 
 def one_of(tag_of: Any, accepted: str) -> Discriminator:
-    """A pydantic discriminator for a field of the study file whose value may be any of several sections.
+    """A pydantic discriminator for a field of the study file whose value may be one of several sections.
 
     The field's type is a union of sections, each annotated with a tag. `tag_of` is a function that returns the tag for
     a value, and so chooses the section that the value is checked against. If no section has this tag, the error message

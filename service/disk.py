@@ -75,7 +75,7 @@ def data_dir_of(work_dir: Path) -> Path:
 
 @contextmanager
 def locked(directory: Path, *, is_shared: bool = False) -> Iterator[bool]:
-    """Context in which this process holds the file lock of `directory`, which is created if it does not exist.
+    """Context that holds the file lock of `directory`, which is created if it does not exist.
 
     If `is_shared` is True, other processes that also share the lock may hold it at the same time. Yields True if no
     other process held the lock when this process took it, else False.

@@ -46,7 +46,7 @@ _planned: ContextVar[tuple[EngineMachines, ...]] = ContextVar("planned machines"
 
 @contextmanager
 def planned_for(machines: Sequence[EngineMachines]) -> Iterator[None]:
-    """Context in which studies are checked for the given `machines`, instead of the machines that really exist.
+    """Context in which studies are checked for the machines in `machines` instead of the existing machines.
 
     Inside the context, `stated_machines` returns `machines`, so that a study can be planned for machines of another
     kind.
@@ -59,7 +59,7 @@ def planned_for(machines: Sequence[EngineMachines]) -> Iterator[None]:
 
 
 def stated_machines() -> tuple[EngineMachines, ...]:
-    """Machines on which this installation's engines run, in groups of equal machines, as the operator stated them.
+    """Machines that run this installation's engines, in groups of equal machines, as the operator stated them.
 
     Inside a context of `planned_for`, they are the machines given to it. Otherwise the environment variable
     MERGESEARCH_ENGINE_NODES states them; without it, the result is empty.

@@ -132,7 +132,7 @@ class RequestRefused(ServiceError, ValueError):
 
     @property
     def problems(self) -> list[FieldProblem]:
-        """Problems that the server lists, each with the field of the request that has it.
+        """Problems that the server lists in its response, each with the field of the request that is wrong.
 
         If the server lists no problems, the result is one problem with an empty field.
         """

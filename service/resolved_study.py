@@ -33,7 +33,7 @@ class ChainedSource:
 
 @dataclass(frozen=True)
 class ResolvedStudy:
-    """Models, tasks, rungs and objectives to which a study file was resolved when the study was created.
+    """Models, tasks, rungs and objectives that a study file meant when the study was created.
 
     A study that is resumed must resolve to the same models, tasks, rungs and objectives. This record is stored as JSON
     in the field `accepted` of the study's job. A rung is a number of samples at which trials are compared; a bracket is
@@ -75,7 +75,7 @@ class ResolvedStudy:
     recipes: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """Convert the facts to which a study file was resolved to the JSON document that is stored with the study.
+        """Convert the resolved study to the JSON document that is stored with the study.
 
         Keys are the names of the fields, except that `max_staleness` is stored under its earlier name `lag`.
         """
@@ -104,12 +104,12 @@ class ResolvedStudy:
 
     @classmethod
     def of(cls, study: JobRecord) -> Self:
-        """Read to which models, tasks, rungs and objectives a study file was resolved when the study was created."""
+        """Read the models, tasks, rungs and objectives that a study file meant when the study was created."""
         return cls.from_json(study.accepted)
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """Read the facts to which a study file was resolved from the JSON document that `to_json` returned.
+        """Read a resolved study from the JSON document that `to_json` returned.
 
         Documents of early versions have no `commits`, `access`, `algorithm`, `searcher_version` and constraints.
         Studies without `open_brackets` and `batch` keep the earlier rules: trials of two of Hyperband's brackets

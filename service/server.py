@@ -221,7 +221,7 @@ def _announce(text: str) -> None:
 
 
 def _protection(store: Store, host: str, *, has_accounts: bool) -> str:
-    """Text for the operator about who may use a server that listens on `host`.
+    """Text for the operator that says who may use a server listening on `host`.
 
     `store` is the server's database. `has_accounts` says whether the server uses accounts. Raises Conflict if it does,
     the database has no user yet, and other machines can reach `host`.
@@ -268,7 +268,7 @@ def _is_loopback(host: str) -> bool:
 
 @contextmanager
 def alone(data_dir: Path, address: URL, *, is_shared: bool | None = None) -> Iterator[None]:
-    """Context in which this server uses the data directory and the database, alone or with servers that may share them.
+    """Context in which this server uses the data directory and the database, alone or shared with other servers.
 
     `address` is the URL of the database. An SQLite database is never shared. Servers with one PostgreSQL database may
     share it and the data directory, if `is_shared` is True or None. If it is False, nothing is shared.

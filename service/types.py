@@ -101,7 +101,7 @@ class Origin(StrEnum):
 
     @property
     def is_given(self) -> bool:
-        """Whether a trial's recipe was given and not searched for, as those of baselines and of the user are."""
+        """Whether a trial's recipe was not found by the search: it is a baseline, or a user requested it."""
         return not self.is_searched
 
 
@@ -193,7 +193,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)  # a study has tens of thousands
 class RungRecord:
-    """A trial's values at one rung that it has finished; a rung is a number of samples at which trials are compared.
+    """Values of a trial at one finished rung; a rung is a number of samples at which trials are compared.
 
     `rung` is the rung's index from 0. `num_samples` has the number of the rung's samples, `values` their mean, and
     `standard_errors` the standard error of the mean, each by objective. The standard error is None for a single sample.
@@ -674,9 +674,9 @@ class JobRecord:
 
     @property
     def yields(self) -> bool:
-        """Whether the job's present driver (the process that works on it) was asked to end, to give up the job's place.
+        """Whether the present driver (the process that works on the job) was asked to end so that the job waits again.
 
-        A place is the right to run. The job then waits for one again.
+        The job then waits for a place, the right to run.
         """
         return self.yields_after is not None and self.yields_after == self.attempt
 
@@ -725,7 +725,7 @@ _NOTICES = {
 
 
 class SubscriptionKind(StrEnum):
-    """Way in which a user is notified of changes of jobs."""
+    """How a user is notified of changes of jobs."""
 
     WEBHOOK = "webhook"
     MAIL = "mail"
@@ -851,7 +851,7 @@ class ExportRecord:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Values of one trial on the holdout data, and how they differ from those of a reference trial.
+    """Values of one trial on the holdout data, and their differences from the values of a reference trial.
 
     The reference is the best trial on search data among the finalists (the trials of the Pareto front that are scored
     on holdout data).

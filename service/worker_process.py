@@ -69,7 +69,7 @@ NO_LIMITS = CallLimits()
 
 
 class WorkerProcess:
-    """Separate process in which functions are called; it starts at the first call, and again after it has died."""
+    """Separate process for function calls; it starts at the first call, and again after it has died."""
 
     def __init__(self, name: str, *, warm_up: Callable[[], None] | None = None) -> None:
         """Prepare a separate process that will run functions; the process is not started yet.

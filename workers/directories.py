@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def turn(place: Path, *, limit_s: float | None = None) -> Iterator[None]:
-    """Context manager that locks `place`, a file or directory, so that other processes of this machine wait.
+    """Context manager that locks `place`, a file or directory, against other processes of this machine.
 
     If another process has the lock, this process waits for it, and the log says so once. The lock is also freed when
     the process that has it ends. With `limit_s`, TimeoutError is raised after this number of seconds; the message names
@@ -67,7 +67,7 @@ def _is_locked(file: IO[str]) -> bool:
 
 @contextmanager
 def appearing(out: Path, key: str) -> Iterator[Path]:
-    """Context manager that yields a new directory, which is renamed to `out` when it is complete and on disk.
+    """Context manager that yields a new directory and, once it is complete and on disk, renames it to `out`.
 
     Until then the directory has a hidden name beside `out`. `key` identifies the content that is written. If this
     process is killed or interrupted, the hidden directory stays, and the next writer with the same `key` continues in
@@ -131,7 +131,7 @@ def _remove_abandoned(out: Path, *, but: Path) -> None:
 
 @contextmanager
 def replacing(file: Path) -> Iterator[Path]:
-    """Context manager that yields a new file, which replaces `file` when it is complete and on disk.
+    """Context manager that yields a new file and, once it is complete and on disk, replaces `file` by it.
 
     The directory of `file` is created if it does not exist. If writing fails, the new file is removed and `file` is not
     changed.

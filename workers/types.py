@@ -131,7 +131,7 @@ class Family:
 
 @dataclass(frozen=True)
 class TaskSpec:
-    """Specification of an evaluation task, from which a replica builds the task.
+    """Specification from which a replica builds an evaluation task.
 
     - `task`: an lm-eval name, the absolute path of a YAML file, or an inline JSONL task: {"file": absolute path,
       "prompt": jinja, "answer": jinja, "until": [...], "max_tokens": n}

@@ -63,7 +63,7 @@ class PairShare:
 
 @dataclass(frozen=True)
 class NumSources:
-    """The rule for a coefficient that counts sources, such as how many sources must agree; it is not searched.
+    """Rule for a coefficient that is a number of sources, such as how many must agree; it is not searched.
 
     The coefficient is `value`, or the merge's number of sources if that is smaller.
     """
@@ -97,7 +97,7 @@ class Coefficient:
     decimals: int = COEFFICIENT_DECIMALS
 
     def searched_in(self, low: float, high: float) -> Self:
-        """A copy of the coefficient for which a search tries values in [low, high], with one number for all experts."""
+        """A copy of the coefficient that is searched in [low, high], with one number for all experts."""
         return replace(self, searched=Range(low, high))
 
     @property
@@ -176,11 +176,11 @@ class MergeMethod:
 
     @property
     def gradients_by(self) -> tuple[Coefficient, ...]:
-        """The coefficients of this method by which the merged tensor can be differentiated; empty if there are none."""
+        """Coefficients of this method by which the merged tensor is differentiable; empty if there are none."""
         return tuple(coefficient for coefficient in self.coefficients if coefficient.has_gradient)
 
     def range_of(self, name: str) -> Range:
-        """The range in which a search varies the coefficient `name`.
+        """The search range of the coefficient `name`.
 
         The method must declare the coefficient as searched in a range.
         """

@@ -94,7 +94,7 @@ class Counterpart:
 
     @property
     def written_settings(self) -> Mapping[str, bool]:
-        """Those of `settings` that a mergekit configuration must state, as they differ from mergekit's defaults."""
+        """Settings that a mergekit configuration must state, because they differ from mergekit's defaults."""
         defaults = {parameter.name: parameter.default for parameter in self.parameters}
         return {name: value for name, value in self.settings.items() if value != defaults[name]}
 
@@ -132,7 +132,7 @@ def generalized(
 
 
 def summed(*sparse: str) -> Callable[[Values], Mapping[str, CoefficientValue]]:
-    """Make the function that converts mergekit's parameters to coefficients, for methods that add up task vectors.
+    """Make a function that converts mergekit's parameters to coefficients, for methods that add task vectors.
 
     The coefficient lambda of each source is mergekit's weight of the source times mergekit's lambda. If mergekit
     normalizes, the weight is divided by the sum of all weights. `sparse` are the names of mergekit's parameters for the
@@ -154,7 +154,7 @@ def summed(*sparse: str) -> Callable[[Values], Mapping[str, CoefficientValue]]:
 
 
 def elected(*sparse: str) -> Callable[[Values], Mapping[str, CoefficientValue]]:
-    """Make the function that converts mergekit's parameters to coefficients, for methods that elect a sign (TIES).
+    """Make a function that converts mergekit's parameters to coefficients, for methods that elect signs (TIES).
 
     In each element, these methods add only the task vectors that have the elected sign, the sign of the sum of all task
     vectors. `sparse` are the names of mergekit's parameters for the mask that makes task vectors sparse: `density`
@@ -171,7 +171,7 @@ def elected(*sparse: str) -> Callable[[Values], Mapping[str, CoefficientValue]]:
 
 
 def _kept(values: Values, names: tuple[str, ...]) -> tuple[bool, ...]:
-    """Say for each task vector of a merge whether its sparse mask keeps at least one element.
+    """For each task vector of a merge, whether its sparse mask keeps at least one element.
 
     `values` are the values of mergekit's parameters. `names` are the names of the parameters that describe the mask. A
     mask keeps no element of a task vector whose `density` is 0. If there are no names, there is no mask, and all

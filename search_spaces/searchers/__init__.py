@@ -31,7 +31,7 @@ SEARCHERS = dict(sorted(_DECLARED.items(), key=lambda item: (not item[1].learns,
 def unsupported(
     algorithm: str, parameters: Parameters, *, num_objectives: int, num_constraints: int = 0
 ) -> tuple[Problem, ...]:
-    """Check that the searcher named `algorithm` handles all features that a search needs.
+    """Check that the searcher named `algorithm` can handle the features of a search.
 
     A search needs features such as conditional parameters, several objectives or constraints; which ones follows from
     the other arguments. Returns (), or one problem that names the missing features and the searchers that handle them.

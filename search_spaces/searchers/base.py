@@ -11,7 +11,7 @@ __all__ = ["Feature", "SearcherDeclaration", "needed_features"]
 
 
 class Feature(StrEnum):
-    """A feature of a search that not every searcher can handle, such as several objectives or constraints."""
+    """A feature of a search that only some searchers can handle, such as several objectives or constraints."""
 
     CONDITIONS = "conditional parameters"
     CHOICES = "categorical parameters"

@@ -94,7 +94,7 @@ class LayerGroup:
 
 @dataclass(frozen=True)
 class ParameterPlace:
-    """The part of a merge that one searched parameter changes; None where it is not one single part.
+    """Part of a merge that one searched parameter changes; a field is None if it is not a single part.
 
     - `layers`: the layers, such as a layer group
     - `part`: the component group of these layers, such as attention, or a tensor, or a part outside of layers
@@ -147,7 +147,7 @@ class SearchSpace(Protocol):
         ...
 
     def from_recipe(self, recipe: Recipe) -> dict[str, Any] | None:
-        """A configuration that decodes to a recipe with the digest of `recipe`, or None if the space has none."""
+        """Find a configuration that decodes to the merge of `recipe`; None if the space has none."""
         ...
 
     def describe(self) -> SpaceDescription:
@@ -183,7 +183,7 @@ class AlignedSpace(LayeredSpace, Protocol):
 
     @property
     def pool(self) -> Mapping[str, Recipe]:
-        """The recipes of the models from which paths take layers, by the models' names.
+        """Recipes of the models that provide layers for paths, by the models' names.
 
         A path is the sequence of the layers of a merge. The property `pairs`, which lists pairs of layers, uses the
         same names.
@@ -211,7 +211,7 @@ class AlignedSpace(LayeredSpace, Protocol):
 
 
 class Coefficients(Protocol):
-    """Merge coefficients that gradient descent can optimise, as the values of numeric parameters.
+    """Merge coefficients for gradient descent, as the values of numeric parameters.
 
     Losses are differentiable with respect to the coefficients. Every coefficient is the value of one parameter, and
     several coefficients may have the value of the same parameter. A tensor has one coefficient for each source, or a
@@ -318,7 +318,7 @@ class SpaceSection(Section, ABC):
 
     @property
     def has_directions(self) -> bool:
-        """Whether the space merges all tensors of a model equally, so that a merge has one share for each expert.
+        """Whether the space merges all tensors in the same way, so that each expert has a single share in a merge.
 
         `search_spaces.directions.direction_of` reads the shares from a recipe.
         """
@@ -326,7 +326,7 @@ class SpaceSection(Section, ABC):
 
     @property
     def scaled_by(self) -> str | None:
-        """The name of the option with which the space's recipes have layer scales, or None if they have none.
+        """Name of the study file's option that gives layers scales; None if recipes of this space have no scales.
 
         A layer scale is a factor on the residual stream after a layer (`LayerRecipe.scale`). Not every model type
         supports layer scales.
@@ -334,7 +334,7 @@ class SpaceSection(Section, ABC):
         return None
 
     def place_of(self, parameter: str, *, experts: Sequence[str], num_layers: int) -> ParameterPlace:
-        """The part of the merge that a parameter changes, from the name that the space has given to it.
+        """Find the part of the merge that the search parameter named `parameter` changes.
 
         `parameter` is the name, `experts` are the aliases of the study's experts, and the base has `num_layers` layers.
         """
@@ -346,14 +346,14 @@ class SpaceSection(Section, ABC):
 
     @abstractmethod
     def build(self, models: SearchedModels) -> SearchSpace:
-        """The search space with these options over the given models.
+        """Build the search space over the given models, with the options of this section.
 
         Raises InvalidStudy if the options do not fit the models.
         """
 
 
 def repeated(option: str, values: Sequence[object]) -> Iterator[Problem]:
-    """A problem for each entry of a list in the section `search_space` that equals an earlier entry.
+    """Yield a problem for each repeated entry of a list in the section `search_space`.
 
     `option` is the name of the list, `values` are its entries.
     """

@@ -115,7 +115,7 @@ class DisPaths:
 
     @property
     def num_orders(self) -> int:
-        """The number of different orders in which one block may use its candidates.
+        """Number of different orders in which one block may use its candidate layers.
 
         A block is a group of adjacent layers, and a candidate is a layer that may be used there. An order contains each
         candidate as often as the block may use it. If the field `permutes` is False, there is 1 order, because
@@ -231,7 +231,7 @@ class DisPaths:
         return found
 
     def repair(self, configuration: Configuration) -> dict[str, Any]:
-        """Bring a proposed configuration into the form in which a study stores it.
+        """Convert a proposed configuration to the form that studies store.
 
         Several configurations may describe the same merge; only one of these is stored, and is the result. If
         `configuration` describes a merge with too many layers, the result describes a shortened one (`blocks`). The
@@ -310,7 +310,7 @@ class DisPaths:
         return keys
 
     def _tidy(self, blocks: Sequence[Block]) -> tuple[Block, ...]:
-        """Replace values of blocks that have no influence on the merge, so that equal merges have equal blocks.
+        """Reset values of blocks that do not influence the merge, so that equal merges have equal blocks.
 
         A block has the layers that a merge uses in place of a few adjacent layers of the base. A scale that has no
         influence becomes 1: that of a block without layers and, if scales multiply the stream, that of the last block

@@ -331,7 +331,7 @@ class Hm3Space:
 
     @cached_property
     def _names(self) -> dict[str, tuple[str, int | None]]:
-        """The models from which layer paths (sequences of layers that make a new model) take their layers, by name.
+        """Models from which layer paths (sequences of layers that make a new model) take layers, by name.
 
         A model of the study has its alias (name in the study file) as the key, and (alias, None) as the value. Layers
         may also come from models that are merged from the experts, one for each preference vector (weights of the
@@ -346,7 +346,7 @@ class Hm3Space:
 
     @cached_property
     def _digests(self) -> dict[str, str]:
-        """The recipe digest of each model from which layer paths take layers, by the model's name in `pool`.
+        """Recipe digest of each model that provides layers for layer paths, by the model's name in `pool`.
 
         A layer path is the sequence of layers of a new model. Some of the models are merged from the experts, each by
         another preference vector (weights of the objectives). Two models whose recipes are equal have the same digest.
@@ -359,7 +359,7 @@ class Hm3Space:
 
     @cached_property
     def _wholes(self) -> dict[tuple[str, int], Recipe]:
-        """Cache of the recipes of the complete models from which layer paths take single layers; at first empty.
+        """Cache of the complete recipes of the models that provide layers for layer paths; empty at first.
 
         A layer path is the sequence of layers of a new model. A key is (alias, 0) for a model of the study. For a model
         that is merged from the experts it is (MERGED, index of the preference vector that gives the experts' weights),
@@ -383,7 +383,7 @@ class Hm3Space:
         return self._wholes[key]
 
     def _steps(self, number: int) -> dict[LayerRecipe, int]:
-        """The step number of every layer that a path may have, by the layer's recipe.
+        """Step number of every possible layer of a path, by the layer's recipe.
 
         A path is a sequence of step numbers; each number stands for one layer of one model. One of the models may be
         merged from the experts, with weights by a preference vector; `number` is the index of this vector. A layer that

@@ -126,7 +126,7 @@ class LayerPaths:
         return self.max_jump is None or self.layer_of(path[-1]) >= self.num_layers - 1 - self.max_jump
 
     def next_layers(self, path: Sequence[int], *, max_length: int | None = None) -> tuple[int, ...]:
-        """The layer numbers, in any model and in ascending order, that may come next in a path that begins with `path`.
+        """Layer numbers, ascending, that may come next in a path that begins with `path`; they hold for any model.
 
         `path` is a sequence of step numbers; a step is one layer of one model. A layer number is listed only if the
         path can still be completed after it within `max_length` layers in total. By default `max_length` is the largest
@@ -210,7 +210,7 @@ class LayerPaths:
         return tuple(configuration[_scale(at)] for at in range(configuration[LENGTH] - 1))
 
     def scale_of(self, place: float) -> float:
-        """The scale at a position on the logarithmic axis of scales, where -1 is the lowest scale and 1 the highest.
+        """Convert a position on the logarithmic axis of scales, from -1 (lowest) to 1 (highest), to the scale.
 
         Positions `place` below -1 give the lowest scale, and positions above 1 the highest. Scales are rounded in the
         same way as coefficients.
@@ -222,7 +222,7 @@ class LayerPaths:
         return min(max(round(scale, COEFFICIENT_DECIMALS), self.scale_range[0]), self.scale_range[1])
 
     def place_of(self, scale: float) -> float:
-        """The position of a scale on the logarithmic axis of scales, where -1 is the lowest scale and 1 the highest.
+        """Convert a scale to its position on the logarithmic axis of scales, from -1 (lowest) to 1 (highest).
 
         This function is the inverse of `scale_of`.
         """
@@ -250,7 +250,7 @@ class LayerPaths:
         return found
 
     def repair(self, configuration: Configuration) -> dict[str, Any]:
-        """Bring a proposed configuration into the form in which a study stores it.
+        """Convert a proposed configuration to the form that studies store.
 
         Several configurations may describe the same layer path (sequence of layers of a new model), because the method
         `path` replaces a layer that may not follow the previous layer. The result describes the path of
@@ -277,7 +277,7 @@ class LayerPaths:
         return self._configuration_of(layers, preference=preference)
 
     def mutant(self, configuration: Configuration, rng: np.random.Generator, *, most: int = 3) -> dict[str, Any]:
-        """A configuration whose path (sequence of layers) is that of `configuration` with a few random changes.
+        """A configuration whose path (sequence of layers) differs from that of `configuration` by a few random changes.
 
         The number of changes is from one to `most`; smaller numbers are likelier. A change takes a layer from another
         model, repeats a layer, or leaves a layer out. If layers have scales, one scale is also replaced by a random
@@ -333,7 +333,7 @@ class LayerPaths:
         return self.repair(drawn)
 
     def passthrough(self, num_blocks: int, rng: np.random.Generator) -> dict[str, Any] | None:
-        """The configuration of a random layer sequence of `num_blocks` blocks of consecutive layers, each of one model.
+        """The configuration of a random layer sequence made of `num_blocks` blocks; a block has consecutive layers.
 
         People who join layers of several models by hand usually write such sequences (paths). `rng` gives the random
         numbers. Returns None if the drawn blocks together are not a path of the space.

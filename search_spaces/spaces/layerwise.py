@@ -269,7 +269,7 @@ class LayerwiseSpace:
         return self._scales
 
     def _piece(self, name: str, place: TensorLocation, group_of: Mapping[int, str]) -> str:
-        """The name of the part of the model to which the tensor `name` belongs.
+        """Name of the part of the model that has the tensor `name`.
 
         All tensors of a part share their coefficients. The option `granularity` decides whether a part is a tensor, a
         component of a layer, a layer, or a layer group; the embedding and the head are separate parts. `place` is the
@@ -327,7 +327,7 @@ def _problems(models: SearchedModels, num_groups: int) -> Iterator[Problem]:
 
 
 def _merge_of(recipe: Recipe, name: str, place: TensorLocation) -> Merge:
-    """The merge by which a recipe makes the tensor `name`, whose location in the model is `place`."""
+    """The merge by which a recipe makes the tensor `name`; `place` is the tensor's location in the model."""
     if name in recipe.tensors:
         return recipe.tensors[name]
     if place.part == "embedding" or place.part == "head":

@@ -245,7 +245,7 @@ class LfsSpace:
         return f"{group}.use.{expert}"
 
     def _uses(self, group: str, components: str, *methods: str) -> tuple[Condition, ...]:
-        """The conditions under which a component group of a layer group is merged by one of `methods`.
+        """Conditions for merging a component group of a layer group by one of `methods`.
 
         A condition says that a search parameter has one of certain values. `components` is the name of the component
         group, such as attention, and `group` the name of the layer group. Returns () if `methods` contains all methods
@@ -264,7 +264,7 @@ class LfsSpace:
         return ComponentGroup(f"{group}.{components}", self._base, self._experts, uses, bits)
 
     def _role(self, name: str) -> str:
-        """The role of the search parameter `name`, which is the same for all layer groups and component groups.
+        """Role of the search parameter `name`, which is equal for all layer groups and component groups.
 
         A layer group is a number of adjacent layers, a component group a part of each layer, such as attention. The
         parts of a parameter's name are separated by dots. The role is the name without the parts that name the layer
@@ -401,7 +401,7 @@ class LfsSpace:
         return configuration
 
     def _operands_of(self, group: str, method: str, merges: Mapping[str, Merge]) -> tuple[str, ...] | None:
-        """The model or pair of models from which the merge method `method` can make every merge in `merges`.
+        """Find the model or pair of models from which the method `method` can make every merge in `merges`.
 
         `merges` has the merges of the layer group (adjacent layers) `group`, by component group, such as attention. The
         result is the first choice of sources for which the method has parameter values that give each merge, or None if
@@ -444,7 +444,7 @@ def _problems(given: Mapping[str, Any], *, num_layers: int, num_experts: int, pr
 
 
 def _paper_contradictions(given: Mapping[str, Any]) -> Iterator[Problem]:
-    """A problem for each option in `given`, by name, that contradicts the published search space (`preset: paper`)."""
+    """Yield a problem for each option in `given` that contradicts the published search space (`preset: paper`)."""
     for name, published in PAPER.items():
         same = set(given[name]) == set(published) if name == "methods" else given[name] == published
         if not same:

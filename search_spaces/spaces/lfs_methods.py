@@ -54,7 +54,7 @@ class SearchedMethod(Protocol):
     def decode(self, cell: ComponentGroup, operands: tuple[str, ...], configuration: Configuration) -> Merge: ...
 
     def encode(self, cell: ComponentGroup, operands: tuple[str, ...], merge: Merge) -> dict[str, Any] | None:
-        """The parameter values with which the method makes `merge` from `operands`, or None if there are none.
+        """Parameter values that make the method produce `merge` from `operands`; None if there are none.
 
         `cell` is the part of the model that is merged, a component group (such as attention) of a layer group.
         `operands` are the aliases of the models that are merged. `merge` is in canonical form.

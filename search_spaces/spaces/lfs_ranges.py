@@ -23,7 +23,7 @@ SEED = 0
 
 @dataclass(frozen=True)
 class RangedMethod:
-    """A merge method whose coefficients LFS searches in the ranges that the method declares.
+    """A merge method whose coefficients LFS searches in the ranges of the method's declaration.
 
     Coefficients without such a range keep their defaults.
     """
@@ -78,7 +78,7 @@ class RangedMethod:
         return values
 
     def _encode_model(self, cell: ComponentGroup, operands: tuple[str, ...], model: str) -> dict[str, Any] | None:
-        """The parameter values with which a merge returns the model `model` unchanged, or None if there are none.
+        """Parameter values that make a merge return the model `model` unchanged; None if there are none.
 
         `cell` is the part of the model that is merged, a component group (such as attention) of a layer group;
         `operands` are the aliases of the models that are merged in it. There are such values in three cases:

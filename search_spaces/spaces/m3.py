@@ -315,7 +315,7 @@ class M3Space:
 
 @dataclass(frozen=True)
 class _Numbers:
-    """The coefficients of the experts in a recipe, as the recipe states them.
+    """The experts' coefficients as a recipe states them.
 
     `numbers` has one coefficient for each expert. `scale` is the factor on the weighted sum of task vectors, or None if
     the recipe does not state it. With a `scale`, `numbers` are the experts' shares, which sum to 1. Without it, each of
@@ -344,7 +344,7 @@ def dirichlet_shares(quantiles: Sequence[float], alpha: float) -> tuple[float, .
 
 
 def dirichlet_quantiles(shares: Sequence[float], alpha: float) -> tuple[float, ...]:
-    """Convert the experts' shares to the quantiles in [0, 1] from which `dirichlet_shares` computes these shares.
+    """Convert the experts' shares to quantiles in [0, 1]; this is the inverse of `dirichlet_shares`.
 
     There is one quantile fewer than shares, because the shares sum to one. `alpha` is the concentration of the
     symmetric Dirichlet distribution of the shares.

@@ -1,4 +1,4 @@
-"""SFS, scales only: a search space with a factor on the weights and one on the output of each layer of one model.
+"""SFS, scales only: the search space of factors on the weights and on the output of each layer of one model.
 
 Su and Geiping, "Fine, I'll Merge It Myself" (2025), section 5.3. The merge is one model with all of its layers in their
 order. Each layer has a factor on its weights and a factor on its output. The paper gives no further details. Here the

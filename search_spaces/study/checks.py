@@ -50,7 +50,7 @@ HINTS = MessageHints(
 
 @dataclass
 class ValidParts:
-    """The parts of a study file that are valid on their own, between which contradictions are then searched for.
+    """The parts of a study file that are valid on their own, among which contradictions are searched for.
 
     A section that is not valid is None. The keys of `objectives`, `costs`, `holdout` and `benchmarks` are the positions
     of the entries in the file's list; an entry that is not valid is missing. `objective_names` are the names of all
@@ -71,7 +71,7 @@ class ValidParts:
 
 
 def without_consequences(problems: list[Problem]) -> list[Problem]:
-    """Leave out the problems that are only consequences of other problems in the list.
+    """Leave out problems that are only consequences of other problems in the list.
 
     For example, a holdout entry with the key `cost` is a problem, because a cost needs no holdout data. The entry then
     also lacks a task and a metric. These two problems follow from the first one, and are not reported.
@@ -231,7 +231,7 @@ def _warm_start_contradictions(search: Search) -> Iterator[Problem]:
 
 
 def _baseline_contradictions(search: Search, models: Models | None) -> Iterator[Problem]:
-    """Names in `search.baselines` that are given twice, or that are not baselines of a study with these `models`."""
+    """Yield the names in `search.baselines` that are repeated, or are not baselines of a study with these `models`."""
     if isinstance(search.baselines, str):
         return
     experts = () if models is None else tuple(models.experts)
@@ -278,7 +278,7 @@ def _fidelity_contradictions(fidelity: Fidelity, objectives: Mapping[int, Object
 
 
 def _length_contradictions(fidelity: Fidelity, objectives: Mapping[int, ObjectiveSpec]) -> Iterator[Problem]:
-    """Find numbers of rungs that differ between objectives, or that the scheduler does not support.
+    """Find numbers of rungs that differ between objectives, or do not suit the scheduler.
 
     All objectives must have the same number of rungs: one with the scheduler `none`, and two or more with `asha` or
     `racing`. The section `fidelity` has the scheduler and the numbers of samples at the rungs, unless an objective

@@ -222,7 +222,7 @@ def with_benchmarks(study: Study, added: AddedBenchmarks) -> Study:
 
 
 def same_but_limits(stored: Study, given: Study) -> tuple[str, ...]:
-    """The fields in which a new version of a study differs from a stored one, although they must not change.
+    """Fields that differ between a stored study and a new version of it, although they must not change.
 
     `stored` is the stored study, and `given` the new version. If the result is empty, the study may be resumed as
     `given` states it. The fields are dotted paths; the path of a benchmark has its name, as in "benchmarks.mmlu".
@@ -342,7 +342,7 @@ def _run(value: Chained, directory: Path) -> Chained:
 
 
 def resolved_objective(spec: AnyTask, directory: Path) -> AnyTask:
-    """A copy of `spec` in which the paths of its task's files are absolute. URLs stay unchanged.
+    """A copy of `spec` with absolute paths of its task's files. URLs stay unchanged.
 
     `spec` is an objective, a holdout entry or a benchmark. Relative paths are relative to `directory`.
     """

@@ -83,7 +83,7 @@ class Models(Section):
 
     @property
     def named(self) -> dict[str, str]:
-        """The experts that are given as directories or hub ids, by name; experts from other studies are left out.
+        """Experts that are given as directories or hub ids, by name, without experts from other studies.
 
         Once the merges of other studies have been exported (`service.studies.chains`), all experts are directories or
         hub ids.

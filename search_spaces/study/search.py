@@ -307,11 +307,11 @@ class Search(Section):
 
     @property
     def num_proposals(self) -> int:
-        """The number of configurations that the searcher may propose: `max_trials`, or 0 if `recipes` lists merges."""
+        """Number of configurations that the searcher may propose: `max_trials`, or 0 if `recipes` states merges."""
         return 0 if self.recipes else self.max_trials
 
     def num_scored(self, num_samples: int) -> int:
-        """The number of an objective's samples on which trials are scored.
+        """Number of an objective's samples that are scored for a trial.
 
         `num_samples` is the number of all samples. With the option `fit_share` below 1, this share of the samples is
         used for gradients only, and the other samples are scored; with `fit_share` 1, all samples are used for both.

@@ -104,7 +104,7 @@ def problems_of(errors: Sequence[ErrorDetails], schema: Mapping[str, Any], hints
 
 
 def at_most(problems: Iterable[Problem]) -> Iterator[Problem]:
-    """The first MAX_PROBLEMS of `problems` and, if there are more, one problem that says that others are left out.
+    """The first MAX_PROBLEMS of `problems`, followed by one problem about the rest if there are more.
 
     The problems that are left out are not computed.
     """

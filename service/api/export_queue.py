@@ -53,7 +53,7 @@ def export_id(study_id: str, trial: int, dtype: str) -> str:
 
 
 def artifact_name(name: str) -> str:
-    """Name under which the files of the export with the id `name` are stored as an artifact of the study.
+    """Name of the artifact that has the files of the export with the id `name`.
 
     Exports (merged models for download) are artifacts only if the server keeps its files in an object store.
     """
@@ -109,7 +109,7 @@ class Exports:
             await asyncio.gather(self._task, return_exceptions=True)
 
     def folder(self, record: ExportRecord) -> str:
-        """Name of the top folder in the tar archive as which a merged model is downloaded.
+        """Name of the top folder in the tar archive of a downloaded merged model.
 
         It consists of the study's name and the trial's number. `record` describes the export (the stored model).
         """
@@ -176,7 +176,7 @@ class Exports:
         await anyio.to_thread.run_sync(partial(self._delete_job, job_id, noun=noun, note=note))
 
     def delete_job_now(self, job: JobRecord) -> None:
-        """Delete a job that has ended, with its exports, in the calling thread and not in a thread of its own.
+        """Delete a job that has ended, with its exports, as `delete_job` does, but block the calling thread meanwhile.
 
         Raises NotFound if there is no such job, and Conflict if the job has not ended or one of its models is being
         written or downloaded.
@@ -280,7 +280,7 @@ class Exports:
         return directory
 
     def sweep(self, *, collects: bool = True) -> None:
-        """Remove exports (merged models for download) that have expired or exceed the quota, and files of no export.
+        """Remove exports (merged models) that have expired or exceed the quota, and files that belong to no export.
 
         If `collects` is True and exports are kept in an object store, all files of the object store are listed, and
         those that no job uses are deleted too.

@@ -43,9 +43,9 @@ MAX_PLOTS = 64
 class Importances:
     """Computes the importances of the parameters of studies in a separate process, one study at a time.
 
-    The process starts at the first computation. Plots are kept until their studies change, except those without
-    importances because a limit was reached: the next request computes them again. An instance is bound to one asyncio
-    event loop.
+    The process starts at the first computation. The plot of the importances is kept until the study changes. If a
+    computation reached a limit of time or memory, the next request for its plot computes it again. An instance is bound
+    to one asyncio event loop.
     """
 
     def __init__(self, store: Store, records: RunRecords, *, time_s: float = TIME_S) -> None:
@@ -104,7 +104,7 @@ class Importances:
     async def _read(
         self, study: JobRecord, objective: Objective, version: Version
     ) -> tuple[list[TrialResult], Mapping[int, Mapping[str, Any]]]:
-        """Read the trials of which importances are computed, at least of that version, and configurations by number."""
+        """Read the trials of a study at `version` or a later one, and the trials' configurations by trial number."""
         scored = scored_trials(await self._records.trials(study.id, since=version), objective.name)
         numbers = {trial.number for trial in scored}
         configurations = await anyio.to_thread.run_sync(self._store.configurations, study.id, numbers)

@@ -1,13 +1,13 @@
-"""Streams of the state changes and progress of all jobs that their readers may read.
+"""Event streams that follow all jobs which the reader may see: state changes and progress.
 
 The server reads for all streams together whether anything has changed. Each stream then reads its events with the
 present rights of its sender, so that a job that may no longer be read disappears from it.
 
 On PostgreSQL, events of different jobs may become visible in another order than that of their ids, because each
-transaction takes its ids before it ends. A stream therefore reads the events of the last seconds again, and the id of
-a frame is at most the largest one below which no event is missing. A stream of new events begins below those of the
-last seconds and does not send what was visible. Clients that reconnect with it may get events of the
-last seconds twice, but miss none.
+transaction takes its ids before it ends. A stream therefore reads the events of the last seconds again, and the id of a
+frame is at most the largest one below which no event is missing. A stream of new events also begins with the ids of the
+last seconds, but does not send events that were visible at its start. Clients that reconnect with it may get events of
+the last seconds twice, but miss none.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ BATCH = 500
 
 
 class JobFeed:
-    """Tells the streams of all jobs when to read, and has the progress of all jobs.
+    """Source of the streams that follow all jobs: it wakes them when there are events, and knows every job's progress.
 
     `pause_s` returns the number of seconds to wait between two reads. `threads` limits the number of threads in which
     the database is read. The feed is bound to one asyncio event loop, and reads only while somebody watches.
@@ -191,7 +191,7 @@ class JobFeed:
 
 
 class _Cursor:
-    """Position of one stream: all events up to `position` were sent, and of those above it the ids in a set.
+    """Position of one stream in the events of all jobs: it says which events were sent to the client already.
 
     The position follows the events that were read `overlap_s` seconds ago, or are so much older than the latest one
     that was read: events with smaller ids are visible by then.
@@ -205,7 +205,7 @@ class _Cursor:
         self._latest = -math.inf  # time of the latest event that was read, by the clock of the database
 
     def unsent(self, records: Sequence[JobEventRecord]) -> list[JobEventRecord]:
-        """Records that were not sent yet; they count as sent from now on."""
+        """Return those of the events `records` that this stream has not sent yet, and mark them as sent."""
         now = time.monotonic()
         new = [record for record in records if record.event.id not in self._sent]
         if new:
@@ -220,7 +220,7 @@ class _Cursor:
         return new
 
     def id_of(self, record: JobEventRecord) -> int:
-        """Id from which a client can resume after this event without missing one."""
+        """Id after which a client that received the event `record` can resume its stream without missing an event."""
         return min(self.position, record.event.id)
 
 

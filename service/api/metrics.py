@@ -170,7 +170,7 @@ def _of_job(job: JobRecord) -> dict[str, str]:
 
 
 def _each_job(value: Callable[[JobRecord], float | None]) -> Callable[[Scrape], Samples]:
-    """Make the `read` function of a metric that has one sample for each job, with the number that `value` returns.
+    """Make the `read` function of a metric with one sample for each job: the number that `value` returns for the job.
 
     Jobs for which `value` returns None get no sample.
     """
@@ -217,7 +217,7 @@ def _trials(scrape: Scrape) -> Samples:
 
 
 def _waits_s(stored: Stored, kind: str) -> list[float]:
-    """Seconds for which each job of the kind `kind` has waited for a driver (a process that works on it).
+    """For each job of the kind `kind` that waits for a driver (a process that works on it), the seconds of its wait.
 
     Jobs that have a driver, that have ended, or that are paused are left out.
     """
@@ -229,7 +229,7 @@ def _waits_s(stored: Stored, kind: str) -> list[float]:
 
 
 def _of_waits(value: Callable[[list[float]], float]) -> Callable[[Scrape], Samples]:
-    """Make the `read` function of a metric about the times for which jobs have waited for a driver.
+    """Make the `read` function of a metric about how long jobs have waited for a driver.
 
     A driver is a process that works on a job. The metric has one sample for each kind of job: the result of `value` for
     the seconds that each job of this kind has waited.

@@ -260,7 +260,7 @@ def _declared(rule: Rule, check: Callable[..., Any]) -> Any:
 
 
 def sender_with(scope: Scope) -> Any:
-    """Make a FastAPI dependency that returns the sender, and refuses (403) tokens and sessions that lack the `scope`.
+    """Make a FastAPI dependency that returns the sender; it refuses (403) a token or session without the `scope`.
 
     The scope says for which requests a token or session can be used. This dependency does not declare the access rule
     (`Rule`) of its route. Another dependency of the same route must do so.
@@ -291,7 +291,7 @@ def needs(scope: Scope, *, is_for_admins: bool = False) -> Any:
 
 
 def needs_throughout(scope: Scope) -> Any:
-    """Make the FastAPI dependency of a route whose response lasts, and whose path names no job.
+    """Make the FastAPI dependency of a route that sends a long stream, and whose path names no job.
 
     It refuses the senders that `needs` refuses. It returns a function that finds the sender's present rights, and None
     once the token or session is no longer valid.
@@ -318,7 +318,7 @@ def open_to_all() -> Any:
 
 
 def shows_session() -> Any:
-    """Make the FastAPI dependency of the route that says who is logged in; it returns the sender of the request.
+    """Make the FastAPI dependency of the route about the current login; it returns the sender of the request.
 
     Everybody may use this route. The sender is None if the server has accounts, and the request has no valid token or
     session.

@@ -178,7 +178,7 @@ class PreflightProcess:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the first of the processes that run the checks; None while that process is not running."""
+        """Process id of the first validator, a process that runs checks; None while this validator is not running."""
         return self._validators[0].pid
 
     def start(self) -> None:
@@ -234,7 +234,7 @@ class PreflightProcess:
         return await self._of_models(client, search_models, access, under=under, text=text, limit=limit)
 
     async def _of_models(self, client: str, function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
-        """Call `function`, which opens models, where jobs read them: in a validator, or on a node of the cluster.
+        """Call `function`, which opens models, in a validator process or on the cluster's node where jobs read models.
 
         `client` names the sender of the request.
         """
@@ -251,7 +251,7 @@ class PreflightProcess:
             return await self._limited(validator.call, _engine_dtype, document)
 
     def _context_of(self, reader: Account | None) -> RequestContext:
-        """Context (readable files and earlier jobs) in which a job of the account `reader` is checked.
+        """Context (readable files and earlier jobs) for checking a job of the account `reader`.
 
         A user may refer to other jobs only by their ids, because the user's rights on another job are checked by its
         id. Therefore the checked job may not name paths in the data directory, where the files of other jobs are. If
@@ -308,7 +308,7 @@ def default_access(data_dir: Path) -> FileAccess:
 
 
 async def _place(cluster: NodeCalls) -> tuple[Node | None, tuple[EngineMachines, ...]]:
-    """Find the node of the Ray cluster on which jobs are checked, and the machines that can run inference engines.
+    """Find the node of the Ray cluster that checks jobs, and the machines that can run inference engines.
 
     The node is None if jobs are checked on this machine. The call runs in a thread of its own. Raises ConnectionError
     if there is no answer after ANSWER_S seconds.

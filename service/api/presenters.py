@@ -147,7 +147,7 @@ def _estimate(job_id: str, queue: QueueState) -> str | None:
 
 
 def queue_document(jobs: Iterable[JobRecord], *, cluster: Cluster, reader: Account | None) -> QueueDocument:
-    """Build the JSON document that describes the queue to `reader`, who is None if the server has no accounts.
+    """Build the JSON document about the queue for the user `reader`, or for everybody if the server has no accounts.
 
     `jobs` has the unfinished jobs, and `cluster` knows the order of the queue. A job that the reader may not read is an
     entry with a position and nothing else.
@@ -262,7 +262,7 @@ def webhook_document(webhook: SubscriptionRecord) -> WebhookDocument:
 
 
 def delivery_document(delivery: DeliveryRecord) -> DeliveryDocument:
-    """Build the JSON document that describes a delivery, without the text that is sent."""
+    """Build the JSON document that describes a delivery (one message to a webhook), without the message's text."""
     return {
         "id": message_id(delivery),
         "event": event_type(delivery.event),
@@ -278,7 +278,7 @@ def delivery_document(delivery: DeliveryRecord) -> DeliveryDocument:
 
 
 def mail_document(user: str, mail: SubscriptionRecord | None) -> MailDocument:
-    """Build the JSON document about the e-mail address of the user `user`, to which mails about jobs are sent.
+    """Build the JSON document about a user's e-mail address, which receives mails about jobs.
 
     `mail` is the stored address; None if the user has none.
     """
@@ -339,7 +339,7 @@ def export_document(record: ExportRecord, num_bytes: int | None) -> ExportDocume
 def provenance_document(
     trial: int, evidence: Sequence[EvidenceRecord], verification: Verification
 ) -> ProvenanceDocument:
-    """Build the JSON document that says where a trial's stored samples come from.
+    """Build the JSON document about the origin of a trial's stored samples.
 
     `trial` is the trial's number, `evidence` has the reports of the engines that scored samples of its recipe, and
     `verification` is the result of the study's verification.

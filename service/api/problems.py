@@ -94,7 +94,7 @@ class Unavailable(Exception):
 
 
 class Json(JSONResponse):
-    """JSON response in ASCII, in which all other characters are escaped.
+    """JSON response in ASCII; all other characters are escaped.
 
     Such a response can quote invalid Unicode from a request, such as lone surrogates, which UTF-8 cannot encode.
     """
@@ -128,7 +128,7 @@ def problem_response(
 
 
 def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """OpenAPI descriptions of a route's error responses, for the HTTP `statuses` with which the route may respond."""
+    """OpenAPI descriptions of a route's error responses with the HTTP statuses `statuses`."""
     content = {PROBLEM_JSON: {"schema": {"$ref": "#/components/schemas/ProblemDocument"}}}
     described: dict[int | str, dict[str, Any]] = {}
     for status in statuses:

@@ -114,7 +114,7 @@ class RunRecords:
             return entry.trials
 
     async def large_read(self, function: Callable[[], Result]) -> Result:
-        """Result of `function`, which reads much from the store; at most MAX_LARGE_READS run at a time.
+        """Call `function`, which reads much data from the store, and return its result; few such calls run at a time.
 
         The result is not cached.
         """
@@ -147,5 +147,5 @@ class RunRecords:
 
 
 def _has(version: Version | None, since: Version | None) -> bool:
-    """Whether data of the given `version` have the changes up to `since`; False if one of the two is not known."""
+    """Whether data of the given `version` have all changes up to `since`; False if either version is not known."""
     return version is not None and since is not None and version >= since

@@ -36,7 +36,7 @@ class Histogram:
 
     @property
     def cumulative(self) -> tuple[int, ...]:
-        """Number of values at or below each bound; the last number is that of all values."""
+        """Number of values at or below each bound; the last number counts all values."""
         return tuple(accumulate(self._counts))
 
     def copy(self) -> Histogram:
@@ -133,5 +133,5 @@ def _route(scope: Scope) -> str:
 
 
 def is_event_stream(message: Message) -> bool:
-    """Whether `message`, with which a response begins, begins an event stream."""
+    """Whether the ASGI message `message`, which begins a response, begins the response of an event stream."""
     return any(name.lower() == b"content-type" and value.startswith(STREAM) for name, value in message["headers"])

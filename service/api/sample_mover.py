@@ -22,7 +22,7 @@ RETRY_S = 30.0
 
 
 async def move_old_samples(store: Store) -> None:
-    """Convert all samples that earlier versions stored in `store` to the form in which this version stores samples.
+    """Convert all samples in `store` from the form of earlier versions to the form of this version.
 
     The samples of one recipe (merge) are converted at a time, with pauses in which other processes can write to the
     database. The function returns when no old sample is left. If the database does not answer, it tries again.

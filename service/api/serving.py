@@ -1,4 +1,4 @@
-"""The rules for creating served studies, which every route follows that creates one.
+"""Rules for creating served studies; every route that creates a served study follows them.
 
 A served study has the team and sharing of its study. A quota of the team limits how many studies it serves, and a team
 that has used up its GPU-hours serves no further ones.
@@ -24,7 +24,7 @@ def served_jobs(store: Store, study_id: str) -> list[JobRecord]:
 
 
 def usable_served(services: Services, sender: Principal, study: JobRecord) -> JobRecord | None:
-    """Find an unfinished job that serves a study and that the sender may use; None if there is none.
+    """Find an unfinished job that serves a study and can be used by the sender; None if there is none.
 
     A paused job is found only if there is no other, and if the sender may resume it.
     """
@@ -55,7 +55,7 @@ def check_serving(services: Services, sender: Principal, study: JobRecord) -> No
 
 
 def check_resume(services: Services, sender: Principal, job: JobRecord) -> None:
-    """Check that a job may be resumed, if it serves a study and has ended: it counts in `max_served` again.
+    """Check that a served study that has ended may be resumed within its team's quota of served studies.
 
     It is called in the unit of work that resumes the job (`Store.admission`). Raises Conflict if the job's team serves
     as many studies as are allowed.
@@ -65,7 +65,7 @@ def check_resume(services: Services, sender: Principal, job: JobRecord) -> None:
 
 
 def check_move(services: Services, sender: Principal, study: JobRecord, team: str) -> None:
-    """Check that the jobs that serve a study may move with it to another team.
+    """Check that a study may move to another team together with the jobs that serve it.
 
     It is called in the unit of work that moves the study (`Store.admission`). Raises Conflict if the team would serve
     more studies than are allowed.

@@ -61,7 +61,7 @@ class TeamBytes:
         self._check_exports(study.team, max(_expected_bytes(study, dtype), 1), "the model needs")
 
     def check_move(self, job: JobRecord, team: str) -> None:
-        """Raise Refusal (403) if what a job has stored would exceed a quota of the team to which the job moves.
+        """Raise Refusal (403) if the stored data of a job would exceed a quota of the team to which the job moves.
 
         What an unfinished job or export is expected to store counts too.
         """

@@ -54,14 +54,14 @@ class Authenticated:
 
     @property
     def id(self) -> str:
-        """Id of the record of the token or session by which the user was found."""
+        """Id of the stored token or browser session that identified the user."""
         found = self.token or self.session
         assert found is not None
         return found.id
 
     @property
     def scope(self) -> Scope:
-        """Scope of the token or session: the kinds of requests for which it may be used.
+        """Scope of the token or session: the kinds of requests that it permits.
 
         A session that was begun with a token has the token's scope. Any other session may manage accounts only if its
         user administers the server.
@@ -80,7 +80,7 @@ class _Answer:
 
 
 class _Answers:
-    """Cache of the users to whom tokens or sessions belong, as the database has answered.
+    """Cache of the database's answers to the question which user a token or session belongs to.
 
     The key of an answer is the sha256 of the token or of the session's cookie. An answer is used again for half a
     second. `read` asks the database. `limiter` limits the threads in which `read` is called. `clock` returns seconds
@@ -122,7 +122,7 @@ class _Answers:
 
 
 class Authenticator:
-    """Finder of the users to whom the tokens and sessions in requests to one server belong.
+    """Authenticator of one server: it finds the user of the token or session in a request.
 
     If `is_on` is False, the server has no accounts, even if the database has users. `clock` returns seconds from a
     monotonic clock; tests replace it. All coroutines must be called in one event loop.

@@ -1,7 +1,7 @@
 """Logins of browsers, with an identity provider or with an API token, until the session begins.
 
 A login with an identity provider begins with a random state, nonce and verifier, which are in the database for ten
-minutes, and a random value in a cookie of the browser. It ends, once, in the same browser.
+minutes, and a random value in a cookie of the browser. It can end only once, and only in the same browser.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Begun:
 
 @dataclass(frozen=True)
 class Ended:
-    """A browser's login that has succeeded, so that the browser has a session.
+    """Result of a browser's successful login: the secret of the new session, and the page to open next.
 
     `secret` is the value of the session's cookie. `next` is the path of this server to which the browser goes.
     """
@@ -89,7 +89,7 @@ class Logins:
         self.settings = settings
 
     async def begin(self, *, redirect_uri: str, next_path: str) -> Begun:
-        """Begin a login of a browser, and return the address of the provider to which the browser goes.
+        """Begin a login of a browser, and return the address of the provider, to which the browser must go.
 
         `redirect_uri` is the address of this server to which the provider sends the browser back. `next_path` is the
         path of this server to which the browser goes after the login. Raises ProviderUnavailable if the provider does

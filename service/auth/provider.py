@@ -1,7 +1,7 @@
-"""The identity provider (OpenID Connect): where browsers log in, and what it says about a user.
+"""Client of the identity provider (OpenID Connect), which logs browsers in and describes users by claims.
 
-Authlib reads the provider's metadata and keys, exchanges the code of a login, and checks the ID token. This module says
-what must hold, and turns failures into two errors: LoginRefused and ProviderUnavailable.
+Authlib reads the provider's metadata and keys, exchanges the code of a login, and checks the ID token. This module
+states the conditions of a login, and turns failures into two errors: LoginRefused and ProviderUnavailable.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ENDPOINTS = ("authorization_endpoint", "token_endpoint", "jwks_uri")
 
 
 class Provider:
-    """Client of an identity provider (OpenID Connect), with which users log in in a browser.
+    """Client of the identity provider (OpenID Connect) that logs in users in browsers.
 
     `settings` describe the provider. `timeout_s` is the longest time, in seconds, for the requests to the provider that
     one method call sends. All coroutines must be called in one event loop.
@@ -53,7 +53,7 @@ class Provider:
         self._read_at = -math.inf
 
     async def login_url(self, login: LoginRecord, *, state: str) -> str:
-        """The address at the identity provider to which a browser goes to log in.
+        """The address at the identity provider where a browser logs in.
 
         `login` has the secrets of the login, such as its nonce, and `state` is its OAuth state. Raises
         ProviderUnavailable if the provider does not answer.

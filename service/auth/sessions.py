@@ -1,4 +1,4 @@
-"""Sessions of browsers: the value in the cookie, and the one that a page sends with requests that change something."""
+"""Secrets of browser sessions: the value of the session's cookie, and the CSRF token derived from it."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class GroupRole:
 
     @classmethod
     def parse(cls, text: str) -> GroupRole:
-        """Read a rule that gives the members of a group a role in a team from a text of the form GROUP=TEAM:ROLE.
+        """Parse a text of the form GROUP=TEAM:ROLE: the rule that the members of a group have a role in a team.
 
         Raises ValueError if the text has another form.
         """
@@ -47,7 +47,7 @@ class GroupRole:
 
 @dataclass(frozen=True)
 class OidcSettings:
-    """An identity provider (OpenID Connect), and what its users may do on this server.
+    """Settings of an identity provider (OpenID Connect), and the rights of its users on this server.
 
     - `issuer`: the provider's issuer identifier, a URL
     - `client_id`, `client_secret`: id and secret that this server got when it was registered at the provider
@@ -151,7 +151,7 @@ def oidc_settings(
 
 
 def is_protected(url: str) -> bool:
-    """Whether what is sent to `url` cannot be read by others on the network.
+    """Whether data sent to `url` are protected from other users of the network.
 
     The result is True for an HTTPS URL, and for an HTTP URL of this machine.
     """

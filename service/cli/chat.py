@@ -174,7 +174,7 @@ class Chat:
             yield answer
 
     def _text(self, answer: _Answer, prompt: str) -> Iterator[str | None]:
-        """Yield the parts of the text with which one trial answers `prompt`, as the server streams them.
+        """Yield one trial's answer to `prompt` piece by piece, as the server streams it.
 
         Before the first part, None is yielded: `answer`, which names the trial, then has the digest of the trial's
         recipe for the heading. The parts are also added to `answer`. At the end, the prompt and the answer are added to

@@ -1,4 +1,4 @@
-"""`mergesearch finetune`: trains one expert or a fleet, runs the study that merges them, and shows progress."""
+"""`mergesearch finetune`: trains one or several experts, runs the study that merges them, and shows progress."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def _quiet(text: str) -> None:
 
 @contextmanager
 def _progress(places: dict[str, Path], *, as_json: bool) -> Iterator[None]:
-    """Context in which new losses and evaluations of the trainings that run are printed every 5 s.
+    """Context that prints new losses and evaluations of running trainings every 5 s.
 
     `places` has the directory of each training by the alias of the expert, the model that is trained. The output is
     text on standard error or, if `as_json` is True, JSON lines on standard output.

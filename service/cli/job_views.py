@@ -53,7 +53,7 @@ class JobView:
         return jobs_table(jobs, noun=self._kind.noun, title=self._kind.plural.capitalize())
 
     def table(self, job: Any) -> Table:
-        """Terminal table of the fields of one job, such as its name, state and links."""
+        """Terminal table of one job's fields, such as name, state and links."""
         from service.cli.tables import job_table
 
         return job_table(job, noun=self._kind.noun, server=self._client.url)
@@ -176,7 +176,7 @@ VIEWS: Mapping[str, type[JobView]] = {SEARCH.name: StudyView, FINETUNE.name: Fin
 
 
 def view_of(kind: str, client: Client, *, as_json: bool) -> JobView:
-    """Create the object with which commands show jobs of the kind named `kind` on the server of `client`.
+    """Create the object that prints jobs of the kind named `kind` of the server of `client`.
 
     If `as_json` is True, results are printed as JSON.
     """

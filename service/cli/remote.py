@@ -88,7 +88,7 @@ def server_verbs(server: str | None, *, as_json: bool, no_directory: str | None 
 
 
 class ServerVerbs:
-    """Commands of `mergesearch` that use a server; each is a method, which returns the exit code.
+    """Commands of `mergesearch` that use a server, as methods; each method returns the exit code.
 
     Results go to standard output (as JSON if `as_json` is True), progress and messages to standard error. The argument
     `reference` of a method names a job by its id, a prefix of its id, or its name.

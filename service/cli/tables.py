@@ -243,12 +243,12 @@ def finding_line(document: FindingDocument) -> Text:
 
 
 def search_line(document: SearchDocument) -> Text:
-    """Text about a study's search: the searcher that proposed its trials, why it was chosen, and what it cost."""
+    """Text about a study's search: the searcher, the reason why it was chosen, and the cost of the search."""
     return Text("search:        " + f"\n{'':<15}".join(search_sentences(document)))
 
 
 def verification_line(document: VerificationDocument) -> Text:
-    """Line of text that says whether Hugging Face transformers reproduced samples of a study that vLLM had scored.
+    """Line of text that says whether Hugging Face transformers reproduced the scores that vLLM gave to samples.
 
     If no trials were verified in this way, the line has the reason.
     """
@@ -269,7 +269,7 @@ def verification_line(document: VerificationDocument) -> Text:
 
 
 def trials_table(documents: Iterable[TrialDocument], objectives: Sequence[str]) -> Table:
-    """Terminal table of trials, with the value of each objective on the most samples that the trial was scored on.
+    """Terminal table of trials, with each trial's values on the largest number of samples that it was scored on.
 
     `objectives` has the names of the objectives.
     """
@@ -431,7 +431,7 @@ def state_text(state: str) -> Text:
 
 
 def id_digits(ids: Sequence[str]) -> int:
-    """Smallest number of leading digits, but at least 8, by which the given ids can be told apart."""
+    """Smallest number of leading digits, but at least 8, by which all given ids are different."""
     digits = ID_DIGITS
     while len({name[:digits] for name in ids}) < len(ids):
         digits += 1

@@ -47,10 +47,10 @@ def print_json_line(document: Any) -> None:
 
 
 def print_export(directory: Path, chosen: PreferredDocument | None, *, as_json: bool) -> None:
-    """Print the directory of a merged model that was written and, if the user's weights chose its trial, the trial.
+    """Print the directory of a written merged model and, if weights of the objectives selected its trial, that trial.
 
-    The weights are those of the objectives. `chosen` describes the trial that they chose; None if no weights were
-    given. If `as_json` is True, directory and trial are printed as JSON.
+    `chosen` describes the selected trial; None if no weights were given. If `as_json` is True, directory and trial are
+    printed as JSON.
     """
     if as_json:
         print_json({"directory": str(directory)} | ({} if chosen is None else {"preferred": chosen}))

@@ -147,7 +147,7 @@ def counted(
 
 
 class _Chunks(io.RawIOBase):
-    """File object for reading the concatenation of the byte strings `chunks`, from which `tarfile` can read."""
+    """File object that reads the concatenation of the byte strings `chunks`, for `tarfile`."""
 
     def __init__(self, chunks: Iterable[bytes]) -> None:
         self._chunks = iter(chunks)

@@ -321,7 +321,7 @@ def resume(job: Reference, *, reason: str | None = None) -> Flow[JobDocument]:
 
 
 def queue() -> Flow[QueueDocument]:
-    """Return the jobs of the server that run, and those that wait to be started, in the order in which they start.
+    """Return the server's running jobs, and its waiting jobs in the order in which they start.
 
     Jobs that you may not read are entries without a job.
 

@@ -71,7 +71,7 @@ def named(client: type[C]) -> type[C]:
 
 
 def _described(method: T, flow: Callable[..., Any]) -> T:
-    """Give a generated client method the name, signature and docstring of the function from which it was made.
+    """Give a generated client method the name, signature and docstring of its original function.
 
     `method` is the generated method, and is returned. `flow` is the function. `help` and the API pages then show the
     method as they would show the function.

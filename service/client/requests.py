@@ -132,7 +132,7 @@ def _no_server(response: Response, why: str) -> InvalidAnswer:
 
 
 def document_of(call: Call, *, repeats: bool = True) -> Flow[dict[str, Any]]:
-    """Generator that sends a request whose response is a JSON object, and returns the object.
+    """Generator that sends a request and returns the JSON object in the response.
 
     If `repeats` is True, the request is sent again after a lost connection.
 
@@ -149,12 +149,12 @@ def document_of(call: Call, *, repeats: bool = True) -> Flow[dict[str, Any]]:
 
 
 def text_of(call: Call) -> Flow[str]:
-    """Generator that sends a request whose response is text, and returns the text."""
+    """Generator that sends a request and returns the text of the response."""
     return (yield from respond(call)).content.decode("utf-8", errors="replace")
 
 
 def respond(call: Call, *, repeats: bool = True) -> Flow[Response]:
-    """Generator that sends a request, repeatedly if necessary, and returns its response, whose status is 2xx.
+    """Generator that sends a request, again after a lost connection, and returns the response (status 2xx).
 
     The request is sent again if the connection was lost or a proxy could not reach the server. A server that is
     unreachable at the first attempt is reported immediately. A request that would do its work twice is not sent again:

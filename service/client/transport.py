@@ -67,14 +67,14 @@ def request(url: str, call: Call) -> dict[str, Any]:
 
 
 def timeout(timeout_s: float) -> httpx.Timeout:
-    """Timeouts, in the form that httpx needs, of a request whose response may take `timeout_s` seconds."""
+    """Timeouts, in httpx's form, of a request whose response may take `timeout_s` seconds."""
     import httpx
 
     return httpx.Timeout(timeout_s, connect=CONNECT_S)
 
 
 def listening() -> httpx.Timeout:
-    """Timeouts, in the form that httpx needs, of a request for an event stream.
+    """Timeouts, in httpx's form, of a request for an event stream.
 
     Its connection counts as lost after 45 s without data.
     """

@@ -58,7 +58,7 @@ class Table:
 
     @property
     def shown_columns(self) -> list[str]:
-        """The columns that have a cell that is not empty; all of them if there is no row."""
+        """Columns to show: those with at least one cell that is not empty, or all columns if the table has no rows."""
         used = [any(row[index] not in (None, "") for row in self.cells) for index in range(len(self.columns))]
         return [name for name, is_used in zip(self.columns, used, strict=True) if is_used or not self.cells]
 
@@ -113,7 +113,7 @@ class _Document(dict[str, Any], ABC):
 
     @abstractmethod
     def _display(self) -> Display:
-        """Content of the document's display."""
+        """Content that a notebook shows for this document."""
 
 
 class Job(_Document):

@@ -128,7 +128,7 @@ def _is_of_session(process: psutil.Process, session_dir: str) -> bool:
 
 @functools.cache
 def _ray_dir() -> Path:
-    """Directory in which the Python package Ray is installed, by which Ray's programs are recognised."""
+    """Directory of the installed Python package Ray, by which Ray's programs are recognised."""
     specification = importlib.util.find_spec("ray")
     assert specification is not None
     assert specification.origin is not None

@@ -182,7 +182,7 @@ class NodeCalls:
         raise value
 
     def _run(self, digest: str, node: Node, timeout_s: float) -> str:
-        """Run a stored function call on `node` as a Ray Job, and return the sha256 under which its result is stored.
+        """Run a stored function call on `node` as a Ray Job, and return the sha256 of its stored result.
 
         `digest` is the sha256 under which the call is stored. Raises ConnectionError if Ray does not answer, if the Ray
         Job ends without a result, or if it has not ended START_GRACE_S seconds after the call's limit of `timeout_s`

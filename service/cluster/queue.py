@@ -1,4 +1,4 @@
-"""Choice of the jobs that run: which one gets a place, which one gives its place up, and what the others wait for.
+"""Decision which jobs run: which get a place, which give their place up, and what the others wait for.
 
 A place is the right to run: as many jobs as there are places run at the same time.
 
@@ -63,10 +63,9 @@ class Reason(StrEnum):
 
 @dataclass(frozen=True)
 class Entry:
-    """An unfinished job that runs, or that may run as soon as it has a place.
+    """An unfinished job that runs, or that waits for a place (the right to run).
 
-    A place is the right to run: as many jobs as there are places run at the same time. A driver is the process that
-    works on a job.
+    As many jobs as there are places run at the same time. A driver is the process that works on a job.
 
     - `has_place`: whether the job holds a place.
     - `needs_driver`: whether a driver must be started, because none works on the job.
@@ -133,9 +132,10 @@ class Shortage:
 
 @dataclass(frozen=True)
 class Yielding:
-    """Reason why a running job must end its driver, and give up its place if it has one.
+    """Reason why a running job must stop for now: another job takes its place, or its team has used up a quota.
 
-    Either the waiting job with the id `to` gets the place, or the job's team has used up a quota (`shortage`).
+    If another job takes the place (the right to run), `to` is its id. Otherwise `shortage` is the quota that is used
+    up.
     """
 
     to: str | None = None
@@ -156,7 +156,7 @@ class Waiting:
 
 @dataclass(frozen=True)
 class Choice:
-    """Decision of the queue about all jobs: which start, which give up their places, and which wait.
+    """Decision of the queue: the jobs that start, those that give up their places, and those that wait.
 
     - `starts`: ids of the jobs that get a driver (a process that works on the job) now, in this order.
     - `yielding`: why jobs must give up their places, by job id.
@@ -169,7 +169,7 @@ class Choice:
 
 
 def choose(entries: Sequence[Entry], teams: Mapping[str | None, TeamState], *, places: int, now: float) -> Choice:
-    """Decide which jobs start, which running jobs must end for others, and what each waiting job waits for.
+    """Decide which jobs start, which running jobs end in favour of others, and what each waiting job waits for.
 
     A place is the right to run, which each running job holds.
 
@@ -226,7 +226,7 @@ def choose(entries: Sequence[Entry], teams: Mapping[str | None, TeamState], *, p
 
 
 def estimated_starts(choice: Choice, ends: Mapping[str, float | None]) -> dict[str, float]:
-    """Estimate the times at which waiting jobs get a place (the right to run), in seconds since the epoch.
+    """Estimate when waiting jobs will get a place (the right to run), in seconds since the epoch.
 
     `choice` has the waiting jobs in the order of the queue. `ends` has the expected end of each running job, by the
     job's id; None if it is not known. The first job that waits for a place gets the place that becomes free first, and
@@ -239,7 +239,7 @@ def estimated_starts(choice: Choice, ends: Mapping[str, float | None]) -> dict[s
 
 
 class _Books:
-    """Record of the jobs that hold places, by which further jobs are compared with the quotas of their teams.
+    """Resources that the running jobs of each team use, with which a waiting job is checked against its team's quotas.
 
     `held` are the jobs that hold places, and `teams` has the limits and the usage of each team.
     """
@@ -273,7 +273,7 @@ class _Books:
 def _order(
     waiting: Iterable[Entry], running: Iterable[Entry], teams: Mapping[str | None, TeamState], *, now: float
 ) -> list[Entry]:
-    """Sort waiting jobs into the order in which they get places (the right to run), without regard to quotas.
+    """Sort waiting jobs in the order of getting places (the right to run), without regard to quotas.
 
     Jobs of a higher priority come first. Among jobs of equal priority, those of the team that has used the fewest
     GPU-hours for its weight come first, and jobs that an administrator moved are put where they were moved. `running`

@@ -151,7 +151,7 @@ class QueueState:
 
 
 def submission_id(job: JobRecord, number: int) -> str:
-    """Id of the Ray Job in which the driver (the process that works on `job`) with the given number runs.
+    """Id of the Ray Job that runs one of the drivers (processes that work on a job) of `job`.
 
     `number` counts the job's drivers from 1. The id is always the same for a driver, so that Ray refuses to start it
     twice.
@@ -170,7 +170,7 @@ def decide(
     consecutive_waits: int = 0,
     refusal: str | None = None,
 ) -> Decision:
-    """Decide what the server does next about an unfinished job.
+    """Decide the server's next action for an unfinished job.
 
     A driver is the process that works on the job; it runs as a Ray Job. While the Ray Job is pending or running, the
     server waits, or stops the Ray Job if the driver makes no progress. After a driver has ended, the server submits
@@ -320,7 +320,7 @@ class RayCluster:
 
     @property
     def calls(self) -> NodeCalls | None:
-        """The object by which the server calls functions on nodes of the Ray cluster, such as checks of submitted jobs.
+        """Caller of functions, such as checks of submitted jobs, on nodes of the Ray cluster.
 
         It is None if the server runs Ray itself, on its own machine.
         """
@@ -535,7 +535,7 @@ class RayCluster:
         return QueueState(self._places, tuple(ends), choice, estimated_starts(choice, ends))
 
     def _end_of(self, job: JobRecord) -> float | None:
-        """Time at which a running job is expected to end; None if its progress allows no estimate.
+        """Expected end of a running job; None if its progress allows no estimate.
 
         The time is in seconds since the epoch.
         """
@@ -565,7 +565,7 @@ class RayCluster:
                 self._asked_to_stop.add(name)
 
     def _decision(self, job: JobRecord, *, now: float) -> tuple[Decision, bool] | None:
-        """Decide what the server does next about an unfinished job, and find out if the job's last Ray Job is active.
+        """Decide the server's next action for an unfinished job, and find out whether the job's last Ray Job is active.
 
         Returns the decision, and whether the Ray Job is pending or running; or None for a PAUSED job whose Ray Job has
         ended. `now` is in seconds since the epoch.
@@ -617,7 +617,7 @@ class RayCluster:
         )
 
     def _make_room(self, job: JobRecord, yielding: Yielding, jobs: Mapping[str, JobRecord]) -> None:
-        """Store that a running job must end for now, so that its driver is asked to end in the next round.
+        """Store that a running job must end for now; its driver is asked to end in the reconciler's next round.
 
         A driver is the process that works on a job. A place is the right to run, which served studies do not need.
         `yielding` has the reason: another job that must run first, or a quota that is used up. `jobs` has all jobs by
@@ -770,7 +770,7 @@ def _accepts_no_jobs(error: Exception) -> bool:
 
 
 def _is_unknown(error: Exception) -> bool:
-    """Whether an error of Ray's client says that the Ray cluster does not know the Ray Job that it was asked about.
+    """Whether an error of Ray's client means that the Ray cluster does not know the requested Ray Job.
 
     The text of the error is searched, because Ray's client raises the same class for every refusal.
     """

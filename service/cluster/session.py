@@ -89,7 +89,7 @@ def prepare_environment() -> None:
 
 
 def check_reachable(*, timeout_s: float = ANSWER_WAIT_S) -> None:
-    """Check that a Ray cluster answers at the host and port that the environment variable RAY_ADDRESS names.
+    """Check that a Ray cluster answers at the address in the environment variable RAY_ADDRESS.
 
     Raises ConnectionError if no program that could be Ray answers within `timeout_s` seconds. Without this check,
     `ray.init` would try for minutes.

@@ -151,7 +151,7 @@ class Attempt:
 
     @property
     def job(self) -> JobRecord:
-        """Read the job on which this driver (a process) works from the store, with its present state."""
+        """Read the job of this driver (the process that works on it) from the store, in its present state."""
         return self.store.job(self.writer.job_id)
 
     def progressed(self, text: str) -> None:

@@ -18,7 +18,7 @@ class Completer(Protocol):
 
 
 class Place(StrEnum):
-    """Kind of replicas that complete the prompts of a served study: those of searches with its models, or its own."""
+    """Kind of replicas that complete the prompts of a served study: shared with searches, or for the study alone."""
 
     SCORER = "scorer"
     OWN = "own"
@@ -36,7 +36,7 @@ class Completers(Protocol):
         ...
 
     def open(self, place: Place) -> Completer:
-        """Wait until a replica that can complete prompts is ready, and return the object that sends prompts to it.
+        """Wait until a replica of the given kind can complete prompts, and return the client that sends prompts to it.
 
         `place` is the kind of replica: one of searches, or one of the served study alone. If no replica of this kind
         runs, one is started. Raises EngineUnavailable if the replica does not become ready.

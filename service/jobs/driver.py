@@ -37,7 +37,7 @@ MAX_SKEW_S = 5.0
 
 
 def main(resources: Resources | None = None) -> int:
-    """Run the driver, the process that works on a job, for the job that the command line names.
+    """Run the driver (the process that works on a job) of the job that the command line names.
 
     `resources` are the functions with which the driver uses the cluster; by default those of `service.jobs.resources`.
     Returns the exit code.

@@ -1,4 +1,4 @@
-"""Edits of stored jobs: the labels that jobs of every kind have."""
+"""Edits of stored jobs: changes of the labels, such as name and tags, that jobs of every kind have."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class Heartbeat:
 
     @property
     def patience_s(self) -> float:
-        """Seconds without progress after which the driver, the process that works on the job, is replaced.
+        """Longest time in seconds without progress before the driver (the process that works on the job) is replaced.
 
         It is `min_patience_s`, or ten times the longest time that one request to an engine took, whichever is larger.
         """

@@ -83,7 +83,7 @@ class Problems:
 
 
 def read_document(file: Path, *, warn: Callable[[str], None]) -> Any:
-    """Read the document of a file that describes one merge.
+    """Parse a YAML or JSON file that describes one merge, and return its content.
 
     `warn` is called with a line for each key that is given twice. Raises InvalidRecipe if the file cannot be read or
     has several documents.
@@ -95,7 +95,7 @@ def read_document(file: Path, *, warn: Callable[[str], None]) -> Any:
 
 
 def read_documents(file: Path, *, warn: Callable[[str], None]) -> list[Any]:
-    """Read the documents of a file that describes one or several merges, one document for each merge.
+    """Parse a YAML or JSON file that describes one or several merges, and return the content of each description.
 
     `warn` is called with a line for each key that is given twice. Raises InvalidRecipe if the file cannot be read or
     describes no merge.
@@ -143,7 +143,7 @@ def _last(pairs: list[tuple[str, Any]], warn: Callable[[str], None]) -> dict[str
 
 
 def _from_yaml(text: str, warn: Callable[[str], None]) -> list[Any]:
-    """Read the documents of a YAML text with PyYAML's SafeLoader, as mergekit does.
+    """Parse a YAML text with PyYAML's SafeLoader, as mergekit does, and return the content of each of its documents.
 
     If a key is repeated, the last value counts, and `warn` is called.
     """

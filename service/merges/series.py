@@ -94,7 +94,7 @@ def merge_all(
     note: Callable[[str], None] = logger.info,
     **details: Any,
 ) -> Path:
-    """Write all merges that a file describes, sources before the merges that use them; return `out`.
+    """Write all merges that a file describes, each after the merges that it uses; return `out`.
 
     `out` is the directory of the final merge. Named merges are written next to it; those that exist already are not
     changed. `directories` has directories of models by name. `dtype` is the dtype of the final merge alone. `strict`
@@ -115,7 +115,7 @@ def merge_all(
 
 
 def _series(file: Path, note: Callable[[str], None], *, strict: bool) -> list[_Document]:
-    """Read the documents of a merge file, sorted so that a merge comes after all merges that are its sources.
+    """Read the documents of a merge file, and sort them so that each merge comes after its source merges.
 
     `note` is called with each warning. If `strict` is True, warnings are problems instead. Raises InvalidRecipe with
     every problem.
@@ -191,7 +191,7 @@ def _in_order(file: Path, documents: Sequence[_Document]) -> list[_Document]:
 
 
 def _named_in(document: _Document, directories: Mapping[str, Path]) -> dict[str, Path]:
-    """Select the models that one merge of a file uses from `directories`, which has model directories by name.
+    """Select from `directories`, which has model directories by name, the models that one merge of a file uses.
 
     `document` is the part of the file that describes the merge. If it is the only one in the file, its content is not
     read yet. All `directories` are then returned; names that the merge does not use are reported later.

@@ -27,7 +27,7 @@ __all__ = [
 
 
 def place_of(name: str, directories: Mapping[str, Path], file: Path, warn: Callable[[str], None]) -> str | Path:
-    """Directory, hub id or URL of the model or adapter that a mergekit configuration calls `name`.
+    """Find the model or adapter that a mergekit configuration calls `name`; return its directory, hub id or URL.
 
     It is the first of these that exists:
 
@@ -139,7 +139,7 @@ def vocabulary_kept(
 def check_own_tokens(
     configuration: MergekitConfig, aliases: Mapping[str, str], sources: ResolvedFamily, warn: Callable[[str], None]
 ) -> None:
-    """Check the tokens that a mergekit configuration lists without the model from which their embedding is taken.
+    """Check the tokens for which a mergekit configuration states no model as the source of their embedding rows.
 
     Every model in `sources` must have an embedding row for such a token. InvalidRecipe is raised if one has none. If
     all have one, the entry has no effect, and `warn` is called with a message that says so. `aliases` has the alias of

@@ -1,6 +1,6 @@
-"""The JSON documents that are sent to webhooks, of which mails are made too.
+"""JSON documents that are sent to webhooks, and from which mails are made.
 
-A document has only what a user who may read the job can read: it has no secrets, and not the submitted document.
+A document has only data that every reader of the job may read: neither secrets nor the submitted document.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def event_type(event: str) -> str:
 
 
 def message_id(delivery: DeliveryRecord) -> str:
-    """Id of a message to a webhook or mail address, by which receivers recognise it; it is the same at each try."""
+    """Id of a message to a webhook or mail address, equal at each try, by which receivers recognise repetitions."""
     return f"msg_{delivery.id}"
 
 

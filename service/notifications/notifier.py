@@ -1,4 +1,4 @@
-"""Thread of the leader that makes deliveries of notices, and sends them to webhooks and by e-mail.
+"""Thread that makes deliveries from notices, and sends them to webhooks and by e-mail.
 
 Everything that must survive a kill is in the database: notices, deliveries, the number of tries, and the time of the
 next one. Each subscription has at most one try at a time, and all tries run at once, so that a slow receiver delays

@@ -29,7 +29,7 @@ CONNECT_S = 5.0
 
 
 class NotReachable(Exception):
-    """Raised if a webhook may not have its address, or its host has no address; the message says why."""
+    """Raised if requests may not be sent to a webhook's address, or the host has no address; the message says why."""
 
 
 def url_problem(url: str, *, allowed: Collection[str]) -> str | None:

@@ -1,4 +1,4 @@
-"""Pauses between the tries of a delivery: exponential back-off with jitter, over about a day."""
+"""Pauses between tries to send a message: exponential back-off with jitter, over about a day."""
 
 from __future__ import annotations
 

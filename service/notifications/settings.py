@@ -1,4 +1,4 @@
-"""Options of `mergesearch serve` about notifications: hosts of webhooks, the mail server, the longest silent wait."""
+"""Options of `mergesearch serve` about notifications: hosts of webhooks, mail server, reports of long waits."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def new_webhook_secret() -> str:
 
 
 def signed_headers(secret: str, *, message_id: str, timestamp: int, body: bytes) -> dict[str, str]:
-    """Make the HTTP headers by which a webhook's receiver can check the sender of a request: id, time and signature.
+    """Make the HTTP headers that prove the sender of a request to the webhook's receiver: id, time and signature.
 
     The signature is an HMAC of id, time and `body` with the webhook's `secret`. `timestamp` is the time of the try in
     seconds since the epoch; receivers refuse times that are long past. The id `message_id` is the same at each try, so

@@ -1,8 +1,8 @@
 """Results on benchmarks: values of trials, averages of groups, and comparisons with the best baselines.
 
-Comparisons are those of the held-out stage (`finding`), for each benchmark and each average: the merges that are no
-baselines against the best source model and the best published recipe. There are several merges and several values, so
-all intervals against one rival hold jointly (Bonferroni). Nothing here selects a trial.
+As in the held-out stage (`finding`), merges are compared with the best source model and the best published recipe, on
+each benchmark and each average. Baselines are not compared. There are several merges and several values, so all
+intervals against one rival hold jointly (Bonferroni). Nothing here selects a trial.
 """
 
 from __future__ import annotations
@@ -114,9 +114,9 @@ class BenchmarkRow:
 
 @dataclass(frozen=True)
 class BenchmarkTest:
-    """Comparison of all merges with one rival, on one benchmark or on the average of a group of benchmarks.
+    """Comparison of all merges with the best baseline of one kind, on one benchmark or on the average of a group.
 
-    The rival is the best source model or the best published recipe.
+    The best baseline, or rival, is the best source model or the best published recipe.
 
     Attributes:
         name: Name of the benchmark or group.

@@ -112,7 +112,7 @@ class ColumnChoice:
             raise InvalidQuery("fields", f"has {len(self._patterns)} patterns; give at most {MAX_PATTERNS}")
 
     def of(self, columns: Iterable[str]) -> frozenset[str]:
-        """Columns of `columns` that the user has asked for, by name or by pattern."""
+        """Those names of `columns` that the user has chosen, by name or by pattern."""
         every = frozenset(columns)
         return (every & self._names).union(*(matching(every, pattern) for pattern in self._patterns))
 
@@ -312,7 +312,7 @@ def _optuna_trial(
 
 
 def _for_optuna(values: Sequence[Any]) -> list[Any]:
-    """Convert the values of a parameter to those that Optuna stores as they are.
+    """Convert the values of a parameter to types that Optuna stores without a change.
 
     Numbers that a float does not hold, and lists, become text. If a parameter then has values of several types, all of
     them become text.

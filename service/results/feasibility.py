@@ -37,7 +37,7 @@ def sources_of(trials: Iterable[TrialResult]) -> tuple[TrialResult, ...]:
 
 
 def reference_of(constraint: Constraint, objective: Objective, trials: Sequence[TrialResult]) -> TrialResult | None:
-    """Find the trial of the source model to whose value a constraint's bound is relative.
+    """Find the trial of the source model that a constraint's bound refers to.
 
     The bound may be relative to the best expert. This is the expert with the best value of the objective; among experts
     with equal values it is the first.
@@ -134,7 +134,7 @@ def constraint_documents(objectives: Sequence[Objective], trials: Sequence[Trial
 
 
 def total_violation(excess: Mapping[Constraint, float], objectives: Sequence[Objective]) -> float:
-    """Sum of the amounts by which constraints are violated, each divided by the width of its objective's range.
+    """Sum of the violations of all constraints, each divided by the width of its objective's range.
 
     `excess` has the amount of each constraint, which is negative if the constraint holds. The sum is 0 if all
     constraints hold.

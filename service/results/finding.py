@@ -59,7 +59,7 @@ class RivalTest:
 
 
 def criterion(objectives: Sequence[Objective]) -> str:
-    """Name, for users, of the value by which the best trials and the baselines are compared.
+    """Name, for users, of the value that ranks the best trials and the baselines.
 
     It is the name of an objective, or text such as "mean of ..." for a mean of objectives.
     """
@@ -165,7 +165,7 @@ def _ordered(one: float, other: float) -> Bounds:
 
 
 def _factor(objective: Objective, *, is_share: bool) -> float:
-    """Compute the factor by which an objective's values are multiplied so that larger products are better.
+    """Compute the factor that converts an objective's values to numbers of which larger ones are better.
 
     The factor is 1 if the objective is maximised, and -1 if it is minimised. If `is_share` is True, the factor is also
     divided by the width of the objective's range. Products of objectives with different ranges can then be averaged.

@@ -32,7 +32,7 @@ ATTACK_NAMES = {"stress": "StressTest", "deepwordbug": "DeepWordBug", "bert": "B
 
 
 def comparison_text(test: BenchmarkTestDocument) -> str:
-    """State in one sentence which merges are better than the best baseline on a benchmark or an average of benchmarks.
+    """State in one sentence which merges beat the best baseline on a benchmark, or on an average of benchmarks.
 
     `test` is the comparison; its baseline is the best source model or the best published recipe.
     """
@@ -78,7 +78,7 @@ def sample_count(samples: Mapping[str, int]) -> str:
 
 
 def search_sentences(search: SearchDocument) -> list[str]:
-    """Return sentences that say which searcher a study used, how the search started, and how many samples it took.
+    """Sentences about a study's search: its searcher, how it started, and how many samples it took.
 
     The first sentence names the searcher and the reason why it was chosen. If the search started from another study's
     results or policies, a sentence says so. Then come the decisions that the searcher has stored. The last sentence has

@@ -46,7 +46,7 @@ Share = Annotated[float, Field(description="From 0 to 1; the importances of all 
 
 @dataclass(frozen=True)
 class ParameterImportance:
-    """Importance of a parameter, and the part of the merge that it changes; null where that is not one single part."""
+    """Importance of a parameter, and the part of the merge that it changes; null if it changes several parts."""
 
     name: str
     importance: Share
@@ -57,7 +57,7 @@ class ParameterImportance:
 
 @dataclass(frozen=True)
 class ImportanceSum:
-    """Sum of the importances of the parameters that change one part, or the share of one expert."""
+    """Sum of the importances of the parameters with one effect: on one part of the layers, or on one expert's share."""
 
     name: str
     importance: Share
@@ -66,7 +66,7 @@ class ImportanceSum:
 
 @dataclass(frozen=True)
 class LayersImportance:
-    """Sum of the importances of the parameters that change the layers [start, stop), from 0."""
+    """Sum of the importances of the parameters that change a range of layers, from `start` (inclusive) to `stop`."""
 
     name: str
     start: int
@@ -102,7 +102,7 @@ def scored_trials(trials: Iterable[TrialResult], objective: str) -> list[TrialRe
 def importance_columns(
     trials: Sequence[TrialResult], configurations: Mapping[int, Mapping[str, Any]], objective: str
 ) -> Columns:
-    """The columns from which `importances` are computed: values of the objective, and those of each parameter.
+    """Input columns of `importances`: the values of the objective, and those of each parameter.
 
     `trials` are at full budget, and have configurations. If they have more than MAX_NUMBERS values of parameters, only
     some of them are taken, at equal distances.
@@ -185,10 +185,10 @@ def _name(layers: LayerGroup | None) -> str | None:
 
 
 def missing_plot(objective: str, reason: str, *, num_trials: int) -> ImportancePlot:
-    """The plot without importances; `reason` says why there are none."""
+    """Make the importance plot of a study whose importances are missing; `reason` says why."""
     return ImportancePlot("importance", objective, num_trials, 0, reason, None, [], [], [])
 
 
 def importance_json(plot: ImportancePlot) -> bytes:
-    """Encode the plot as JSON."""
+    """Encode an importance plot as JSON text."""
     return TypeAdapter(ImportancePlot).dump_json(plot)

@@ -74,7 +74,7 @@ def run_record(store: Store, study_id: str) -> RunRecord:
 
 
 class RunReader:
-    """Reader of one study's run record, which reads again only what has changed since the last call.
+    """Reader of one study's run record; after the first call it reads only data that have changed.
 
     A trial is read again if a new event names it, and as long as it is not finished. Recipes and configurations are
     most of a trial's data, and a study may have tens of thousands of trials. Therefore they are read only for the best
@@ -196,7 +196,7 @@ class RunReader:
     def _with_recipes(
         self, store: Store, trials: tuple[TrialResult, ...], stage: _HeldOut, *, has_directions: bool
     ) -> tuple[TrialResult, ...]:
-        """Add recipe and configuration, read from `store`, to those of `trials` whose recipes are shown in results.
+        """Add recipe and configuration, read from `store`, to the trials whose recipes are shown in results.
 
         Shown are the recipes of the best trial and of the trials with results on holdout data, as `stage` has them. If
         `has_directions` is True (the search space gives each expert one share for the whole model), a chart shows the
@@ -270,7 +270,7 @@ class _Inputs:
 
 @dataclass(frozen=True)
 class _HeldOut:
-    """Results of a study on holdout data (`results`), and the data from which they were computed (`inputs`).
+    """Results of a study on holdout data (`results`), with the data that they were computed from (`inputs`).
 
     The results are computed again only if the inputs have changed.
     """
@@ -371,7 +371,7 @@ def _results(trial: TrialResult) -> dict[str, Any]:
 
 
 def _data_of(specs: Iterable[ScoredTask]) -> dict[str, str]:
-    """Identifiers of the documents on which objectives or benchmarks are scored, by their names in the study file.
+    """Identifiers of the documents of objectives or benchmarks, by their names in the study file.
 
     `specs` are the objectives or benchmarks in the study file. An identifier contains the task and its split (the part
     of the task's data). If two identifiers are equal, both are scored on the same documents.

@@ -278,7 +278,7 @@ def chosen_trials(
 
 
 def compared_with(finalists: Iterable[Trial], trials: Iterable[Trial]) -> tuple[Trial, ...]:
-    """Select the trials that are compared on holdout data: the finalists, the baselines, and merges that the user gave.
+    """Select the trials to compare on holdout data: the finalists, the baselines, and merges given by the user.
 
     `finalists` are the best trials of the Pareto front. Baselines and merges of the user are selected from `trials`, if
     they were scored on all samples of the search. The result is in the order of the trials' numbers.

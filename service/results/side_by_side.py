@@ -21,7 +21,7 @@ Values: TypeAlias = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class SideBySide:
-    """Numbers of samples that two trials have right, of those that both have, and the difference of their values.
+    """Comparison of two trials: how many samples each and both have right, and the difference of their values.
 
     A trial has a sample right if its value is the best of the metric's range.
 

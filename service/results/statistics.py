@@ -139,7 +139,7 @@ def mean_of(estimates: Sequence[Estimate], *, correlation: ArrayLike | None = No
     """Estimate the unweighted mean of several estimates.
 
     All estimates have the same weight, however many samples they have. The limits of the interval are Zou and Donner's
-    (the MOVER method): if the intervals of the estimates are asymmetric, that of the mean is too.
+    (the MOVER method): if the intervals of the estimates are asymmetric, the interval of the mean is asymmetric too.
 
     Args:
         estimates: The estimates, in one unit.

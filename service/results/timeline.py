@@ -65,7 +65,7 @@ class ReplicaShares:
 
 @dataclass(frozen=True)
 class TimelineEvent:
-    """Event that explains a time without work.
+    """Event that explains why engines did not work for some time.
 
     The event is the beginning of a driver's work (`attempt`), the beginning of a wait (`waiting`), or an engine that
     failed a check (`engine_fault`).
@@ -78,7 +78,7 @@ class TimelineEvent:
 
 @dataclass(frozen=True)
 class TimelinePlot:
-    """Shares of time in which each replica worked, in bins of equal length.
+    """Shares of time that each replica spent on each kind of work, in bins of equal length.
 
     A replica runs an engine that scores chunks of samples. If the chunks are fewer than 500, `chunks` lists each of
     them. Times are computed from the time at which results were stored and from measured seconds, so that they are
@@ -102,7 +102,7 @@ def timeline(
     num_bins: int,
     events: Sequence[EventRecord] = (),
 ) -> TimelinePlot:
-    """Compute what each engine of a study did over time, from the chunks (samples of one request) that it scored.
+    """Compute the activity of each engine of a study over time, from the chunks (samples of one request) it scored.
 
     The engine computes a merge, swaps it in (writes it into the engine), scores samples, or is idle.
 
@@ -136,12 +136,12 @@ def timeline(
 
 
 def timeline_json(plot: TimelinePlot) -> bytes:
-    """JSON text, as UTF-8, of `plot`: what each engine of a study did at which time."""
+    """JSON text, as UTF-8, of `plot`, the activity of each engine of a study over time."""
     return _ADAPTER.dump_json(plot)
 
 
 def _event(event: EventRecord) -> TimelineEvent:
-    """Describe an event of one of the kinds in EVENTS."""
+    """Describe an event of a study for the timeline; the event has one of the kinds in EVENTS."""
     payload = event.payload
     if event.kind == EventKind.ATTEMPT:
         because = payload.get("because")
@@ -154,7 +154,7 @@ def _event(event: EventRecord) -> TimelineEvent:
 
 
 def _times(chunk: ChunkWork) -> tuple[float, ...]:
-    """Times at which the phases of a chunk began, and at which the last one ended, in seconds since the epoch.
+    """Times at which the phases of a chunk began, and at which its last phase ended, in seconds since the epoch.
 
     A chunk is the samples of one request. The phases are the computation of the merge, the swap (writing the merge into
     the engine) and the scoring of the samples.
@@ -183,7 +183,7 @@ def _shares(times: Seconds, edges: Seconds) -> ReplicaShares:
 
 
 def _before(moments: Seconds, edges: Seconds) -> Seconds:
-    """Compute for each edge the sum of the seconds that have passed since all earlier moments.
+    """For each of the times `edges`, sum the seconds that have passed since each of the earlier times `moments`.
 
     The result for an edge is the sum of `edge - moment` over all `moments` before the edge.
     """

@@ -190,7 +190,7 @@ def _mean(trial: TrialResult, names: Sequence[str]) -> float | None:
 
 
 def _sortable(value: Any) -> tuple[bool, float, str]:
-    """Key by which numbers and texts can be sorted together: numbers are before texts."""
+    """Sort key for a mixture of numbers and texts: numbers are before texts."""
     is_number = isinstance(value, int | float)
     return (not is_number, float(value) if is_number else 0.0, "" if is_number else str(value).lower())
 

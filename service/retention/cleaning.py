@@ -38,7 +38,7 @@ NAMES = re.compile(r"(?<![0-9a-f])[0-9a-f]{32}(?![0-9a-f])")
 
 @dataclass(frozen=True)
 class Removal:
-    """Data of one kind that are to be removed, or were removed, and the job that they belong to.
+    """Data of one kind to remove from a job, or that were removed from it.
 
     - `kind`: the kind of data, such as "responses"
     - `job`, `name`: the id and the name of the job; empty for files of trained models that no job uses any more
@@ -135,7 +135,7 @@ class Cleaner:
         return tuple(removals)
 
     def carry_out(self, removals: Sequence[Removal]) -> tuple[Removal, ...]:
-        """Remove the data that `plan` listed, and return what was removed; failed removals are logged and skipped."""
+        """Remove the data in `removals`, and return the removals that succeeded; failures are logged."""
         done = []
         referred_to = self._referred_to(self._store.jobs())
         for removal in removals:
@@ -167,7 +167,7 @@ class Cleaner:
                 file.unlink(missing_ok=True)
 
     def _files(self, job: JobRecord) -> Iterator[Path]:
-        """Files that a job's drivers (the processes that worked on it) wrote, except alignments.
+        """Files that the drivers of a job (the processes that worked on it) wrote, without alignments.
 
         Alignments are maps between layers of different models; exports of the job's trials still need them.
         """
@@ -194,7 +194,7 @@ class Cleaner:
         return stored + texts.get(job.id, (0, 0))[1] + _sizes(f for f in root.rglob("*") if f.is_file())[1]
 
     def _referred_to(self, jobs: Sequence[JobRecord]) -> set[str]:
-        """Ids of those of `jobs` that must be kept because another job uses their results.
+        """Ids of the jobs among `jobs` that must be kept because other jobs use their results.
 
         A job uses another one if its stored document, or what its checks found out, names the other job's id or the
         digest of an artifact (trained model) of the other job. A fine-tuning is also used if a study was created to
@@ -212,7 +212,7 @@ class Cleaner:
 
 
 def _exceeding(kind: str, kept: Sequence[_Kept], limit: Limit) -> Iterator[Removal]:
-    """Yield what must be removed so that the stored data of one kind do not exceed `limit`, oldest jobs first.
+    """Yield the data of one kind to remove so that the rest does not exceed `limit`, oldest jobs first.
 
     `kind` is the kind of data, such as "responses". `kept` has these data of each job. Protected data, which another
     job needs, are not removed, but count towards the total size.

@@ -161,7 +161,7 @@ class RayJobDocument(TypedDict):
 
 
 class QueuePlaceDocument(TypedDict):
-    """Place of a waiting job in the queue of all jobs of the server."""
+    """Position of a waiting job in the server's queue of jobs."""
 
     position: Annotated[int, Field(ge=1, description="1: the job that is to start first.")]
     length: Annotated[int, Field(ge=1, description="Number of jobs that wait.")]
@@ -270,7 +270,7 @@ class ServedStudyDocument(JobDocument):
 
 
 class ServedTrialDocument(ServedStudyDocument):
-    """Served study, and the name (`model`) by which requests to it choose the trial that was to be served."""
+    """Served study, and the name (`model`) of the served trial in requests."""
 
     model: str
 
@@ -408,7 +408,7 @@ class LandscapeDocument(TypedDict):
 
 
 class TriedDocument(TypedDict):
-    """A merge coefficient that was tried for a merge method, with the mean loss that the merge had with it."""
+    """A merge coefficient that was tried for a merge method, and the mean loss of the merge with it."""
 
     coefficient: float | None
     mean: Loss
@@ -486,7 +486,7 @@ class AnalysisDocument(TypedDict):
 
 
 class ProvenanceDocument(TypedDict):
-    """Origin of a trial's stored samples: the engines that scored them, the weights that these held, the verification.
+    """Origin of a trial's stored samples: the engines that scored them, the weights in the engines, the verification.
 
     The samples are those of the trial's recipe, also if another trial with the same recipe had them scored.
     """
@@ -538,7 +538,7 @@ class SampleDocument(TypedDict):
 
 
 class SampleCountsDocument(TypedDict):
-    """Numbers of samples that both of two trials have scored, by which of the trials are right.
+    """Numbers of samples that two trials have both scored, by whether each trial is right.
 
     A trial is right on a sample if it has the best value of the metric's range. `samples` counts all samples, `a_only`
     those on which only the first trial is right, and `b_only` those on which only the second is.
@@ -619,7 +619,7 @@ class JobProgressDocument(TypedDict):
 
 
 class JobReferenceDocument(TypedDict):
-    """Job that the reader of a stream may read from now on (`added`), or no longer (`removed`), or that was deleted."""
+    """Job that a reader of a stream may read from now on (`added`) or no longer (`removed`), or that was deleted."""
 
     job: str
 
@@ -757,7 +757,7 @@ Quota = Annotated[int | None, Field(description="Null: no limit.")]
 
 
 class TeamLimitsDocument(TypedDict):
-    """Share of a team in the places of running jobs, and its quotas; a quota that is null is no limit."""
+    """Weight of a team, which determines its share of the running jobs, and its quotas; a quota of null is no limit."""
 
     weight: Annotated[float, Field(gt=0, description="Share, relative to the weights of other teams.")]
     max_running: Annotated[Quota, Field(description="Jobs that run at the same time.")]
@@ -779,7 +779,7 @@ class TeamDocument(TypedDict):
 
 
 class TeamUsageDocument(TypedDict):
-    """Usage of a team's jobs, beside the team's limits."""
+    """How much of its quotas a team's jobs use, with the limits of the team."""
 
     team: str
     limits: TeamLimitsDocument
@@ -821,7 +821,7 @@ class QueueEntryDocument(TypedDict):
 
 
 class QueueDocument(TypedDict):
-    """Jobs of the server that run, and that wait for a place."""
+    """The server's running jobs, and its jobs that wait for a place."""
 
     places: Annotated[int, Field(ge=1, description="Number of jobs that may run at the same time.")]
     not_ready: Annotated[str | None, Field(description="Why no job can continue at the moment; null: jobs can.")]
@@ -858,14 +858,14 @@ class TokensDocument(TypedDict):
 
 
 class MeDocument(TypedDict):
-    """User who sent the request, and the API token with which it was sent."""
+    """Sender of the request, and the API token of the request."""
 
     user: Annotated[UserDocument | None, Field(description="Null: the server has no accounts.")]
     token: Annotated[TokenDocument | None, Field(description="Null: the sender has a session, or no account.")]
 
 
 class SessionDocument(TypedDict):
-    """User who sent the request, what the user may do with it, and the browser's session."""
+    """Sender of the request, the sender's rights in this session, and the browser's session."""
 
     has_accounts: Annotated[bool, Field(description="Whether requests need a token or a session.")]
     has_identity_provider: Annotated[bool, Field(description="Whether browsers can log in at /v1/login.")]
@@ -934,7 +934,7 @@ class WebhooksDocument(TypedDict):
 
 
 class DeliveryDocument(TypedDict):
-    """Message to a webhook, for which tries follow until one succeeds or the last one has failed."""
+    """Message to a webhook; if sending it fails, it is sent again, up to a limited number of tries."""
 
     id: Annotated[str, Field(description="Header `webhook-id` of each try.")]
     event: Annotated[str, Field(description='Such as "job.complete", or "test".')]

@@ -291,7 +291,7 @@ class BenchmarkColumnDocument(TypedDict):
 
 
 class AttackDocument(TypedDict):
-    """Result of one trial on a benchmark with a prompt attack, which searches for the prompt template that harms most.
+    """Result of one trial on a benchmark with a prompt attack, which searches for the most harmful prompt template.
 
     The template is the one with which this trial has its lowest value.
     """
@@ -465,7 +465,7 @@ class SteeringDocument(TypedDict):
 
 
 class SelectionDocument(TypedDict):
-    """Texts that describe how a study selects its best trial, and which trials are promoted to the next rung.
+    """Texts about a study's selections: of its best trial, and of the trials that are promoted to the next rung.
 
     A rung is a number of samples at which trials are compared.
     """

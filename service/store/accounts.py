@@ -104,7 +104,7 @@ class AccountStore:
             return _user(connection, name)
 
     def add_user(self, name: str, *, is_admin: bool, actor: Actor) -> UserRecord:
-        """Store a new user and return it. The first user becomes the owner of all jobs, which have no owner yet.
+        """Store a new user and return the user. The first user of a server becomes the owner of all existing jobs.
 
         `is_admin` says whether the user administers the server. `actor` is who adds the user, for the audit log. Raises
         Conflict if the name is taken, or if the first user is not an administrator.
@@ -616,7 +616,7 @@ class AccountStore:
         before: Mapping[str, Any] | None = None,
         after: Mapping[str, Any] | None = None,
     ) -> None:
-        """Add an entry to the audit log.
+        """Add an entry to the audit log: who made a change, what was changed, and how.
 
         `actor` is who made the change. `action` names the change, such as "job.cancel". `target` names the changed
         object, such as "job 5f0c...". `before` and `after` describe the object before and after the change, as JSON;
@@ -761,7 +761,7 @@ def _token(connection: sa.Connection, token_id: str) -> TokenRecord:
 
 
 def _token_session_digest(digest: str) -> str:
-    """Digest under which a session that was begun with a token is stored.
+    """Digest under which a session is stored if it was begun with an API token.
 
     It is not the sha256 of the cookie, `digest`, by which servers from before migration 0025 find sessions: they would
     give the session all rights of its user instead of the scope of the token.

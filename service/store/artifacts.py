@@ -2,7 +2,7 @@
 
 An artifact is a manifest, {"path": {"digest": ..., "bytes": ...}} as JSON. The manifest and the files that it names are
 in a `BlobStore`; the manifest's sha256 is the artifact's digest. Files of equal content, such as the tokenizers of a
-fleet of experts, are stored once. If a process is killed, at worst files stay that no artifact uses.
+fleet of experts, are stored once. If a process is killed, files may remain that no artifact uses.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class ArtifactStore:
         return self._record(job_id, name, digest, self._manifest(name, digest), {})
 
     def kept_names(self, models: Iterable[str]) -> dict[str, str]:
-        """Find those of a new job's source models that earlier jobs trained and stored as artifacts of this store.
+        """Find which source models of a new job were trained by earlier jobs and are stored as artifacts of this store.
 
         `models` are the directories, hub ids and URLs of the source models. Returns the digests of the artifacts that
         were found, by name. A name is "source-" and the beginning of the digest. The new job keeps the artifact under
@@ -158,7 +158,7 @@ class ArtifactStore:
         return found
 
     def url(self, record: ArtifactRecord) -> str | None:
-        """URL of an artifact (a stored directory of files), by which a study on any machine can use it as a model.
+        """URL of an artifact (a stored directory of files), as which a study on any machine can use it.
 
         Returns None if this store keeps its files in a directory.
         """
@@ -236,7 +236,7 @@ class ArtifactStore:
         return self._blobs.collect(self.used, deletes=deletes)
 
     def used(self) -> set[str]:
-        """Digests of all stored files that jobs use, including the manifests, each of which lists an artifact's files.
+        """Digests of all stored files that jobs use, including manifests (lists of an artifact's files).
 
         An artifact is a directory of files that a job made, such as a fine-tuned model.
         """

@@ -96,7 +96,7 @@ class JobWriter:
         patience_s: float | None = None,
         waiting_for: str | None = None,
     ) -> str | None:
-        """Store that the driver, the process that works on the job, is alive, and how far it is.
+        """Store a heartbeat of the driver (the process that works on the job), with the job's progress.
 
         Returns the reason why the job's search was asked to end early; None if it was not.
 
@@ -139,7 +139,7 @@ class JobWriter:
             self._set_state(connection, state, reason)
 
     def set_waiting(self, reason: str) -> None:
-        """Store that the job is STOPPED because something that it needs is missing for now; `reason` says what.
+        """Store that the job is STOPPED until something that it needs is available; `reason` names what is missing.
 
         The server starts another driver (a process that works on the job) later.
         """
@@ -278,7 +278,7 @@ class JobWriter:
     def finish_rung(
         self, trial: int, rung: RungRecord, *, samples_reused: int, state: TrialState | None = None
     ) -> None:
-        """Store that a trial has finished a rung, which is one of the numbers of samples at which trials are compared.
+        """Store that a trial has finished a rung (a number of samples at which trials are compared).
 
         `trial` is the trial's number. `rung` has the values on these samples. `samples_reused` is the number of samples
         of all rungs of the trial that had been scored earlier, at a lower rung or for a trial with an equal recipe

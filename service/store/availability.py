@@ -64,7 +64,7 @@ class Availability:
         self._ended: Outage | None = None
 
     def watch(self, engine: sa.Engine) -> sa.Engine:
-        """Monitor every connection of `engine`, and return a copy of the engine from which this monitor can be found.
+        """Monitor every connection of `engine`; return a copy of the engine that knows this monitor.
 
         The function `availability_of` finds the monitor in the copy's execution options. Connections to SQLite are not
         monitored, because a file always answers.
@@ -89,7 +89,7 @@ class Availability:
             return ended
 
     def put_back(self, outage: Outage) -> None:
-        """Make the next call of `take_ended` return `outage` again, which an earlier call has returned.
+        """Undo a call of `take_ended`: its next call returns `outage` again.
 
         This is needed if the caller of `take_ended` could not store the outage. If a newer outage has ended meanwhile,
         that is returned instead.
@@ -125,10 +125,10 @@ def availability_of(engine: sa.Engine) -> Availability:
 
 
 def waiting(engine: sa.Engine, *, waits: bool = True) -> sa.Engine:
-    """Return a copy of an SQLAlchemy engine with which store calls wait while the database does not answer.
+    """Return a copy of an SQLAlchemy engine whose store calls wait while the database does not answer.
 
-    A call that uses the copy is repeated until the database answers. If `waits` is False, the copy is one with which
-    calls raise the error instead.
+    A call that uses the copy is repeated until the database answers. If `waits` is False, calls that use the copy raise
+    the error instead.
     """
     return engine.execution_options(**{WAITING: waits})
 

@@ -100,7 +100,7 @@ def _check_encoding(place: str, connection: Any, _: Any) -> None:
 
 @dataclass(frozen=True)
 class Reads:
-    """Opens the connections with which a store reads; in a unit of work, reads use the connection of the unit."""
+    """Opener of a store's connections for reading; in a unit of work, all reads use the connection of the unit."""
 
     engine: sa.Engine
 
@@ -110,7 +110,7 @@ class Reads:
 
 
 def reading(engine: sa.Engine) -> Reads:
-    """Return what opens connections to the database of `engine` whose transactions only read.
+    """Make an opener of read-only connections to the database of `engine`.
 
     All queries of such a transaction see the same state of the database, and never wait for a transaction that writes.
     """
@@ -120,7 +120,7 @@ def reading(engine: sa.Engine) -> Reads:
 
 
 class _Units(threading.local):
-    """The connections of the units of work that a thread is in, by the connection pool of their database."""
+    """Connections of the open units of work of one thread, by the connection pool of their database."""
 
     def __init__(self) -> None:
         self.connections: dict[sa.Pool, sa.Connection] = {}
@@ -135,7 +135,7 @@ def _unit_of(engine: sa.Engine) -> sa.Connection | None:
 
 @contextmanager
 def unit_of_work(engine: sa.Engine) -> Iterator[sa.Connection]:
-    """Context in which all store calls of this thread are one transaction, which is committed when the context ends.
+    """Context that makes all store calls of this thread one transaction, which is committed at the end.
 
     If the context raises an error, nothing was stored. A call that raises an error which the context handles has stored
     nothing either. Reads see what the unit has written. A unit within another one is a part of it. The engine must not

@@ -159,7 +159,7 @@ def remembered_place(data_dir: Path) -> str:
 
 
 def _stored(data_dir: Path) -> tuple[str | None, str]:
-    """Read what a server stored about its database in its data directory: its URL, or a text that names it.
+    """Read the record of the server's database in its data directory: the URL, or a text that names the database.
 
     The result is a pair. If the server stored the URL, the pair is the URL and "". If it stored no URL because that may
     have secrets, the pair is None and a text that names the database. If it stored nothing, the pair is the URL of the

@@ -138,7 +138,7 @@ class AttackResult:
 
 @dataclass(frozen=True)
 class Overlap:
-    """How many items of a holdout task or a benchmark are also in the data on which the study searches.
+    """Number of items of a holdout task or a benchmark that are also in the search data.
 
     Attributes:
         section: Section of the study file that has the task: "holdout" or "benchmarks".
@@ -163,7 +163,7 @@ class Overlap:
 
     @property
     def share(self) -> float:
-        """Share, from 0 to 1, of the task's items that are also in the data on which the study searches."""
+        """Share of the task's items, from 0 to 1, that are also in the search data."""
         return self.num_ngrams / self.num_items if self.num_items else 0.0
 
 
@@ -200,7 +200,7 @@ class AlignmentCost:
 
 @dataclass(frozen=True)
 class StartPolicy:
-    """Checkpoint of an earlier study's policy (a network that proposes configurations) from which a study starts.
+    """Checkpoint of a policy (a network that proposes configurations) of an earlier study, from which a study starts.
 
     `digest` is the checkpoint's sha256. `iteration` is the number of the last iteration of trials on which the policy
     was trained.
@@ -212,7 +212,7 @@ class StartPolicy:
 
 @dataclass(frozen=True)
 class PolicyStart:
-    """The trained policies of an earlier study from which the policies of a new study start.
+    """Trained policies of an earlier study, which are the initial policies of a new study.
 
     A policy is a network that proposes configurations. `study` and `name` are the id and name of the earlier study.
     `policies` has an entry for each policy of the new study, in their order.
@@ -225,7 +225,7 @@ class PolicyStart:
 
 @dataclass(frozen=True)
 class WarmStart:
-    """Results of an earlier study with which a study's searcher starts.
+    """Results of an earlier study that the searcher of a new study has from the beginning.
 
     `study` and `name` are the id and name of the earlier study. `rungs` is "all" if results of trials that were scored
     on part of the samples are used too, or "full" if only results on all samples are. `num_trials` and
@@ -314,7 +314,7 @@ def read_canaries(document: Mapping[str, Any] | None) -> Canaries:
 
 
 def read_policy_start(document: Mapping[str, Any] | None) -> PolicyStart | None:
-    """Read from the stored JSON `document` with which trained policies a study starts.
+    """Read, from the stored JSON `document`, the trained policies that are a study's initial policies.
 
     A policy is a network that proposes configurations; the policies are those of an earlier study. Returns None if
     `document` is None, which means that the study starts from no trained policies.
@@ -343,7 +343,7 @@ def read_removed_responses(document: Mapping[str, Any] | None) -> RemovedRespons
 
 
 def read_warm_start(document: Mapping[str, Any] | None) -> WarmStart | None:
-    """Read from the stored JSON `document` with which results of an earlier study a study's searcher starts.
+    """Read, from the stored JSON `document`, the results of an earlier study that a study's searcher starts with.
 
     Returns None if `document` is None, which means that the searcher starts without earlier results.
     """

@@ -55,7 +55,7 @@ _NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
 
 @dataclass(frozen=True)
 class Notice:
-    """A stored change of a job of which users may want to be notified.
+    """A stored change of a job, for notifying users who want it.
 
     `study` is the job's id, and `kind` the kind of change. `state` and `reason` are those of the job after the change;
     if the kind is WAITING, `reason` says what the job waits for. `time` is in seconds since the epoch.
@@ -91,10 +91,10 @@ class NotificationStore:
     ) -> SubscriptionRecord:
         """Store a new webhook, a URL to which changes of jobs are sent, and return it.
 
-        `secret` is the key with which what is sent is signed. `events` has the kinds of changes that are sent. `owner`
-        is the name of the user whose webhook this is; None if the server has no accounts. `covers` says whether changes
-        of the owner's jobs, of the jobs of `team`, or of all jobs are sent; `team` is None unless it is needed. `actor`
-        is who adds the webhook, for the audit log. Raises Conflict if the owner has too many webhooks, and NotFound if
+        `secret` is the key with which messages are signed. `events` has the kinds of changes that are sent. `owner` is
+        the name of the user whose webhook this is; None if the server has no accounts. `covers` says whether changes of
+        the owner's jobs, of the jobs of `team`, or of all jobs are sent; `team` is None unless it is needed. `actor` is
+        who adds the webhook, for the audit log. Raises Conflict if the owner has too many webhooks, and NotFound if
         there is no such team.
         """
         table = schema.subscriptions
@@ -125,7 +125,7 @@ class NotificationStore:
             return _webhook(connection, webhook_id)
 
     def remove_webhook(self, webhook_id: str, *, actor: Actor) -> None:
-        """Remove a webhook, and what was not delivered to it. Raises NotFound if there is none with this id.
+        """Remove a webhook and its unsent deliveries. Raises NotFound if there is no webhook with this id.
 
         `actor` is who removes it, for the audit log.
         """
@@ -267,7 +267,7 @@ class NotificationStore:
             return tuple(found)
 
     def begin(self, delivery: DeliveryRecord, *, pause_s: float) -> SubscriptionRecord | None:
-        """Store that this server begins a try to send a delivery, and return the subscription to which it is sent.
+        """Store that this server begins to send a delivery, and return the subscription of the receiver.
 
         A delivery is a message, and a subscription a webhook or an e-mail address. The next try is due in `pause_s`
         seconds, so that the delivery is sent even if the server is killed during this try. Returns None if another
@@ -499,7 +499,7 @@ def _end(
 
 
 def _keep(connection: sa.Connection, jobs: Collection[str]) -> frozenset[str]:
-    """Keep jobs from being deleted until the transaction ends, and return the ids of those that exist.
+    """Protect jobs from deletion until the transaction ends, and return the ids of those that exist.
 
     A job that another transaction is deleting is left out of the result, and the function does not wait for this
     transaction. Callers then change only rows of the returned jobs. Changes of rows of a job that is being deleted

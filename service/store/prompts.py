@@ -55,7 +55,7 @@ def write_prompts(
 
 
 def stored_prompts(connection: sa.Connection, study: str) -> frozenset[tuple[Split, str]]:
-    """Pairs of split and objective of a study for whose samples the prompts are stored.
+    """Splits and objectives of a study that have stored prompts, as pairs.
 
     `study` is the study's id. A split is the search data, the holdout data or the benchmarks.
     """

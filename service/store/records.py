@@ -37,7 +37,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class BracketRecord:
-    """A stored Hyperband bracket, which is a group of configurations that start at the same rung.
+    """A stored Hyperband bracket: a group of configurations that start at the same rung.
 
     A rung is one of the increasing numbers of samples on which trials are compared. `bracket` is the index of the
     bracket, `first_rung` the index of the rung at which it starts, and `size` its number of configurations.
@@ -181,7 +181,7 @@ class EvaluationRequest:
 
 @dataclass(frozen=True)
 class EngineFaultRecord:
-    """The first check that the engine of a replica failed.
+    """Record of the first failed check of a replica's engine.
 
     `id` grows with time. `replica` is the replica's id. `canaries` is the number of canaries (checks with fixed
     prompts) that the engine had passed before. `reason` describes the failure. `time` is in seconds since the epoch.

@@ -183,7 +183,7 @@ def read_chunks(
 
 
 def with_room(known: Values | None, stop: int) -> Values:
-    """Lengthen an array of samples' values, in which the index is the sample's position, to at least `stop` values.
+    """Lengthen an array of sample values, indexed by sample position, to at least `stop` values.
 
     `known` is the array; None means an empty one. The values that are added are NaN: no value is known there.
     """

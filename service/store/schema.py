@@ -206,7 +206,7 @@ rungs = Table(
 
 
 def _of_samples() -> list[Column[Any]]:
-    """Key columns of the tables of samples, in which a row has adjacent samples of one objective and recipe (merge).
+    """Key columns of tables in which a row has adjacent samples of one objective and one recipe (merge).
 
     The column `start` has the position of the first sample in the order in which samples are scored. Rows name a
     recipe, not a trial, so trials with equal recipes share samples.

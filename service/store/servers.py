@@ -29,7 +29,7 @@ RETRY_S, LISTEN_S = 2.0, 1.0
 
 
 class Leadership:
-    """Election of a leader among the servers that use the same database: the only server that starts drivers.
+    """Election of a leader among the servers that use the same database; only the leader starts drivers.
 
     Drivers are the processes that work on jobs. On PostgreSQL the leader is the server whose database session holds a
     lock. When the session ends, another server can take the lock. A leader whose session has ended detects this at the
@@ -170,7 +170,7 @@ class Notifications:
 
 
 def _single(store: Store) -> sa.Engine | None:
-    """Make an SQLAlchemy engine for one connection that stays open, apart from the connections of the store.
+    """Make an SQLAlchemy engine with a single connection that stays open, separate from the store's connections.
 
     Such a connection holds a lock of PostgreSQL, or receives its notifications. It notices a lost server within some
     seconds. Returns None for SQLite, where no such connection is needed.

@@ -217,7 +217,7 @@ class Store:
         return self._reads.connect()
 
     def waiting(self) -> Self:
-        """Copy of this store whose calls wait until the database answers, where this store would raise an error."""
+        """Copy of this store whose calls wait for an unavailable database instead of raising an error."""
         return self._with(waiting(self._engine))
 
     def _with(self, engine: sa.Engine) -> Self:
@@ -251,7 +251,7 @@ class Store:
             yield frozen
 
     def unit_of_work(self) -> AbstractContextManager[sa.Connection]:
-        """Context in which this thread's calls of stores in this database are one transaction.
+        """Context that makes this thread's calls of stores in this database one transaction.
 
         It is committed when the context ends without an error; otherwise nothing is stored. So a change and its entry
         in the audit log are stored together.
@@ -260,7 +260,7 @@ class Store:
 
     @contextmanager
     def admission(self) -> Iterator[None]:
-        """Context of a unit of work that compares quotas with their use, and then stores what it admits.
+        """Context of a unit of work that compares quotas with what is used, and then stores the jobs or files that fit.
 
         No other admission of any server with this database overlaps with it, so that together they admit no more than
         the quotas allow.
@@ -411,7 +411,7 @@ class Store:
             return jobs, connection.execute(count).scalar_one()
 
     def unfinished_jobs(self, *, heard_since: float = math.inf) -> tuple[JobRecord, ...]:
-        """Read the jobs that have not ended, oldest first, and also those that had a sign of life after `heard_since`.
+        """Read the unfinished jobs, and ended jobs with a sign of life after `heard_since`, oldest first.
 
         Signs of life are the creation of the job, the submission of a driver (a process that works on it) and a
         driver's heartbeats. `heard_since` is in seconds since the epoch; by default, no job that has ended is returned.
@@ -536,7 +536,7 @@ class Store:
             connection.execute(sa.delete(table).where(table.c.id == job_id))
 
     def record_submission(self, job_id: str, number: int) -> None:
-        """Store that a driver (a process that works on the job) is about to be submitted to the Ray cluster.
+        """Store that a driver (a process that works on the job) will be submitted to the Ray cluster now.
 
         `number` is the driver's number among all drivers of the job, from 1.
         """
@@ -555,7 +555,7 @@ class Store:
             )
 
     def team_usage(self) -> dict[str | None, TeamUsage]:
-        """Read the GPU-hours that the jobs of each team have used; the key None has those of jobs without a team."""
+        """Read the GPU-hours that the jobs of each team have used; jobs without a team count under the key None."""
         with self._reads.connect() as connection:
             return read_usage(connection, now=clock_time(connection))
 
@@ -863,7 +863,7 @@ class Store:
         return self.job(study.id)
 
     def trial_numbers(self, study_id: str) -> frozenset[int]:
-        """Numbers of all trials of a study, by which the trials are identified."""
+        """Numbers of all trials of a study."""
         table = schema.trials
         with self._reads.connect() as connection:
             query = sa.select(table.c.number).where(table.c.study == study_id)
@@ -1152,7 +1152,7 @@ class Store:
             return read_prompts(connection, study_id, split, objective, positions)
 
     def stored_prompts(self, study_id: str) -> frozenset[tuple[Split, str]]:
-        """Pairs of split and objective of a study for whose samples the prompts are stored.
+        """Splits and objectives of a study that have stored prompts, as pairs.
 
         A split is the search data, the holdout data or the benchmarks.
         """
@@ -1211,7 +1211,7 @@ class Store:
                     return
 
     def has_void(self, job_id: str) -> bool:
-        """Whether a study has void samples, which must be scored again because their engine later failed a check."""
+        """Whether a study has void samples: samples to score again because their engine later failed a check."""
         held = holdings()
         query = void_holdings(held.c.study, held=held).where(held.c.study == job_id).limit(1)
         with self._reads.connect() as connection:
@@ -1229,7 +1229,7 @@ class Store:
     def evidence(
         self, study_id: str, *, after: int = 0, limit: int | None = None, recipe_digest: str | None = None
     ) -> tuple[EvidenceRecord, ...]:
-        """Read the evidence of which weights the engine held when it scored samples of a study.
+        """Read the evidence of a study's samples: which weights the engine held when it scored them.
 
         There is one record for each chunk (up to 512 samples scored together). Only records with an id above `after`
         are returned, and at most `limit` (None: all). With `recipe_digest`, only records of this recipe (merge) are.
@@ -1283,7 +1283,7 @@ class Store:
     def judgments(
         self, study_id: str, *, benchmark: str | None = None, recipe_digest: str | None = None
     ) -> tuple[JudgmentRecord, ...]:
-        """Read what judges (models that compare answers) said about completions of a study's merges on its benchmarks.
+        """Read the verdicts of judges (models that compare answers) on completions by a study's merges.
 
         If a benchmark's name or a recipe's digest is given, only its judgments are read. They are ordered by benchmark,
         recipe and position, and for one sample by the order of both answers in the judge's prompt.
@@ -1299,7 +1299,7 @@ class Store:
             return tuple(JudgmentRecord(**row) for row in rows.mappings())
 
     def num_charged(self, study_id: str) -> int:
-        """Number of samples as which a study's gradients and similar computations count for the limit `max_samples`.
+        """Number of samples that a study's gradients and similar computations count as in the limit `max_samples`.
 
         Such computations, the steps of a study's searcher, are made between the searcher's proposals.
         """
@@ -1329,7 +1329,7 @@ class Store:
             return read_void_samples(connection, study_id)
 
     def num_unchecked(self, study_id: str, passed: Mapping[str, int]) -> int:
-        """Number of a study's samples that no canary has confirmed yet.
+        """Number of a study's samples that are not confirmed by a canary (a check of their engine) yet.
 
         A canary is a check of an inference engine with fixed prompts. Each sample is stored with the number of canaries
         that its engine had passed before it scored the sample. The sample is confirmed if the engine has passed more
@@ -1444,7 +1444,7 @@ class Store:
             return connection.execute(query.order_by(table.c.id.desc()).limit(1)).scalar() or 0
 
     def result_version(self, study_id: str) -> tuple[int, int]:
-        """Read two numbers that say whether a study's results may have changed: its last attempt and last event id.
+        """Read two numbers that grow when a study's results may have changed: its last attempt and last event id.
 
         Raises NotFound if there is no such study.
         """
@@ -1467,21 +1467,21 @@ class Store:
 
 
 def _chosen_events(job_id: str, after: int, kinds: Collection[str] | None) -> sa.ColumnElement[bool]:
-    """Condition on events: those of a job with ids above `after`, of all kinds (None) or of `kinds`."""
+    """Condition on events: they belong to the job, have ids above `after`, and are of `kinds` (None: of any kind)."""
     table = schema.events
     chosen = (table.c.study == job_id) & (table.c.id > after)
     return chosen if kinds is None else chosen & table.c.kind.in_([str(kind) for kind in kinds])
 
 
 def _has_removed_responses(connection: sa.Connection, job_id: str) -> bool:
-    """Whether the responses of a study were removed to save space, after which the study cannot continue."""
+    """Whether a study's responses were removed to save space; such a study cannot continue."""
     named = schema.documents
     query = sa.select(named.c.study).where((named.c.study == job_id) & (named.c.name == RESPONSES))
     return connection.execute(query).first() is not None
 
 
 def _requests_of(study_id: str) -> sa.Select[Any]:
-    """Query for the requests for evaluations of a study, in the order in which they were sent."""
+    """Query for the requests for evaluations of a study, in the order of sending."""
     table = schema.evaluation_requests.c
     columns = (table.number, table.trial, table.added, table.label, table.recipe, table.configuration)
     return sa.select(*columns).where(table.study == study_id).order_by(table.number)

@@ -63,7 +63,7 @@ class _Request:
 
     @property
     def num_charged(self) -> int:
-        """Number of samples that the requested computation counts against the study's limit `max_samples`.
+        """Number of samples that the requested computation counts as in the study's limit `max_samples`.
 
         It is 0 for most kinds of requests.
         """
@@ -135,7 +135,7 @@ class CompletionsRequest(_Request):
 
 @dataclass(frozen=True, kw_only=True)
 class NoteRequest(_Request):
-    """A searcher's request to store one of its decisions, so that it finds the decision again; nothing is computed.
+    """A searcher's request to store one of its decisions, so that it can read the decision again after a restart.
 
     `label` describes the decision to users. `decision` is the text that the searcher reads later.
     """
@@ -206,7 +206,7 @@ class CompletionsResult:
 
 @dataclass(frozen=True, kw_only=True)
 class NoteResult:
-    """Empty result of a searcher's request to store one of its decisions, for which nothing is computed."""
+    """Empty result of a request to store a decision of the searcher."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,7 +45,7 @@ def add_usage(connection: sa.Connection, team: str | None, gpu_s: float) -> None
 
 
 def read_usage(connection: sa.Connection, *, now: float) -> dict[str | None, TeamUsage]:
-    """Read the GPU-hours of each team; the key None has those of jobs without a team.
+    """Read the GPU-hours of each team; jobs without a team count under the key None.
 
     `now` is the present time in seconds since the epoch. In `TeamUsage.recent`, an hour that was used a half-life ago
     counts half. Usage is stored by day, so all hours of one day count alike. Teams that have used nothing are left out.

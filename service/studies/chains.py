@@ -184,7 +184,7 @@ def _name(recipe: Recipe, dtype: str) -> str:
 
 
 def _dtype_in(place: str) -> str:
-    """Read the dtype of an exported source from `place`, its directory or URL, whose last part contains the dtype.
+    """Read the dtype of an exported source (a merge of another study) from the name of its directory or URL.
 
     An exported source is a merge of another study. Its dtype may differ from the dtype of this machine's engines.
     """
@@ -291,7 +291,7 @@ def _path(recipe: Recipe, where: str) -> tuple[dict[Component, int], ...]:
 
 
 def _with_path(alias: str, path: tuple[dict[Component, int], ...], fingerprints: Mapping[str, str]) -> Recipe:
-    """Recipe of a model that has the layers of the model `alias` in the order of a layer path.
+    """Recipe of a model with the layers of the model `alias`, rearranged in the order of a layer path.
 
     A layer path says from which layer of a source model each layer of a merge comes. `path` has an entry for each layer
     of the new model: for each component (attention, MLP and norms), the number of the layer of `alias` that the
@@ -305,7 +305,7 @@ def _with_path(alias: str, path: tuple[dict[Component, int], ...], fingerprints:
 
 
 def _dtype_of(config: Mapping[str, Any]) -> str:
-    """Dtype in which a checkpoint's weights can be written without loss of precision.
+    """Dtype that holds a checkpoint's weights without loss of precision.
 
     The result is the dtype that the checkpoint's configuration states. The result is float32 if the configuration
     states no dtype, or states a dtype that engines do not support.

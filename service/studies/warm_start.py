@@ -88,7 +88,7 @@ def with_warm_start(
 
 
 def _read(artifacts: ArtifactStore, study_id: str, start: WarmStart) -> tuple[Observation, ...]:
-    """The stored results of an earlier study with which a study's search begins, in the order of the earlier trials.
+    """Read the stored results of an earlier study with which a study starts, in the order of the earlier trials.
 
     They are an artifact, in `artifacts`, of the study `study_id`. `start` has the digest that the stored file must
     have. The earlier trials have negative numbers, so that they come before the study's own. Raises NotFound if no

@@ -99,7 +99,7 @@ class AskAndTell:
     # -- evaluations -----------------------------------------------------------------------------------------------
 
     def ready(self) -> list[tuple[int, int]]:
-        """The evaluations that may run now, each as (trial number, rung), in the order in which they should start.
+        """The evaluations that may run now, each as (trial number, rung), in the order of starting.
 
         A rung is a number of samples at which trials are compared; here it is given as its index from 0.
         """
@@ -165,7 +165,7 @@ class AskAndTell:
             self._trials.finish(ended, TrialState.PRUNED, reason)
 
     def add_requested(self, requests: Iterable[EvaluationRequest]) -> None:
-        """Add a trial for each user's request to evaluate a merge, unless the request has a trial already.
+        """Add a trial for each user's request to evaluate a merge, unless the request already has a trial.
 
         The merge is that of another trial, or one that the user gave as a recipe or a configuration. The trial is
         scored on all search samples. Like a baseline, it belongs to no bracket (ladder of rungs). It takes the next
@@ -178,7 +178,7 @@ class AskAndTell:
                 self._enter(trial)
 
     def _requested(self, request: EvaluationRequest) -> TrialRecord:
-        """Make the trial, with the next trial number, that evaluates the merge that a user's request names."""
+        """Make the trial, with the next free number, that evaluates the merge of a user's request."""
         label, configuration = request.label or "", request.configuration
         recipe: Recipe | StoredRecipe
         if request.trial is not None:
@@ -214,7 +214,7 @@ class AskAndTell:
         return self._limit.admits_refinement(num_samples)
 
     def charge(self, num_samples: int) -> None:
-        """Count `num_samples` samples against the study's limit, for a gradient of the refinement after the search."""
+        """Count `num_samples` samples against the study's limit, for a gradient of the refinement."""
         self._limit.num_charged += num_samples
 
     # -- proposals -------------------------------------------------------------------------------------------------
@@ -272,7 +272,7 @@ class AskAndTell:
             self.finish(number, rung)
 
     def _merge_of(self, configuration: Mapping[str, Any]) -> tuple[Mapping[str, Any], Recipe]:
-        """Return `configuration` in the form in which a study stores it, and the recipe of its merge.
+        """Convert `configuration` to the form that studies store; return it with the recipe of its merge.
 
         If several configurations give the same merge, only one of them is stored. Raises SearchSpaceError if the
         configuration is outside of the search space.

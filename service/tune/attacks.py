@@ -23,7 +23,7 @@ __all__ = ["Attacks", "samples_name"]
 
 
 def samples_name(task: TaskSpec) -> str:
-    """Name under which the samples of a task with a changed prompt template are stored.
+    """Name for storing the samples of a task with a changed prompt template.
 
     The name depends only on the task, so benchmarks with equal tasks share the samples. It begins with "@", so it
     differs from the names of objectives and benchmarks.
@@ -66,7 +66,7 @@ class Attacks:
             )
 
     def is_ended(self, digest: str, index: int) -> bool:
-        """Whether the search for the worst prompt template (the attack) has ended for a recipe on a benchmark.
+        """Whether the attack on a recipe's prompts for a benchmark has ended: the search for the worst template.
 
         `digest` identifies the recipe, and `index` is the position of the benchmark in `Plan.benchmarks`. The result is
         True for a benchmark without an attack.
@@ -75,7 +75,7 @@ class Attacks:
         return benchmark.attack is None or (digest, benchmark.name) in self._ended
 
     def advance(self, digest: str, index: int) -> bool:
-        """Continue a recipe's search for the worst prompt template until it needs the scores of further templates.
+        """Continue the attack on a recipe (search for the worst template) until it needs scores of more templates.
 
         `digest` identifies the recipe, and `index` is the position of the benchmark in `Plan.benchmarks`. Call this
         method when all samples that the attack has requested are stored. Afterwards the sample cache lists the samples

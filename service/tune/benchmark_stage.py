@@ -50,7 +50,7 @@ class BenchmarkStage:
 
     @property
     def left(self) -> tuple[tuple[int, int], ...]:
-        """The evaluations that still need an engine, in the order in which they should start.
+        """The evaluations that still need an engine, in the order of starting.
 
         Each is (trial number, position of the benchmark in `Plan.benchmarks`).
         """

@@ -125,7 +125,7 @@ class Coordinator:
 
     @property
     def table(self) -> RungTable:
-        """The scheduler of the search, which decides which trial is evaluated next, and on how many samples."""
+        """The scheduler of the search, which chooses the next trial to evaluate and the number of samples."""
         return self._ask_and_tell.table
 
     @property
@@ -331,7 +331,7 @@ class Coordinator:
         return True
 
     def on_lost(self, evaluation: Evaluation, reason: str) -> None:
-        """Restart an evaluation whose trial actor died for `reason`, with the samples that are not stored yet.
+        """Restart an evaluation, with its unstored samples, after its trial actor died for `reason`.
 
         If MAX_LOST_ACTORS actors die one after another, and no samples of the trial are stored between their deaths,
         the trial fails.
@@ -348,7 +348,7 @@ class Coordinator:
             self._release(evaluation)
 
     def on_missing_actors(self, text: str, *, running: int, wanted: int) -> None:
-        """Store an event which says that fewer trial actors run than are wanted.
+        """Store an event about missing trial actors: fewer of them run than are wanted.
 
         Trial actors send samples to the engines. `running` and `wanted` are the numbers of actors, and `text` is the
         reason.
@@ -356,7 +356,7 @@ class Coordinator:
         self._writer.add_event(EventKind.ACTORS, {"running": running, "wanted": wanted, "reason": text})
 
     def on_engine_fault(self, fault: EngineFault) -> None:
-        """Record that an engine failed a check of its weights or outputs, which `fault` describes.
+        """Record that an engine failed a check of its weights or outputs; `fault` describes the failure.
 
         The samples that the engine scored since its last passed check must be scored again. Raises StudyFailed if too
         many engines have failed a check.
@@ -387,7 +387,7 @@ class Coordinator:
         return True
 
     def _is_base(self, evaluation: Evaluation) -> bool:
-        """Whether the evaluation scores the base model alone, which is one of the baselines, on search data."""
+        """Whether the evaluation scores the unchanged base model (one of the baselines) on search data."""
         trial = self._trials[evaluation.trial]
         return evaluation.split is Split.SEARCH and (trial.origin, trial.label) == (Origin.SOURCE, "base")
 
@@ -399,7 +399,7 @@ class Coordinator:
         self._in_flight.pop(evaluation.trial, None)
 
     def _finish(self, evaluation: Evaluation) -> None:
-        """Finish an evaluation whose samples are all stored, and tell the stage of the study to which it belongs.
+        """Finish an evaluation after its last sample was stored, and notify the stage of the study that it belongs to.
 
         The stage of an evaluation on holdout data is the held-out stage, and that of a benchmark is the benchmark
         stage. For an evaluation on search data, the trial's result at the rung (a number of samples at which trials are

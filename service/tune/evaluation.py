@@ -39,7 +39,7 @@ class Evaluation:
     is_again: bool = False
 
     def ends_with(self, result: ScoreResult) -> bool:
-        """Whether `result` is that of the evaluation's last chunk (group of samples): nothing is left to score."""
+        """Whether `result` belongs to the evaluation's last chunk (group of samples): nothing is left to score."""
         last = self.chunks[-1][-1]
         return any((s.objective, s.position) == (last.objective, last.stop - 1) for s in result.samples)
 
@@ -73,7 +73,7 @@ class FailureKind(StrEnum):
 
 @dataclass(frozen=True)
 class Crash:
-    """A crash of an engine while it scored the samples `chunk`, those of one request.
+    """A crash of an engine while it scored the samples `chunk` of one request.
 
     `replica` is the id of the engine's Ray Serve replica. `scored_others` says whether the engine had scored another
     recipe before; if it had, the engine itself worked, and the recipe is the likely cause. `kind` says how the engine
@@ -100,7 +100,7 @@ class ChunkFailed:
     fault: EngineFault | None = None
 
     def raise_if_final(self) -> None:
-        """Raise an error if the driver cannot continue the study after this failure.
+        """Raise an error if this failure prevents the driver from continuing the study.
 
         Raises:
             EvidenceMismatch: The hashes that the engine reported do not belong to the requested merge (kind EVIDENCE).

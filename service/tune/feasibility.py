@@ -34,7 +34,7 @@ class Feasibility:
         self._is_known = False
 
     def know(self, number: int, values: Mapping[int, Values]) -> None:
-        """Record the objective values of trial `number` at rungs at which it was not evaluated itself.
+        """Record objective values of trial `number` at rungs where it was not evaluated itself.
 
         A rung is a number of samples at which trials are compared. Baselines are evaluated only at the last rung; their
         values on the fewer samples of a lower rung are recorded here. `values` has the objective values by the index of
@@ -53,7 +53,7 @@ class Feasibility:
         return self._is_known
 
     def values(self, number: int, rung: int) -> tuple[float, ...]:
-        """The amount by which trial `number` violates each constraint at a rung.
+        """By how much trial `number` violates each constraint at a rung.
 
         A rung is a number of samples at which trials are compared. Each amount is a share of its objective's range, and
         at most 0 if the constraint holds. The amounts are in the order of the objectives and their constraints. The
@@ -64,7 +64,7 @@ class Feasibility:
         return tuple(excess / widths[constraint.objective] for constraint, excess in found.items())
 
     def violation(self, number: int, rung: int) -> float:
-        """The total amount by which trial `number` violates constraints at a rung; 0 if all hold.
+        """Total violation of constraints by trial `number` at a rung; 0 if all hold.
 
         A rung is a number of samples at which trials are compared. The trial must have a result at the rung, which is
         given by its index.
@@ -88,7 +88,7 @@ class Feasibility:
 
     @cached_property
     def _references(self) -> dict[Constraint, int]:
-        """The number of the trial to which each relative constraint refers; a trial of a source model.
+        """For each constraint relative to a source model, the number of the trial of this source model.
 
         A constraint is relative if it bounds an objective relative to the value of a named source model, or of the best
         expert (the expert with the best value of the objective). Constraints whose bound is a number are left out. All

@@ -35,7 +35,7 @@ class HoldoutStage:
 
     @property
     def left(self) -> tuple[int, ...]:
-        """The numbers of the trials that still need scores on holdout data, in the order in which they should start."""
+        """Numbers of the trials that still lack scores on holdout data, in the order of starting."""
         return tuple(self._left)
 
     def start(self) -> None:

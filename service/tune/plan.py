@@ -192,7 +192,7 @@ class Plan:
 
 
 def baselines_of(trials: Sequence[TrialRecord], known: Sequence[Baseline], *, has_begun: bool) -> tuple[Baseline, ...]:
-    """The baselines of a study that is new or resumed: those that are stored, and those that are still to be added.
+    """The baselines of a study: those that are stored already, and those that a new search must still add.
 
     The baselines among the stored `trials` come first, in the order of their trial numbers. If the search has not begun
     (`has_begun` is False), the baselines in `known` that are not stored yet follow; `known` has the baselines of a new

@@ -63,7 +63,7 @@ TUNE_SNAPSHOT_LOGGERS = ("ray.tune.execution.experiment_state", "ray.train._inte
 
 
 class _NotPickled:
-    """Base class of objects of which a pickle has no attributes.
+    """Base class of objects that are pickled without their attributes.
 
     Tune pickles the objects that it receives, so that it can restore them after a crash. This project restores them
     from the database instead, so their content need not be pickled.
@@ -74,7 +74,7 @@ class _NotPickled:
 
 
 class _Interrupt:
-    """A context manager that defers Ctrl-C and SIGTERM until the samples that are being scored are stored.
+    """Context manager that defers Ctrl-C and SIGTERM until the samples being scored are stored.
 
     After the first signal, `note` is called with a message for the user. A second signal is raised immediately. `held`
     has the ids of Tune's trials that score no further samples because of a signal, although Tune still lists these
@@ -125,7 +125,7 @@ class _Interrupt:
 
 
 class _Raised:
-    """Holder of the error that the coordinator raised while Tune handled a result, so that it can be raised again.
+    """Holder of an error that the coordinator raised while Tune handled a result; the error is raised again later.
 
     Tune itself raises a TuneError, which has only the text of the traceback.
     """
@@ -266,7 +266,7 @@ class _ChunkScheduler(_NotPickled, FIFOScheduler):
             _IdleActors(controller).install()
 
     def choose_trial_to_run(self, tune_controller: Any) -> Any:
-        """Choose the next Tune trial to run, and begin without the trial actors that take too long to start.
+        """Choose the next Tune trial to run, without waiting for trial actors that take too long to start.
 
         Tune calls this method at every step of its loop.
         """
@@ -286,7 +286,7 @@ class _ChunkScheduler(_NotPickled, FIFOScheduler):
         return str(FIFOScheduler.STOP) if done else self._next(trial)
 
     def _next(self, trial: Any) -> str:
-        """The action for Tune after a result of `trial`: score the next samples, or wait because the run must end."""
+        """Tune's next action after a result of `trial`: score more samples, or wait because the run must end."""
         if not self._interrupt.is_requested:
             return str(FIFOScheduler.CONTINUE)
         self._interrupt.held.add(trial.trial_id)
@@ -318,7 +318,7 @@ class _ChunkScheduler(_NotPickled, FIFOScheduler):
 
 
 class _IdleActors:
-    """The rule by which a Tune `controller` gives idle trial actors to trials; trials without an actor come first.
+    """Rule by which a Tune `controller` assigns idle trial actors to trials; trials without an actor come first.
 
     A trial whose own actor is still starting gets an idle actor only if one has been idle for IDLE_S seconds. After
     this time either no new trial needs the idle actor, or the starting actor has no CPU to start on.
@@ -384,7 +384,7 @@ def _missing_actors(running: int, wanted: int) -> str:
 
 
 class _Observer(_NotPickled, tune.Callback):
-    """A callback for Tune that saves memory: it removes samples from the results that Tune keeps.
+    """Callback for Tune that saves memory by removing samples from the results that Tune keeps.
 
     At every step of Tune's loop it also calls the function `tick`, and lets `interrupt` end the run after Ctrl-C.
     """

@@ -63,9 +63,9 @@ class Gradients(Protocol):
     def begin(self, request: ChargedRequest, coefficients: Coefficients | None = None) -> None:
         """Begin to compute the losses of one merge, or its losses and their gradient, in the background.
 
-        `request` says which of the two, on which samples, and for which merge. It gives the merge by a value for each
-        parameter of `coefficients`, the parameters that determine a merge's coefficients. The gradient is with respect
-        to these parameters. If `coefficients` is None, the parameters of the last call are used again.
+        `request` says which of the two, on which samples, and for which merge. It describes the merge by a value for
+        each parameter of `coefficients`, the parameters that determine a merge's coefficients. The gradient is with
+        respect to these parameters. If `coefficients` is None, the parameters of the last call are used again.
         """
         ...
 
@@ -75,7 +75,7 @@ class Gradients(Protocol):
 
 
 def has_begun(steps: Sequence[Step]) -> bool:
-    """Whether the stored `steps` show that the refinement of the Pareto front has begun, so that the search is over.
+    """Whether the stored `steps` show that the search is over because the refinement of the front has begun.
 
     The steps are the gradients and other computations that the study has stored. Once the refinement has begun, even a
     resumed study does not search further.
@@ -154,7 +154,7 @@ class RefinementStage:
 
     @property
     def is_started(self) -> bool:
-        """Whether the trials whose coefficients are refined have been chosen, so that the search is over."""
+        """Whether the search is over because the trials to refine have been chosen."""
         return self._paths is not None
 
     @property

@@ -42,7 +42,7 @@ class Trials(Mapping[int, TrialRecord]):
         return self._trials[self._first[digest]]
 
     def num_duplicates_in_a_row(self) -> int:
-        """The number of newest trials in a row that the searcher proposed with recipes that earlier trials have.
+        """Number of the newest trials in a row that were proposed with recipes of earlier trials.
 
         The count goes back to the newest trial that has a new recipe or was not proposed. For example, the number is 2
         if the last two trials have recipes of earlier trials, and the trial before them has a new recipe.

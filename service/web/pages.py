@@ -1,4 +1,4 @@
-"""Serves the web page: the files that `make web` has built, and the same page at every address of its own.
+"""Serving of the web page: the files that `make web` has built, and one document for every address of the page.
 
 The page is one document, `index.html`, which shows another view at each address. So every GET that asks for HTML gets
 it, unless the path belongs to the API.
@@ -70,7 +70,7 @@ def install_pages(app: FastAPI, static: Path = STATIC) -> None:
 
 class _Assets(StaticFiles):
     async def check_config(self) -> None:
-        """Accept a directory that does not exist: without a built page, no file is found."""
+        """Accept that the directory does not exist: if the page is not built, no file is found."""
 
     async def get_response(self, path: str, scope: Scope) -> Response:
         response = await super().get_response(path, scope)

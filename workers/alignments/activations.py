@@ -43,7 +43,7 @@ class Activations:
     is_held_out: Tensor
 
     def after(self, layer: int) -> Tensor:
-        """The residual stream [tokens, channels] after the layer with the index `layer`, counted from 0."""
+        """The residual stream [tokens, channels] after the layer with index `layer`, from 0."""
         return self.before[layer + 1]
 
 
@@ -81,7 +81,7 @@ def read_activations(model: Any, prompts: Sequence[Sequence[int]]) -> Activation
 
 
 def _batches(texts: Sequence[int], prompts: Sequence[Sequence[int]]) -> Iterator[list[int]]:
-    """Yield batches of prompts of similar length, each as a list of indices of prompts.
+    """Yield batches of prompts of similar length; a batch is a list of the prompts' indices.
 
     Only the prompts with the indices `texts` are used. A batch has at most MAX_TOKENS tokens with padding to its
     longest prompt. A prompt that is longer than MAX_TOKENS is the only one in its batch.
@@ -97,7 +97,7 @@ def _batches(texts: Sequence[int], prompts: Sequence[Sequence[int]]) -> Iterator
 
 
 class _Recorder:
-    """Context manager that records, in each forward pass, the input of every layer and the output of the last one."""
+    """Context manager that records the input of every layer, and the last layer's output, in each forward pass."""
 
     def __init__(self, layers: Any) -> None:
         self._layers = layers

@@ -46,7 +46,7 @@ class AlignedParts:
         }
 
     def config(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Make the config.json of an export with alignments from `config`, that of the model without alignments.
+        """Make the config.json of an export with alignments from `config`, the configuration without alignments.
 
         The result has other values of `architectures` and `model_type`, and the additional keys `auto_map` and
         `alignments`. These entries make transformers load the model class that applies alignments (maps of the residual

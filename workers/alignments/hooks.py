@@ -15,7 +15,7 @@ __all__ = ["add_alignments"]
 
 
 def add_alignments(model: Any, placed: Mapping[int, PlacedAlignment]) -> None:
-    """Register hooks with which a transformers model applies alignments to the inputs of its layers, in float32.
+    """Register hooks that apply alignments to the inputs of a transformers model's layers, in float32.
 
     Alignments are maps of the residual stream. The keys of `placed` are the indices of the layers before which they are
     applied. The model is changed in place.

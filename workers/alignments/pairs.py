@@ -94,7 +94,7 @@ def find_alignment(inputs: AlignmentInputs, pair: LayerPair) -> tuple[str, Fitte
 
 
 def keep_alignment(inputs: AlignmentInputs, pair: LayerPair, content: bytes) -> str:
-    """Store the alignment of a pair of layers in the cache, and return the digest by which recipes name it.
+    """Store the alignment of a pair of layers in the cache; return its digest, which is its name in recipes.
 
     An alignment is a map of the residual stream between the two layers. `find_alignment` finds the alignment again by
     equal `inputs` and `pair`. `content` is the result of `FittedAlignment.to_bytes`. Raises OSError if the cache cannot

@@ -54,7 +54,7 @@ def alignments_before(recipe: Recipe) -> tuple[str | None, ...]:
 
 
 def _follow(layer: LayerRecipe, after: LayerRecipe) -> bool:
-    """Whether layer `after` of a merge is the layer that follows `layer` in the source models.
+    """Whether layer `after` of a merge directly follows `layer` in the source models, so that they need no alignment.
 
     No alignment (map of the residual stream) is allowed between two such layers. The result is True if `after` has the
     same merges as `layer`, except that each source and base is the next layer of its model.

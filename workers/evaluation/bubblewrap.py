@@ -137,7 +137,7 @@ def _bind(place: str) -> tuple[str, str, str]:
 
 
 def _outermost(places: Iterable[str]) -> list[str]:
-    """Leave out of `places` all paths that are below another path in `places`."""
+    """The paths in `places` that are not below another of these paths."""
     found: list[str] = []
     for place in sorted(set(places)):
         if not any(place.startswith(above.rstrip(os.sep) + os.sep) for above in found):

@@ -127,7 +127,7 @@ class TaskCode(Protocol):
         ...
 
     def forget(self) -> None:
-        """Drop all pending computations, those that `begin` started and whose results `values` has not returned.
+        """Drop all pending computations: those begun by `begin` without a result from `values` yet.
 
         The caller has no further use for them, for example because the scoring of another sample has failed.
         """
@@ -145,7 +145,7 @@ class TaskCode(Protocol):
 
 @dataclass(frozen=True)
 class BuiltTask:
-    """A task that is ready to be scored, with the order in which its samples are scored.
+    """A task that is ready to be scored, and the order of its samples.
 
     `order[position]` is the sample that is scored as number `position`: (index of its lm-eval task among `subtasks`,
     index of the document in this task), all counted from 0. `code` is the sandboxed process that computes the metric;
@@ -201,7 +201,7 @@ class BuiltTask:
 
 
 def permutation(sizes: Mapping[str, int], *, seed: int) -> tuple[tuple[int, int], ...]:
-    """A random order of all samples, of which every beginning contains all groups in proportion to their sizes.
+    """Random order of all samples; every beginning of it has all groups in proportion to their sizes.
 
     `sizes` maps a group's name to its number of samples. The result has a pair (index of the group, index of the sample
     in the group) for each sample. In every beginning, groups of equal size differ by at most one sample. The order

@@ -1,8 +1,8 @@
 """Evaluation tasks that have their own Python functions, each built and scored in a confined process (a sandbox).
 
 The confined process reads the task's files, the packages and the libraries of the system, and the data that this
-process has loaded for it. It writes only below a separate temporary directory. `confinement` lists all restrictions. It
-sends JSON, which is checked here.
+process has loaded for it. It writes only below a separate temporary directory. `confinement` lists all restrictions.
+The confined process sends JSON, which is checked here.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ class ConfinedTask(TaskProcess):
             raise InvalidTask(f"task {self._spec.task!r}: building its prompts {how}") from error
 
     def _how(self, error: Exception) -> str:
-        """Describe, for a message, why the process did not reply: it ended, or the time limit was reached.
+        """Reason, for a message, why the process did not reply: it ended, or reached the time limit.
 
         `error` is the error of the connection to the process.
         """
@@ -215,7 +215,7 @@ class ConfinedTask(TaskProcess):
         )
 
     def _answer(self, question: Mapping[str, Any]) -> object:
-        """Answer a question of the sandboxed process, by rendering chat messages or executing programs.
+        """Answer a question of the sandboxed process: render chat messages, or execute programs.
 
         The process asks for these because it has no tokenizer and may start no processes. The question has the key
         "render", with (messages, whether a prompt for the answer is added), or "execute", with the programs. Returns

@@ -72,7 +72,7 @@ class Confinement(ABC):
         ...
 
     def exit_code(self, code: int) -> int:
-        """Convert the exit code of the process that was started by `command` to that of the process in the sandbox.
+        """Convert the exit code of the process started by `command` to the exit code of the process in the sandbox.
 
         The two codes differ if a program such as bwrap starts the process in the sandbox. The result is negative if a
         signal ended the process.
@@ -80,7 +80,7 @@ class Confinement(ABC):
         return code
 
     def of_program(self, number: int) -> Self:
-        """The sandbox for the next of several programs; in this class it is this sandbox itself.
+        """Sandbox for the next program of the calling process; this class uses itself for every program.
 
         A subclass may run each program as a different user. `number` is the number of programs that the calling process
         has started before.

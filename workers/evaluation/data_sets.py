@@ -39,7 +39,7 @@ def data_dir() -> Path | None:
 
 
 def local_copy(path: str) -> Path | None:
-    """The user's own copy of the data set `path` (owner/name); None if there is none."""
+    """Directory with the user's own copy of the data set `path` (owner/name); None if there is none."""
     root = data_dir()
     if root is None or os.path.isabs(path) or ".." in Path(path).parts:
         return None
@@ -47,7 +47,7 @@ def local_copy(path: str) -> Path | None:
 
 
 def snapshot_of(path: str) -> Path | None:
-    """The newest snapshot with data files of the data set `path` in the hub client's cache; None if there is none."""
+    """Newest snapshot with data files of the data set `path` (owner/name) in the hub client's cache; None if none."""
     if not is_on_hub(path):
         return None
     folder = hub_cache() / f"datasets--{path.replace('/', '--')}"
@@ -58,12 +58,12 @@ def snapshot_of(path: str) -> Path | None:
 
 
 def is_on_hub(path: str) -> bool:
-    """Whether `path` has the form of the name of a data set on the hub: `name` or `owner/name`, not a file path."""
+    """Whether `path` can be the name of a data set on the hub, `name` or `owner/name`, rather than a file path."""
     return not os.path.isabs(path) and path.count("/") <= 1 and not path.startswith(".")
 
 
 def place_of(path: str) -> Path | None:
-    """The local directory that has the data set `path` or a part of it; None if there is none.
+    """Local directory with files of the data set `path` (owner/name), complete or not; None if there is none.
 
     The data are not loaded, and the network is not used.
     """
@@ -71,7 +71,7 @@ def place_of(path: str) -> Path | None:
 
 
 def load(load_dataset: Callable[..., Any], path: str, name: str | None, options: Mapping[str, Any]) -> Any:
-    """Load a data set with `load_dataset` from the first place that has it.
+    """Load a data set with `load_dataset` from the first of several places that has the data.
 
     The places are the user's own copies, the hub or its mirror, the cache of the package `datasets`, and the hub
     client's cache, in this order. `path`, `name` and `options` are arguments of `load_dataset`. Raises InvalidTask if
@@ -128,7 +128,7 @@ def _has_data(place: Path) -> bool:
 
 
 def _prepared(path: str) -> Path | None:
-    """The directory in which the package `datasets` has cached the data set `path`; None if it has not."""
+    """Cache directory of the package `datasets` for the data set `path` (owner/name); None if it is not cached."""
     from datasets import config
     from datasets.naming import camelcase_to_snakecase
 

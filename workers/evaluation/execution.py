@@ -112,7 +112,7 @@ class Executor:
             self._begin()
 
     def close(self) -> None:
-        """Kill the separate process that executes programs, and all programs that still run. May be called twice."""
+        """Kill the separate process that executes programs, with all running programs. May be called twice."""
         if "_end" in self.__dict__:
             self._end()
 

@@ -107,7 +107,7 @@ def serve() -> None:
 
 
 class _Programs:
-    """Programs that this process executes: those that wait for a processor, are running, or have ended."""
+    """Programs of this process: those that wait for a processor, are running, or have ended."""
 
     def __init__(self, start: ExecutionStart) -> None:
         self._confinement = start.confinement
@@ -222,7 +222,7 @@ def _started(program: str, confinement: Confinement) -> tuple[int, int, bytes]:
 
 
 def _spawn(program: str, token: bytes, confinement: Bubblewrap, pipe: int) -> int:
-    """Start the process of a program under bwrap, and return its process id.
+    """Start a program's process under bwrap, and return the process id.
 
     `confinement` is the sandbox. The process writes its output to the file descriptor `pipe`, with `token` if the
     program ran to its end.

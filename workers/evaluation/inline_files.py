@@ -151,7 +151,7 @@ class RowTemplates:
 
 
 class _NullError(ValueError):
-    """Raised when a template that refuses nulls uses a field whose value is null."""
+    """Raised when a template uses a field with the value null although it refuses nulls."""
 
 
 def _not_null(value: Any) -> Any:

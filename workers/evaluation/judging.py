@@ -31,7 +31,7 @@ class JudgedItem:
 
 
 def judged_items(spec: TaskSpec) -> tuple[JudgedItem, ...]:
-    """The question and the reference answer of each sample of a task, in the order in which samples are scored.
+    """Question and reference answer of each sample of a task, in scoring order.
 
     A judge (a language model) compares completions with the reference answer. `spec` is the task. A question is the
     prompt without few-shot examples. If a sample has several right answers, the first one is the reference answer.

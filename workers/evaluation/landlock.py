@@ -31,7 +31,7 @@ WRITE = READ | WRITE_FILE | REMOVE_DIR | REMOVE_FILE | MAKE_DIR | MAKE_REG | MAK
 
 
 class Landlock(Confinement):
-    """Sandbox for one process by Landlock, which limits files, and seccomp, which filters system calls.
+    """Sandbox for one process: Landlock limits its files, and seccomp filters its system calls.
 
     The process can still find out whether a path exists, and the size of the file there.
     """

@@ -50,7 +50,7 @@ class Scored:
 
 @dataclass(frozen=True)
 class _Request:
-    """A tokenized request for a backend, with the lm-eval request (`instance`) from which it was made.
+    """A backend's tokenized request, made from the lm-eval request `instance`.
 
     `is_truncated` says whether the beginning of its prompt was cut to fit the model's maximum length. `instance` is
     never modified.
@@ -109,7 +109,7 @@ class _Asked:
 
     @property
     def in_order(self) -> Answers:
-        """The backend's answers to this sample, grouped by lm-eval's requests.
+        """The backend's answers to this sample, in one group for each of lm-eval's requests.
 
         A group has several answers if lm-eval repeats the request.
         """
@@ -351,7 +351,7 @@ class TaskEvaluator:
         return "; ".join(sorted({each for each in found if each}))
 
     def document(self, spec: TaskSpec, position: int) -> Document:
-        """The document (lm-eval's sample) of one sample of the task `spec`, with lm-eval's requests for it.
+        """The document (lm-eval's term for a sample) at one position of the task `spec`, with lm-eval's requests.
 
         `position` is the sample's index, from 0, in the order in which the task's samples are scored. The requests are
         in the same order as the result of the method `requests`, and must not be modified.

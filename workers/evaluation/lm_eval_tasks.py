@@ -450,7 +450,7 @@ def _check_metric(task: Any, spec: TaskSpec, where: str) -> None:
 
 
 def _check_value(subtask: Subtask, spec: TaskSpec, where: str) -> None:
-    """Raise InvalidTask if the metric of `spec` gives something else than a number for a sample.
+    """Raise InvalidTask if the metric of `spec` gives no number for a sample.
 
     `subtask` is one of the task's lm-eval tasks. Some metrics give values that only their own aggregation can use, so
     that they have no mean. The metric is computed once, on a placeholder answer to the first document. `where` begins
@@ -478,7 +478,7 @@ def _check_value(subtask: Subtask, spec: TaskSpec, where: str) -> None:
 
 
 def _made_up(task: Any, document: Any) -> tuple[tuple[Any, ...], ...]:
-    """Placeholder answers to the requests of a document of `task`, on which a metric is tried.
+    """Placeholder answers to the requests of a document of `task`, for trying a metric on them.
 
     The result has a tuple of answers for each request. The requests are not built, because that would draw few-shot
     examples.
@@ -540,7 +540,7 @@ def _template_of(task: Any) -> str:
 
 
 def _use_template(task: Any, template: str, where: str) -> None:
-    """Replace the template of a task's prompts, and that of its few-shot examples if the two are the same.
+    """Replace the template of a task's prompts and, if it is equal, the template of its few-shot examples.
 
     `where` begins the message. Raises InvalidTask if the task's prompts come from no template.
     """
@@ -567,7 +567,7 @@ def _use_split(task: Any, split: str, where: str) -> None:
 
 
 def is_file(task: str) -> bool:
-    """Whether `task` is the path of a YAML file rather than the name of a registered task."""
+    """Whether `task` is the path of a YAML file; otherwise it is the name of a registered task."""
     return Path(task).suffix in YAML
 
 

@@ -127,7 +127,7 @@ class TaskProcess(ABC):
             is_retry = True
 
     def _restart(self) -> str:
-        """Replace the process, which has ended or hangs, by a new one with the same tasks.
+        """Replace the process, which has ended or hangs, by a new one that has the same tasks.
 
         Returns how the old process ended: its exit code or signal.
         """
@@ -144,7 +144,7 @@ class TaskProcess(ABC):
         """Start the process again, and give it the tasks that the earlier process had."""
 
     def _last_words(self) -> str:
-        """The end of what the process has written to its standard error, for messages."""
+        """End of the text that the process has written to its standard error, for messages."""
         size = self._errors.seek(0, os.SEEK_END)
         self._errors.seek(max(0, size - SHOWN))
         text = self._errors.read(SHOWN).decode(errors="replace").strip()
@@ -214,7 +214,7 @@ class TaskProcess(ABC):
 
 
 class MetricProcess(TaskProcess):
-    """A separate process that computes the metrics of tasks that have no code (`metrics.Metrics`).
+    """A separate process that computes metrics of tasks without code of their own (`metrics.Metrics`).
 
     The process is started at once. It has no sandbox, and has this process's environment variables. The metric of a
     sample may take `sample_limit_s` seconds, and building a task `task_limit_s` seconds.

@@ -192,7 +192,7 @@ def _ngrams(text: str) -> NDArray[np.uint64]:
 
 
 def _has_common(known: NDArray[np.uint64], others: NDArray[np.uint64]) -> bool:
-    """Whether the sorted arrays `known` and `others` have a common element."""
+    """Whether the sorted arrays `known` and `others` share an element."""
     places = np.searchsorted(known, others)
     is_within = places < len(known)
     return bool(np.any(known[places[is_within]] == others[is_within]))

@@ -43,7 +43,7 @@ def start_message(
 
 
 def run_confined() -> None:
-    """Confine this process, which bwrap has started, and execute the program given on its standard input.
+    """Confine this process, which bwrap has started, and execute the program on its standard input.
 
     The standard input has a `start_message`. The function `run` executes the program, and writes to the standard output
     whether it ran to its end.

@@ -73,11 +73,11 @@ class Stream(Protocol):
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether nobody waits for the completion any more."""
+        """Whether the completion is no longer wanted by anyone."""
         ...
 
     def add(self, text: str, num_tokens: int, finish_reason: str | None) -> None:
-        """Pass on `text`, which a step of the engine has added to the completion, and the number of its tokens.
+        """Pass on `text`, the part of the completion that an engine's step has added, and its number of tokens.
 
         `finish_reason` is "stop" or "length" at the end of the completion, and None before.
         """

@@ -25,7 +25,7 @@ CHECKED = 100  # documents of each subtask whose targets are checked
 
 @dataclass(frozen=True)
 class Reading:
-    """A text on which a model's log-likelihood is computed: the tokens of a prompt followed by an answer.
+    """A text for computing a model's log-likelihood: the tokens of a prompt, followed by an answer.
 
     The log-likelihood is that of the answer, the tokens after the first `num_context`. If `ends` is not empty, the
     answer must be followed by any one of these tokens, and the probability of this is included.
@@ -56,7 +56,7 @@ class Target:
 
     @property
     def size(self) -> float:
-        """The divisor that makes the loss of this sample comparable with losses of other tasks.
+        """Divisor for the loss of this sample, which makes losses of different tasks comparable.
 
         For a completion it is the number of scored tokens, or the mean of this number over alternative right
         completions. For a multiple choice it is the natural logarithm of the number of options.
@@ -67,7 +67,7 @@ class Target:
 
 
 class References:
-    """The tokenized right answers of tasks' samples, from which losses are computed (`Target`).
+    """The tokenized right answers of tasks' samples, for computing losses (`Target`).
 
     `evaluator` provides the tokenized prompts. The targets of a task are built once.
     """
@@ -78,7 +78,7 @@ class References:
         self._units: dict[str, float] = {}
 
     def targets(self, spec: TaskSpec) -> tuple[Target, ...]:
-        """Texts from which the loss of each sample of the task `spec` is computed, in scoring order.
+        """Texts for computing the loss of each sample of the task `spec`, in scoring order.
 
         Raises InvalidTask if a sample has no right answer that a model could read.
         """
@@ -89,7 +89,7 @@ class References:
         return known
 
     def unit(self, spec: TaskSpec) -> float:
-        """The number by which losses on the task `spec` are divided, so that losses on several tasks are comparable.
+        """Divisor for losses on the task `spec`, which makes losses on several tasks comparable.
 
         The number is the mean `Target.size` of the task's samples. After the division, losses on completions are in
         nats per token of an answer. Losses on a multiple choice are 1 at chance level.
@@ -101,7 +101,7 @@ class References:
         return known
 
     def of_completion(self, spec: TaskSpec, position: int, tokens: Sequence[int]) -> Target:
-        """The texts from which a sample's loss is computed if a model's completion counts as the right answer.
+        """The texts for a sample's loss if a model's completion counts as the right answer.
 
         `position` is the sample's index in the order in which the samples of the task `spec` are scored. `tokens` is
         the completion, with the token that ended it. Raises InvalidTask if the sample is a multiple choice.
@@ -165,7 +165,7 @@ def lack_of_references(spec: TaskSpec) -> str | None:
 
 
 def _scales(options: Sequence[str], metric: str) -> tuple[float, ...]:
-    """Factors on the log-likelihoods of a multiple choice's options, by which `metric` corrects for their lengths.
+    """Factors on the log-likelihoods of a multiple choice's options with which `metric` corrects for their lengths.
 
     There is a factor for each of `options`. For a metric that divides by lengths (acc_norm, acc_bytes), the factor is
     the mean length of the options divided by the option's length. For any other metric it is 1.

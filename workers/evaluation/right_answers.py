@@ -52,7 +52,7 @@ def right_answer(task: Any, document: Any) -> RightAnswer:
 
 
 def _texts(task: Any, document: Any) -> tuple[str, ...]:
-    """The right answers of a generating task's document, as the texts with which lm-eval compares completions.
+    """Right answers of a generating task's document, as texts that lm-eval compares with completions.
 
     Raises TypeError for an answer that is neither text nor a number.
     """

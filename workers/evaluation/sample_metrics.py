@@ -48,7 +48,7 @@ PER_SAMPLE_FORMS: Mapping[str, str] = MappingProxyType(
 
 
 def names_for(output_type: str) -> tuple[str, ...]:
-    """Names of the metrics that every task of the type `output_type` has, besides those that the task lists itself.
+    """Names of the metrics of every task of type `output_type`, in addition to those that the task lists.
 
     `output_type` is lm-eval's name for the kind of requests, such as "generate_until".
     """
@@ -119,7 +119,7 @@ def _sari_of(
 
 
 def _share(right: Counter[str], made: Counter[str]) -> float:
-    """The share of n-grams that a text was right to keep (or to delete), as a mean over its distinct kept n-grams.
+    """Share of its kept (or deleted) n-grams that a text was right to keep (or delete): a mean over distinct n-grams.
 
     `made` has the count of each n-gram that was kept (or deleted), and `right` the part of this count that the
     references agree with. The result is 1 if there are no n-grams.

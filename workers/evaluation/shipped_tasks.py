@@ -126,7 +126,7 @@ def _download(paths: set[str]) -> None:
 
 @contextlib.contextmanager
 def _offline() -> Iterator[None]:
-    """Context manager in which neither the hub client nor the package `datasets` uses the network."""
+    """Context manager that keeps the hub client and the package `datasets` from using the network."""
     import datasets.config
     from huggingface_hub import constants
 

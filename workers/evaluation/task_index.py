@@ -75,7 +75,7 @@ def index_if_loaded() -> Mapping[str, Any] | None:
 
 
 def index_at_hand() -> Mapping[str, Any]:
-    """Return the index of all named tasks if it is loaded; raise IndexNeeded if it is not.
+    """Index of all named tasks if this process has loaded it; raises IndexNeeded if not.
 
     The index has lm-eval's object `Entry` for each name. This function is for callers that cannot load the index
     themselves, because they have patched how lm-eval reads files.
@@ -159,7 +159,7 @@ def _lm_eval_index(directory: Path) -> dict[str, Any]:
 
 
 def _content() -> str | None:
-    """A hash that changes with any file of the installed lm-eval; None if the installation does not list its files.
+    """A hash that changes with any file of the installed lm-eval; None if the files are not listed.
 
     An editable installation, for example, does not list its files.
     """

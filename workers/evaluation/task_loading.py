@@ -89,7 +89,7 @@ def guarded_loading(directory: Path | None, access: FileAccess | None) -> Iterat
 
 @contextlib.contextmanager
 def recorded_loading(recording: Recording, directory: Path | None, access: FileAccess | None) -> Iterator[None]:
-    """Context manager in which lm-eval loads the data sets of tasks, but builds placeholders in place of tasks.
+    """Context manager that makes lm-eval load the data sets of tasks, but build placeholders instead of tasks.
 
     The data sets are stored in `recording`. Python functions that the files of tasks name are not imported.
     `access` limits the files that may be read; None means no limit. Relative paths of data files start at `directory`,
@@ -128,7 +128,7 @@ def recorded_loading(recording: Recording, directory: Path | None, access: FileA
 
 @contextlib.contextmanager
 def confined_loading(directory: Path | None, data: Mapping[str, Any]) -> Iterator[None]:
-    """Context manager in which lm-eval builds tasks that have their own Python functions, in a sandboxed process.
+    """Context manager in which lm-eval builds tasks with their own Python functions, in a sandboxed process.
 
     `data` has the data sets that another process has loaded (`Recording.datasets`), because this process cannot load
     data itself. Inside the context, a task that needs another data set raises InvalidTask. `directory` is the current
@@ -219,7 +219,7 @@ def _wrapped(module: Any, name: str, wrapper: Wrapper) -> Iterator[None]:
 
 
 def _includes_by_name(load_yaml: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrapper of lm-eval's `load_yaml(path)` in which `include` may also give the name of a registered task.
+    """Wrapper of lm-eval's `load_yaml(path)` that also accepts the name of a registered task in `include`.
 
     For `include: gsm8k`, lm-eval calls `load_yaml` with the path `gsm8k` in the directory of the including file. If
     there is no file at this path, the YAML file of the task of this name is loaded. Raises IndexNeeded if the index of
@@ -236,7 +236,7 @@ def _includes_by_name(load_yaml: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _yaml_guard(access: FileAccess) -> Wrapper:
-    """Make a wrapper of lm-eval's `_make_loader` that refuses YAML files which the study may not read.
+    """Make a wrapper of lm-eval's `_make_loader` that refuses YAML files outside a study's file access.
 
     lm-eval calls `_make_loader(directory)` for every YAML file, with the file's directory. The wrapper raises
     InvalidTask if `access` does not allow the directory. The files of shipped tasks are allowed.
@@ -273,7 +273,7 @@ def _function_guard(access: FileAccess | None, *, name: Callable[[str], Any] | N
 
 
 def _data_guard(access: FileAccess | None) -> Wrapper:
-    """Make a wrapper of `datasets.load_dataset` that refuses data files which the study may not read.
+    """Make a wrapper of `datasets.load_dataset` that refuses data files outside a study's file access.
 
     The wrapper raises InvalidTask if `access` does not allow a directory of the data; if `access` is None, any file is
     allowed. A call that names a file format such as "json" but no files is always refused, because `datasets` would
@@ -323,7 +323,7 @@ def _directories(path: str, options: Mapping[str, Any], *, is_format: bool) -> I
 
 
 def _pattern_guard(access: FileAccess) -> Wrapper:
-    """Make a wrapper of `resolve_pattern` of `datasets` that refuses data files which the study may not read.
+    """Make a wrapper of `resolve_pattern` of `datasets` that refuses data files outside a study's file access.
 
     `datasets` calls `resolve_pattern(pattern, base_path)` for all data files. Some are named in `dataset_kwargs`,
     others in the README.md of a data set, on this machine or the hub. The wrapper raises InvalidTask for a file that
@@ -384,7 +384,7 @@ def _format_guard(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _metric_guard(get_metric: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrapper of lm-eval's `get_metric(name)` that raises InvalidTask for metrics which are not lm-eval's own.
+    """Wrapper of lm-eval's `get_metric(name)` that raises InvalidTask for metrics from outside of lm-eval.
 
     Other metrics are Python files on this machine or the hub, which the package `evaluate` would run.
     """
@@ -420,7 +420,7 @@ def _refuse_media(data: Any) -> None:
 
 
 def _matches(pattern: Path) -> Iterator[Path]:
-    """Yield the paths that a pattern of data files reaches, so that each can be checked.
+    """Yield each path that a pattern of data files reads, so that its access can be checked.
 
     For a path with wildcards, these are the directory above the first wildcard, then every file that the pattern
     matches. Without wildcards, it is the path itself.

@@ -122,7 +122,7 @@ class _Server:
             self.reply(built=[_facts(subtask) for subtask in self._task.subtasks])
 
     def open(self, spec: TaskSpec, documents: Documents) -> None:
-        """Build the task `spec`, which has no code of its own and whose values will be requested.
+        """Build the task `spec`, which has no code of its own, so that its values can be requested later.
 
         `documents` are the task's documents (lm-eval's samples). An error is reported when values of the task are first
         requested.

@@ -146,7 +146,7 @@ def is_written(recipe: Recipe, out_dir: str | Path, dtype: torch.dtype, *, chat_
 
 
 def _check_weights(out: Path, recipe: Recipe) -> None:
-    """Check that an export has all files from which a model is loaded, and that its weight files are complete.
+    """Check that an export has all files for loading the model, and that its weight files are complete.
 
     `out` is the directory of the export. If `recipe` has alignments (maps of the residual stream between layers), the
     file of the model class is required too. Raises OSError or ValueError if a file is missing or damaged.

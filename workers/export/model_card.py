@@ -185,7 +185,7 @@ def _recipe_document(directory: Path) -> dict[str, Any] | None:
 
 
 def _merge_name(directory: Path) -> str | None:
-    """Name that a model card gives a source model that is itself an export; None if `directory` is no export.
+    """Name of a source model in a model card, if the source is itself an export; None if `directory` is no export.
 
     The name consists of the digest and the models of the source's recipe and, if it is known, the study that found the
     recipe.
@@ -199,7 +199,7 @@ def _merge_name(directory: Path) -> str | None:
 
 
 def _relative(merge: Merge, index: int) -> object:
-    """Key by which a model card groups adjacent layers: merges with equal keys are made in the same way.
+    """Key for grouping adjacent layers in a model card: equal keys mean that layers are merged in the same way.
 
     `merge` is the merge of a part of a layer, such as the MLP, in the merged layer with the index `index`. In the key,
     the layers of sources are numbered relative to `index`.

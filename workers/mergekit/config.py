@@ -26,7 +26,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class Condition:
-    """Value that a mergekit file gives a parameter for the tensors whose names contain `filter`.
+    """Value that a mergekit file gives a parameter for the tensors with `filter` in their names.
 
     Several `values` are interpolated over the layers of a slice, from the first layer to the last. `values` is empty if
     the file has no valid value. For messages, `place` is the key in the file, and `text` is the text of the values in
@@ -133,7 +133,7 @@ class MergekitConfig:
 
     @property
     def base(self) -> str:
-        """Model that gives the merge its configuration and tokenizer, and from which task vectors are computed.
+        """The model with the configuration and tokenizer of the merge, which is also the base of task vectors.
 
         The result is the file's `base_model`. If it is missing, the result is the base of the first slice or, if this
         is missing too, the first model of the first slice. If no model could be read, the result is "".
@@ -165,7 +165,7 @@ class MergekitConfig:
         return {model: place for model, place in places.items() if model is not None and model not in others}
 
     def conditions(self) -> Iterator[Condition]:
-        """Yield all parameter settings: those of the whole file, its module, its slices and models."""
+        """Yield all settings of parameters: of the whole file, of its module, of slices and of models."""
         inputs = (source.settings for slice_ in self.slices for source in slice_.inputs)
         of_slices = (slice_.settings for slice_ in self.slices)
         for settings in (self.settings, self.module_settings, *of_slices, *inputs):

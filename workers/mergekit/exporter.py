@@ -146,7 +146,7 @@ def family_config(recipe: Recipe, sources: ResolvedFamily, *, dtype: str) -> dic
 
 
 def _general_reasons(recipe: Recipe) -> list[str]:
-    """Reasons why mergekit cannot express a recipe that do not depend on single layers or on names of tensors."""
+    """Reasons why mergekit cannot express a recipe, apart from reasons about single layers or tensor names."""
     merges = recipe.merges()
     reasons = []
     if any(layer.scale != 1 or layer.alignment is not None for layer in recipe.layers):
@@ -216,7 +216,7 @@ def _always_differs(method: MergeMethod) -> bool:
 def _counterpart_config(
     recipe: Recipe, method: str, layout: Layout, directories: Mapping[str, str], *, dtype: str
 ) -> dict[str, Any]:
-    """Convert a recipe in which every merge uses the method `method` to a mergekit configuration.
+    """Convert a recipe whose merges all use the method `method` to a mergekit configuration.
 
     mergekit has this method too, but may call it by another name. `layout` has the names of the models' tensors,
     `directories` a directory or hub id for each of the recipe's aliases. The merge is stored in `dtype`. Raises
@@ -303,7 +303,7 @@ def _models(recipe: Recipe) -> tuple[str, ...]:
 
 
 def _layers(merges: Mapping[str, Merge], index: int, models: tuple[str, ...]) -> dict[str, int]:
-    """The layer of each model that is used for the merged layer with the index `index`, by the model's alias.
+    """For each model, the layer from which the merged layer with the index `index` is made, by the model's alias.
 
     `merges` are the merges of the merged layer. A model of `models` that no merge uses gets an arbitrary layer, because
     a slice must name a layer of every model. Raises Inexpressible if several layers of one model are used.

@@ -157,7 +157,7 @@ class _Builder:
         return Slice(inputs, base, slice_.settings, slice_.place)
 
     def _warn_of_parameters(self, base: str | None, inputs: Iterable[ModelInput]) -> None:
-        """Warn of parameters that the file sets for the base model although mergekit reads them only for other models.
+        """Warn of parameters of the base model that mergekit reads only for other models.
 
         `inputs` are the models of a slice. `base` is the base of this slice, or None if it has none.
         """
@@ -176,7 +176,7 @@ class _Builder:
         return source.layers or (0, self._layouts[source.model].num_layers)
 
     def _component(self, name: str, slice_: Slice, *, offset: int | None, index: int | None, t: float) -> Merge:
-        """Find the most frequent merge among the tensors of one component, such as "mlp", of one merged layer.
+        """Find the merge of most tensors in one component, such as "mlp", of one merged layer.
 
         `name` is the component. `index` is the index of the merged layer, and `offset` its index within the slice. `t`
         is its relative place in the slice, from 0 to 1, at which parameters that vary over the slice's layers are
@@ -276,7 +276,7 @@ class _Builder:
 
 
 def _placeholder() -> Merge:
-    """Merge that takes the place of an invalid one, so that the import goes on and can find more problems.
+    """Placeholder for an invalid merge, with which the import continues and finds further problems.
 
     The merge is never computed, because the import fails.
     """

@@ -57,7 +57,7 @@ class MergekitMethod:
         return "unused" if bases == {"none"} else "optional"
 
     def to_merge(self, inputs: Inputs) -> Merge:
-        """Convert mergekit's merge of one tensor to a merge of this project that gives the same tensor.
+        """Convert mergekit's merge of one tensor to the equivalent merge of this project.
 
         `inputs` has the tensor's sources and base model and the values of mergekit's parameters. If there are no
         sources, a method that adds task vectors to a base gives the base itself. Raises InvalidRecipe if no method of

@@ -113,7 +113,7 @@ def shown(value: Any) -> str:
 
 
 class _Reader:
-    """Reader of one mergekit configuration, which collects errors, and warnings of settings that mergekit ignores."""
+    """Reader of one mergekit configuration; it collects errors, and warnings of settings that have no effect."""
 
     def __init__(self) -> None:
         self.problems: list[str] = []

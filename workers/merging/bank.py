@@ -199,7 +199,7 @@ class Bank:
         return self.base.layout
 
     def alias(self, fingerprint: str) -> str | None:
-        """The alias (name) under which this bank (source weights) holds a model; None if it does not hold the model.
+        """Alias (name) of a model in this bank (source weights); None if the bank does not hold the model.
 
         `fingerprint` is the hash of the model's content.
         """
@@ -374,7 +374,7 @@ class Bank:
         stacks_experts: bool = False,
         compiles: bool = True,
     ) -> int:
-        """Number of elements of the whole model with a positive elected sign, minus the number with a negative one.
+        """Number of elements of a whole model whose elected sign is positive, minus the number with a negative one.
 
         The sign of the result is the majority sign, which some methods use for elements whose task vectors sum to zero.
         `sources` and `base` name the models; a model is given as (alias, name of any of its tensors). First the task
@@ -477,7 +477,7 @@ class Bank:
         return order
 
     def on(self, device: torch.device | str) -> Bank:
-        """Return a bank with the same source weights in the same memory, whose merges are computed on `device`.
+        """Bank with the same source weights in the same memory, which computes merges on `device`.
 
         If `device` is this bank's own device, the result is this bank. For any other device, a second bank is created
         at the first call and returned again at later calls.
@@ -577,7 +577,7 @@ class Bank:
 
 
 def content_name(family: Family, device_type: str) -> str:
-    """Name by which the processes of a node find the shared memory with the source weights of the models in `family`.
+    """Name of a node's shared memory with the source weights of the models in `family`.
 
     The name depends on the fingerprints of these models (a base and its experts), and on their aliases, by which
     statistics in shared memory are named. `device_type` is the type of the device that computes merges, such as "cuda";

@@ -31,7 +31,7 @@ RANK_BYTES = 4
 
 
 def bank_for(tensor: MergedTensor, plan: TensorPlan, bank: Bank, dtype: torch.dtype) -> Bank:
-    """Choose the bank (the source weights in memory) with which one merged tensor is computed.
+    """Choose the bank (the source weights in memory) that computes one merged tensor.
 
     The result is `bank` itself, which computes on its device, or its copy that computes on the CPU. The CPU is used if
     computing `tensor`, one of the merged tensors that `plan` lists, takes more memory (`peak_bytes`) than the bank's

@@ -58,7 +58,7 @@ def key_words(key: int) -> tuple[int, int]:
 
 
 def threshold(probability: float) -> int:
-    """The number below which an element's hash must be so that a random mask keeps the element with `probability`.
+    """Hash limit of a random mask: elements with smaller hashes are kept, which happens with `probability`.
 
     Hashes are in [0, 2^32), so the number is floor(probability * 2^32). It is exact for a probability with at most six
     decimals.
@@ -68,7 +68,7 @@ def threshold(probability: float) -> int:
 
 
 def hashes(key: int, index: torch.Tensor) -> torch.Tensor:
-    """The hash of each element, by which a random mask with the key `key` decides whether to keep the element.
+    """The hash of each element; by the hashes, a random mask with the key `key` keeps or drops elements.
 
     `index` (int64) has the indices of the elements. The hashes are int64 in [0, 2^32), in the shape of `index`. No two
     elements below index 2^32 have the same hash.

@@ -53,7 +53,7 @@ class Scratch:
         self._memory = torch.empty(0, dtype=dtype, device=bank.device)
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """Memory for a tensor of the shape `shape`, valid until the next call.
+        """Memory for a tensor of the shape `shape`; it is valid until the next call of this method.
 
         All tensors share this memory, so the tensor's `name` is not used. It is a parameter because merges ask for
         memory by name and shape.
@@ -188,7 +188,7 @@ def _copy(merged: torch.Tensor, destination: torch.Tensor, shard: Shard | None) 
 
 
 def _whole_because(tensor: MergedTensor, plan: TensorPlan, bank: Bank, dtype: torch.dtype) -> str:
-    """Reason why no part (shard) of a merged tensor can be computed alone, as text; "" if each can.
+    """Reason why parts (shards) of a merged tensor cannot be computed alone, as text; "" if they can.
 
     `plan` lists the tensors of the merge, among them `tensor`; `bank` has the weights of its sources. `dtype` is the
     dtype of the result.
@@ -212,7 +212,7 @@ def _whole_because(tensor: MergedTensor, plan: TensorPlan, bank: Bank, dtype: to
 def sources_of(
     tensor: MergedTensor, plan: TensorPlan, bank: Bank, shard: Shard | None = None
 ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
-    """Stored tensors from which a merged tensor is computed: (tensors of the sources, tensor of the base).
+    """Stored operands of a merged tensor: (tensors of the sources, tensor of the base).
 
     `tensor` is one of the merged tensors that `plan` lists. The base's tensor is None if the method needs no base. The
     results are always whole tensors. `bank` has the weights of the source models, and counts the elements that are read

@@ -69,7 +69,7 @@ class SharedDirectory:
             os.close(self._users)
 
     def fill(self, num_bytes: int, write: Callable[[torch.Tensor], None]) -> torch.Tensor:
-        """Return `num_bytes` of shared memory, as uint8, which one of the node's processes fills by calling `write`.
+        """Return `num_bytes` of memory (uint8) that this node's processes share; one of them fills it with `write`.
 
         All processes that use the directory call this method. One of them fills the memory, and the others wait until
         it is full. If the process that fills the memory is killed, another one fills it from the beginning. The memory
@@ -179,7 +179,7 @@ class Node:
         self.num_made = 0  # values that this process computed
 
     def value(self, name: tuple[Any, ...], made: Callable[[], T]) -> T:
-        """Return a value that the processes of a node share: the first process that needs it computes it with `made`.
+        """Return a value that the processes of a node share; the first process that needs it calls `made`.
 
         `name` identifies the value in all processes. Other processes wait while one of them computes the value, and
         then read it from the shared directory. Without a shared directory, `made` is called every time, and nothing is
@@ -259,7 +259,7 @@ def _locked(path: Path, waits_for: str) -> Iterator[None]:
 
 
 def _read(file: Path) -> list[Any]:
-    """Read the value that another process stored in `file`; the result is a list that contains only this value.
+    """Read the value that another process stored in `file`; return it as the only item of a list.
 
     The list is empty if no value can be read.
     """
@@ -269,7 +269,7 @@ def _read(file: Path) -> list[Any]:
 
 
 def _write(file: Path, value: list[Any]) -> None:
-    """Store a value in `file` for the other processes of the node; `value` is a list that contains only this value.
+    """Store a value in `file` for the other processes of the node, given as the only item of a list.
 
     If there is no room, a warning is logged and nothing is stored. Each of the other processes then computes the value
     itself.

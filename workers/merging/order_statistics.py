@@ -104,7 +104,7 @@ class TieOrder:
 
     @property
     def factor(self) -> int:
-        """The odd number by which the hash of an element's index is multiplied to give its tie-breaking mark.
+        """Odd factor that turns the hash of an element's index into the element's tie-breaking mark.
 
         The factor is the hash of index 0 with the key `key`, with the last bit set.
         """
@@ -151,7 +151,7 @@ class Trim:
 
     @property
     def magnitudes(self) -> tuple[float, float]:
-        """Two float32 numbers with which most elements can be compared with the threshold by magnitude alone.
+        """Two float32 bounds, outside of which elements are compared with the threshold by magnitude alone.
 
         An element whose magnitude is at most the first number is below the threshold. An element whose magnitude is at
         least the second number reaches the threshold. All other elements must be compared by magnitude and tie-breaking
@@ -208,7 +208,7 @@ class Ranked(Protocol):
 
 @dataclass(frozen=True)
 class Selection:
-    """The magnitudes of a tensor's elements, of which one of a given rank is found by a selection algorithm.
+    """The magnitudes of a tensor's elements, with a selection algorithm that finds the one of a given rank.
 
     `select(n)` returns the element that n others precede in ascending order of magnitude, so `select(0)` is the
     smallest one. `num_zeros()` counts the elements that are zero, and `num_elements` is the number of all.
@@ -314,7 +314,7 @@ class MagnitudeTable:
         return _threshold(int(keys[(keys > trim.low.key) & (keys < trim.high.key)].sort().values[trim.num_smaller]))
 
     def _is_tied(self, first: int, last: int) -> bool:
-        """Whether many elements may have the magnitude of the entry `first` of the table, or that of the entry `last`.
+        """Whether many elements may have the same magnitude as the table's entry `first` or `last`.
 
         `first` and `last` are indices of entries. The table has an entry for every 128th element only. If two adjacent
         entries have the same magnitude, all elements between them have it, too. Therefore the result is True if the
@@ -346,7 +346,7 @@ class Words(Protocol):
         ...
 
     def with_prefix(self, prefix: int, shift: int, most: int) -> np.ndarray:
-        """The words (sort keys, uint64) that begin with `prefix`, which is followed by `shift` further bits.
+        """The words (sort keys, uint64) with the prefix `prefix`, followed by `shift` further bits.
 
         At most `most` words may begin with `prefix`.
         """
@@ -419,7 +419,7 @@ def threshold_of_rank(sizes: torch.Tensor, rank: int, order: TieOrder, table: Ra
 
 
 def magnitude_keys(sizes: torch.Tensor, order: TieOrder) -> torch.Tensor:
-    """Integers (int64) by which a tensor's elements can be sorted by magnitude, in the shape of `sizes`.
+    """Integers (int64), in the shape of `sizes`, by which a tensor's elements can be sorted by magnitude.
 
     `sizes` are the elements' magnitudes, which are compared in float32. `order` breaks ties between equal magnitudes by
     tie-breaking marks. With `order.keeps_equal`, equal magnitudes have equal integers.

@@ -66,7 +66,7 @@ def computations(recipe: Recipe | TensorPlan, bank: Bank) -> dict[str, Hashable]
 
 
 def check_recipe(recipe: Recipe, bank: Bank) -> None:
-    """Check that a recipe can be merged from the source models whose weights are in `bank`.
+    """Check that a recipe can be merged from the source models in `bank`.
 
     Raises InvalidRecipe, InvalidModel or EvidenceMismatch if it cannot.
     """
@@ -87,7 +87,7 @@ def plan_tensors(recipe: Recipe | TensorPlan, bank: Bank) -> TensorPlan:
 
 
 def plan_as_stated(recipe: Recipe, bank: Bank) -> TensorPlan:
-    """Plan a recipe without leaving out sources that have no influence, such as those with weight 0.
+    """Plan a recipe with all stated sources, even sources without influence, such as those with weight 0.
 
     A plan lists the tensors of the merge, each with the sources from which it is computed; `bank` has the weights of
     the sources. Gradients need this plan, because they also have derivatives with respect to the coefficients of these

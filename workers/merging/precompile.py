@@ -53,7 +53,7 @@ class Usual:
 
 
 def usual() -> Iterator[Usual]:
-    """Yield the merges for which kernels are compiled in advance, because most users need them.
+    """Yield common merges, for which kernels are compiled in advance.
 
     They are merges of two and of three sources, in bfloat16 and float32.
     """

@@ -65,9 +65,10 @@ class Recent:
 
 
 def recent_bytes(sources: ResolvedFamily) -> int:
-    """Bytes of host memory for cached statistics of several sources: an eighth of the size of all models in `sources`.
+    """Limit, in bytes of host memory, of the cache of statistics that depend on several source models.
 
-    Each model is counted as a whole model in the base's dtypes, even if it is an adapter.
+    The limit is an eighth of the size of all models in `sources`. Each model counts as a whole model in the base's
+    dtypes, even if it is an adapter.
     """
     base = sources.base.tensors.values()
     stored = sum(math.prod(tensor.shape) * DTYPE_BYTES[tensor.dtype] for tensor in base)

@@ -71,7 +71,7 @@ class BranchFactors:
     mlp: float = 1.0
 
     def of(self, suffix: str) -> float:
-        """The factor by which the tensor `suffix` of the layer is multiplied; 1 for a tensor that stays unchanged.
+        """Factor on the tensor `suffix` of the layer; 1 for a tensor that stays unchanged.
 
         `suffix` is the tensor's name within the layer.
         """

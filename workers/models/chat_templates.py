@@ -78,7 +78,7 @@ def most_common(directories: Iterable[Path]) -> str | None:
 
 
 def write_template(directory: Path, template: str) -> None:
-    """Set `template` as the chat template of the tokenizer in `directory`.
+    """Make `template` the chat template of the tokenizer in `directory`.
 
     Templates in tokenizer_config.json are removed.
     """

@@ -107,7 +107,7 @@ class Checkpoint:
 
     @cached_property
     def stored(self) -> frozenset[TensorInfo]:
-        """All tensors in files from which the checkpoint's tensors are computed.
+        """All stored tensors from which the checkpoint's tensors are computed.
 
         Some of the files may belong to other models: to the base of an adapter, or to models whose embedding rows are
         used.
@@ -205,7 +205,7 @@ def aligned(
 
 
 def stored_bytes(checkpoints: Iterable[Checkpoint]) -> int:
-    """Total bytes of the stored tensors from which `checkpoints` are made; a tensor that several share counts once."""
+    """Total bytes of the stored tensors of `checkpoints`; a tensor that several of them share counts once."""
     return sum(info.num_bytes for info in frozenset().union(*(checkpoint.stored for checkpoint in checkpoints)))
 
 

@@ -106,7 +106,7 @@ class Layout:
 
     @cached_property
     def stacked(self) -> Layout:
-        """Layout that the same model would have if each stacked MoE tensor (`stacks`) were stored as one tensor."""
+        """Layout of the same model with each stacked MoE tensor (`stacks`) stored as one tensor."""
         parts = {part for stack in self.stacks.values() for joined in stack for part in joined}
         places = {name: place for name, place in self.places.items() if name not in parts}
         for name, ((first, *_), *_) in self.stacks.items():
@@ -178,7 +178,7 @@ def layout(config: Mapping[str, Any], names: Iterable[str]) -> Layout:
 
 
 def _assign_final_norm(places: dict[str, TensorPlace]) -> None:
-    """Assign the norms outside layers to the head, if all of them were assigned to the embedding by their names.
+    """Assign norms outside layers to the head, if their names have assigned all of them to the embedding.
 
     `places` has the part of the model that each tensor was assigned to, by the tensor's name; it is changed in place.
     Every decoder ends in a norm, which belongs to the head even if its name looks like a part of the embedding.

@@ -1,4 +1,4 @@
-"""Tensors that no file holds, such as LoRA-adapted ones, computed from stored tensors when they are read.
+"""Tensors without a file of their own, such as LoRA-adapted ones, computed from stored tensors when read.
 
 A low-rank adapter's weights are its base's plus a product of two small matrices; the embedding for another vocabulary
 has the rows of the stored embedding in another order. Such tensors take only the memory of the tensors that they are
@@ -243,7 +243,7 @@ class ReplacedRows:
 
 @dataclass(frozen=True, eq=False)
 class RowsOfOthers:
-    """Embedding rows that are taken from other models, for tokens that the model itself lacks.
+    """Embedding rows from other models, for tokens that the model itself lacks.
 
     `donors` are the tensors of the other models. The row for `positions[i]` is the mean of one row of each donor; donor
     k contributes its row `rows[k][i]`. Without donors the row is zero.

@@ -37,7 +37,7 @@ def read_config(directory: str | Path) -> dict[str, Any]:
 
 
 def in_common_names(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config.json with the key names that all model types share added to its own, and with the model type's defaults.
+    """A config.json with added keys: names that all model types share, and the model type's defaults.
 
     Shared names are, for example, num_hidden_layers, hidden_size, num_attention_heads and tie_word_embeddings. Raises
     InvalidModel if transformers does not know the model type: code that comes with a model is never run.

@@ -201,7 +201,7 @@ class ResolvedFamily:
         return Family(base, tuple(experts), self.tokenizer, self.vocabulary)
 
     def _origin(self, alias: str) -> str | None:
-        """Place from which other machines get the model `alias`: its hub id with the commit, or its object-store URL.
+        """Location from which other machines get the model `alias`: hub id with commit, or object-store URL.
 
         Returns None if the model was given as a directory.
         """
@@ -258,7 +258,7 @@ class ResolvedFamily:
         return lack_of_space((*self.directories.values(), *self.adapted.values()))
 
     def fetched(self, *, note: Callable[[str], None] = log.info) -> ResolvedFamily:
-        """Download the models' weights that are not on this machine, and return the same models, opened again.
+        """Download the models' missing weights, and return the same models, opened again.
 
         Returns this object itself if nothing is missing. `note` is called with lines about downloads. Raises
         InvalidModel if a download fails or the downloaded models have problems.

@@ -61,7 +61,7 @@ class FileState:
 
 
 def file_states(checkpoint: Checkpoint) -> dict[Path, FileState]:
-    """State (size, time, inode) of each file on which the checkpoint's fingerprint depends, by path.
+    """State (size, time, inode) of each file that the checkpoint's fingerprint depends on, by path.
 
     The files of an adapter's base are not included.
     """

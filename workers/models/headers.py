@@ -264,7 +264,7 @@ def _dtype_problems(file: Path, tensors: Mapping[str, TensorInfo]) -> Iterator[s
 
 
 def _json_object(value: object) -> dict[str, Any]:
-    """Parse bytes as a JSON object, or check that a value that is already parsed is a JSON object.
+    """Parse a JSON object from bytes, or check that a parsed value is a JSON object.
 
     Raises ValueError if `value` is anything else, or if parsed bytes have the same key twice in an object.
     """

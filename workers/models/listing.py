@@ -1,7 +1,7 @@
 """Models in the directories that a study may read, for people who choose one: found by name, without their weights.
 
-The walk is limited in depth, number of entries and time. It follows no links to directories. A model that is reached
-only by such a link is below a directory that the study may read, and is found there, or it is not listed.
+The walk is limited in depth, number of entries and time. It follows no links to directories. Therefore a model behind
+such a link is listed only if it is also below a directory that the study may read.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ def check_tokenizer(directory: str | Path, *, cache: str | Path | None = None) -
 
 
 def tokenizer_digest(directory: str | Path) -> str:
-    """The sha256 (hex) of everything on which the tokenizer in `directory` depends when it is loaded.
+    """The sha256 (hex) of everything that the tokenizer in `directory` depends on.
 
     These are the names and contents of the files from which a tokenizer may be loaded, and the versions of the
     libraries that load it. Raises InvalidModel for a file that cannot be read.

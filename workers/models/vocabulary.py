@@ -75,7 +75,7 @@ class VocabularyOptions:
 
     @property
     def models(self) -> frozenset[str]:
-        """Aliases of the models from which the options take embedding rows."""
+        """Aliases of the models whose embedding rows the options use."""
         return frozenset(row.model for row in self.tokens.values() if row.model is not None)
 
     @classmethod
@@ -273,7 +273,7 @@ def _chosen_rows(
 def _added_by_others(
     models: Mapping[str, Vocabulary], tokens: Mapping[str, Mapping[str, int]], *, by_id: bool
 ) -> list[str]:
-    """Tokens of other models that the base's vocabulary lacks, in the order in which the union vocabulary adds them.
+    """Tokens that other models have and the base lacks, in the order in which the union vocabulary adds them.
 
     The union vocabulary has the tokens of all models. `models` are by alias, the base first; `tokens` has the ids of
     each model's tokens by alias. The result is sorted by token, or with `by_id` by the smallest id of each token. It

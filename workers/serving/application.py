@@ -25,7 +25,7 @@ PAUSE_S = 0.5
 
 
 def answered(ask: Callable[[], T], *, deadline: float) -> T:
-    """Call `ask`, a query of Serve's controller, again and again until the controller answers; return the answer.
+    """Repeat a query of Serve's controller, by calling `ask`, until the controller answers; return the answer.
 
     `ask` raises ServeUnavailable while the controller does not answer. `deadline` is a time of `time.monotonic`; if the
     controller has not answered by then, ServeUnavailable is raised to the caller.

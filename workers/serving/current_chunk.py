@@ -22,7 +22,7 @@ KEY = "chunk of replica "
 
 @dataclass(frozen=True)
 class CurrentChunk:
-    """Record of the samples that a replica began to score last, for clients whose requests failed.
+    """Record of the samples that a replica scored last; clients read it after a failed request.
 
     - `chunk`: the id of these samples, which are those of one request
     - `replica`, `log_file`: the replica's name, and the path of its log

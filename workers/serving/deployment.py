@@ -137,7 +137,7 @@ def deploy_scorer(
 
 @contextmanager
 def serving(family: Family, options: EngineOptions, *, replicas: int = 1) -> Iterator[ServeScorer]:
-    """Context manager that starts replicas that score merges, and deletes their Serve application at the end.
+    """Context manager that starts scoring replicas, and deletes their Serve application at the end.
 
     `family` is the base model and its experts, `options` are the options of the replicas' engines, and `replicas` is
     the number of replicas. Raises EngineUnavailable if a replica does not start.

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 def is_being_moved() -> bool:
-    """Whether Ray drains this process's node, and Serve has begun to stop the replica in this process.
+    """Whether this replica is being moved off its node: Ray drains the node, and Serve has begun to stop the replica.
 
     Serve is queried only if Ray drains the node. If Ray or Serve does not answer, the result is False, because it does
     no harm if the replica then accepts one more request.

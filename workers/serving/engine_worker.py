@@ -40,10 +40,10 @@ __all__ = ["EngineWorker"]
 
 @dataclass(frozen=True)
 class _Stream:
-    """Adapter that passes the text that the engine generates on to the completion `live`.
+    """Adapter that passes the engine's generated text on to the completion `live`.
 
-    The engine sees it as a `workers.evaluation.prompts.Stream`. `generation` has the prompt's tokens and the options,
-    and `digest` is the digest of the recipe whose merge the engine holds.
+    It has the interface `workers.evaluation.prompts.Stream`, which the engine expects. `generation` has the prompt's
+    tokens and the options, and `digest` is the digest of the recipe whose merge the engine holds.
     """
 
     live: LiveCompletion

@@ -340,7 +340,7 @@ def expected_value(recipe: Recipe, objective: str) -> float:
 
 
 def fake_words(request: CompletionRequest) -> list[str]:
-    """Words with which the fake scorer completes a prompt: the beginning of the recipe's digest, then the prompt."""
+    """Words of the fake scorer's completion of a prompt: the beginning of the recipe's digest, then the prompt."""
     said = request.prompt if request.messages is None else request.messages[-1]["content"]
     words = [request.recipe.digest[:8], *(f" {word}" for word in str(said).split())]
     return words[: request.max_tokens or len(words)]
@@ -352,7 +352,7 @@ def prompt_hash(span: Span) -> str:
 
 
 def _shares(recipe: Recipe) -> dict[str, float]:
-    """The mean coefficient of each model in a recipe, by the model's fingerprint.
+    """Mean coefficient of each model over all merges in a recipe, by the model's fingerprint.
 
     A recipe has a merge for each component of each layer and for other tensors; the mean is over all of them. In SLERP
     the coefficients of the two models are 1 - t and t. If a method has no coefficients, each of its sources counts as

@@ -11,7 +11,7 @@ __all__ = ["RecipeLock"]
 
 
 class RecipeLock:
-    """Asyncio lock of an engine that prefers waiters for the recipe held last, which saves swaps of merges.
+    """Asyncio lock of an engine that prefers waiters for the last recipe, so that fewer merges are swapped.
 
     A swap writes the merge of another recipe into the engine. When the lock is released, it goes to the longest waiter
     for this recipe. If no one waits for it, the longest waiter for any recipe gets the lock.

@@ -372,7 +372,7 @@ class ScoringReplica:
             self._scored.add(digest)
 
     def _try_the_base(self, request: ScoreRequest) -> None:
-        """Score the request's first sample with the base model, to test whether the engine works.
+        """Test whether the engine works, by scoring the request's first sample with the base model.
 
         If this succeeds and the engine then crashes on the request, the request is the cause of the crash. Nothing is
         done if the request's own recipe is the base model. Raises EngineUnavailable if the engine crashes on the base
@@ -432,7 +432,7 @@ def _record_phases(span: tracing.Span, result: ScoreResult, *, began_ns: int, en
 
 
 def _base_alone(recipe: Recipe) -> Recipe:
-    """Recipe that gives the unchanged base model, with the same models as `recipe`."""
+    """Recipe of the unchanged base model, with the same models as `recipe`."""
     return Recipe.of_model(
         recipe.base,
         models=recipe.models,

@@ -248,7 +248,7 @@ def _raise_if_scoring(request: ScoreRequest, error: Exception) -> None:
 
 @functools.lru_cache(maxsize=8)
 def _handle(name: str) -> Any:
-    """Ray Serve's handle to the replicas of the application `name`, with which requests are sent to them.
+    """Ray Serve's handle for sending requests to the replicas of the application `name`.
 
     The handle is made without a query of Serve's controller, to which `ray.serve.get_app_handle` would wait for an
     answer without limit. Therefore the application may be missing; requests through its handle are then never answered.

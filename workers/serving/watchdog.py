@@ -39,7 +39,7 @@ TIME_LIMITS = TimeLimits()
 
 
 class Watchdog:
-    """Timer of a replica's work, which reports work that is overdue.
+    """Timer of a replica's work, which reports work beyond its time limit.
 
     The engine's thread enters the context `chunk` when it scores a chunk of samples (those of one request), and `work`
     for other work. Any thread may call the method `overdue`. `limits` are the time limits. `start_s` is the number of

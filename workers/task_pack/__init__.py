@@ -12,5 +12,5 @@ __all__ = ["pack_dir"]
 
 
 def pack_dir() -> Path:
-    """The directory of the evaluation tasks that this project ships, which are YAML files of lm-eval."""
+    """Directory of this project's evaluation tasks, which are YAML files of lm-eval."""
     return Path(__file__).resolve().parent

@@ -1,4 +1,4 @@
-"""What processes tell of their work: log lines with the job that they are about, and spans of traces.
+"""Logs and traces of processes: log lines that name the job, and spans of OpenTelemetry.
 
 - `logs`: lines of text or JSON, with fields such as the job and the trial
 - `tracing`: spans of OpenTelemetry, and their places in traces, which pass between processes

@@ -1,4 +1,4 @@
-"""Environment variables with which drivers and replicas write logs and traces as the server that starts them does.
+"""Environment variables that make drivers and replicas write logs and traces in the same way as their server.
 
 Ray's dashboard shows the variables of a job. Those that may have secrets, such as the headers of requests to a
 collector, are not passed on: they are set where Ray is started.
@@ -22,7 +22,7 @@ def passed_on() -> dict[str, str]:
 
 
 def _is_open(name: str, value: str) -> bool:
-    """Whether the environment variable `name` configures OpenTelemetry and `value` cannot be secret.
+    """Whether the environment variable `name` configures OpenTelemetry and its `value` has no secret.
 
     Variables with headers, and values with "@" (URLs with a password), may be secret.
     """

@@ -37,7 +37,7 @@ _fields: ContextVar[Mapping[str, Any]] = ContextVar("log fields", default={})  #
 
 @contextmanager
 def fields(**values: Any) -> Iterator[None]:
-    """Context in which each log line has the given fields, besides those of the contexts around it.
+    """Context that adds the given fields to each log line, besides the fields of contexts around it.
 
     A value of None adds no field. Other threads have the fields only if they run in a copy of the context (see
     `contextvars`).

@@ -15,7 +15,7 @@ __all__ = ["SecretIds"]
 
 
 class SecretIds(IdGenerator):
-    """Generator of random ids that no seed repeats. An id is never 0, which means that there is none."""
+    """Generator of random ids, independent of seeds. An id is never 0, which means that there is none."""
 
     def generate_span_id(self) -> int:
         return secrets.randbits(64) or 1

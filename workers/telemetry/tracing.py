@@ -84,7 +84,7 @@ def start_tracing(process: str) -> None:
 def stop_tracing() -> None:
     """Send the trace spans that were not sent yet, and make no more spans.
 
-    A collector that does not answer is waited for LAST_SPANS_S seconds at most.
+    The function waits at most LAST_SPANS_S seconds for a collector that does not answer.
     """
     global _provider
     if _provider is not None:
@@ -100,7 +100,7 @@ def is_on() -> bool:
 
 
 class Span:
-    """A span that this process records; without tracing, an object with the same methods that records nothing."""
+    """A trace span that this process records; if tracing is off, an object with the same methods and no effect."""
 
     def __init__(self, made: trace.Span | None) -> None:
         self._made = made
@@ -214,7 +214,7 @@ def record(name: str, attributes: Attributes, *, parent: str | None, start_ns: i
 
 @contextmanager
 def under(parent: str | None) -> Iterator[None]:
-    """Context manager in which an existing trace span, such as one of another process, is the current span.
+    """Context manager that makes an existing trace span, such as one of another process, the current span.
 
     `parent` identifies the span, in the form of the header `traceparent`. None changes nothing.
     """
@@ -241,7 +241,7 @@ def current() -> str | None:
 
 
 def describe(attributes: Attributes) -> None:
-    """Add attributes to the current trace span, if this process made it and it has not ended."""
+    """Add attributes to the current trace span, if this process has begun it and it has not ended."""
     if _provider is not None:
         from opentelemetry import trace
 

@@ -25,7 +25,7 @@ def family_dir() -> pathlib.Path:
 
 
 def study_text() -> str:
-    """Text of study.yaml, with its comments, in which all paths are absolute, as servers need them."""
+    """Text of study.yaml, with its comments, and with absolute paths, as servers need them."""
     text = (family_dir() / STUDY_FILE).read_text("utf-8")
     # A string of JSON is one of YAML, whatever characters the path has.
     return re.sub(

@@ -250,7 +250,7 @@ class CoefficientGradients:
             )
 
     def _targets(self, batch: Batch, completions: Collection[str]) -> dict[str, _Targets]:
-        """The targets of each objective in `batch`: the texts and right answers from which losses are computed.
+        """Targets of losses for each objective in `batch`: texts with right answers.
 
         `batch` has the positions of the samples by objective. For the objectives in `completions`, a target is a
         completion given to `set_completions`; for all other objectives it is the task's right answer. Raises ValueError
@@ -317,7 +317,7 @@ class CoefficientGradients:
 
     @contextmanager
     def _reduced_by(self, reducers: Mapping[str, _Reducer]) -> Iterator[None]:
-        """Context manager in which gradients are reduced to derivatives with respect to coefficients, and freed.
+        """Context manager that reduces gradients to derivatives with respect to coefficients, and frees them.
 
         As soon as the gradient of a merged tensor is computed, it is passed to the tensor's reducer, which adds up the
         derivatives with respect to the coefficients of this tensor. `reducers` are by the tensor's name. No gradients
@@ -341,7 +341,7 @@ class CoefficientGradients:
 
 @dataclass(frozen=True)
 class _Targets:
-    """Targets of one objective's samples, and the number by which their losses are divided.
+    """Targets of one objective's losses, and the divisor that makes losses of several objectives comparable.
 
     `at` has the targets by the sample's position; a target has the texts from which a loss is computed. The divisor,
     `unit`, is the mean size of the task's samples (`References.unit`), or of the completions that replace right
@@ -452,7 +452,7 @@ def _by_scale(recipe: Recipe, reducers: Iterable[_Reducer]) -> dict[int, float]:
 
 @contextmanager
 def _deterministic() -> Iterator[None]:
-    """Context manager in which torch uses deterministic algorithms.
+    """Context manager that makes torch use deterministic algorithms.
 
     An operation that has no deterministic algorithm is computed by another one, and torch warns about it.
     """

@@ -17,7 +17,7 @@ IMPOSSIBLE = float("-inf")
 
 
 class ModelOfLogits(Protocol):
-    """Interface of a model that returns the logits from which losses are computed, such as `TrainableModel`."""
+    """Interface of a model that returns logits, from which losses are computed, such as `TrainableModel`."""
 
     @property
     def device(self) -> torch.device: ...
@@ -28,7 +28,7 @@ class ModelOfLogits(Protocol):
 
 
 def minibatches(targets: Sequence[Target], max_tokens: int) -> Iterator[list[int]]:
-    """Divide targets into minibatches, and yield the indices of each minibatch's targets, the shortest targets first.
+    """Divide targets into minibatches, shortest targets first; yield the indices of each minibatch's targets.
 
     A target has the texts from which the loss of a sample is computed. A minibatch is for one forward pass, and has at
     most `max_tokens` tokens with padding, or a single target.
@@ -62,7 +62,7 @@ def sample_losses(model: ModelOfLogits, targets: Sequence[Target]) -> torch.Tens
 
 @dataclass(frozen=True)
 class _ScoredPositions:
-    """Positions in a batch of texts at which a token's log-probability counts for the loss.
+    """Positions in a batch of texts where a token's log-probability counts for the loss.
 
     The logits are [rows, num_columns, vocabulary] for the last `num_columns` columns of the texts. The three lists have
     an entry for each scored position:

@@ -21,7 +21,7 @@ OTHER_ACTIVATIONS = 0.25
 
 
 def keep_freed_memory() -> bool:
-    """Make glibc keep up to 128 MB of this process's freed memory for later steps; return whether it does.
+    """Make glibc keep up to 128 MB of this process's freed memory for later use; return whether it does.
 
     If a training step frees each gradient after its use, no memory is in use at the end of the heap after the step.
     glibc then returns the memory of the step's activations to the system, and in the next step every page causes a page

@@ -42,7 +42,7 @@ class ParameterPart:
     stop: int = 0
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """Select this part from a tensor `whole` that has the parameter's shape, such as the parameter's gradient."""
+        """Select this part from `whole`, a tensor of the parameter's shape, such as the parameter's gradient."""
         return whole if self.expert is None else whole[self.expert, self.start : self.stop]
 
 
@@ -50,7 +50,7 @@ Leaves = Sequence[tuple[torch.nn.Parameter, Mapping[str, ParameterPart]]]
 
 
 class TrainableModel:
-    """A transformers model into which merges are written in place, and whose parameters have gradients.
+    """A transformers model whose parameters have gradients, and into which merges are written in place.
 
     `bank` has the opened weights of a family, which is a base model and its experts. The model has the family's
     architecture, in `dtype` on `device`, with one copy of its weights. Its layers are those of a merge of the recipe
@@ -112,7 +112,7 @@ class TrainableModel:
 
 
 def _of_layers(recipe: Recipe, bank: Bank) -> dict[str, Any]:
-    """The fields of the configuration of a merge that differ from the base model's because the merge has other layers.
+    """Fields of the configuration that a merge with other layers changes, compared with the base model.
 
     The result is empty if the layers are those of the base. `bank` has the weights of the recipe's models.
     """
@@ -122,7 +122,7 @@ def _of_layers(recipe: Recipe, bank: Bank) -> dict[str, Any]:
 
 
 def _origins(bank: Bank, like: Recipe | None) -> dict[str, str]:
-    """Map the name of each tensor of a merge to the name of the base tensor that initialises it.
+    """For each tensor of a merge, the name of the base tensor by which it is initialised.
 
     `bank` has the opened weights of the base and the experts. The layers are those of the merge of the recipe `like`,
     or the base's if `like` is None.
@@ -168,7 +168,7 @@ def _loaded(bank: Bank, dtype: torch.dtype, origins: Mapping[str, str], of_layer
 
 
 def _settled(config: Any) -> Any:
-    """Set those settings of `config` to 0 that make a forward pass random in training mode, such as dropout."""
+    """Set to 0 the settings of `config` that make training passes random, such as dropout."""
     for name, value in config.to_dict().items():
         if isinstance(value, float) and any(word in name for word in RANDOM):
             setattr(config, name, 0.0)
@@ -184,7 +184,7 @@ def _attention(config: Any) -> str | None:
 
 
 def _parts(module: Any, bank: Bank, dtype: torch.dtype, origins: Mapping[str, str]) -> dict[str, ParameterPart]:
-    """Map the name of each merged tensor to the parameter of `module`, or the part of one, that corresponds to it.
+    """Map the name of each merged tensor to the parameter of `module`, or part of one, that holds it.
 
     A part is found by the tensor's name or, if this fails, by its values. Therefore the model must hold the base's
     weights, in `dtype`; `bank` has the weights of the base and the experts. `origins` maps the name of each merged
@@ -221,7 +221,7 @@ def _layer(name: str) -> str | None:
 
 
 def _with_content(tensor: torch.Tensor, parameters: Sequence[torch.nn.Parameter]) -> Iterator[ParameterPart]:
-    """Yield the parameters, or parts of parameters, whose values equal those of `tensor`.
+    """Yield the parameters, or parts of parameters, with the same values as `tensor`.
 
     A part consists of rows of one expert of a mixture of experts. Parameters are compared by value where names do not
     help: transformers may give a parameter another name than the stored tensor has, or join the matrices of all experts

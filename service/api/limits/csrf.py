@@ -1,4 +1,4 @@
-"""Cross-site request forgery: what a request must have that a browser's session authenticates.
+"""Protection against cross-site request forgery, for requests that the cookie of a browser's session authenticates.
 
 A browser sends the cookie of a session with requests of any page. So a request that changes something needs the
 session's CSRF token in a header, which pages of other servers cannot know, and must come from a page of this server.
@@ -22,7 +22,7 @@ OWN_SITES = ("same-origin", "none")
 
 
 def foreign_problem(method: str, headers: Mapping[str, str]) -> str | None:
-    """Reason why a request of a browser is refused as that of a page of another server; None if it is accepted.
+    """Reason why a browser's request is refused because another server's page sent it; None if it is accepted.
 
     Requests that only read (GET, HEAD, OPTIONS) are accepted.
     """

@@ -17,7 +17,7 @@ FORGOTTEN = MAX_SENDERS // 10
 
 
 class _Buckets:
-    """Token buckets that count the requests that each sender may still send.
+    """Token buckets, which count for each sender how many requests the sender may still send.
 
     `clock` is a monotonic clock in seconds. If there are too many senders to remember, those with the most requests
     left are forgotten. When they come back, they have their full number of requests, which gives them only few more.

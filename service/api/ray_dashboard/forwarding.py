@@ -1,7 +1,7 @@
-"""Sends requests to Ray's dashboard, and its answers back.
+"""Forwarding of requests to Ray's dashboard, and of its responses to the user.
 
-Ray gets the path, the query and its own token: nothing that the user's request has besides. The user gets the status,
-the type and the body of the answer: no cookie, redirect or message of an error.
+Ray gets only the path, the query and its own token, and nothing else from the user's request. The user gets only the
+status, the type and the body of the answer: no cookies, redirects or error messages.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ MAX_LOGGED = 2000
 
 
 class DashboardProxy:
-    """Proxy that forwards users' reading requests to the dashboard of the Ray cluster `cluster`.
+    """Proxy that forwards users' read-only requests to the dashboard of the Ray cluster `cluster`.
 
     `public_url` is the URL under which browsers reach this server, if the operator has given it.
     """
@@ -65,7 +65,7 @@ class DashboardProxy:
             await self._http.aclose()
 
     def roots(self, authority: str) -> tuple[str, ...]:
-        """Addresses under which the browser of the current request may know the dashboard; each ends with a slash.
+        """Possible addresses of the dashboard for the browser of the current request; each ends with a slash.
 
         The first address is below `authority`, the value of the request's header Host. The second one is below the
         server's public URL, if this is known.
@@ -189,7 +189,7 @@ async def _check(answer: httpx.Response, path: str) -> None:
 
 
 def _headers(answer: httpx.Response, how: Treatment) -> dict[str, str]:
-    """Make the headers of the response to the user for Ray's `answer` and its treatment `how`.
+    """Make the headers of the response to the user, from Ray's response `answer` and its kind of treatment `how`.
 
     No header of Ray is copied except the type and length of a page or file, so that Ray sets neither cookies nor
     policies.
@@ -208,7 +208,7 @@ def _headers(answer: httpx.Response, how: Treatment) -> dict[str, str]:
 
 
 async def _shown(answer: httpx.Response, path: str, how: Treatment) -> bytes:
-    """Read the JSON body of Ray's answer, and return it without what may be secret.
+    """Read the JSON body of a response of Ray's dashboard, and remove secrets from it.
 
     `path` is the requested path, which messages name. `how` is the treatment of the answer: if it is LOG_LIST, logs
     that users may not read are removed too. Raises Refusal (502) if the body is too large or not JSON, and Unavailable

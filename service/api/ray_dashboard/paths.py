@@ -1,8 +1,8 @@
-"""The requests that are forwarded to Ray's dashboard: those that the dashboard's own page sends to show something.
+"""The requests that are forwarded to Ray's dashboard: only those with which the dashboard's own page shows data.
 
-Every other path is refused, also one that a later Ray adds. Some requests with the method GET act: they profile
-processes, keep packages alive, or delay the dashboard. Others show what must stay secret, such as runtime environments
-or the logs of Ray's own processes. tests/service/api/ray_dashboard/test_paths.py sorts all routes of the installed Ray.
+Every other path is refused, even if a later version of Ray adds it. Some GET requests have effects: they profile
+processes, keep packages alive, or delay the dashboard. Others show secrets, such as runtime environments or the logs of
+Ray's own processes. tests/service/api/ray_dashboard/test_paths.py sorts all routes of the installed Ray.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ _LOG_PARAMETERS = frozenset(
 
 
 def treatment(path: str) -> Treatment | None:
-    """Find out in which way Ray's answer to a request for the dashboard's `path` is passed on to users.
+    """Find out how Ray's answer to a request for the dashboard's `path` is passed on to users.
 
     Returns None if the request is refused.
 
@@ -107,13 +107,13 @@ def is_shown_log(name: str) -> bool:
 
 
 def is_shown_entry(name: str) -> bool:
-    """Whether `name` may stay in a list of logs, as it is a log that users may read or the directory of such logs."""
+    """Whether users may see the log or directory `name` in a list of Ray's logs."""
     return name == _LOG_FOLDER or is_shown_log(name)
 
 
 @dataclass(frozen=True)
 class Target:
-    """Request that is forwarded to Ray's dashboard.
+    """A request to forward to Ray's dashboard, and the way in which its answer is passed on to the user.
 
     - `place`: URL-encoded path and query of the request
     - `treatment`: how the dashboard's answer is passed on
@@ -124,7 +124,7 @@ class Target:
 
 
 def target(path: str, parameters: Sequence[tuple[str, str]]) -> Target:
-    """Find the request to Ray for the decoded `path` and the decoded query `parameters`.
+    """Make the request to forward to Ray's dashboard from the decoded path and query of a user's request.
 
     Raises Refusal (403) if the request is not forwarded.
     """
@@ -142,7 +142,7 @@ def target(path: str, parameters: Sequence[tuple[str, str]]) -> Target:
 
 
 def _check_log(parameters: Mapping[str, str], *, num_given: int) -> None:
-    """Raise Refusal (403) unless the query `parameters` ask for a log that may be read.
+    """Raise Refusal (403) unless users may read the log that the query `parameters` name.
 
     `num_given` is the number of parameters in the request's query. If it is larger than that of `parameters`, a
     parameter was given twice, which is refused too.

@@ -1,7 +1,7 @@
-"""Removes from answers of Ray's dashboard what may be secret: variables, command lines and arguments of processes.
+"""Removal of secrets from answers of Ray's dashboard: environment variables, command lines, arguments of processes.
 
-Ray removes the values of environment variables itself if it takes a request for one of a browser and no operator has
-switched that off. This module does it in any case, and with more.
+Ray itself removes the values of environment variables only if a request seems to be from a browser, and if no operator
+has switched this off. This module always removes them, and more.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PASSWORD = re.compile(r"(?<=://)([^/\s:@]*):[^/\s@]*@")
 
 
 def redacted(document: Any) -> Any:
-    """Copy of a JSON document of Ray's dashboard without what may be secret.
+    """Copy of a JSON document of Ray's dashboard from which possible secrets are removed.
 
     Values of environment variables, arguments of commands and of Ray Serve's applications, texts in fields whose name
     says that they are secret, and passwords in URLs are replaced by `<redacted>`. Names of variables stay.
@@ -42,7 +42,7 @@ def redacted(document: Any) -> Any:
 
 
 def shown_logs(document: Any) -> Any:
-    """Copy of Ray's list of logs, in which only the logs are left that users may read."""
+    """Copy of Ray's list of logs that contains only the logs that users may read."""
     if isinstance(document, Mapping):
         return {name: shown_logs(value) for name, value in document.items()}
     if isinstance(document, list):
@@ -69,7 +69,7 @@ def _values(value: Any) -> Any:
 
 
 def _serialized(value: Any) -> Any:
-    """Copy of a JSON document, given as text, in which `<redacted>` replaces what may be secret.
+    """Copy of a JSON document, given as text, in which `<redacted>` replaces possible secrets.
 
     A text that is not JSON is replaced as a whole.
     """

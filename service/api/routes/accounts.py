@@ -85,7 +85,7 @@ class NewTeam(_Body):
 
 
 class ChangedTeam(_Body):
-    """Weight and quotas that change; a quota that is null (None) is lifted."""
+    """Body of the request that changes a team's weight and quotas; null (None) lifts a quota."""
 
     weight: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] = 1.0
     max_running: Count | None = None
@@ -181,7 +181,7 @@ async def change_user(request: Request, user: UserName, services: Context, sende
 
 @router.get("/teams", response_model=None, responses={200: {"model": TeamsDocument}})
 def list_teams(services: Context, sender: Reader) -> Response:
-    """List the teams of which the sender is a member, with all members; for administrators of the server, all teams."""
+    """List the sender's teams with all members; for administrators of the server, all teams."""
     teams = [team for team in services.accounts.teams() if _may_see(sender.account, team.name)]
     return Json(TeamsDocument(teams=[team_document(team) for team in teams]))
 
@@ -244,7 +244,7 @@ def _found_team(team: str, services: Services, sender: Principal) -> TeamRecord:
 
 
 def _seen(team: TeamName, services: Context, sender: Seeing) -> TeamRecord:
-    """Read the team that the path of a request names, after checking that the sender may see it.
+    """Read the team in a request's path, after checking that the sender may see this team.
 
     Raises Refusal with status 404 if there is no such team, or the sender may not see it.
     """
@@ -293,7 +293,7 @@ def get_team_usage(team: Seen, services: Context) -> Response:
 
 
 def _managed(team: TeamName, services: Context, sender: Checked) -> TeamRecord:
-    """Return the team that the path names, after checking that the sender administers the team or the server.
+    """Return the team in a request's path, after checking that the sender administers this team or the server.
 
     Raises the errors of `_found_team`, and Refusal with status 403 if the sender may see the team but not administer
     it.
@@ -404,7 +404,7 @@ async def create_token(request: Request, services: Context, sender: Manager) -> 
 
 
 def _own_token(token_id: TokenId, services: Context, sender: Checked) -> TokenRecord:
-    """Return the token that the path names, after checking that the sender may revoke it.
+    """Return the token in a request's path, after checking that the sender may revoke this token.
 
     Only the token's user and administrators of the server may. Raises Refusal with status 404 if the token does not
     exist, or if it belongs to another user and the sender is no administrator.

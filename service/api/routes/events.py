@@ -47,7 +47,7 @@ OFFSET = Query(description="Number of events to leave out at the beginning of a 
 
 @dataclass(frozen=True)
 class _Page:
-    """Part of a job's events that a list has: their kinds (None: all), their order, and how many are left out."""
+    """Selection of a job's events for a list: their kinds (None for all), their order, and how many are skipped."""
 
     kinds: Sequence[str] | None
     newest_first: bool

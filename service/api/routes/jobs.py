@@ -51,7 +51,7 @@ IdempotencyKey = Annotated[
 
 
 class SharedJob(BaseModel):
-    """Body of the request that changes who may read a job (`sharing`), and the team that the job belongs to.
+    """Body of the request that changes a job's team and its readers (`sharing`).
 
     Without the key `team`, the job stays in its team. With `team` null, it belongs to no team; only an administrator of
     the server may send this for a job that is in a team.
@@ -460,7 +460,7 @@ async def _created(
 
 @dataclass(frozen=True)
 class _RequestKey:
-    """Idempotency key of a request, or None, and the hash of its body."""
+    """Idempotency key of a request (None if the request has none), and the hash of the request's body."""
 
     key: str | None
     digest: str
@@ -506,7 +506,7 @@ def _admitted(
 
 @dataclass(frozen=True)
 class _Place:
-    """Ownership of a new job: the team that it belongs to (None for no team), and who may read it."""
+    """Ownership of a new job: its team (None for no team), and who else may read it."""
 
     team: str | None
     sharing: Sharing
@@ -514,7 +514,7 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Asked:
-    """Team and sharing that a request asks for, for a job that has those of a study; None if it asks for none."""
+    """Team and sharing that a request asks for, for a job that serves a study; None for each that it does not state."""
 
     team: str | None
     sharing: Sharing | None
@@ -613,7 +613,7 @@ def _check_team(sender: Principal, job: JobRecord, team: str | None) -> None:
 
 
 def _own_key(sender: Principal, key: str | None) -> str | None:
-    """Idempotency key in the form in which it is stored, so that equal keys of two users do not collide.
+    """Convert a client's idempotency key to the stored form, so that equal keys of two users do not collide.
 
     `key` is the key that the client sent. At a server with accounts, the stored key consists of the word "user", the
     user's name and a hash of `key`, separated by spaces. A client cannot send a key with a space, so it cannot send a

@@ -93,7 +93,7 @@ def _site(request: Request, services: Services) -> _Site:
 
 
 def _site_of_page(request: Request, services: Services) -> _Site:
-    """The address at which the browser that sends `request` shows the web page.
+    """The address under which the browser that sends `request` shows the web page.
 
     It may be another one than the public URL, for example that of an SSH tunnel to the server. The browser names it in
     the header Origin of requests that change something, and drops cookies that are not for it.
@@ -105,7 +105,7 @@ def _site_of_page(request: Request, services: Services) -> _Site:
 
 
 def _redirect(request: Request, path: str) -> Response:
-    """Send a browser to `path` of this server, which has the path prefix below which the browser reaches the server."""
+    """Redirect a browser to `path` of this server, below the path prefix that the browser uses for the server."""
     # A path that begins with the prefix gets it from the middleware.
     path = path.removeprefix(request.scope.get("root_path", ""))
     return RedirectResponse(path if path.startswith("/") else f"/{path}", status_code=303)
@@ -224,7 +224,7 @@ async def _end_previous(request: Request, services: Services, address: str) -> N
 async def get_session(
     request: Request, services: Context, sender: Annotated[Principal | None, shows_session()]
 ) -> Response:
-    """Show who is logged in, and the CSRF token, which requests of the session that change something must send.
+    """Show who is logged in, and the session's CSRF token (requests that change something must send it).
 
     Everybody may send this request: without a valid token or session, `user` is null, and the response says only
     whether the server has accounts and an identity provider.

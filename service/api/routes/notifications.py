@@ -121,7 +121,7 @@ async def add_webhook(request: Request, services: Context, sender: Submitter) ->
 
 
 def _coverage(sender: Principal, body: NewWebhook) -> tuple[Coverage, str | None]:
-    """Determine which jobs a new webhook covers, and of which team they are.
+    """Determine the jobs that a new webhook covers and, if these are the jobs of one team, the team.
 
     `body` is the request for the webhook. The team is None unless the webhook covers the jobs of one team. Raises
     InvalidRequest if the fields of the request do not fit together, and Refusal if the sender may not have such a

@@ -38,7 +38,7 @@ class Move(BaseModel):
 
 @router.get("/queue", response_model=None, responses={200: {"model": QueueDocument}})
 def get_queue(services: Context, sender: Reader) -> Response:
-    """Show the jobs that run and that wait, in the order in which they start.
+    """Show the running jobs, and the waiting jobs in the order in which they start.
 
     Jobs that the sender may not read are entries without a job.
     """

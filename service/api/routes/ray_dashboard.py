@@ -1,4 +1,4 @@
-"""Routes of Ray's dashboard: its page, its files and its data, of which nothing changes anything."""
+"""Read-only routes of Ray's dashboard: its page, its files and its data."""
 
 from __future__ import annotations
 

@@ -760,7 +760,7 @@ async def get_timeline(
     ] = None,
     bins: Annotated[int, Query(description="Number of bins.", ge=1, le=2000)] = 1000,
 ) -> Response:
-    """Show the shares of time in which each engine's replica merged, swapped weights, scored samples or was idle.
+    """Show how each engine's replica spent its time: merging, swapping weights, scoring samples, or idle.
 
     The shares are those of bins of equal length. If fewer than 500 chunks (samples that are scored together) are in the
     time, each of them is listed too. `events` lists the drivers that worked on the study, its waits, and engine faults.
@@ -815,7 +815,7 @@ async def get_plot(
     services: Context,
     request: Request,
 ) -> Response:
-    """The data series of a plot of a study, as numbers with which a client can draw it."""
+    """The data series of a plot of a study, as numbers for drawing the plot."""
     return await answer(request, services.records, study.id, CHARTS[name].json)
 
 

@@ -1,4 +1,4 @@
-"""Routes of served studies beside those of all jobs: serve a trial, and complete prompts as OpenAI's API does.
+"""Routes that only served studies have: serve a trial, and complete prompts in the form of OpenAI's API.
 
 The driver of a served study completes the prompts. These routes check the rights of the sender, and pass requests on.
 """
@@ -177,7 +177,7 @@ def _serving_of(
 
 
 async def _forwarded(request: Request, services: Services, served: JobRecord, path: str) -> Response:
-    """Send a request to the driver of a served study, and pass its answer on as it comes.
+    """Send a request to the driver of a served study, and pass its answer on while it arrives.
 
     The driver is the process that completes prompts, and `path` is the path of the request at its HTTP application. The
     request to the driver is cancelled when the client closes the connection. The stored address is used only while the

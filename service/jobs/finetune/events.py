@@ -45,7 +45,7 @@ def storing_events(
     spec_file: str,
     worker_file: str,
 ) -> Iterator[None]:
-    """Context in which new losses and evaluations of running trainings are stored as events every 2 s.
+    """Context that stores new losses and evaluations of running trainings as events every 2 s.
 
     `places` has the experts' directories by alias. `writer` stores the events, and `heartbeat` gets the progress.
     `spec_file` and `worker_file` are names of files in each expert's directory. The training writes `spec_file` when it

@@ -71,7 +71,7 @@ def _clean_up(store: Store, data_dir: Path) -> None:
 
 
 def _demand(job: JobRecord) -> Demand:
-    """Places and GPUs that a running fine-tuning counts for in quotas: its largest number of simultaneous workers.
+    """Number of workers and GPUs with which a running fine-tuning counts towards its team's quotas.
 
     A worker is a training process. The specification's `parallel_experts` is the number of experts that train at the
     same time. Those with the most workers are counted, and one GPU for each worker.

@@ -34,7 +34,7 @@ PREDECESSOR_WAIT_S = 120.0
 
 
 def cluster() -> Mapping[str, float]:
-    """Resources of the cluster to which Ray is connected: the numbers of CPU cores ("CPU") and GPUs ("GPU")."""
+    """Resources of the connected Ray cluster: the numbers of CPU cores ("CPU") and GPUs ("GPU")."""
     import ray
 
     resources: Mapping[str, float] = ray.cluster_resources()
@@ -189,7 +189,7 @@ def _report(line: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _alone(directory: Path) -> Iterator[None]:
-    """Context in which this process is the only one that writes to the training directory `directory`.
+    """Context in which no other process writes to the training directory `directory`.
 
     Entering the context waits until the workers of an earlier driver have ended. Raises TimeoutError if one of them
     still runs after 120 s.

@@ -31,7 +31,7 @@ def study_of(store: Store, finetune_id: str) -> JobRecord | None:
 
 
 def _study_key(finetune_id: str) -> str:
-    """Idempotency key with which a fine-tuning creates the study that merges its experts.
+    """Idempotency key with which a fine-tuning creates the study that merges the trained experts.
 
     `finetune_id` is the id of the fine-tuning. If the study is created again with the same key, the first study is
     returned. The key contains a space, so that no client can send it.

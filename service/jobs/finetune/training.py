@@ -207,7 +207,7 @@ def _check(spec: FinetuneSpec) -> None:
 
 
 def _plan(spec: FinetuneSpec, resources: Mapping[str, float]) -> Iterator[str]:
-    """Yield messages for users about the devices on which an expert is trained, and the memory that this takes.
+    """Yield messages for users about the devices of an expert's training, and about the memory that it takes.
 
     `spec` is the specification of the expert. `resources` are those of the cluster, numbers by "CPU" and "GPU".
     """
@@ -225,7 +225,7 @@ def _plan(spec: FinetuneSpec, resources: Mapping[str, float]) -> Iterator[str]:
 
 
 def _differences(before: FinetuneSpec, spec: FinetuneSpec) -> list[str]:
-    """Names of the sections in which two specifications of an expert differ, without differences that are allowed.
+    """Names of the sections in which two specifications of an expert differ although they must be equal.
 
     `before` is the specification with which the training of the expert began, and `spec` the present one. The options
     in CHANGEABLE may change while an expert is trained, so differences in these are left out.

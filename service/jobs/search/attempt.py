@@ -130,7 +130,7 @@ def with_alignments(
 
 
 def _restore(artifacts: ArtifactStore, directory: Path, names: Iterable[str]) -> None:
-    """Copy the files of the alignments named `names` from `artifacts` to `directory`, unless the files exist there.
+    """Copy the files of alignments from `artifacts` to `directory`, except files that are there already.
 
     An alignment is a learned map between two layers. It may be missing in `directory` because an earlier driver, on
     another machine, learned it. Names without a file in `artifacts` are skipped.
@@ -389,7 +389,7 @@ def _baselines(store: Store, study_id: str, preflight: PreflightResult) -> tuple
 
 
 def _planned_steps(algorithm: str, setting: SearchSetting) -> int:
-    """Number of gradient steps and policy updates that a study makes if nothing ends it early.
+    """Number of gradient steps and policy updates that a study makes if it is not ended early.
 
     `algorithm` is the name of the searcher, and `setting` has its options. The number includes the steps of the
     refinement for as many trials as it may refine. The refinement improves the coefficients of trials of the Pareto
@@ -405,7 +405,7 @@ def _planned_steps(algorithm: str, setting: SearchSetting) -> int:
 
 
 class _WaitWatch:
-    """Watch that tells the driver's heartbeat what the driver waits for: an engine's start or an LLM judge's answer.
+    """Watch that tells the driver's heartbeat why the driver waits: for an engine's start or an LLM judge's answer.
 
     Both kinds of waiting count as progress of the driver. Otherwise the driver would be replaced during a long start of
     an engine, or while a judge does not answer. The option `judge.wait_s` limits the time for which a judge may not

@@ -47,7 +47,7 @@ BOUNDS = {"asha": ("at least ", "at most "), "racing": ("at most ", "at least ")
 class CheckedPlan:
     """Expected costs of running a study: samples, time, memory and disk space.
 
-    - `step_samples`: the number of samples as which gradients are charged, plus the samples of the trials that refine
+    - `step_samples`: the number of samples that gradients count as, plus the samples of the trials that refine
       the front; 0 if the study has neither
     - `rungs`: for each rung (number of samples at which trials are compared), the samples by objective
     - `trials`: the numbers of baselines ("extras") and of proposed trials ("search")
@@ -184,7 +184,7 @@ class CheckedPlan:
         )
 
     def _ladders(self) -> str:
-        """Text of the numbers of samples at which trials are compared, such as `90 -> 270 samples of each objective`.
+        """Text of the numbers of samples at each rung, such as `90 -> 270 samples of each objective`.
 
         If the numbers differ between objectives, the text has the numbers of each objective.
         """
@@ -341,8 +341,8 @@ def checked_plan(
 def _samples_used(directory: Path) -> int:
     """Number of samples that the search of the study in `directory` has used.
 
-    The number includes the scored samples, and the samples as which the searcher's gradients count for the study's
-    limit. Returns 0 if the directory holds no study.
+    The number includes the scored samples, and the numbers of samples that the searcher's gradients count as in the
+    study's limit. Returns 0 if the directory holds no study.
     """
     with suppress(NotFound), read_run(directory) as (store, record):
         scored = sum(trial.samples_scored for trial in store.trials(record.id))

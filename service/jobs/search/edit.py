@@ -97,7 +97,7 @@ def _trial_problems(record: JobRecord, before: Study, after: Study, store: Store
 
 
 def _used_problems(record: JobRecord, after: Study, given: Collection[str]) -> tuple[Problem, ...]:
-    """Problems of edited limits that are smaller than what the study has used already, for example of GPU hours.
+    """Problems of edited limits that are below the present use, for example of GPU hours.
 
     `record` is the stored study, and `after` the edited study file. `given` has the names of the limits to check.
     """

@@ -89,7 +89,7 @@ def _view(jobs: Sequence[JobRecord], store: Store, artifacts: ArtifactStore) -> 
 
 
 def _demand(job: JobRecord) -> Demand:
-    """Replicas (processes with one engine each) and GPUs that a running study counts for in quotas.
+    """Numbers of replicas (processes with one engine each) and GPUs with which a running study counts towards quotas.
 
     A replica that runs on CPU cores counts as one with a GPU, as in the study's limit `max_gpu_hours`.
     """

@@ -113,7 +113,7 @@ class Pace:
 
 
 class PaceMeter:
-    """Meter of a study's speed and remaining time, from which a `Pace` is made for displays.
+    """Meter of a study's speed and remaining time, which makes a `Pace` for displays.
 
     Speeds are samples per second, and steps (gradients and policy updates) per second. They are measured over the last
     60 s of the current stage (search or held-out scoring). The time left is the time for the remaining samples plus the
@@ -166,7 +166,7 @@ class PaceMeter:
 
 
 class _Speed:
-    """Meter of the speed at which a count grows within one stage, such as the number of scored samples."""
+    """Meter of how fast a count, such as the number of scored samples, grows within one stage."""
 
     def __init__(self) -> None:
         self._points: deque[tuple[float, int]] = deque()
@@ -188,11 +188,11 @@ class _Speed:
             self._busy = self.now(now)
 
     def now(self, now: float) -> float | None:
-        """Speed at the time `now`: growth per second of what is counted, such as scored samples.
+        """Speed at the time `now`: how much the count (such as that of scored samples) grows per second.
 
-        The growth is that of the last 60 s of the study's present stage, or since the beginning of a shorter stage.
-        `now` is in seconds of the meter's clock. Returns None in the first two seconds of a stage. The result falls
-        while nothing is counted.
+        The growth is measured over the last 60 s of the study's present stage, or from its beginning if the stage is
+        shorter. `now` is in seconds of the meter's clock. Returns None in the first two seconds of a stage. The result
+        falls while nothing is counted.
         """
         if not self._points or now - self._points[0][0] < 2.0:
             return None

@@ -48,7 +48,7 @@ def read_study(document: Mapping[str, Any], context: RequestContext) -> Study:
 
 
 def accept(document: Mapping[str, Any], context: RequestContext) -> Accepted:
-    """Check a submitted study without downloading weights, and return it in the form in which it can be stored.
+    """Check a submitted study without downloading weights, and return it in its stored form.
 
     `document` is the study file, and `context` says which files and other studies it may read. Raises InvalidStudy with
     every problem.
@@ -70,7 +70,7 @@ def accept(document: Mapping[str, Any], context: RequestContext) -> Accepted:
 
 
 def studies_of(context: RequestContext) -> OpenStudy:
-    """Make a function that opens another study of the server by its id, for a study that uses its merges or results.
+    """Make a function that opens other studies of the server by id, so that a study can use their merges or results.
 
     `context` has the server's database and the rights of the sender. The returned function also lifts the limits of
     memory and processor time of the current process, because a process that opens a study then writes merges of it.

@@ -23,7 +23,7 @@ __all__ = ["Choice", "IdleTimer", "Situation", "choose", "searches"]
 
 @dataclass(frozen=True)
 class Situation:
-    """Facts that decide which engine completes prompts for a served study.
+    """Facts by which the engine that completes prompts for a served study is chosen.
 
     - `shares`: whether an administrator lets the served study use the engines of a search
     - `users`: number of the studies that run and use the same models
@@ -49,7 +49,7 @@ class Situation:
 
 @dataclass(frozen=True)
 class Choice:
-    """The choice of the engine that completes prompts now: `place` is the kind of its replicas.
+    """Which kind of replicas completes prompts now (`place`), or what must happen before one can.
 
     If `place` is None, no engine completes prompts now, and `waits_for` says what must happen first. `yields` is
     whether completions end as soon as a search uses the engine.
@@ -86,7 +86,7 @@ def choose(situation: Situation) -> Choice:
 
 
 def searches(jobs: Sequence[JobRecord], *, fingerprints: object, now: float) -> dict[str, int]:
-    """Count the running jobs that decide which engine may complete the prompts of a served study.
+    """Count running jobs by their effect on the choice of the engine that completes a served study's prompts.
 
     `jobs` are the unfinished jobs, and `now` is the time in seconds since the epoch. The result has three numbers, by
     the names of the fields of `Situation`: "searches" counts all studies that run, "users" those of them whose models
@@ -103,7 +103,7 @@ def searches(jobs: Sequence[JobRecord], *, fingerprints: object, now: float) -> 
 
 
 class IdleTimer:
-    """Measures the time without requests to a served study, after whose limit (`limit_s`) serving ends.
+    """Timer of the time without requests to a served study; serving ends when it reaches `limit_s` seconds.
 
     `clock` returns seconds that never go back.
     """
@@ -127,5 +127,5 @@ class IdleTimer:
 
     @property
     def remaining_s(self) -> float:
-        """Seconds after which serving ends if no request comes; the whole limit while a request is answered."""
+        """Seconds until serving ends if no request comes; the whole limit while a request is answered."""
         return self._limit_s - (0.0 if self._num_in_use else self._clock() - self._used_at)

@@ -61,7 +61,7 @@ def _view(jobs: Sequence[JobRecord], store: Store, artifacts: ArtifactStore) -> 
 
 
 def _demand(job: JobRecord) -> Demand:
-    """Replicas and GPUs that a running served study counts for in quotas: always one of each."""
+    """Numbers of replicas and GPUs with which a running served study counts towards quotas: always one of each."""
     return Demand()
 
 

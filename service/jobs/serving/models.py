@@ -1,4 +1,4 @@
-"""The models and the options of the engines of a stored study, from which replicas for its merges are made."""
+"""Models and engine options of a stored study, for starting replicas for its merges."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["engine_models"]
 def engine_models(
     record: JobRecord, *, artifacts: ArtifactStore, data_dir: Path, note: Callable[[str], None]
 ) -> tuple[Family, EngineOptions]:
-    """Find the models and the engine options with which the study `record` starts its engines.
+    """Find the models and the engine options of the study `record`.
 
     `artifacts` and `data_dir` say where the study's alignments of models are, which some search spaces need. `note` is
     called with lines about downloads of models. The study's tasks and their data need not be present. Raises Conflict

@@ -47,7 +47,7 @@ SEEDS = 2**31
 
 
 class Gate:
-    """Holder of the replicas that complete prompts now (`completer`); while there are none, `waits_for` is the reason.
+    """Holder of the replicas (`completer`) that complete prompts at the moment; without them, `waits_for` says why.
 
     The driver changes the replicas while requests are answered. A request ends when its replicas are not the present
     ones any more.
@@ -60,14 +60,14 @@ class Gate:
         self.turn = asyncio.Lock()
 
     def close(self, waits_for: str) -> None:
-        """Take the engines away: new requests are refused, and those being answered end with an error.
+        """Stop completions: new requests are refused, and those being answered end with an error.
 
         `waits_for` says what must happen before requests are answered again; users read it in the refusal.
         """
         self.completer, self.waits_for = None, waits_for
 
     def open(self, completer: Completer, *, yields: bool) -> None:
-        """Let the engines behind `completer` answer requests.
+        """Let the engines behind `completer` answer the prompts of clients.
 
         If `yields` is True, these engines belong to searches, and a request ends as soon as a search uses them.
         """

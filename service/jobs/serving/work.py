@@ -155,7 +155,7 @@ class _Serving:
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """Context in which SIGTERM raises KeyboardInterrupt, so that this process stops an engine that it has started."""
+    """Context in which SIGTERM raises KeyboardInterrupt, so that a started engine is stopped before this process."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt

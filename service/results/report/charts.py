@@ -178,7 +178,7 @@ class Plot:
 
 @dataclass(frozen=True)
 class _Box:
-    """Place of a text in a plot as wide as the narrowest ones, in pixels from the plot's upper left corner.
+    """Rectangle that a text would cover in a plot of the smallest width, in pixels from the plot's upper left corner.
 
     `anchor` is the end of the text that is at its point, and `dy` moves its baseline down from the point.
     """
@@ -205,7 +205,7 @@ class _Text:
     is_movable: bool
 
     def places(self, *, bottom: float) -> list[_Box]:
-        """Possible places, the best first: right and left of the point, and on the other side of it vertically.
+        """Possible positions of the text, the best first: right and left of its point, then on the other side of it.
 
         `bottom` is the height of the horizontal axis, under which there are other texts.
         """
@@ -254,7 +254,7 @@ def _cut(name: str, longest: int) -> Markup:
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell of a heatmap, from the column with index `column` on, `span` columns wide.
+    """Cell of a heatmap, `span` columns wide; `column` is the index of its first column.
 
     `share` in [-1, 1] gives its colour: 0 has no colour, -1 and 1 are the two extremes. `title` is the text that
     browsers show at the cell.

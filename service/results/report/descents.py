@@ -54,7 +54,7 @@ def descents_section(run: RunRecord) -> dict[str, Any] | None:
 
 
 def _unit(run: RunRecord) -> str:
-    """Name of the loss by which each objective's losses are divided in the chart; "" if they are not divided.
+    """Name of the loss that divides each objective's losses in the chart; "" if they are not divided.
 
     If the Pareto front was refined by gradients after the search, it is the loss before the first gradient. Otherwise
     it is the mean loss of the baselines, if there are any.

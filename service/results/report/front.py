@@ -115,7 +115,7 @@ def _pair_chart(points: Sequence[FrontPoint], x: Objective, y: Objective) -> Mar
 
 
 def _ends(point: FrontPoint, objective: Objective) -> tuple[float, float]:
-    """Ends of the 95 % interval of the value of `point`, a trial, clipped to the objective's range.
+    """Ends of the 95 % interval of an objective's value for the trial `point`, clipped to the objective's range.
 
     A value of a single sample has no standard error; its interval is the whole range.
     """

@@ -21,7 +21,7 @@ MERGED = "merged"
 
 
 def path_picture(run: RunRecord) -> dict[str, Any] | None:
-    """Build the data of the report's picture of the best trial's layers: which model's layer is at which position.
+    """Build the data of the report's picture of the best trial's layers: the source model and layer at each position.
 
     Returns None if the best trial has the layers of one model in their original order.
     """

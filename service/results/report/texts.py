@@ -45,7 +45,7 @@ def row_name(row: HoldoutDocument | BenchmarkRowDocument) -> str:
 
 
 def _score(row: HoldoutDocument) -> EstimateDocument | None:
-    """The estimate by which rows of held-out results are ranked: the mean over objectives, or that of a single one.
+    """The estimate by which rows of held-out results are ranked: the mean of the objectives, or the only objective.
 
     Returns None for a row without a mean and with several objectives.
     """

@@ -25,7 +25,7 @@ class BudgetRung:
 
 @dataclass(frozen=True)
 class BudgetPlot:
-    """Number of samples that were `scored` in the search, and numbers of trials that reached each rung.
+    """Number of samples `scored` in the search, and for each rung the number of trials that reached it.
 
     A rung is a number of samples at which trials are compared. For comparison, `full_budget` is the number of samples
     that it would take to score every recipe in full.

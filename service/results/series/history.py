@@ -80,8 +80,8 @@ def _series(
 ) -> HistorySeries:
     """Compute the data of one line of the history chart: each trial's value at every rung that the trial finished.
 
-    A rung is a number of samples at which trials are compared. The line is that of one objective, or of a mean of
-    several.
+    A rung is a number of samples at which trials are compared. The line belongs to one objective, or to the mean of
+    several objectives.
 
     Args:
         trials: Trials by number.

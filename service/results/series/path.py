@@ -29,7 +29,7 @@ class PathStep:
 
 @dataclass(frozen=True)
 class PathPlot:
-    """Layer path of the best or of a given trial: the sequence of source models' layers of which the merge consists.
+    """Layer path of the best or of a given trial: the sequence of the source layers that the merge consists of.
 
     It has no layers before there is a best trial.
     """

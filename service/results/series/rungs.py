@@ -22,7 +22,7 @@ ENDS: dict[TrialState, End] = {TrialState.COMPLETE: "finished", TrialState.PRUNE
 
 @dataclass(frozen=True)
 class RungPlace:
-    """Numbers of trials of one bracket at one rung, by what became of them.
+    """Numbers of trials of one bracket that reached one rung, by their outcome at this rung.
 
     `entered` is the sum of `promoted`, `finished`, `stopped`, `failed` and `running`.
     """

@@ -150,7 +150,7 @@ def _mixed(
 def _measures(
     losses: MergeLosses, progressed: Callable[[], None]
 ) -> tuple[Callable[[Merge], Mapping[str, float]], Callable[[Merge], Report]]:
-    """Make two functions that measure a merge: one for choosing coefficients, and one for the values that are reported.
+    """Make two functions that measure merges: one for choosing coefficients, and one for reported values.
 
     The first returns the mean loss on each expert's tasks, by the expert's alias. The second returns a report with
     losses and metrics, measured on other samples. Both use `losses` to compute, and call `progressed` before they do.

@@ -36,7 +36,7 @@ class ModelFacts:
     bank_bytes: int
 
     def deepened(self, layers: int) -> ModelFacts:
-        """The facts about merges with `layers` layers, if each layer is as large as the mean of the models' layers."""
+        """Facts about merges that have `layers` layers, each as large as the mean layer of the models."""
         if layers == self.layers or not self.layers:
             return self
         grown = self.multiplied * layers // self.layers

@@ -50,7 +50,7 @@ def measured_speeds(threads: int) -> dict[str, float]:
 
 
 def _fastest(call: Callable[[], None]) -> float:
-    """Call `call` repeatedly for MEASURED_S seconds, and return the seconds of the fastest call.
+    """Call `call` repeatedly for MEASURED_S seconds, and return how many seconds the fastest call took.
 
     A first call, which may be slower, is not measured.
     """

@@ -56,7 +56,7 @@ class Part:
 
 @dataclass(frozen=True)
 class StudyPlacement:
-    """The placement of a study: where its parts are kept on each machine that it uses, and the memory that they take.
+    """The placement of a study: where each of its parts is kept on a machine, and how much memory the part takes.
 
     Attributes:
         parts: The parts with their memory, on the machine with most engines.
@@ -198,7 +198,7 @@ def _divided(
 
 
 def _larger_ranks(needs: MemoryRequirements, usable: int) -> str:
-    """Advice for an engine that does not fit: more GPUs for it (a power of two), a smaller dtype, or shorter texts.
+    """Advice for an engine that does not fit on its GPUs: more GPUs (a power of two), a smaller dtype, shorter texts.
 
     `needs` is the memory that an engine needs. `usable` is the number of bytes of a GPU that the engine may use.
     """

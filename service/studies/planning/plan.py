@@ -1,4 +1,4 @@
-"""The plan of a study on machines of a profile: placement, memory, seconds, hours, and what is lacking."""
+"""The plan of a study on machines of a profile: placement, memory, seconds, hours, and missing resources."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def plan_of(
     lacks: tuple[str, ...] = (),
     lengths: StudyLengths | None = None,
 ) -> StudyPlan:
-    """Plan a study that passed its checks: its memory, and the hours that it takes.
+    """Plan a checked study: the memory and the hours that it takes on given machines.
 
     `preflight` is the checked study, `sources` are its models, `profile` describes the machines, and `dtype` is the
     dtype of the engines. `steps` has the number of gradient steps, and the number of samples of each step. `lacks` are
@@ -135,7 +135,7 @@ def engine_speeds(
     bank: str = "mapped",
     texts: int = 256,
 ) -> Speeds:
-    """Speeds of one engine, from which the seconds of each phase of a study are computed.
+    """Speeds of one engine, for computing the seconds of each phase of a study.
 
     `facts` are the sizes of the models, and `config` is their configuration. `profile` describes the machine, and
     `dtype` is the engine's dtype. The engine has `ranks` GPUs or, on a machine without GPUs, `threads` threads. `bank`

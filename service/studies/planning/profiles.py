@@ -17,7 +17,7 @@ GB, GIB, TERA = 10**9, 1 << 30, 1e12
 
 @dataclass(frozen=True)
 class MachineProfile:
-    """Speeds and memory of one kind of machine, of which `nodes` are available.
+    """Speeds and memory of one kind of machine, and the number `nodes` of such machines.
 
     Attributes:
         name: Name of the profile.

@@ -46,7 +46,7 @@ class StudyLengths:
 
 @dataclass(frozen=True)
 class Phase:
-    """A phase of a study, such as scoring the baselines, which repeats the same work several times.
+    """A phase of a study, such as scoring the baselines, in which the same work is repeated several times.
 
     `name` names the phase in the plan. `number` is the number of repetitions, for example of baselines. `seconds` are
     bounds on the seconds of one repetition. `width` is the largest number of engines that can work on different
@@ -100,7 +100,7 @@ def phases_of(
     host_speeds: Speeds,
     steps: tuple[int, int],
 ) -> tuple[Phase, ...]:
-    """The phases of a study, with their seconds, in the order in which they run.
+    """The phases of a study, with their seconds, in the order of running.
 
     Args:
         preflight: The study, with the results of its checks.

@@ -32,7 +32,7 @@ __all__ = ["check_start", "with_start"]
 
 
 def check_start(preflight: PreflightResult, *, open_study: OpenStudy, artifacts_in: str | Path) -> None:
-    """Check the trained policies of another study with which a study starts its search: they must exist and fit.
+    """Check the trained policies of another study with which a study's search starts: they must exist and fit.
 
     `preflight` is the checked study. `search.hm3.start` in its study file names the other study; a study without this
     option always passes. `open_study` opens the other study. `artifacts_in` is the location of the server's artifacts
@@ -55,7 +55,7 @@ def with_start(
     artifacts: ArtifactStore,
     open_study: OpenStudy,
 ) -> PreflightResult:
-    """Load the trained policies of another study with which a study's own policies are initialised.
+    """Load the trained policies of another study, as the initial policies of a study.
 
     `search.hm3.start` in the study file names the other study. At the study's first run the policies are copied to the
     study's own artifacts (stored files); later runs read these copies. Returns `preflight`, the checked study, with the
@@ -91,7 +91,7 @@ def _artifact(number: int) -> str:
 def _found(
     preflight: PreflightResult, open_study: OpenStudy, artifacts_in: str | Path
 ) -> tuple[PolicyStart, tuple[bytes, ...]]:
-    """Find the policies of another study from which a new study's policies start.
+    """Find the policies of another study that are to be the initial policies of a new study.
 
     `preflight` is the checked new study, whose option `search.hm3.start` names the other study; `open_study` opens it.
     Returns a description of the policies, and their checkpoints; both have one entry for each policy of the new study.
@@ -119,7 +119,7 @@ def _found(
 def _iterations(
     preflight: PreflightResult, record: JobRecord, other: SearchSetting, checkpoints: dict[int, bytes]
 ) -> list[int]:
-    """Choose, for each policy of a new study, the checkpoint of another study with which it starts.
+    """Choose the checkpoint of another study with which each policy of a new study starts.
 
     A checkpoint is given by the training iteration in the other study after which it was saved. If the new study has
     one policy for each preference vector (weights of the objectives), each policy takes the latest checkpoint that the
@@ -160,7 +160,7 @@ def _check_searcher(record: JobRecord) -> None:
 
 
 def _check_actions(preflight: PreflightResult, record: JobRecord, kept: tuple[bytes, ...]) -> None:
-    """Check that an earlier study's policies have the kind of action (`search.hm3.action`) that the new study needs.
+    """Check that the policies of an earlier study have the kind of action (`search.hm3.action`) of the new study.
 
     `record` is the earlier study's job, and `kept` has the checkpoints of its policies. `preflight` is the checked new
     study. Raises Conflict if the kinds differ.
@@ -178,7 +178,7 @@ def _check_actions(preflight: PreflightResult, record: JobRecord, kept: tuple[by
 
 
 def _check_shapes(preflight: PreflightResult, record: JobRecord, other: Study) -> None:
-    """Check that the policies of the study `other` have the network inputs and outputs that the new study needs.
+    """Check that the policies of the study `other` have the network inputs and outputs of the new study's policies.
 
     The study `other` must have trained policies itself. Both studies must have the same kind of policy, number of
     layers, and number of objectives. If they have the same objectives, these must be in the same order. `preflight` is
@@ -212,7 +212,7 @@ def _check_shapes(preflight: PreflightResult, record: JobRecord, other: Study) -
 
 
 def _check_models(preflight: PreflightResult, record: JobRecord, other: Study, where: str) -> None:
-    """Check that policy networks with a learned embedding of each model were trained for the new study's models.
+    """Check that policies which know models by learned embeddings were trained for the new study's models.
 
     `preflight` is the checked new study. `other` is the study that trained the networks, `record` is its job, and
     `where` is the beginning of the error message. Raises Conflict if the models or their order differ.

@@ -1,4 +1,4 @@
-"""Choice of a study's searcher: the one that the study file names or, with `auto`, one that fits space and tasks."""
+"""Choice of a study's searcher: the study file names it, or `auto` selects one that fits search space and tasks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def algorithm_of(
     *,
     lack_of_room: str = "",
 ) -> Algorithm:
-    """Choose the searcher of a study, and add to `problems` what the study needs and the searcher does not support.
+    """Choose the searcher of a study, and add to `problems` the requirements that the searcher does not meet.
 
     The option `auto` means the searcher `gradient` if coefficients have gradients and all objectives have reference
     answers, because that searcher is best in tests/benchmarks/bench_search.py. In all other cases it means the searcher
@@ -86,7 +86,7 @@ def _warning_of_draws(study: Study) -> str:
 
 
 def _draws_of(study: Study) -> tuple[float, float]:
-    """Expected numbers of a study's trials, as a pair: those with random layer paths, and those with paths of policies.
+    """Expected numbers of a study's trials, as a pair: trials with random layer paths, trials with policies' paths.
 
     Trials whose paths are mutants (random changes of good paths) are in neither number. A layer path is the sequence of
     layers of a merge, and a policy a network that builds such paths.
@@ -107,7 +107,7 @@ def _draws_of(study: Study) -> tuple[float, float]:
 
 
 def _warning_of_policy(study: Study, space: SearchSpace) -> str:
-    """Warning for a study whose length penalty is so large that the shortest layer paths win whatever their scores are.
+    """Warning for a study whose length penalty is so large that the shortest layer paths always win.
 
     A layer path is the sequence of layers of a merge. The penalty lowers a path's score with each layer. Scores without
     the penalty differ by at most 1. The penalty is therefore too large if it lowers the score of the longest path by at
@@ -124,7 +124,7 @@ def _warning_of_policy(study: Study, space: SearchSpace) -> str:
 
 
 def _problems_of_policy(study: Study, space: SearchSpace) -> Iterator[Problem]:
-    """Find problems of a study whose searcher trains a policy that builds layer paths (sequences of layers).
+    """Find problems of a study whose searcher trains a policy to build layer paths (sequences of layers).
 
     For example, the search `space` may have no layer paths, or the study too few trials for the policy to learn from.
     """
@@ -166,7 +166,7 @@ def _problems_of_policy(study: Study, space: SearchSpace) -> Iterator[Problem]:
 
 
 def num_policies_of(study: Study) -> int:
-    """The number of policies (networks that choose the layers of merges, one after the other) that a searcher trains.
+    """Number of policies that the study's searcher trains; a policy is a network that chooses the layers of merges.
 
     The searcher of `study` must be one that trains policies.
     """
@@ -175,7 +175,7 @@ def num_policies_of(study: Study) -> int:
 
 
 def iterations_ahead(num_policies: int) -> int:
-    """The largest number of training iterations by which proposals may run ahead of results, if policies are trained.
+    """Largest number of training iterations by which proposals of policies may run ahead of results.
 
     An iteration is a fixed number of trials from which one policy then learns; the `num_policies` policies take turns.
     The result is one less than the number of policies, but at least 1: a policy's turn comes again only after the turns

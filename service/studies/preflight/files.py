@@ -37,7 +37,7 @@ class FilesRefused(InvalidStudy):
 
 
 def check_files(study: Study, access: FileAccess | None, *, section: str = "") -> None:
-    """Check that `access` allows all files, models and judges that a study file, or one `section` of it, names.
+    """Check that `access` allows all files, models and judges in a study file, or in one `section` of it.
 
     A judge is an LLM behind a URL that rates completions. If `access` is None, everything is allowed. Raises
     FilesRefused with each file, directory, hub model and judge that is not allowed. Files that task files refer to,

@@ -102,7 +102,7 @@ def _on_gpu(
 
 
 def gradient_gpu_bytes(study: Study, sources: ResolvedFamily, place: GradientPlace, *, max_layers: int = 0) -> int:
-    """Bytes of GPU memory that a study needs to compute gradients on the device that `place` names; 0 if it is the CPU.
+    """Bytes of GPU memory for computing a study's gradients on the device that `place` names; 0 for the CPU.
 
     `sources` are the study's models. `max_layers` is the number of layers of the longest merge if merges have any
     number of layers, else 0.

@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 def with_revisions(study: Study, resolved: ResolvedStudy) -> Study:
-    """Pin the models of a study file to the versions with which the study was created, which `resolved` records.
+    """Pin the models in a study file to the versions of the study's creation, which `resolved` records.
 
     A hub model gets the commit that it had at that time. A source that is a merge of another study is replaced by the
     directory to which it was exported.
@@ -61,7 +61,7 @@ def with_revisions(study: Study, resolved: ResolvedStudy) -> Study:
 
 
 def unchanged_models(stored: JobRecord) -> tuple[Study, ResolvedFamily]:
-    """Open the models of a stored study, and check that their weights are those with which it was created.
+    """Open the models of a stored study, and check that their weights are unchanged since the study's creation.
 
     Returns the study file with its models pinned to their versions, and the models. Missing weights are not downloaded.
     Raises InvalidStudy with every problem.
@@ -176,7 +176,7 @@ def searched_models(
     max_layers: int | None = None,
     preferences: tuple[Mapping[str, float], ...] = (),
 ) -> SearchedModels:
-    """Collect the facts about a study's models from which its search space is built.
+    """Collect the facts about a study's models that its search space depends on.
 
     `preferences` are the preference vectors, each with the weights by objective. `sources` are the models, and
     `fingerprints` the hashes of their files by the model's name in the study file (alias). A merge may have at most

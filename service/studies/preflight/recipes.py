@@ -59,7 +59,7 @@ def given_recipes(
 
 
 def _document(given: GivenRecipe) -> tuple[Mapping[str, Any], Path | None]:
-    """Read `given`, a recipe that the study file lists, from the study file itself or from the file that it names.
+    """Read `given`, a recipe in the study file or in another file that the study file names.
 
     Returns the parsed recipe, and the directory to which paths in it are relative. The directory is None for a recipe
     in the study file itself. Raises InvalidRecipe if the file cannot be read.
@@ -141,7 +141,7 @@ def _without_revision(model: str) -> str:
 
 
 def _check(recipe: Recipe, sources: ResolvedFamily, max_layers: int) -> None:
-    """Check that a recipe merges only the models `sources`, and that engines can hold its number of layers.
+    """Check that a recipe merges only the models `sources`, and has no more layers than engines can hold.
 
     A merge may have up to `max_layers` layers, or, if that is 0, as many as the base. Raises InvalidRecipe otherwise.
     """

@@ -50,7 +50,7 @@ RANK_BYTES = 2
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Memory that a study needs on one machine, and memory that is available there, in bytes.
+    """Memory that a study needs on one machine, and the memory that this machine has available, in bytes.
 
     `bank_bytes` is host memory for the bank (the source weights), which all engines share. `engine_bytes` is host
     memory of each engine. `replicas` is the number of engines on the machine. `available_bytes` is the available host
@@ -252,7 +252,7 @@ def gradient_value_bytes(study: Study, device: Literal["cuda", "cpu"]) -> int:
 
 
 def _pool_size(sources: ResolvedFamily, max_layers: int, available: int, bytes_of_value: int) -> int:
-    """The size of an engine's pool: the number of source layers that it keeps in host memory for building layer paths.
+    """Size of an engine's pool: the number of source layers that stay in host memory for building layer paths.
 
     A layer path is the sequence of source models' layers of which a merge consists; the longest has `max_layers`
     layers. If there is room, the pool holds all layers of all sources and `max_layers` further ones. Otherwise it holds
@@ -274,7 +274,7 @@ def check_memory(
     shorter: range = range(0),
     plan: Callable[[int], MemoryPlan] | None = None,
 ) -> None:
-    """Check that the planned memory is available; suggest a lower limit of layers if that would help.
+    """Check that the planned memory is available; if not, suggest a lower limit of layers that would suffice.
 
     A lack of memory is added to `problems`. `shorter` are the numbers of layers to which `limits.max_layers` could be
     lowered, ascending. `plan` computes the memory for a number of layers; the memory must grow with this number.

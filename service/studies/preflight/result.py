@@ -74,7 +74,7 @@ class ExpectedSamples:
 
 @dataclass(frozen=True)
 class StudyModels:
-    """The models of a study, which fit together and which vLLM can run.
+    """The models of a study, after the checks that they fit together and can run in vLLM.
 
     Attributes:
         family: The base and the experts, with content fingerprints.
@@ -164,7 +164,7 @@ def preference_vectors(study: Study, objectives: Sequence[str]) -> tuple[tuple[f
 
 @dataclass(frozen=True)
 class PreflightResult:
-    """The result of preflight, the checks that a study must pass before it is run; it has all that a run needs.
+    """Result of preflight (the checks that a study must pass before it runs), with everything that a run needs.
 
     Attributes:
         study: The study file, in which merges of other studies are replaced by the directories of their exports.
@@ -236,7 +236,7 @@ class PreflightResult:
 
     @property
     def _max_staleness(self) -> int:
-        """The largest number of trials by which proposals may be ahead of results.
+        """Largest number of trials by which proposals may run ahead of results.
 
         The study file may state the number. The default grows with the number of replicas (processes with an engine).
         The default differs for a searcher that trains policies, which learn from iterations (fixed numbers of trials).
@@ -298,7 +298,7 @@ class PreflightResult:
 
     @property
     def _num_repeated(self) -> int:
-        """Number of repeated proposals in a row after which a search by policies ends.
+        """Number of repeated proposals in a row that ends a search by policies.
 
         A proposal is repeated if an earlier trial has its recipe. A policy is trained after each iteration, a fixed
         number of trials. The result is the number of proposals in two iterations of every policy, but at least two for
@@ -310,7 +310,7 @@ class PreflightResult:
         return 2 * max(search.hm3.episodes * num_policies_of(self.study), num_vectors)
 
     def plan(self, study_id: str, resolved: ResolvedStudy, *, baselines: tuple[Baseline, ...] | None = None) -> Plan:
-        """Make the plan of the driver of the study `study_id`, which determines everything that the driver evaluates.
+        """Make the plan of the study `study_id`: all settings that determine what its driver evaluates.
 
         `resolved` has facts that were stored when the study was created. Of these the plan uses the searcher, how far
         proposals may run ahead of results, and the numbers of open brackets (ladders of rungs) and of proposals in a
@@ -364,7 +364,7 @@ class PreflightResult:
 
     @property
     def num_finalists(self) -> int:
-        """Number of finalists (trials of the Pareto front that are scored on holdout data) that cost estimates assume.
+        """Number of finalists (trials of the Pareto front to score on holdout data) that estimates of cost assume.
 
         Baselines, which are scored too, are not counted. The number is 0 if given recipes are scored in place of a
         search.

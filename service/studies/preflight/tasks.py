@@ -68,7 +68,7 @@ def check_tasks(
 
 
 def task_spec(spec: ScoredTask, *, seed: int, access: FileAccess | None) -> TaskSpec:
-    """Convert a task entry of the study file to the specification from which engines' processes build the task.
+    """Convert a task entry of the study file to the specification that engines' processes build the task from.
 
     `seed` fixes the order of the task's samples. `access` limits the files that the task may read; None is no limit.
     The metric of a benchmark with a judge (an LLM that compares answers) is the length of completions, because engines
@@ -171,7 +171,7 @@ def _attack(spec: BenchmarkSpec, info: TaskInfo, place: str, problems: list[Prob
 
 
 def _reference_length(spec: BenchmarkSpec, task: TaskSpec, place: str, problems: list[Problem]) -> float:
-    """The mean number of characters of the reference answers with which a benchmark's judge, an LLM, compares answers.
+    """Mean length of a judged benchmark's reference answers, in characters; a judge is an LLM that compares answers.
 
     `spec` is the benchmark's entry in the study file, `place` the entry's location, such as "benchmarks.0", and `task`
     its task. The result is 0 for a benchmark without a judge. It is also 0 for a task that cannot be judged, which is

@@ -63,9 +63,9 @@ class GradientActor:
         self._completions = completions
 
     def use_coefficients(self, coefficients: Coefficients) -> None:
-        """Set the parameters that determine the coefficients of merges, and by which gradients are computed.
+        """Set the parameters by which gradients are computed; their values determine the coefficients of merges.
 
-        Each later request gives its merge by a value for each of these parameters.
+        Every later request describes its merge by a value for each of these parameters.
         """
         self._space = coefficients
 
@@ -143,15 +143,14 @@ class GradientActor:
         return self._opened
 
     def _by_parameter(self, result: CoefficientDerivatives) -> dict[str, float]:
-        """Convert a loss's derivatives with respect to a merge's coefficients to derivatives by parameter name.
+        """Convert derivatives by a merge's coefficients to derivatives by parameters, with the parameters' names.
 
         `result` has the derivatives with respect to the coefficients of the merge, and to the scales of its layers.
         Several coefficients may have the value of one parameter; the derivative with respect to the parameter is then
         the sum over these coefficients.
 
-        In a tensor for which each source has its own coefficient, the parameters set these; derivatives with respect to
-        coefficients that all sources share are ignored. In any other tensor, the parameter sets the coefficient that
-        all sources share.
+        If a tensor's merge has a coefficient for each source, parameters set these coefficients, and a derivative by a
+        coefficient that all sources share is ignored. Otherwise a parameter sets the shared coefficient.
         """
         space = self._known_space
         slopes: dict[str, float] = {}
@@ -169,7 +168,7 @@ class GradientActor:
 
 
 def _with_stated_coefficients(space: Coefficients, point: tuple[float, ...]) -> tuple[float, ...]:
-    """The parameter values `point`, slightly changed so that the recipe made from them states every coefficient.
+    """Parameter values close to `point` whose recipe states every coefficient, even one that is 0 or a default.
 
     `point` has a value for each parameter of `space`. A recipe in canonical form leaves out a source's coefficient that
     is 0, and a shared coefficient that has its default. A loss has no derivative with respect to a coefficient that is

@@ -58,7 +58,7 @@ class Proposer(Protocol):
 
 
 class Asking:
-    """The dialogue with a proposer about one proposal at a time; computed steps that come with it are stored.
+    """Client of a proposer: it requests one proposal at a time, and stores the computations that proposals need.
 
     A step is a computation that the searcher needs before it proposes, such as a gradient. `proposer` makes the
     proposals, and `writer` stores the steps. `may_compute` is called with the proposal and the searcher's request for
@@ -122,7 +122,7 @@ class Asking:
 
 
 class Observations:
-    """The observations of a study: the results of its trials in the form in which searchers receive them.
+    """The observations of a study: its trials' results in the form that searchers receive.
 
     `space` and `plan` are the study's search space and settings. `feasibility` computes by how much a trial violates
     the study's constraints.

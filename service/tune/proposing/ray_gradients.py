@@ -61,10 +61,10 @@ class RayGradients:
     def begin(self, request: ChargedRequest, coefficients: Coefficients | None = None) -> None:
         """Begin to compute the losses of one merge, or its losses and their gradient, in the background.
 
-        `request` says which of the two, on which samples, and for which merge. It gives the merge by a value for each
-        parameter of `coefficients`, the parameters that determine a merge's coefficients. The gradient is with respect
-        to these parameters. If `coefficients` is None, the parameters are those of the last call that gave some or,
-        before such a call, those of the study's search space.
+        `request` says which of the two, on which samples, and for which merge. It describes the merge by a value for
+        each parameter of `coefficients`, the parameters that determine a merge's coefficients. The gradient is with
+        respect to these parameters. If `coefficients` is None, the parameters are those of the last call that gave some
+        or, before such a call, those of the study's search space.
         """
         if coefficients is not None and coefficients is not self._coefficients:
             self._coefficients = coefficients
@@ -76,7 +76,7 @@ class RayGradients:
         self.pending = self.actor.run.remote(request)
 
     def result(self, *, timeout_s: float) -> LossesResult | GradientResult | None:
-        """The result of the request, or None if there is none within `timeout_s` seconds.
+        """The result of the request that `begin` sent, or None if there is none within `timeout_s` seconds.
 
         The result is also None if the actor died; another actor then repeats the request. Raises InvalidModel,
         InvalidTask, EngineUnavailable or StudyFailed in the cases that `finish` lists.

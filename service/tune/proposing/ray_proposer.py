@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 
 class RayProposer:
-    """A `Proposer` of which the searcher, and the computation of losses and gradients, run as Ray actors.
+    """Proposer on Ray: one actor runs the searcher, and another computes losses and gradients.
 
     - `algorithm`: the name of the searcher
     - `parameters`: the parameters of the search space
@@ -112,7 +112,7 @@ class RayProposer:
         self._propose_rest()
 
     def _propose_rest(self) -> None:
-        """Begin to compute the batch's remaining proposals in advance, if the searcher proposes without computed steps.
+        """Begin to compute the batch's remaining proposals in advance, if they need no other computations.
 
         A batch is a number of consecutive proposals that are made from the same results. A step is a computation, such
         as a gradient, that some searchers need before they propose. Proposals that an earlier call computed in advance
@@ -124,7 +124,7 @@ class RayProposer:
             self._next.extend(self._searcher.propose_next.remote() for _ in range(left))
 
     def _follows(self, call: Mapping[str, Any]) -> bool:
-        """Whether the next proposal computed in advance can be used for `call`, the arguments of `submit`.
+        """Whether a proposal computed in advance can be used for `call`, the arguments of `submit`.
 
         It can be used under three conditions:
 
@@ -183,7 +183,7 @@ class RayProposer:
         return options.remote(self._algorithm, self._parameters, self._setting, self._steps, saved)
 
     def _message(self) -> dict[str, Any]:
-        """The arguments of a call to the searcher's actor for the present proposal, with observations as indices.
+        """Arguments of a call to the searcher's actor for the present proposal, with observations given as indices.
 
         Observations (results of trials) that the actor does not have yet are sent to it first. The call then names each
         observation by the index under which the actor has stored it.
@@ -244,7 +244,7 @@ class RayProposer:
         self._searcher = self._new_searcher()
 
     def _updated(self, request: UpdateRequest) -> Step | None:
-        """The finished policy update as a step for the driver to store; its checkpoint is stored here first.
+        """Store the checkpoint of a finished policy update, and return the update as a step for the driver to store.
 
         `request` is the searcher's request for the update. There is no checkpoint if nothing was learned. Returns None
         if the actor died; this method has then started a new actor, which computes the update again.
@@ -264,7 +264,7 @@ class RayProposer:
     # -- steps -----------------------------------------------------------------------------------------------------
 
     def _compute(self, request: ChargedRequest | UpdateRequest) -> None:
-        """Begin to compute what the searcher requested: a policy update, losses or a gradient.
+        """Begin to compute the step that the searcher requested: a policy update, losses or a gradient.
 
         The searcher's actor computes updates of policies. The gradient actor computes losses and gradients.
         """
@@ -312,7 +312,7 @@ class RayProposer:
 
 
 def _learned(call: Any) -> Any:
-    """Wait for the result of `call`, a call to the searcher's actor.
+    """Wait for the end of `call`, a call to the searcher's actor, and return its result.
 
     Raises StudyFailed if the searcher's policy cannot learn, for example because its numbers are NaN.
     """

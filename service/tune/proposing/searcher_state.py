@@ -18,7 +18,7 @@ __all__ = ["SearcherState", "SentObservations"]
 
 
 class SearcherState:
-    """Actor that runs a study's searcher and keeps in memory what proposals need: steps, observations and checkpoints.
+    """Actor that runs a study's searcher, with the study's steps, observations and checkpoints in memory.
 
     `algorithm` is the name of the searcher, `parameters` are those of the search space, and `setting` has further facts
     about the study. A step is the result of a computation that the searcher has requested, such as a gradient. In the
@@ -47,7 +47,7 @@ class SearcherState:
         self._ahead: _Ahead | None = None
 
     def receive(self, observations: Sequence[Observation]) -> None:
-        """Store observations (results of trials), to which later calls refer by their indices in the order of arrival.
+        """Store observations (results of trials); later calls refer to them by their indices in the order of arrival.
 
         Each observation is therefore sent to this process once, and not with every call.
         """

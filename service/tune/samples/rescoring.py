@@ -73,7 +73,7 @@ class Rescoring:
         return (digest, split) in self._void
 
     def report(self, fault: EngineFault) -> None:
-        """Store that an engine that scores for this study failed a check, as `fault` describes.
+        """Store that an engine of this study failed a check, as `fault` describes.
 
         Raises StudyFailed if MAX_FAULTS engines have failed a check.
         """
@@ -104,7 +104,7 @@ class Rescoring:
         return True
 
     def _take_out(self) -> tuple[set[str], int]:
-        """Remove samples of engines that failed a check from the sample cache, so that they are scored again.
+        """Remove samples of engines that failed a check from the sample cache, to be scored again.
 
         Returns the ids of the engines' processes (Ray Serve replicas) that had scored the samples, and the number of
         samples.
@@ -170,7 +170,7 @@ class Rescoring:
         return again.keys() - changed, changed
 
     def _settle(self) -> None:
-        """Store the event that rescoring is complete: all samples of engines that failed a check were scored again.
+        """Store an event about the end of rescoring: all samples of engines that failed a check were scored again.
 
         Raises StudyFailed instead if some of them have another value than before.
         """

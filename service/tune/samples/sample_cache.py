@@ -75,7 +75,7 @@ class SampleCache:
         self._num_scored[split] -= 1
 
     def missing(self, digest: str, rung: int, split: Split) -> list[Span]:
-        """The samples of a rung that are not stored for a recipe, as ranges of adjacent positions.
+        """The samples of a rung that still must be scored for a recipe, as ranges of adjacent positions.
 
         `digest` identifies the recipe, and `split` the data: search, holdout or benchmark data. On search data, `rung`
         is the index of a number of samples at which trials are compared; on benchmark data, it is the benchmark's
@@ -91,7 +91,7 @@ class SampleCache:
         return _spans(missing, tasks)
 
     def missing_chunks(self, digest: str, rung: int, split: Split) -> tuple[tuple[Span, ...], ...]:
-        """The samples of a rung that are not stored for a recipe, in chunks of at most `Plan.chunk_samples` samples.
+        """The samples of a rung that still must be scored for a recipe, in chunks of at most `Plan.chunk_samples`.
 
         A chunk is the samples of one request to an engine. `digest` identifies the recipe, and `split` the data:
         search, holdout or benchmark data. `rung` is the index of a number of samples at which trials are compared or,
@@ -108,7 +108,7 @@ class SampleCache:
         return _chunks(_spans(positions, self._tasks(split)), self._plan.chunk_samples)
 
     def rung_record(self, recipe: Recipe | StoredRecipe, rung: int) -> RungRecord:
-        """Estimates of a recipe's values from the samples of a rung of the search, all of which must be stored.
+        """Estimate a recipe's values from the samples of a rung of the search; all of them must be stored.
 
         A rung is a number of samples at which trials are compared. The result also has the values of the objectives
         that count the recipe's layers or parameters and need no samples.
@@ -174,7 +174,7 @@ class SampleCache:
         self._attacked_tasks |= tasks
 
     def set_attacked(self, digest: str, benchmark: int, names: Collection[str]) -> None:
-        """Set the changed prompt templates with which a recipe is scored on a benchmark, in place of those set before.
+        """Set a recipe's changed prompt templates for a benchmark, in place of templates that were set before.
 
         An attack on a benchmark changes the prompt template, in search of the template with the worst metric. `digest`
         identifies the recipe, and `benchmark` is the position in `Plan.benchmarks`. `names` are the names of the
@@ -229,7 +229,7 @@ def _spans(positions: Mapping[str, Sequence[int]], tasks: Mapping[str, TaskSpec]
 
 
 def _chunks(spans: Iterable[Span], limit: int) -> tuple[tuple[Span, ...], ...]:
-    """The spans in order, divided into chunks (the samples of one request) of `limit` samples.
+    """Divide the spans, in order, into chunks (the samples of one request) of at most `limit` samples.
 
     A span is a range of sample positions; one that does not fit into the rest of a chunk is cut in two. The last chunk
     may be smaller.

@@ -67,7 +67,7 @@ class ScoredChunks:
         return self._rescoring.next_evaluation(in_flight, trial_of=self._trials.first_with)
 
     def report_fault(self, fault: EngineFault) -> None:
-        """Store that an engine failed a check of its weights or outputs, which `fault` describes.
+        """Store that an engine failed a check of its weights or outputs, as `fault` describes.
 
         Raises StudyFailed if too many engines have failed a check.
         """

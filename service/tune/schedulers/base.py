@@ -179,7 +179,7 @@ class RungTable(ABC):
 
     @abstractmethod
     def _num_promoted_early(self, num_decided: int) -> int:
-        """The number of best trials at a rung that are promoted while further trials may still arrive there.
+        """Number of the best trials at a rung to promote while further trials may still arrive there.
 
         A rung is a number of samples at which trials are compared. `num_decided` is the number of trials at the rung
         that decisions are based on: the first ones that arrived there, all of which are evaluated. The result includes
@@ -188,7 +188,7 @@ class RungTable(ABC):
 
     @abstractmethod
     def _see_later(self, number: int, bracket: int) -> bool:
-        """Let the searcher use the results at higher rungs that proposal `number` needs; return whether all exist.
+        """Let the searcher use the higher-rung results that proposal `number` needs; return whether all of them exist.
 
         A rung is a number of samples at which trials are compared; the higher rungs of a trial are all except its
         first. Each subclass defines which of these results a proposal needs, and calls the method `_see` for each of
@@ -199,7 +199,7 @@ class RungTable(ABC):
 
     @abstractmethod
     def position(self) -> tuple[int, int] | None:
-        """The bracket and the rung at which the search is now, for displays of progress.
+        """Present bracket and rung of the search, for displays of progress.
 
         A bracket is a ladder of rungs, and a rung a number of samples at which trials are compared; both are given by
         their index. None if trials run in several of them at the same time.
@@ -239,7 +239,7 @@ class RungTable(ABC):
         return () if self._is_stopped else self._decide_for(entry)
 
     def know(self, number: int, costs: Mapping[int, tuple[float, ...]]) -> None:
-        """Record the costs of trial `number` at rungs (numbers of samples) at which it was not evaluated itself.
+        """Record the costs of trial `number` at rungs (numbers of samples) where it was not evaluated itself.
 
         Baselines are such trials: they are evaluated only at the last rung, whose samples include those of the lower
         rungs. `costs` has the costs by the index of the lower rung, one cost for each objective.
@@ -247,7 +247,7 @@ class RungTable(ABC):
         self._at_looks[number] = dict(costs)
 
     def fail(self, number: int) -> tuple[Decision, ...]:
-        """Record that trial `number` failed; return which other trials are promoted or pruned because of this."""
+        """Record that trial `number` failed, and return the resulting promotions and prunings of other trials."""
         entry = self._entries[number]
         entry.is_failed = True
         self._end(entry)
@@ -314,7 +314,7 @@ class RungTable(ABC):
         return sum(self._most_of(self._entries[number], totals) for number in self._runnable | self._waiting)
 
     def most_samples_of(self, proposal: Proposal, totals: Sequence[int]) -> int:
-        """The number of samples by which a new trial raises the result of `most_samples_left`.
+        """Number of samples that a new trial adds to the result of `most_samples_left`.
 
         In this class, it is the number of samples of the last rung; a rung is a number of samples at which trials are
         compared. `proposal` describes the new trial. `totals` has the number of samples of each rung, summed over the
@@ -323,7 +323,7 @@ class RungTable(ABC):
         return totals[-1]
 
     def _most_of(self, entry: Entry, totals: Sequence[int]) -> int:
-        """The most samples that a trial can still take: those of the last rung, less those that it was scored on.
+        """Largest number of samples that a trial can still take: the samples of its last rung without a score.
 
         `entry` is the state of the trial. A rung is a number of samples at which trials are compared. `totals` has the
         number of samples of each rung, summed over the objectives.
@@ -353,7 +353,7 @@ class RungTable(ABC):
         return tuple(decisions)
 
     def ready(self) -> Iterator[tuple[int, int]]:
-        """The evaluations that may run now, as (trial number, rung), in the order in which they should start.
+        """The evaluations that may run now, as (trial number, rung), in the order of starting.
 
         A rung is a number of samples at which trials are compared, given by its index. Promoted trials come first,
         before trials that have no result yet. Within both groups the order is that of trial numbers.
@@ -364,7 +364,7 @@ class RungTable(ABC):
             yield entry.number, entry.next_rung
 
     def next_rung(self, number: int) -> int:
-        """The index of the rung (number of samples) at which trial `number` is evaluated next."""
+        """Index of the next rung (number of samples) of trial `number`."""
         return self._entries[number].next_rung
 
     def proposal(self) -> Proposal | None:
@@ -411,7 +411,7 @@ class RungTable(ABC):
         return self._num_proposed
 
     def waiting(self) -> Mapping[int, int]:
-        """The trials that wait for a decision on their promotion, each with the rung at which it was evaluated.
+        """The trials whose promotion is undecided, each with the rung at which it was evaluated.
 
         Keys are trial numbers; a rung is a number of samples at which trials are compared, given by its index.
         """

@@ -76,7 +76,7 @@ class RacingTable(RungTable):
         return tuple(decisions)
 
     def _are_known(self, number: int) -> bool:
-        """Whether all trials that can be rivals of trial `number` (trials with which it is compared) have ended.
+        """Whether all possible rivals of trial `number` (trials that it is compared with) have ended.
 
         These are the trials up to `number` - `max_staleness`. Newer trials are no rivals, because up to `max_staleness`
         trials are proposed ahead of evaluations.
@@ -84,7 +84,7 @@ class RacingTable(RungTable):
         return self._num_ended > number - self._max_staleness
 
     def _rivals(self, number: int, rung: int) -> Iterator[Candidate]:
-        """Yield the rivals of trial `number` (the trials with which it is compared), each with its costs at a rung.
+        """Yield the rivals of trial `number` (the trials that it is compared with), each with its costs at a rung.
 
         The rivals are the Pareto front of the trials up to `number` - `max_staleness`. Newer trials are no rivals,
         because they may not have ended when the trial is proposed: up to `max_staleness` trials are proposed ahead of

@@ -53,7 +53,7 @@ class Ranking:
 
 
 class _Order(Protocol):
-    """The interface of classes that keep trials in the order in which they are promoted, by their costs.
+    """Interface of classes that keep trials in the order of promotion, which their costs determine.
 
     The method `take` returns the best trials that it has not returned before.
     """
@@ -66,7 +66,7 @@ class _Order(Protocol):
 
 
 class _Line:
-    """Trials of a single-objective study in the order in which they are promoted: by cost, then trial number."""
+    """Trials of a single-objective study in the order of promotion: by cost, then trial number."""
 
     def __init__(self) -> None:
         self._all: list[tuple[float, int]] = []

@@ -66,7 +66,7 @@ class HyperbandTable(RungTable):
         return left
 
     def most_samples_of(self, proposal: Proposal, totals: Sequence[int]) -> int:
-        """The number of samples by which a new proposal raises the result of `most_samples_left`.
+        """Number of samples that a new proposal adds to the result of `most_samples_left`.
 
         A bracket is a ladder of rungs, which are numbers of samples. A proposal that opens a bracket adds the samples
         of the whole bracket; other proposals add none. In a bracket of one rung, where nothing is promoted, each
@@ -78,7 +78,7 @@ class HyperbandTable(RungTable):
         return 0 if proposal.opens is None else shape.samples(totals)
 
     def position(self) -> tuple[int, int] | None:
-        """The bracket and the rung at which the search is now, for displays of progress, both as indices.
+        """Present bracket and rung of the search as indices, for displays of progress.
 
         A rung is a number of samples at which trials are compared. The bracket is the oldest bracket (ladder of rungs)
         with unfinished trials, and the rung the lowest that has such a trial. Returns None if no bracket has unfinished

@@ -111,7 +111,7 @@ class SearchSetting:
         return self.first_in_batch(number) + self.batch - 1 - number
 
     def fitted(self, name: str) -> range:
-        """The positions of the samples of objective `name` on which losses and gradients may be computed.
+        """Positions of the samples of objective `name` that losses and gradients may use.
 
         A position is a sample's index in the order in which the objective's samples are scored.
         """
@@ -182,7 +182,7 @@ class Searcher(Protocol):
 
 @runtime_checkable
 class LearningSearcher(Searcher, Protocol):
-    """The interface of a search algorithm that trains policies (networks that build configurations) between proposals.
+    """Interface of a search algorithm that trains policies (networks that build configurations) between proposals.
 
     A policy is updated after each iteration, a fixed number of trials. The searcher computes the updates itself. The
     checkpoint of iteration i depends only on the seed and on the trials' results up to that iteration, so a lost
@@ -202,7 +202,7 @@ class LearningSearcher(Searcher, Protocol):
         ...
 
     def num_policies(self, setting: SearchSetting) -> int:
-        """The number of policies (networks that build configurations) that a study with this `setting` trains.
+        """Number of policies (networks that build configurations) that are trained in a study with this `setting`.
 
         They are trained in turn, each after a fixed number of trials: training iteration i updates the policy with
         number i modulo this number.

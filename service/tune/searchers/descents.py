@@ -40,9 +40,9 @@ class Descent:
     learning_rate: float
 
     def num_steps_to(self, point: int) -> int:
-        """The number of gradient steps from the start of the descent to one of its trials.
+        """Number of gradient steps from the start of the descent to the trial with the index `point`.
 
-        `point` is the index of the trial among the trials of this descent, from 0.
+        The trials of a descent are indexed from 0.
         """
         return -(-self.num_steps * (point + 1) // self.num_points)
 
@@ -73,7 +73,7 @@ def descents_of(options: GradientOptions, vectors: tuple[tuple[float, ...], ...]
 
 
 def place_of(index: int, descents: Sequence[Descent]) -> tuple[int, int] | None:
-    """Find the gradient descent, and the point of this descent, that gives the proposal with index `index`.
+    """Number of the gradient descent, and of the point on it, from which the proposal with index `index` is made.
 
     Some points of each descent become proposals; the proposals of the first descent come first. Proposals are counted
     from 0 without baselines. Returns the number of the descent and the index of the point among its proposed points.
@@ -87,7 +87,7 @@ def place_of(index: int, descents: Sequence[Descent]) -> tuple[int, int] | None:
 
 
 def num_steps_for(num_proposals: int, descents: Sequence[Descent]) -> int:
-    """The number of gradient steps that must be made before the first `num_proposals` proposals are known.
+    """Number of gradient steps that must be made before the first `num_proposals` proposals are known.
 
     A proposal is a point of one of the gradient `descents`, which are made in order. Baselines are not counted.
     """

@@ -103,7 +103,7 @@ class Encoding:
         return self.encode({condition.parent: value} for value in values)[:, column]
 
     def decode(self, row: Rows) -> dict[str, Any]:
-        """The configuration that `row` encodes, with plain Python values; parameters that are inactive are left out."""
+        """The configuration that `row` encodes, as plain Python values, without inactive parameters."""
         return {p.name: _decode(p, float(u)) for p, u in zip(self._parameters, row, strict=True) if u != INACTIVE}
 
     def sample(self, num_rows: int, rng: np.random.Generator) -> Rows:
@@ -139,7 +139,7 @@ class Encoding:
         return np.where(rows == INACTIVE, rng.random(rows.shape), rows)
 
     def first_unknown(self, rows: Rows, known: Sequence[Mapping[str, Any]]) -> Rows | None:
-        """The first of `rows` that encodes a configuration that is not among `known`; None if there is no such row."""
+        """The first of `rows` that encodes a configuration outside of `known`; None if there is no such row."""
         are_known = self.are_known(rows, known)
         return next((row for row, is_known in zip(rows, are_known, strict=True) if not is_known), None)
 
@@ -195,7 +195,7 @@ class Encoding:
         return self.normalise(np.where(is_active, moved, fresh))
 
     def keys(self, rows: Rows) -> list[bytes]:
-        """A hashable key for each row (encoded configuration), by which equal configurations are recognised.
+        """A hashable key for each row (encoded configuration); equal keys mean equal configurations.
 
         Rows with equal keys encode configurations that agree to 1e-6 of each parameter's range.
         """
@@ -230,7 +230,7 @@ def _num_cells(parameter: Parameter) -> float:
 
 
 def _scale(parameter: Parameter) -> tuple[float, float, float]:
-    """The numbers (low, half, span) by which a parameter's values are scaled to [0, 1].
+    """Numbers (low, half, span) for scaling a parameter's values to [0, 1].
 
     A value, or the index of a choice, is encoded as (value - low + half) / span. `half` is 0.5 for whole numbers and
     choices, so that each of them is encoded as the middle of its interval, and 0 for other numbers.

@@ -53,7 +53,7 @@ class EvolutionStrategy:
         return context.sample_unseen(rng)
 
     def _replay(self, trials: Iterable[Observation]) -> tuple[Observation | None, float]:
-        """The best of `trials`, from which the next proposal is made, and the step size of the next random change.
+        """Find the best of `trials`, which the next proposal changes, and the step size of this change.
 
         The best trial is None if all have failed. The step size is computed from `trials` in order. It is multiplied by
         `success_factor` when a proposed trial is better than all before it. Otherwise it is divided by the fourth root

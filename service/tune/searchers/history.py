@@ -1,4 +1,4 @@
-"""The result of each trial at its highest rung, and an order of trials.
+"""The result of each trial at its highest rung, and the sorting of trials by their results.
 
 Searchers that use results at different rungs, and do not learn how rungs differ, use these functions.
 """

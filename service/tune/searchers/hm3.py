@@ -244,7 +244,7 @@ def training_of(
 
 
 def action_of(paths: LayerPaths, setting: SearchSetting) -> str:
-    """The way in which policies draw the next layer of a merge: "categorical" or "wolpertinger".
+    """How policies choose the next layer of a merge: "categorical" or "wolpertinger".
 
     A layer path is the sequence of source models' layers of which a merge consists; each layer is a step. With
     "categorical", a policy draws from all allowed steps. With "wolpertinger", it draws a point in the space of the
@@ -358,7 +358,7 @@ def _request(training: PolicyTraining, iteration: int, setting: SearchSetting) -
 def _results(
     observations: Sequence[Observation], numbers: Sequence[int]
 ) -> list[tuple[Mapping[str, Any], tuple[float, ...]]]:
-    """The configuration and the objective values of each trial in `numbers`, from which a policy learns.
+    """Data from which a policy learns: the configuration and the objective values of each trial in `numbers`.
 
     They are taken from `observations`. A value is 1 minus the cost, so larger is better. For a failed trial, the value
     of each objective is the worst value of any trial with a number up to the last of `numbers`.

@@ -45,7 +45,7 @@ Correlations = Mapping[str, float]
 
 
 def compare(context: ProposalContext) -> LossesRequest | CompletionsRequest | NoteRequest:
-    """Decide whether a search uses gradients, or request losses or completions on which the decision depends.
+    """Decide whether a search uses gradients; request losses or completions if the decision needs them.
 
     A gradient lowers losses, so it helps only if losses rank the baselines as their scores do. First the losses of the
     baselines in `context` are computed on the tasks' reference answers. For objectives where the ranks disagree, losses
@@ -100,7 +100,7 @@ def most_compared_samples(setting: SearchSetting) -> int:
 
 
 def reference_completions(steps: Sequence[Step]) -> Mapping[str, Sequence[int]] | None:
-    """The positions of the samples for which correct completions of source models serve as reference answers.
+    """Positions of the samples whose references are correct completions by source models.
 
     They are given for each objective whose gradients are computed on such completions, and read from the stored `steps`
     (results of computations that the searcher has requested). A position is a sample's index in the order in which

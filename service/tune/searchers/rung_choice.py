@@ -31,7 +31,7 @@ Predict: TypeAlias = Callable[[Rows, Rows, Rows, Rows], Rows]
 
 
 def chosen(steps: Sequence[Step]) -> tuple[RungChoice, int] | None:
-    """The searcher's last stored choice of the results from which its surrogate model learns; None if it has made none.
+    """The searcher's last stored choice of the results for its surrogate model; None if it has made none.
 
     Such a choice is among the `steps` (answers to the searcher's earlier requests). It is "all_rungs" for results on
     any number of samples, or "highest_budget" for results at the full budget (all samples) alone. The second value is
@@ -89,7 +89,7 @@ def choice_of(
 
 
 def highest_rung(fidelities: Rows, is_scored: Rows, *, min_results: int) -> float | None:
-    """The fidelity of the highest rung at which at least `min_results` trials have a result, or None if there is none.
+    """Fidelity of the highest rung with results of at least `min_results` trials; None if there is none.
 
     A rung is a number of samples at which trials are compared, and its fidelity the share of all samples. `fidelities`
     has the fidelity of each result, and `is_scored` is False for a trial that failed.

@@ -135,7 +135,7 @@ def logprobs(model: Any, tokens: Sequence[int]) -> list[float]:
 
 @torch.inference_mode()
 def choice_gaps(model: Any, prompt: Sequence[int], completion: Sequence[int]) -> list[float]:
-    """Gap between each token of `completion` and the likeliest token in its place, by the transformers model `model`.
+    """Gap in log-probability between each token of `completion` and the likeliest token at its position, by `model`.
 
     `prompt` and `completion` are token ids. A gap is the log-probability (natural log) of the likeliest token minus
     that of the token, so it is 0 for a token that is the likeliest. The log-probabilities are those after `prompt` and
@@ -147,7 +147,7 @@ def choice_gaps(model: Any, prompt: Sequence[int], completion: Sequence[int]) ->
 
 
 def typical_difference(ours: Sequence[float], theirs: Sequence[float], *, dtype: str) -> float:
-    """Difference, in nats, between the log-probabilities that two programs give to the same tokens.
+    """Difference, in nats, between the log-probabilities by the engine and by transformers for the same tokens.
 
     `ours` are those of the engine, which computes in `dtype`, and `theirs` those of transformers. For "float32" the
     result is the largest absolute difference. For dtypes of 16 bits it is the root mean square of the differences:

@@ -51,7 +51,7 @@ def rounding_bounds(model: Any, tokens: Sequence[int]) -> list[float]:
 def explained(
     ours: Sequence[float], theirs: Sequence[float], bounds: Sequence[float], *, tolerance: float
 ) -> tuple[float, int]:
-    """Divide differences of log-probabilities into those that rounding explains and all others.
+    """Separate differences of log-probabilities that rounding explains from all others.
 
     `ours` are the engine's log-probabilities, and `theirs` those of transformers for the same tokens. `bounds` are the
     results of `rounding_bounds` for these tokens. A difference above `tolerance` is explained if it is at most the

@@ -128,7 +128,7 @@ def nothing_to_compare(
 def texts_to_read(
     evaluator: TaskEvaluator, samples: Iterable[SampleResult], spans: Iterable[Span]
 ) -> tuple[Tokens, ...]:
-    """The texts, as token ids, on which engine and transformers are compared token by token.
+    """The texts, as token ids, for which engine and transformers are compared token by token.
 
     There is a text for each of the first TEXTS_READ samples of each of `spans` (ranges of samples of one task); tasks
     with random completions are left out. The text is the sample's prompt with the completion that the engine gave in
@@ -292,7 +292,7 @@ class _Comparison:
         return _finite(max(choice_gaps(self.reference.model, prompt, completion)))
 
     def _gap_of_text(self, pair: _Pair) -> float:
-        """Gap between transformers' two likeliest tokens where its text and the engine's text begin to differ.
+        """Gap between transformers' two likeliest tokens at the first difference of its text from the engine's text.
 
         `pair` is the sample as both have scored it. The gap is a difference of log-probabilities; a large gap means
         that transformers' choice was clear.

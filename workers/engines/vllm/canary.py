@@ -49,7 +49,7 @@ MAX_STANDARD_ERRORS = 5.0
 
 @dataclass(frozen=True)
 class Calibration:
-    """Measurements on the base model, from which the tolerances of a canary are computed.
+    """Measurements on the base model for computing the tolerances of a canary.
 
     A canary is a comparison of an engine's log-probabilities with those of transformers.
 
@@ -76,7 +76,7 @@ class Calibration:
         return max(TIMES_ROUNDING * self.rounding, LEAST_TOLERANCE[self.dtype])
 
     def base_share(self, ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float]:
-        """Estimate the base model's share in an engine's log-probabilities, which should be those of the merge alone.
+        """Estimate how large the base model's share in an engine's log-probabilities is; it should be 0.
 
         `ours` are the engine's log-probabilities, and `theirs` those that transformers computes for the merge. The
         share is 0 if `ours` equals `theirs`, and 1 if `ours` equals the log-probabilities of the base model. A share
@@ -242,7 +242,7 @@ class Canary:
 
 
 def canary_prompts(*, vocabulary: int, max_length: int) -> list[list[int]]:
-    """Make the prompts, as token ids, on which the log-probabilities of engines and of transformers are compared.
+    """Make the prompts, as token ids, for comparing log-probabilities of engines and of transformers.
 
     The tokens are spread over the vocabulary, and the prompts are the same for every engine of a model. `vocabulary` is
     the number of token ids. Each prompt has fewer than `max_length` tokens.

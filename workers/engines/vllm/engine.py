@@ -187,7 +187,7 @@ class Engine:
         self.sources = str(self._call("mergesearch_sources"))
 
     def _tokenizer_directory(self) -> str:
-        """Directory of the tokenizer for vLLM, which must be the same as the tokenizer for this engine's prompts.
+        """Directory from which vLLM loads a tokenizer that is equal to the tokenizer of this engine's prompts.
 
         The result is the model's directory, if vLLM loads the right tokenizer from there. Otherwise it is a temporary
         directory with a copy of the tokenizer, whose files name the tokenizer's class.
@@ -466,7 +466,7 @@ class Engine:
         return [[logprob for logprob, _ in tokens] for tokens in scored]
 
     def _scored(self, continuations: Sequence[Continuation]) -> list[list[Scored]]:
-        """For each of `continuations`, the pairs (log-probability, is likeliest) of its scored tokens.
+        """For each of `continuations`, a pair (log-probability, is likeliest) for each scored token.
 
         A continuation is a text whose beginning is given and whose other tokens are scored. The second value says
         whether the token is the likeliest in its place. Raises TrialFailed if the model's logits were NaN or infinite.

@@ -45,7 +45,7 @@ class NotPacked(Exception):
 
 @dataclass(frozen=True)
 class Writing:
-    """Number of tensors that were written for one merge, and the time that each part of the work took.
+    """Result of writing one merge: the number of written tensors, and the time of each part of the work.
 
     `tensors_written` is the number of tensors that were written. `materialise_s` is the time for computing the merge,
     in seconds. `repack_s` is the time for packing weights, that is, copying them to the layout of vLLM's CPU kernels.
@@ -57,7 +57,7 @@ class Writing:
 
 
 class HeldWeights:
-    """Parameters of the model in vLLM's worker, over which merges are written in place.
+    """The parameters of the model in vLLM's worker, with methods that write merges over them in place.
 
     A write leaves out tensors that the previous merge computed in the same way. After a failed write, the next write
     covers every tensor. `model` is vLLM's model, and `dtype` the dtype of its weights.
@@ -94,7 +94,7 @@ class HeldWeights:
         return self._devices
 
     def mark_unwritten(self) -> None:
-        """Fill all weights with NaN, so that weights which no merge has written are found after the first write.
+        """Fill all weights with NaN, so that a check can find weights that the first merge did not write.
 
         An engine starts with random weights. vLLM also gives random values to buffers, and then computes some of the
         buffers. A buffer counts as not computed if its values are in vLLM's range of random numbers; it is filled with
@@ -123,7 +123,7 @@ class HeldWeights:
             del self._unwritten[name]
 
     def forget(self) -> None:
-        """Make the next write of a merge cover every tensor, even those that are the same in the merge held now."""
+        """Make the next write of a merge cover every tensor, even tensors that are equal in both merges."""
         self._computations = {}
         self._sums = {}
         self._devices = {}
@@ -163,7 +163,7 @@ class HeldWeights:
         return dict(self.model.named_parameters())
 
     def _needed(self, parameters: Iterable[str]) -> Collection[str]:
-        """Select those of `parameters`, which are names, that must be written before the model can be used.
+        """Select those names in `parameters` whose parameters must be written before the model can be used.
 
         In this class, these are all of them. Writing a merge fails if one of them was written neither by this swap nor
         by an earlier one.
@@ -330,7 +330,7 @@ def _comparable(packed: Mapping[str, torch.nn.Module]) -> frozenset[str]:
 
 
 def _derive_of(module: torch.nn.Module) -> Any:
-    """Get the method of an attention module that updates the copies of weights that its kernel computes with.
+    """Find the method by which an attention module updates its kernel's copies of weights.
 
     Some attention kernels compute with a copy of weights in another dtype, which must follow when the weights change.
     The method takes the dtype, and updates the copies in place. Returns None for modules without it.

@@ -38,7 +38,7 @@ class Destination:
         return first < end and begin < last
 
     def is_in(self, parameters: Mapping[str, torch.Tensor]) -> bool:
-        """Whether the memory to which a tensor is written (the destination) still belongs to the model's parameter.
+        """Whether the memory for writing a tensor (the destination) still belongs to the model's parameter.
 
         vLLM may have given the parameter other memory since the weights were loaded. `parameters` has all parameters of
         the model by name.
@@ -47,7 +47,7 @@ class Destination:
 
 
 class LoadObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Observer of vLLM's weight loader: an iterator of (name, tensor) that records where the loader writes each tensor.
+    """Observer of vLLM's weight loader: it yields (name, tensor), and records where the loader writes each tensor.
 
     The observer is passed to the loader as the weights to load.
 
@@ -84,7 +84,7 @@ class LoadObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def destinations(self) -> dict[str, Destination | None]:
-        """The part of a parameter's memory to which vLLM's weight loader has copied each tensor, by the tensor's name.
+        """For each tensor, the part of a parameter's memory into which vLLM's weight loader has copied it.
 
         The value is None for a tensor that only the loader can write, because it does more than copy the elements to
         one part.

@@ -66,7 +66,7 @@ def _keep_linear_weights(utils: Any) -> None:
 
 
 def _gives_its_columns(layer: Any) -> bool:
-    """Check on some columns whether a linear layer's packed weights equal its plain weights [rows, columns].
+    """Check on some columns that a linear layer's packed weights equal its plain weights [rows, columns].
 
     Packed weights are a copy in the layout of vLLM's CPU kernels. The kernel multiplies some rows of the identity
     matrix by the packed weights. The results must equal columns of the plain weights; nothing is rounded, because each

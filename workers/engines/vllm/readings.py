@@ -60,7 +60,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Read:
-    """Log-probabilities that the engine returned for one prompt that was planned as a `Reading`.
+    """Log-probabilities that the engine returned for one planned prompt (`Reading`).
 
     Each of them is a pair: (log-probability of a token, whether the token is the likeliest in its place). `rows` has
     the pairs of the prompt's own tokens, from the index `start` of the reading on. `choices` has the pairs of the

@@ -107,7 +107,7 @@ class MergeExtension:
         return str(self._mergesearch_bank.fingerprint)
 
     def _mergesearch_merged(self, write: Callable[[Bank, Into], T]) -> T:
-        """Call `write(bank, into)` and return its result; on the CPU if the GPU has too little memory for merging.
+        """Call `write(bank, into)` and return its result; compute on the CPU if the GPU has too little memory.
 
         `bank` has the source weights, and computes merges on the engine's device or on the CPU. `into` returns memory
         for computing a tensor. After a lack of memory, later merges are computed on the CPU, too, until as much memory

@@ -187,7 +187,7 @@ def _loaded(kind: Any, directory: Path) -> Any:
 
 
 def _most_probable(log_probabilities: torch.Tensor, *, limit: int) -> list[tuple[int, ...]]:
-    """The most probable token sequences with one token for each place, the most probable first.
+    """The most probable token sequences with one token for each position, the most probable first.
 
     `log_probabilities` has the shape [num_places, vocabulary]. The logarithm of a sequence's probability is the sum of
     its tokens' log-probabilities. At most `limit` sequences are returned. They are built place by place, from the

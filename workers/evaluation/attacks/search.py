@@ -1,8 +1,8 @@
 """Search for the prompt template with which a model's metric is lowest, as in PromptBench.
 
-A search is a generator: it yields templates, and is sent the model's metric on the data with each. So it can be stopped
-at any template and repeated later with the same values. It is a function of the template, the option `attack`, the
-seed, and what a fill-mask model proposes.
+A search is a generator: it yields templates, and receives the model's metric with each of them. So it can be stopped at
+any template and repeated later with the same values. It depends only on the template, the option `attack`, the seed,
+and the words that a fill-mask model proposes.
 
 StressTest's sentences (Naik et al., 2018, "Stress Test Evaluation for Natural Language Inference") are tried one by
 one. The attacks on words are greedy. Each word in turn is replaced by "[UNK]"; the losses that this causes give the
@@ -29,7 +29,7 @@ UNKNOWN = "[UNK]"
 
 @dataclass(frozen=True)
 class PromptAttack:
-    """The prompt attack of one task: a search for changed prompt templates with which a model has a worse metric.
+    """The prompt attack of one task: a search for changed prompt templates that worsen a model's metric.
 
     `option` has the attack's options from the study file. `original` is the task's prompt template. No attack changes
     the label words in it.
@@ -174,7 +174,7 @@ def _worst(found: Sequence[tuple[Template, float]]) -> tuple[Template, float]:
 def _changes(
     original: Template, option: DeepWordBugAttack | BertAttack, seed: int, replacements: Replacements | None
 ) -> _Changes:
-    """Make the function by which an attack finds replacements for one word of a prompt template.
+    """Make an attack's function that finds replacements for one word of a prompt template.
 
     The function takes the present template and the index of the word among the template's pieces, and returns the words
     that may replace it. `option` has the kind and the limits of the attack: an attack of the kind "bert" asks the model

@@ -67,7 +67,7 @@ class Template:
 
     @property
     def words(self) -> tuple[int, ...]:
-        """The indices of the template's pieces that an attack may change: the words that are not fixed."""
+        """Indices of the pieces of the template that an attack may change: the words that are not fixed."""
         return tuple(i for i, piece in enumerate(self.pieces) if piece.kind == "word" and not piece.is_fixed)
 
     def with_word(self, index: int, word: str) -> Template:

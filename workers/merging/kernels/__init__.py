@@ -105,7 +105,7 @@ def merge_shard(
 
 
 def for_each(function: Callable[[T], None], items: Sequence[tuple[int, T]], device: torch.device) -> None:
-    """Call `function` for each of several merged tensors, in parallel on a CPU and in any order.
+    """Call `function` for each of several merged tensors: in parallel on a CPU, and in any order.
 
     `items` are pairs (number of elements of the tensor, item); `function` gets only the item. If `device` is a CPU,
     several threads each process one item at a time. There are two exceptions, which are processed one after another:

@@ -43,7 +43,7 @@ def as_arrays(tensors: Sequence[torch.Tensor]) -> tuple[np.ndarray, ...]:
 
 
 def typed(rule: Any) -> Any:
-    """A copy of a rule whose fields have the types that compiled code expects.
+    """Copy of a rule whose fields have the types of compiled code's arguments.
 
     A rule has the numbers of a merge's formula as plain data. Numbers become float32. Probabilities become float64,
     whole numbers uint32, and tensors flat arrays.

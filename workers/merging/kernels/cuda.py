@@ -272,7 +272,7 @@ def _marked(i, factor):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def element_hash(i, k0, k1):  # type: ignore[no-untyped-def]
-    """The hash of element i, by which a random mask decides whether to keep the element (`workers.merging.masks`).
+    """The hash of element i; by this hash, a random mask keeps or drops the element (`workers.merging.masks`).
 
     k0 and k1 are the low and the high 32 bits of the mask's key. For i from 2^32 on, the caller adds i / 2^32, rounded
     down, to k1.

@@ -72,7 +72,7 @@ def _line_past_caches(typing_context: Any, target: Any, source: Any) -> Any:
 
 @intrinsic
 def stores_done(typing_context: Any) -> Any:
-    """Memory fence, after which other threads see all data that was stored while bypassing the CPU caches.
+    """Memory fence: afterwards, other threads see all data that were stored past the CPU caches.
 
     Compiled code calls the function without an argument; Numba supplies `typing_context`.
     """
@@ -211,7 +211,7 @@ def variance_of(base: Any, xs: Any, i: Any) -> Any:
 
 @numba.njit(**IN_PLACE)
 def either(first: Any, second: Any) -> Any:
-    """The logical or of the 32-bit flags `first` and `second`, as a 32-bit flag: SOME (1) or NONE (0).
+    """Logical or of two flags, each 1 (SOME) or 0 (NONE) with 32 bits; the result is such a flag, too.
 
     Numba's operator `|` gives 64 bits, and a vectorised loop with a number of 64 bits handles only half as many
     elements at a time.
@@ -302,7 +302,7 @@ def turned_mark(i: Any, factor: Any) -> Any:
 
 @numba.njit(**IN_PLACE)
 def hashed(i: Any, k0: Any, k1: Any) -> Any:
-    """The hash of element i, by which a random mask decides whether to keep the element (`workers.merging.masks`).
+    """The hash of element i; by this hash, a random mask keeps or drops the element (`workers.merging.masks`).
 
     i is below 2^32. k0 and k1 are the low and the high 32 bits of the mask's key.
     """

@@ -133,7 +133,7 @@ def _spread(by: rules.Comparison, low: Threshold, high: Threshold, order: TieOrd
 
 
 def shared_counts(epsilon: float, tensors: Tensors, base: torch.Tensor) -> list[tuple[int, int]]:
-    """Count, for each source, the elements that it changes, and those that no other source changes.
+    """Count, for each source, the elements that it changes, and the elements that it alone changes.
 
     A source changes an element if the magnitude of its difference from `base` is above `epsilon`. `tensors` are the
     sources. The result has a pair for each source: (number of changed elements, number of elements that only this

@@ -369,7 +369,7 @@ Rule = tuple[Any, ...]
 
 
 def comparisons(*each: Iterable[Trim]) -> list[Comparison]:
-    """Choose whether kernels compare elements with thresholds by magnitude alone, or also by tie-breaking marks.
+    """Choose whether kernels compare elements with thresholds by magnitude alone, or by tie-breaking marks as well.
 
     Marks are hashes that order elements of equal magnitude. Each of the arguments `each` has, for every source, the
     bounds of one threshold of the source; a rule with a lower and an upper threshold has two arguments. The result has

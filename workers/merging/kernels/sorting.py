@@ -144,7 +144,7 @@ def _selection(numbers: Any) -> Selection:
 
 
 class TensorWords:
-    """The elements of a CPU tensor as 64-bit sort keys ("words"), from which the n-th largest is selected.
+    """The elements of a CPU tensor as 64-bit sort keys ("words"), for selecting the n-th largest.
 
     The upper half of a key is the number by which elements are ranked, such as the magnitude of an element's difference
     from the base. The lower half orders elements with equal numbers. The argument `numbers` is an object that holds the

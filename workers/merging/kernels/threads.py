@@ -23,7 +23,7 @@ _local = threading.local()  # is_alone: this thread merges one of many small ten
 
 
 def pieces(num_elements: int, block: int) -> list[tuple[int, int]]:
-    """Divide the indices of a tensor of `num_elements` into ranges, at most one for each thread.
+    """Divide the indices of `num_elements` elements into ranges, at most one for each thread.
 
     Each range consists of whole blocks of `block` elements; the last block may be incomplete. Returns (start, stop) for
     each range. The result is empty if there are no elements.
@@ -44,7 +44,7 @@ def run(kernel: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[An
 
 
 def each_in_one_thread(function: Callable[[T], None], items: Sequence[T]) -> None:
-    """Call `function` for each of `items`; several calls run at a time, and each uses only the thread that it runs in.
+    """Call `function` for each of `items`, in several threads; each call must use only its own thread.
 
     There are as many threads as torch uses. The function is for many small tensors: using a second thread for one
     tensor would take as long as merging the tensor.

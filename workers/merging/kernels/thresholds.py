@@ -92,7 +92,7 @@ UNDECIDED: dict[type, Callable[..., Any]] = {rules.Trimmed: _undecided_trim, rul
 
 
 def most_undecided(rule: Any) -> int:
-    """Upper limit for the number of a tensor's undecided elements, for which memory is allocated in advance.
+    """Upper limit for the number of a tensor's undecided elements; memory for them is allocated in advance.
 
     `rule`, the numbers of a merge's formula, has a lower and an upper bound of each of its thresholds. Elements between
     the bounds are undecided until the exact threshold is found. There are at most `MOST_LEFT` undecided elements for
@@ -105,7 +105,7 @@ def most_undecided(rule: Any) -> int:
 
 
 def decided(rule: Any, base: np.ndarray, xs: tuple[np.ndarray, ...], positions: np.ndarray) -> Any:
-    """Copy of a rule in which each threshold is exact, so that no element is undecided.
+    """Copy of a rule with exact thresholds, so that no element is undecided.
 
     A rule has the numbers of a merge's formula. In `rule`, a threshold is known only by a lower and an upper bound; it
     is at one of the elements between them. Whether these elements are kept is undecided until the exact threshold is

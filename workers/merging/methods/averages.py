@@ -116,7 +116,7 @@ def slerp(tensors: Sequence[torch.Tensor], *, t: float, cos: float | None = None
 
 
 def slerp_weights(t: float, cos: float) -> tuple[float, float]:
-    """The factors by which `slerp` (spherical interpolation) multiplies its two tensors before it adds them.
+    """Factors by which `slerp` (spherical interpolation) multiplies its two tensors before it adds them.
 
     `t` is the place between the first tensor (0) and the second (1), and `cos` the cosine of the angle between them.
     """
@@ -137,7 +137,7 @@ def nuslerp(tensors: Sequence[torch.Tensor], *, weights: Sequence[float], cos: f
 
 
 def nuslerp_weights(weights: Sequence[float], cos: float) -> tuple[float, float]:
-    """The factors by which `nuslerp` (spherical interpolation) multiplies its two tensors before it adds them.
+    """Factors by which `nuslerp` (spherical interpolation) multiplies its two tensors before it adds them.
 
     `weights` are the weights of the tensors, and `cos` is the cosine of the angle between them.
     """

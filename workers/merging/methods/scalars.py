@@ -1,7 +1,7 @@
 """Arithmetic on merge coefficients: on numbers, or on zero-dimensional tensors if gradients are needed.
 
-Arithmetic on numbers uses `math`, so that results have the bits of `math`. `math` would detach a tensor from its
-gradient.
+Plain numbers are computed by `math`. Tensors are computed by torch, because `math` would detach them from their
+gradients.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ class CutRanks:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no element of the task vector is kept: then `smallest` is a rank before `largest`."""
+        """Whether every element of the task vector is dropped; `smallest` is then a rank before `largest`."""
         return self.smallest < self.largest
 
 
@@ -160,7 +160,7 @@ def magnitude_sampled(
 
 
 def row_width(tensor: torch.Tensor) -> int:
-    """The length of the rows in which MagPrune ranks elements.
+    """Length of the rows of a tensor within which MagPrune ranks elements.
 
     It is the last dimension of `tensor`; a tensor with fewer than two dimensions is one row. MagPrune is a method that
     drops elements of task vectors at random, smaller ones of a row more often.
@@ -204,7 +204,7 @@ def match_l1_norm(sparse: torch.Tensor, tau: torch.Tensor, norm: float | None = 
 
 
 def l1_ratio(before: float, after: float) -> float:
-    """The factor by which a sparse task vector is multiplied to have the sum of magnitudes of the whole task vector.
+    """Factor that restores the sum of magnitudes of a task vector after elements were dropped.
 
     `before` is the sum of magnitudes of the whole task vector, and `after` that of the sparse one, after elements were
     dropped. The factor is `before` / `after`, or 1 if either of them is below 1e-7.

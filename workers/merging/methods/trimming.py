@@ -94,7 +94,7 @@ def trim_ranks(merge: Merge, num_elements: int) -> list[tuple[int, ...]]:
 
 
 def each_order(orders: Orders, tensors: Sequence[torch.Tensor]) -> Sequence[TieOrder]:
-    """The rules that break ties between elements of equal magnitude, one for each of `tensors`.
+    """Rules for ordering elements of equal magnitude, one for each of `tensors`.
 
     The result is `orders`, or default rules if `orders` is None. By default each tensor has a rule of its own, which is
     the same at every call.

@@ -131,7 +131,7 @@ def read_adapter(path: Path, base: AdaptedBase | None, problems: list[str]) -> A
 
 @lru_cache
 def _warn(message: str) -> None:
-    """Log a warning unless this process has logged a warning with the same `message` before."""
+    """Log a warning, but each `message` only once in this process."""
     log.warning("%s", message)
 
 

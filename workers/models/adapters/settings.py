@@ -89,7 +89,7 @@ class Settings:
 
 
 def _pattern(patterns: Mapping[str, Any], module: str) -> str:
-    """First regular expression in `patterns` that matches the end of the name `module`; "" if none does."""
+    """First regular expression in `patterns` that matches at the end of the name `module`; "" if none does."""
     return next((pattern for pattern in patterns if re.match(rf"(.*\.)?({pattern})$", module)), "")
 
 

@@ -144,7 +144,7 @@ def _point_to(snapshot: Path, revision: str) -> None:
 
 
 def _notes(note: Callable[[str], None], total: int) -> type:
-    """Make a progress-bar class for the hub client that calls `note` with lines of text instead.
+    """Make a class of progress bars for the hub client that call `note` with lines of text instead of drawing.
 
     `total` is the number of bytes to download, for the lines.
     """

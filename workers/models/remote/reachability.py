@@ -19,7 +19,7 @@ _silent_at: dict[str, float] = {}
 
 @contextmanager
 def without_waiting() -> Iterator[None]:
-    """Context manager that keeps the Hugging Face client from waiting for a hub that does not respond.
+    """Context manager that keeps the Hugging Face client from waiting for an unreachable hub.
 
     If the hub does not respond, the client uses only its cache, and a file that is not in the cache raises an error at
     once. If the hub responds, nothing is changed.

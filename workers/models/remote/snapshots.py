@@ -84,7 +84,7 @@ def is_metadata_only(directory: Path) -> bool:
 
 
 def stated_hash(file: Path) -> str | None:
-    """The sha256 (hex) that the hub or object store states for a weights file that is not downloaded.
+    """The sha256 (hex) of a weights file that is not downloaded, as the hub or object store states it.
 
     Returns None for a downloaded file, whose hash can be computed. Raises InvalidModel if the file is not downloaded
     and no hash is stated.
@@ -172,5 +172,5 @@ def has_size(file: Path, size: int | None) -> bool:
 
 
 def size_text(num_bytes: float) -> str:
-    """Format `num_bytes` as text in MiB or GiB."""
+    """Format a number of bytes (`num_bytes`) as text in MiB or GiB."""
     return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**29 else f"{num_bytes / 2**20:.1f} MiB"

@@ -21,7 +21,7 @@ BEFORE, AFTER = ("The solution is:", "The answer is:"), "\n\nThe answer is:"
 
 
 def programs(responses: Sequence[Sequence[str]], documents: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """lm-eval filter that extracts the program from each completion.
+    """lm-eval filter that extracts the program from each of a model's completions.
 
     `responses` has the completions of each of `documents`, lm-eval's samples. The result has the programs in the same
     form.
@@ -30,7 +30,7 @@ def programs(responses: Sequence[Sequence[str]], documents: Sequence[Mapping[str
 
 
 def functions(responses: Sequence[Sequence[str]], documents: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """lm-eval filter that extracts a function from each completion.
+    """lm-eval filter that extracts, from each completion, the function that its document asks for.
 
     `responses` has the completions of each of `documents`, lm-eval's samples. If the extracted program does not define
     the function that the document asks for, the result is the document's prompt followed by the completion.

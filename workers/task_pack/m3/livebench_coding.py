@@ -55,7 +55,7 @@ def _program(solution: str, name: str | None, given: str, wanted: str) -> str:
 
 
 def _solution(document: Mapping[str, Any], completion: str) -> str:
-    """The complete program of a model that was asked to continue a document's partial program.
+    """The complete program of a model that continued the partial program in a document.
 
     If the code in `completion` begins with the partial program, the result is this code. Otherwise it is the partial
     program followed by this code.

@@ -1,8 +1,8 @@
 """Program that runs one test case of LiveBench's coding category on a solution. It is executed in the sandbox only.
 
 `livebench_coding` appends a call of `check_call` or `check_output` to the text of this file. The program runs to its
-end if the solution passes. What a solution finds around it is what LiveBench's published code (April 2025 and later)
-gives it.
+end if the solution passes. A solution runs in the same environment as in LiveBench's published code (April 2025 and
+later).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MAIN = "__name__ == '__main__'"
 
 
 def check_call(code: str, name: str, given: str, wanted: str) -> None:
-    """Raise an error unless the function `name` in `code`, a model's program, returns the right value.
+    """Raise an error unless the function `name` in `code`, a model's program, returns the expected value.
 
     `name` may also be a method of the class `Solution` in the program. Each line of `given` is one of the arguments,
     and `wanted` is what it must return, all in JSON.

@@ -69,7 +69,7 @@ def save(directory: Path, *, step: int, trained: Mapping[str, torch.Tensor], opt
 
 @contextmanager
 def _appearing(out: Path) -> Iterator[Path]:
-    """Context manager that gives a new directory, which is renamed to `out` when it is complete.
+    """Context manager that yields a new directory and, once it is complete, renames it to `out`.
 
     All ranks get the same directory. Files that a killed training left in it are removed, because that training may
     have had another number of ranks.
@@ -91,7 +91,7 @@ def _rank() -> int:
 
 
 def _of_writer(value: Any) -> Any:
-    """Return the `value` that rank 0 passes. All ranks must call this function, and all get the value of rank 0."""
+    """Send the `value` of rank 0 to all ranks, and return it. All ranks must call this function."""
     if not dist.is_initialized():
         return value
     values = [value]
@@ -178,7 +178,7 @@ def _check_names(checkpoint: Path, names: Any, trained: Mapping[str, torch.Tenso
 
 
 def _places(stored: Mapping[str, torch.Tensor], trained: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Make tensors into which the tensors of an optimizer's state are loaded from a checkpoint.
+    """Make tensors, into which an optimizer's state can be loaded from a checkpoint.
 
     `stored` has the tensors of the checkpoint by name, of which only shapes and dtypes are used. The keys of the result
     are the same names. `trained` are the trained parameters. A tensor with the shape of its parameter is sharded as the

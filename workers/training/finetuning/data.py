@@ -41,7 +41,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch for the model: token ids, positions and labels, each as a tensor [rows, length].
+    """Batch of training rows: token ids, positions and labels, each as a tensor [rows, length].
 
     `tokens` are the token ids. `positions` restart at 0 with each document in a row. `labels` are the next tokens, or
     IGNORED for tokens whose loss does not count.
@@ -57,9 +57,9 @@ class Batch:
 
 
 def read_documents(data: Data, prompts: Prompts) -> list[Document]:
-    """Read and tokenize all documents of the training data, in the order of the data.
+    """Read all training texts (documents) in the order of the data, and convert them to token ids.
 
-    `prompts` has the tokenizer.
+    `data` names a JSONL file or dataset. `prompts` has the tokenizer.
 
     Raises:
         InvalidTask: Data are missing, malformed or empty (with the line), there is no completion to learn from, a
@@ -96,7 +96,7 @@ def read_documents(data: Data, prompts: Prompts) -> list[Document]:
 
 
 def writes_chats(spec: FinetuneSpec) -> bool:
-    """Whether the prompts of a fine-tuning's evaluation tasks are formatted with the chat template.
+    """Whether prompts of a fine-tuning's evaluation tasks are formatted with the model's chat template.
 
     The option `evaluation.chat_template` of `spec` decides. If it is not given, the result is True if the first row of
     the training data is a conversation. Raises InvalidTask if this row cannot be read.
@@ -108,7 +108,7 @@ def writes_chats(spec: FinetuneSpec) -> bool:
 
 
 def pack(documents: Sequence[Document], *, length: int, packing: bool, seed: int) -> list[tuple[Document, ...]]:
-    """Distribute documents over rows, which have at most `length` tokens, in an order given by `seed`.
+    """Distribute documents over rows of at most `length` tokens; the rows are in an order given by `seed`.
 
     A row is one line of tokens of a batch. With `packing` a row has as many documents as fit; otherwise it has one
     document. A document goes into the fullest row that has enough space for it; only the newest rows are considered.
@@ -191,7 +191,7 @@ def _order(num_rows: int, epoch: int, seed: int) -> list[int]:
 
 
 def _conversation(data: Data, fields: Mapping[str, Any], origin: str) -> list[Any] | None:
-    """Join a row's prompt and completion to one list of messages, if both are lists (TRL's conversational format).
+    """Join a row's prompt and completion to one conversation, if both are lists of messages (TRL's format).
 
     `fields` are the row's values by key. If neither value is a list or an object, the row is plain text, and the result
     is None. Any other list or object raises InvalidTask, because it would be written into the text as a Python

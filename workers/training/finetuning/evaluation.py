@@ -38,7 +38,7 @@ class TaskScorer:
         return self._evaluator.describe(task).num_samples
 
     def values(self, spans: Sequence[Span]) -> dict[str, float]:
-        """Mean metric of each objective over its samples in `spans`.
+        """Mean metric of each objective over the samples in `spans`.
 
         A span names an objective, its task, and a range of the task's samples.
         """
@@ -95,7 +95,7 @@ class Evaluator:
 
 
 class _OnDevice:
-    """Wrapper of a model that moves input tensors from any device to the model's device."""
+    """Wrapper of a model that moves its input tensors to the model's device."""
 
     def __init__(self, model: Any) -> None:
         self._model = model

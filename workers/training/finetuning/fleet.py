@@ -84,7 +84,7 @@ class Pipeline:
     parallel_experts: int | None = None
 
     def places(self, out: Path) -> dict[str, Path]:
-        """Directories in which the experts (models to be merged) are trained, by the expert's name (alias).
+        """Directories for training the experts (models to be merged), by the expert's name (alias).
 
         The directory of a single expert is `out`; each of several experts has a separate directory below `out`.
         """
@@ -212,7 +212,7 @@ def parse_pipeline(document: Mapping[str, Any], directory: Path | None = None) -
 
 
 def _with_noise_layers(experts: Mapping[str, FinetuneSpec]) -> dict[str, FinetuneSpec]:
-    """Set the layers to which the optimizer MergOPT adds noise, if no expert of a fleet trains all of its layers.
+    """Set the layers that get the optimizer MergOPT's noise, if no expert of a fleet trains all of its layers.
 
     MergOPT adds the noise while it computes gradients, to simulate a later merge of the experts. The keys of `experts`
     and of the result are the experts' aliases (names). Each expert then has noise in all layers that any of the experts
@@ -247,7 +247,7 @@ def _analysis(given: Any, problems: list[Problem]) -> Analysis | None:
 
 
 def _laid_over(shared: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Combine the shared options of a fleet with one expert's own options, which have precedence.
+    """Combine the shared options of a fleet with the options of one expert, which have precedence.
 
     A fleet consists of the experts that one specification file defines. If both `shared` and `own` have a section, the
     section of the result has the expert's own options, and those shared options that the expert does not state.

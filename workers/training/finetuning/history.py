@@ -44,7 +44,7 @@ Report = Callable[[Mapping[str, Any]], None]
 
 
 def read_history(file: Path) -> list[dict[str, Any]]:
-    """Read the lines of a training's history, up to an incomplete last line that a killed process may have left.
+    """Read the lines of a training's history, without a last line that a killed process left incomplete.
 
     The result is empty if the file does not exist.
     """
@@ -113,5 +113,5 @@ class History:
             write_file(self._file, "".join(json.dumps(line) + "\n" for line in kept))
 
     def last(self, key: str) -> Any:
-        """The value of `key` in the last line of the history that has it; None if no line has it."""
+        """Value of `key` in the last history line with this key; None if no line has it."""
         return next((line[key] for line in reversed(read_history(self._file)) if key in line), None)

@@ -133,7 +133,7 @@ def training_memory(
 
 
 def lack_of_memory(spec: FinetuneSpec, base: Checkpoint, capacity: int, *, is_bfloat16: bool) -> str | None:
-    """Reason why the training `spec` cannot fit into `capacity` bytes on each worker; None if it may fit.
+    """Reason why the training `spec` needs more than `capacity` bytes of memory on a worker; None if it may fit.
 
     `base` has the tensors of the base model. `is_bfloat16` says whether activations are bfloat16; otherwise they are
     float32. The text also names changes of the specification with which the training would fit, if any are known.

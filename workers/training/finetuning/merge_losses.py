@@ -82,7 +82,7 @@ class Landscape:
 
 
 class Candidate(NamedTuple):
-    """A merge of experts by a published method, with one of the coefficients that are compared for this method.
+    """A merge of experts by a published method, with one of the coefficients to try for this method.
 
     `method` is the method's name in tables. `coefficient` is the coefficient, or None for a method without one.
     """
@@ -256,7 +256,7 @@ class _TaskSamples:
 
 
 class _Linearized:
-    """Adapter that gives a linearized model the method `logits`, from which losses of samples are computed.
+    """Adapter with the method `logits` for a linearized model, so that losses of samples can be computed.
 
     A linearized model is linear in its weights. The class implements `ModelOfLogits`. `device` is the device of the
     model.
@@ -364,7 +364,7 @@ def landscapes(
 
 
 def candidates(experts: Sequence[str], *, seed: int = 0, wudi: bool = False) -> Iterator[Candidate]:
-    """Yield the merges of experts of which the best is chosen, for each merge method that the MergOPT paper compares.
+    """Yield the merges to compare for each merge method of the MergOPT paper; the best one of a method is chosen.
 
     For a method with a coefficient, there is a merge for each value that is tried. MergOPT is an optimizer for experts
     that will be merged. `experts` are the aliases of the experts. The methods are weight averaging, task arithmetic,
@@ -446,7 +446,7 @@ def _rows(
     seed: int,
     wudi: bool,
 ) -> Iterator[MergeLoss]:
-    """Yield one row of measurements for each merge method, with means over several sets of merged experts.
+    """Yield one row of measurements for each merge method, averaged over several sets of merged experts.
 
     `sets` has the aliases of the experts in each set; all sets have the same number of experts. `measure` returns the
     loss by which the best coefficient is chosen, and `report` the losses and metrics that the row has. `seed`
@@ -475,7 +475,7 @@ def _rows(
 
 
 def _by_expert(each: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The mean value of each expert, by its alias, over the merges that contain the expert.
+    """Mean value of each expert over the merges that contain it, by the expert's alias.
 
     `each` has a mapping for each merge: the value of each merged expert, by its alias.
     """

@@ -55,7 +55,7 @@ class TrainedModel:
 
 
 def computes_in(spec: FinetuneSpec, device: torch.device) -> torch.dtype:
-    """Dtype of activations on `device` in the training `spec`, and of the frozen weights below an adapter."""
+    """Dtype of activations in the training `spec` on `device`, and of frozen weights below an adapter."""
     wanted = spec.training.precision
     is_bfloat16 = wanted == "bfloat16" or (wanted == "auto" and device.type == "cuda")
     return torch.bfloat16 if is_bfloat16 else torch.float32
@@ -159,7 +159,7 @@ def check_packing(model: Any, called: Any = None) -> None:
 
 
 def pad_token(spec: FinetuneSpec, tokenizer: Any, base: Path) -> int:
-    """Id of the token with which rows are padded: the one that `spec` names, else the pad token of `tokenizer`.
+    """Id of the token for padding rows: the one that `spec` names, else the pad token of `tokenizer`.
 
     Raises InvalidModel if there is no such token. `base` is the directory of the base model, for the message.
     """

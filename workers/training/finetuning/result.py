@@ -84,7 +84,7 @@ def _without_weights(model: Any, dtype: torch.dtype) -> Any:
 
 
 def _sources(spec: FinetuneSpec, base: Path) -> dict[str, str]:
-    """Hashes of the inputs of the training `spec`, which are stored with its result: of the base and of the data file.
+    """Hashes of the inputs of the training `spec`: of the base model, and of the data file.
 
     `base` is the directory of the base model. The key "base" has the model's fingerprint, a hash of its files, as
     studies compute it. The key "data" has the sha256 (hex) of the data file; it is missing if the data are not in a

@@ -27,7 +27,7 @@ __all__ = ["BaseWeights", "ShardedModel", "decoder_layers", "gathered", "local",
 
 @dataclass(frozen=True)
 class BaseWeights:
-    """Weights of a base model that are read from its files later, when a part of the model is divided over the ranks.
+    """Weights of a base model that are still in its files, and are read when the model is divided over the ranks.
 
     Until then, each parameter of the model is a placeholder with a single element in memory. `names` maps the id of
     each placeholder to the placeholder and the name of its tensor in `checkpoint`. The reference to the placeholder
@@ -144,7 +144,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def part_of(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The part of the tensor `whole` that belongs to this rank, if tensors are sharded as `like` is.
+    """This rank's part of the tensor `whole`, sharded in the same way as the tensor `like`.
 
     `like` has the same shape as `whole`. If `like` is not sharded, the result is `whole`.
     """

@@ -1,6 +1,6 @@
 """Specification of a fine-tuning: base model, data, optimizer, schedule, evaluation.
 
-All problems of a file are reported together. This module reads neither models nor data.
+All problems of a specification file are reported together. This module reads neither models nor data.
 """
 
 from __future__ import annotations

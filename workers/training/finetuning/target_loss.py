@@ -84,7 +84,7 @@ def _summed_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _returning(module: torch.nn.Module, outputs: Any) -> Iterator[None]:
-    """Context manager in which calls of `module` compute nothing and return `outputs`."""
+    """Context manager in which `module` computes nothing, and each call of it returns `outputs`."""
     own = module.__dict__.get("forward")
     module.forward = lambda *_, **__: outputs
     try:

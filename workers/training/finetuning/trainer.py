@@ -220,7 +220,7 @@ def _recomputes(spec: FinetuneSpec, base: Path, ranks: _Ranks) -> bool:
 def _weights(
     spec: FinetuneSpec, model: TrainedModel, directory: Path | None
 ) -> AbstractContextManager[dict[str, torch.Tensor] | None]:
-    """Context manager that gives the weights of the trained expert, by name, that are to be written to its checkpoint.
+    """Context manager that yields the trained expert's weights by name, for writing them to its checkpoint.
 
     It gives None if each rank holds the whole model, because the weights are then in the model. If the model is
     sharded, the weights are gathered from all ranks into files below `directory`, which exist while the context is
@@ -235,7 +235,7 @@ def _weights(
 
 
 def noise_seed(spec: FinetuneSpec) -> int:
-    """Seed of the random noise of the optimizer MergOPT, computed from the seed and the name of the expert in `spec`.
+    """Seed of the random noise of the optimizer MergOPT, made from an expert's seed and name in `spec`.
 
     All experts of a fleet (experts that one specification file defines) have the same seed in the specification. Their
     names differ, and so do the results. Their random draws are therefore independent.
@@ -311,7 +311,7 @@ def learning_rate_at(step: int, num_steps: int, training: Training) -> float:
 
 @dataclass(frozen=True)
 class _Ranks:
-    """The position of this process among the training processes (ranks), and operations on all ranks together.
+    """Position of this process among the training processes (ranks), with operations on all ranks together.
 
     `rank` is the index of this process, `size` the number of processes, and `device` the device of this process.
     """
@@ -370,7 +370,7 @@ class _Passes:
         return _Update(self, optimizer, step, numbers, kept)
 
     def loss(self, batch: Batch) -> torch.Tensor:
-        """The sum of the losses over the target tokens of a batch of rows; a target is a token whose loss counts."""
+        """Sum of the losses over the target tokens of a batch; a target is a token whose loss counts."""
         device = self.ranks.device
         with self._autocast:
             total: torch.Tensor = self._loss(
@@ -381,7 +381,7 @@ class _Passes:
         return total
 
     def without_averaging(self) -> AbstractContextManager[Any]:
-        """Context manager in which backward passes add up this rank's gradients without averaging them over ranks.
+        """Context manager that makes backward passes add up this rank's gradients without averaging them over ranks.
 
         The context is used for each micro-batch of a batch except the last, so that gradients are averaged once for
         each update. It has no effect if gradients are sharded: shards are averaged after each micro-batch, because no
@@ -394,7 +394,7 @@ class _Passes:
 
 
 class _Update:
-    """The batch of one update, with the closure that computes the gradients for the optimizer.
+    """One update of the weights: its batch, and the closure that computes the gradients for the optimizer.
 
     The method `gradients` is the closure. An optimizer may call it twice: `loss` and `norm` are the loss and the
     gradient's norm at the first call, and `second_loss` is the loss at the second call. `step` is the number of the
@@ -459,7 +459,7 @@ class _Update:
         return ranks.total(total) / self.num_targets
 
     def _loss(self, rows: Sequence[tuple[Document, ...]]) -> torch.Tensor:
-        """The sum of the losses over the target tokens of `rows`; a target is a token whose loss counts."""
+        """Sum of the losses over the target tokens of `rows`; a target is a token whose loss counts."""
         return self._passes.loss(tensors_of(rows, pad=self._passes.pad))
 
     def _micro_batches(self) -> Iterator[tuple[Sequence[tuple[Document, ...]], bool]]:

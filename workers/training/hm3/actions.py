@@ -58,7 +58,7 @@ def step_logits(protos: Tensor, embeddings_AD: Tensor, allowed: Tensor) -> Tenso
 def distribution(
     networks: Networks, states: Tensor, preference: Tensor, allowed: Tensor, action: Action
 ) -> Distribution:
-    """The distribution from which a policy draws its next action, in each of several states of layer paths.
+    """Distribution of a policy's next action, in each of several states of layer paths.
 
     A layer path is a sequence of steps, each of which is a layer of a model. With `action` CATEGORICAL an action is one
     of A possible steps; with WOLPERTINGER it is a point in the space of the steps' embeddings. `networks` are the
@@ -74,7 +74,7 @@ def distribution(
 
 
 def followed(proto_BD: Tensor, taken_BE: Tensor, places_B: Tensor) -> Tensor:
-    """The proto-actions [B, D] with which the policy would have taken given steps, one in each of B episodes.
+    """Proto-actions [B, D] with which a policy would have taken one given step in each of B episodes.
 
     In an episode, a policy builds a layer path (sequence of layers of a new model) step by step. From the result a
     policy learns a path that was given to it. A proto-action is a point in the E-dimensional space of the steps'
@@ -88,12 +88,12 @@ def followed(proto_BD: Tensor, taken_BE: Tensor, places_B: Tensor) -> Tensor:
 
 
 def given_places(paths: LayerPaths, scales: Sequence[Sequence[float]], length: int) -> Tensor:
-    """Convert the given layer scales of several layer paths to positions in the range of scales: [paths, length].
+    """Convert the layer scales of given layer paths to positions from -1 (lowest scale) to 1 (highest scale).
 
     A layer path is the sequence of layers of a new model, and a layer scale is a factor on the residual stream after a
-    layer. `scales` has the scales of each path's layers, one for each step. A policy gives the scale of a step's layer
-    together with the next step, so column t of the result has the scale of step t - 1. It is NaN where no scale is
-    given. If `scales` is empty, the result has no rows.
+    layer. `scales` has the scales of each path's layers, one for each step. The result has the shape [paths, length]. A
+    policy gives the scale of a step's layer together with the next step, so column t of the result has the scale of
+    step t - 1. It is NaN where no scale is given. If `scales` is empty, the result has no rows.
     """
     found = torch.full((len(scales), length), torch.nan)
     for row, given in enumerate(scales):
@@ -119,7 +119,7 @@ class LegalSteps:
 
     @property
     def most(self) -> int:
-        """Largest number of legal next steps, over all prefixes of layer paths.
+        """Largest number of steps that may follow any beginning of a layer path.
 
         A layer path is the sequence of source layers of which a merged model consists; a step appends a layer or ends
         the path.
@@ -127,7 +127,7 @@ class LegalSteps:
         return int(self._table.sum(dim=2).max())
 
     def before(self, steps_BT: Tensor) -> Tensor:
-        """Find the steps that were allowed at each step of several layer paths, as bool [B, T, A].
+        """Find the steps that were allowed at each point of several layer paths, as bool [B, T, A].
 
         A layer path is a sequence of layers of several models, which are its steps. `steps_BT` [B, T] are the T steps
         of each of B paths. There are A possible steps: all layers of all models, and the end of the path.

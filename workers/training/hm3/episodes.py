@@ -47,7 +47,7 @@ class Role:
 
 @dataclass(frozen=True)
 class Episode:
-    """A layer path that a policy built step by step, and the data from which the policy learns.
+    """An episode: a layer path that a policy built step by step, with the data from which the policy learns.
 
     A layer path is a sequence of layers of several models; each of them is a step. The fields are:
 
@@ -175,7 +175,7 @@ def play(
 def _random_numbers(
     networks: Networks, roles: Sequence[Role], *, seed: int | str, action: Action
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw all random numbers with which the episodes of `roles` are built, as three tensors.
+    """Draw all random numbers for building the episodes of `roles`, as three tensors.
 
     `networks` has the sizes of the policy, and `seed` determines all numbers. There are B episodes of at most T steps.
 
@@ -198,7 +198,7 @@ def _random_numbers(
 
 
 def _allowed(paths: LayerPaths, steps: Sequence[int]) -> Tensor:
-    """Say for each possible step whether it may follow the beginning of a layer path: bool [paths.num_steps + 1].
+    """Say which steps may follow the beginning `steps` of a layer path: bool [paths.num_steps + 1].
 
     A step is a layer of one of the models. `steps` are the steps at the beginning of the path. The last element of the
     result stands for the end of the path. If `steps` already has the end, only the end is allowed, and repeating it has

@@ -100,7 +100,7 @@ class UpdateStatistics:
 
 
 class BaseLearner:
-    """Base class of learners, which improve a policy's networks by the episodes that the policy has built.
+    """Base class of learners, which improve a policy's networks by the episodes of this policy.
 
     A learner has the networks, the number of their updates, and a replay buffer: the remembered episodes, from which
     the value network learns. It computes on the CPU in float32. In an episode, a policy builds one layer path, a
@@ -131,7 +131,7 @@ class BaseLearner:
 
     @property
     def num_remembered(self) -> int:
-        """Number of episodes (layer sequences built by a policy), old and new, from which the value network learns."""
+        """Number of episodes (layer sequences built by a policy), old and new, that the value network learns from."""
         return 0 if self._memory is None else len(self._memory.lengths)
 
     @property
@@ -150,7 +150,7 @@ class BaseLearner:
         return self._memory.outcomes.amax(dim=0)
 
     def update(self, episodes: Sequence[Episode], outcomes_BK: Tensor) -> UpdateStatistics:
-        """Update the networks with the episodes (layer sequences that the policy built) of one iteration.
+        """Update the networks with the episodes (layer sequences built by the policy) of one iteration.
 
         `outcomes_BK` [episodes, objectives] are the episodes' outcomes, from which the price of the path's length is
         already subtracted. The policy learns to raise one number, into which the outcomes are combined by the episode's
@@ -169,7 +169,7 @@ class BaseLearner:
         return found
 
     def to_bytes(self) -> bytes:
-        """Serialise the state on which the next update depends.
+        """Serialise the state that the next update depends on.
 
         The state consists of the networks, their optimizers, the number of updates, and the episodes (sequences of
         layers, built by a policy) that the value network learns from.
@@ -217,14 +217,14 @@ class BaseLearner:
         raise NotImplementedError
 
     def _state(self) -> dict[str, Any]:
-        """The part of the learner's state that the subclass adds to this base class, such as its optimizers.
+        """State of a subclass, such as its optimizers, which is saved together with the state of this base class.
 
         The keys are those in the saved state.
         """
         raise NotImplementedError
 
     def _restore(self, state: Mapping[str, Any]) -> None:
-        """Restore the part of a saved learner that the subclass adds to this base class, such as its optimizers.
+        """Restore the state of a subclass, such as its optimizers, from the saved state of a learner.
 
         `state` has the entries of the saved state by key.
         """
@@ -317,7 +317,7 @@ class Learner(BaseLearner):
     def _improve_policy(
         self, batch: EpisodeBatch, advantages_BT: Tensor, order: torch.Generator
     ) -> tuple[list[Tensor], list[Tensor], float, float]:
-        """Train the policy network on the episodes in `batch`, which are those of one iteration.
+        """Train the policy network on `batch`, the episodes of one iteration.
 
         In an episode, a policy builds one layer path (the sequence of layers of a new model); an iteration is the group
         of episodes between two updates. `advantages_BT` are the advantages of the episodes' steps. `order` is the
@@ -354,7 +354,7 @@ class Learner(BaseLearner):
         return losses, entropies, kl, float(((ratios - 1).abs() > options.clip).float().mean())
 
     def _improve_value(self, batch: EpisodeBatch, memory: Memory, order: torch.Generator) -> tuple[list[Tensor], float]:
-        """Train the value network and the encoder on remembered episodes, while the policy's actions stay the same.
+        """Train the value network and the encoder on remembered episodes, without changing the policy's actions.
 
         In an episode, a policy builds one layer path (the sequence of layers of a new model). `memory` has the
         remembered episodes, among them the newest ones, `batch`. `order` is the random number generator that draws
@@ -454,7 +454,7 @@ def mean_of(values: Sequence[Tensor]) -> float:
 
 
 def normalised(advantages_BT: Tensor, is_step_BT: Tensor) -> Tensor:
-    """Scale `advantages_BT` [episodes, steps] to mean 0 and standard deviation 1 over the real steps.
+    """Scale `advantages_BT` [episodes, steps] to mean 0 and standard deviation 1 over steps that are not padding.
 
     An advantage says by how much a policy's action was better than expected. `is_step_BT` [episodes, steps] is True for
     real steps and False for padding. At padding the result is 0.
@@ -466,7 +466,7 @@ def normalised(advantages_BT: Tensor, is_step_BT: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Memory:
-    """Episodes from which the value network learns, as tensors that are padded to the longest episode.
+    """Episodes from which the value network learns, as tensors padded to the longest episode.
 
     In an episode, a policy builds one layer path, step by step. The fields are:
 

@@ -87,7 +87,7 @@ class Networks(nn.Module):
 
     @torch.no_grad()
     def measure(self, outcomes_BK: Tensor) -> None:
-        """Set the mean and the standard deviation to which the value network's outputs are scaled.
+        """Set the mean and standard deviation of outcomes, to which the value network's outputs are scaled.
 
         The value network predicts outcomes: what the layer path (sequence of layers) of an episode scores in each
         objective. `outcomes_BK` [episodes, objectives] are the first known outcomes, of which the mean and the standard

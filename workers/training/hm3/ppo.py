@@ -50,7 +50,7 @@ def gae(rewards_T: Tensor, values_T: Tensor, *, gamma: float, lambda_: float) ->
 
 
 def remaining_shares(num_steps: int, *, gamma: float) -> Tensor:
-    """The discounted share of an episode's outcome that each step and all later steps together get as rewards.
+    """Discounted share of an episode's outcome that is given as rewards from each step on.
 
     In an episode, a policy builds a sequence of layers step by step, and the outcome is what the new model scores. The
     reward of each of the T = `num_steps` steps is the T-th part of the outcome. Therefore the share before step t is (1

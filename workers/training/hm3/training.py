@@ -34,7 +34,7 @@ TRIES = 16
 
 @dataclass(frozen=True)
 class PolicyTrainingOptions:
-    """Options for training the policies of a search.
+    """Options of the training of a search's policies.
 
     - `episodes`: the number of episodes in an iteration
     - `warm_up`: the number of a policy's first iterations in which nothing is learned, and every step is drawn from all
@@ -68,7 +68,7 @@ class PolicyTrainingOptions:
 
 @dataclass(frozen=True)
 class _Played:
-    """The episodes of one iteration, by the episode's number, and the policy that built them.
+    """The episodes of one iteration, by number, and the policy that built them.
 
     `by` is the checkpoint of this policy, or None for the policy with which the search began.
     """
@@ -125,7 +125,7 @@ class PolicyTraining:
         return 1 if self.options.is_conditioned else len(self.preferences)
 
     def iteration_of(self, number: int) -> int:
-        """Index of the iteration to which episode `number` belongs.
+        """Index of the iteration of episode `number`.
 
         An iteration is a group of episodes (sequences of layers that a policy builds) after which the policy is
         updated.
@@ -142,7 +142,7 @@ class PolicyTraining:
         return range(first, first + self.options.episodes)
 
     def num_needed(self, number: int) -> int:
-        """Number of iterations whose outcomes must be known before episode `number` is built.
+        """Number of iterations whose outcomes must be known before episode `number` can be built.
 
         An iteration is a group of episodes (sequences of layers that a policy builds). All iterations are needed from
         which the policy that builds the episode has learned by then. If there is a single policy, these are all
@@ -163,7 +163,7 @@ class PolicyTraining:
         return iteration % self.num_policies
 
     def turn_of(self, iteration: int) -> int:
-        """Number of earlier iterations in which the policy of `iteration` had its turn.
+        """Number of earlier iterations whose episodes were built by the policy of `iteration`.
 
         An iteration is a group of episodes (sequences of layers that a policy builds) after which the policy is updated
         with their scores. If there are several policies, they take turns, an iteration each.
@@ -171,13 +171,13 @@ class PolicyTraining:
         return iteration // self.num_policies
 
     def preference_of(self, number: int) -> tuple[float, ...]:
-        """The preference vector (weights of the objectives) for which episode `number` builds a sequence of layers."""
+        """Preference vector (weights of the objectives) of episode `number`."""
         takes_turns = self.options.is_conditioned or not self.options.learns
         place = number if takes_turns else self.iteration_of(number)
         return self.preferences[place % len(self.preferences)]
 
     def is_learned_from(self, iteration: int) -> bool:
-        """Whether a policy learns from the outcomes of the episodes that it builds in an iteration.
+        """Whether a policy learns from the outcomes of its episodes in an iteration.
 
         An iteration is a group of episodes (sequences of layers that the policy builds), and an outcome is what such a
         sequence scores as a model. The result is False if learning is switched off. A policy that begins untrained does
@@ -186,7 +186,7 @@ class PolicyTraining:
         return self.options.learns and (bool(self._start) or self.turn_of(iteration) >= self.options.warm_up)
 
     def source_of(self, iteration: int, *, newest: int) -> int | None:
-        """The last iteration, up to `newest`, from which the policy of `iteration` has learned; None if there is none.
+        """Last iteration, up to `newest`, that the policy of `iteration` has learned from; None if there is none.
 
         An iteration is a group of episodes (sequences of layers that the policy builds), after which the policy that
         built them is updated and saved as a checkpoint. The checkpoint saved after the resulting iteration is the
@@ -207,7 +207,7 @@ class PolicyTraining:
     # -- episodes and updates --------------------------------------------------------------------------------------
 
     def play(self, number: int) -> Episode:
-        """Build the layer path of episode `number`, together with those of all other episodes of its iteration.
+        """Build the layer path of episode `number`, in one batch with all other episodes of its iteration.
 
         An episode is the building of one layer path, the sequence of layers of a new model, by a policy, and an
         iteration a group of episodes after which the policy is updated. Raises KeyError if the policy's checkpoint that
@@ -362,7 +362,7 @@ class PolicyTraining:
         return Learner(self.paths, options.networks, options.learner, seed=seed, **given)
 
     def _learner(self, iteration: int, source: int | None) -> BaseLearner:
-        """Make a learner (networks and optimizers) with the state in which a policy was saved after an iteration.
+        """Make a learner (networks and optimizers) with the saved state of a policy after an iteration.
 
         The policy is the one that builds the episodes of `iteration`. `source` is the iteration after which it was
         saved. If `source` is None, the learner has the state in which the policy began the search: that of a given

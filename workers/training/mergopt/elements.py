@@ -36,7 +36,7 @@ class Part:
     first: int
 
     def add_noise(self, quantiles: torch.Tensor, *, key: int) -> None:
-        """Add the noise with which the optimizer MergOPT computes gradients to this part of a parameter, in place.
+        """Add MergOPT's noise to this part of a parameter, in place; gradients are computed with the noise.
 
         `quantiles` are the 2^16 quantiles of the noise's distribution (float32). `key` is the seed of the random
         numbers (`noise.draw_key`).
@@ -66,7 +66,7 @@ def parts_of(parameters: Iterable[torch.Tensor]) -> list[Part]:
 
 
 def add(tensor: torch.Tensor, quantiles: torch.Tensor, *, key: int, start: int) -> None:
-    """Add the noise with which the optimizer MergOPT computes gradients to the elements of `tensor`, in place.
+    """Add MergOPT's noise to the elements of `tensor`, in place; gradients are computed with the noise.
 
     The noise of an element is one of `quantiles`, the 2^16 quantiles (float32) of the noise's distribution. It is
     chosen by a hash of `key`, the seed of the random numbers (`noise.draw_key`), and of the element's index. `start` is

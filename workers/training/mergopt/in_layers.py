@@ -1,4 +1,4 @@
-"""Noise of MergOPT, added where layers read their weights, so that parameters never change and need no copy.
+"""Noise of MergOPT that layers see when they read their weights; parameters stay unchanged and need no copy.
 
 While a module computes, a tensor with noise replaces a parameter. Autograd does not save that tensor, but a description
 from which it can be recomputed. Therefore the tensor is freed when the module is done, and the backward pass recomputes
@@ -30,7 +30,7 @@ __all__ = ["offset_in_layers"]
 def offset_in_layers(
     model: torch.nn.Module, parts: Sequence[Part], tables: Mapping[torch.device, torch.Tensor], *, key: int
 ) -> Iterator[None]:
-    """Context manager in which forward and backward passes of `model` see its parameters with noise added.
+    """Context manager in which passes of `model` use its parameters plus noise, forward and backward.
 
     `parts` are the parts of parameters that this process holds; their parameters get noise. `tables` has the quantiles
     of the noise's distribution on each device, from which random numbers are made. `key` determines the random numbers
@@ -56,7 +56,7 @@ def offset_in_layers(
 
 @dataclass(frozen=True)
 class _Note:
-    """Record from which the backward pass computes a tensor with noise; autograd saves it in place of the tensor.
+    """Record from which the backward pass recomputes a tensor with noise; autograd saves it instead of the tensor.
 
     The tensor is a view of a parameter (`read`) to which noise is added. `size` and `stride` are the view's shape and
     strides, and `place` is the offset of the view's first element in memory.
@@ -87,7 +87,7 @@ class _Read(NamedTuple):
 
 
 class _Draw:
-    """The noise of one optimizer step, which is added to parameters where layers read them.
+    """Noise of one optimizer step, which layers see when they read their parameters.
 
     The object also has a table of the tensors that currently have this noise, by the address of their memory. The
     backward pass computes such a tensor again, so that no copy of it is saved. `tables` has the quantiles of the

@@ -77,7 +77,7 @@ def draw_of(
 
 
 class MergOPT(OptimizerWrapper):
-    """Wrapper of an optimizer that computes gradients at the parameters plus an offset, which simulates a later merge.
+    """Wrapper of an optimizer; gradients are computed at the parameters plus an offset, which simulates a merge.
 
     In each step the gradient is computed at the parameters theta plus an offset (K alpha - 1) z. The offset simulates a
     merge of K models with coefficient alpha and random task vectors z. Call a step with a closure that computes the
@@ -137,7 +137,7 @@ class MergOPT(OptimizerWrapper):
 
     @property
     def draw(self) -> Draw:
-        """The random draw for the next update: the merge with other models that the update simulates.
+        """The random draw for the next update: the simulated merge of this model with other models.
 
         The result has the number of merged models, their coefficient, and the seed of the random task vectors.
         """
@@ -149,7 +149,7 @@ class MergOPT(OptimizerWrapper):
 
     @property
     def num_moved(self) -> int:
-        """Number of all elements of the parameters to which MergOPT adds an offset while gradients are computed.
+        """Number of all elements of the parameters that get MergOPT's offset.
 
         The offset simulates a later merge. Elements in the shards of other processes are included.
         """
@@ -157,7 +157,7 @@ class MergOPT(OptimizerWrapper):
 
     @contextmanager
     def offset(self) -> Iterator[Draw]:
-        """Context manager in which forward and backward passes see the parameters plus the offset of the next draw.
+        """Context manager in which forward and backward passes use the parameters plus the offset of the next draw.
 
         A draw is the merge that a step simulates. The offset is (K alpha - 1) z, for a merge of K models with
         coefficient alpha and random task vectors z, or it is the offset of a merge with given experts (`task_vectors`).
@@ -177,7 +177,7 @@ class MergOPT(OptimizerWrapper):
         self._has_gradient = True
 
     def _offset(self, draw: Draw) -> AbstractContextManager[None]:
-        """Context manager in which forward and backward passes see the parameters plus an offset.
+        """Context manager in which forward and backward passes use the parameters plus an offset.
 
         The offset simulates the merge `draw`, of this model with other models.
         """
@@ -248,7 +248,7 @@ class MergOPT(OptimizerWrapper):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """State of the wrapped optimizer, and what MergOPT needs to continue with the same random numbers.
+        """State of the wrapped optimizer, and the seed and step number of MergOPT's random numbers.
 
         MergOPT adds a random offset to the parameters while gradients are computed, to simulate a later merge. Its own
         part of the state has the seed and the number of updates so far, which determine the next offset. It also has

@@ -63,7 +63,7 @@ class SharpnessAware(OptimizerWrapper):
 
     @torch.no_grad()
     def _ascent(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """This rank's parts of the parameters that have a gradient, each with the offset for the second gradient.
+        """This rank's parts of the parameters with a gradient, each with its offset for the second gradient.
 
         The second gradient of an update is computed at the parameters plus the offset, in whose direction the loss
         rises. The result is empty if all gradients are 0, or if no parameter has a gradient.

@@ -20,7 +20,7 @@ __all__ = ["LinearizedModel", "TangentModel"]
 
 
 class TangentModel(torch.nn.Module):
-    """Linearization of `model` at the weights that it has when this object is made.
+    """Linearization of `model` at its weights at the time when this object is made.
 
     The trained parameters are those of `model`; the logits [rows, columns, vocabulary] are linear in them. Attention
     must be eager, because fused kernels have no forward derivative.
@@ -52,7 +52,7 @@ class TangentModel(torch.nn.Module):
 
 
 class LinearizedModel:
-    """Adapter that gives a linearized model the interface of a transformers model, so that it can be scored.
+    """Adapter that gives a linearized model the interface of a transformers model for scoring.
 
     A linearized model is linear in its weights. The current weights of `tangent.model` are used. A linearization has no
     KV cache: `past_key_values` has the tokens so far, and their outputs are computed again. Calls compute no gradients.

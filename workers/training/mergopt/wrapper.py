@@ -41,7 +41,7 @@ class OptimizerWrapper(Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """Use the parameter groups and state of the wrapped optimizer as those of this wrapper.
+        """Let this wrapper use the parameter groups and the state of the wrapped optimizer as its own.
 
         This is repeated after loading a state, because loading replaces groups and state.
         """

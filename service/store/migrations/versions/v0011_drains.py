@@ -1,4 +1,4 @@
-"""Migration: adds a table that says whether the servers are drained."""
+"""Migration: adds a table that says whether the servers are drained, that is, accept and start no jobs."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""Migration: adds requests to pause a job and to end its search early, what users edit of a job, invalid trials."""
+"""Migration: adds requests to pause a job or end its search early, users' edits of jobs, and invalid trials."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""Migration: adds weights, quotas and usage of teams, and what administrators and the queue ask of waiting jobs."""
+"""Migration: adds weights, quotas and usage of teams, and moves and preemptions of jobs in the queue."""
 
 import sqlalchemy as sa
 from alembic import op

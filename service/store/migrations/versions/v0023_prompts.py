@@ -1,4 +1,4 @@
-"""Migration: prompts and references of samples, which all trials of a study share."""
+"""Migration: adds a table of the prompts and references of samples, which all trials of a study share."""
 
 import sqlalchemy as sa
 from alembic import op

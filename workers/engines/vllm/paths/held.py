@@ -181,7 +181,7 @@ class HeldPath(HeldWeights):
 
 
 class _Checked:
-    """Cache of descriptions of layers in earlier recipes, so that layers that occur again need not be planned again.
+    """Cache of descriptions of layers in earlier recipes, so that a layer is planned only once.
 
     To plan a layer is to look up its tensors in the source models. A description is a hashable value, which is equal
     for layers with equal weights; the method `add` caches it and `contents` looks it up. Recipes with merges of single
@@ -347,7 +347,7 @@ def _planned(recipe: Recipe, bank: Bank) -> TensorPlan:
 
 
 def _by_layer(plan: TensorPlan, bank: Bank) -> tuple[list[MergedTensor], list[Hashable], list[list[MergedTensor]]]:
-    """Split the merged tensors that `plan` lists into those of each layer and those outside layers.
+    """Split the merged tensors in `plan` into the tensors of each layer and the tensors outside layers.
 
     `bank` has the weights of the source models. The result has the tensors without the scales of layers, because the
     engine applies scales when it computes. Returns three values:

@@ -45,7 +45,7 @@ class LayerPool:
         return content in self._layers
 
     def place(self, contents: Sequence[Hashable]) -> tuple[list[int], set[int]]:
-        """Choose a layer of the pool, which are the layers that an engine holds in memory, for each layer of a merge.
+        """Choose, for each layer of a merge, a layer of the pool (the layers that an engine holds in memory).
 
         `contents` has a description of the weights of each layer of the merge; equal descriptions share a layer of the
         pool. A layer that already has the weights is used. If there is none, an empty layer is used, or else the least

@@ -74,7 +74,7 @@ def free_gpu_bytes(
 
 
 def engine_leftovers() -> tuple[str, ...]:
-    """Engine processes of this user that still run although the process that started them has ended.
+    """Engine processes of this user that still run although their parent process has ended.
 
     Each is a text "process PID (NAME)". Only the processes of engines on several GPUs are found, because vLLM gives
     them a title. They are recognised by their parent, which is process 1 or Ray's raylet.

@@ -1,4 +1,4 @@
-"""The decorator that registers the kernel rule of a fused method, and the statistics that rules are computed from."""
+"""Decorator for the kernel rule of a fused method, and the statistics from which rules are computed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ RULES: dict[str, Fused] = {}
 
 
 def fuses(name: str, *, is_on_cuda: bool = False) -> Callable[[Lowering], Lowering]:
-    """Decorator that registers the function which makes the kernel rules of the merge method `name`.
+    """Decorator for the function that makes the kernel rules of the merge method `name`.
 
     A rule is the formula that a kernel executes, as plain data. The function takes a merge and its operands, and
     returns the rule. `is_on_cuda` says whether CUDA, too, has a kernel for the rule. Raises ValueError if
@@ -85,7 +85,7 @@ def base(stored: Operands) -> torch.Tensor:
 
 
 def factors(stored: Operands) -> Words:
-    """Numbers, one for each source, from which kernels compute tie-breaking marks.
+    """Numbers for computing tie-breaking marks in kernels, one for each source.
 
     Marks are hashes that order elements of equal magnitude, and so break ties at a threshold. The mark of an element is
     a hash of its index, times the source's factor (`TieOrder.factor`), modulo 2^32. `stored` are the operands of the
