@@ -312,10 +312,11 @@ class DisPaths:
     def _tidy(self, blocks: Sequence[Block]) -> tuple[Block, ...]:
         """Reset values of blocks that do not influence the merge, so that equal merges have equal blocks.
 
-        A block has the layers that a merge uses in place of a few adjacent layers of the base. A scale that has no
-        influence becomes 1: that of a block without layers and, if scales multiply the stream, that of the last block
-        with layers, because the final norm cancels it. Other scales are rounded. With `retains`, a path that is the
-        base's own layers becomes the empty path, which has the same meaning.
+        A block's path is the sequence of layers that a merge uses in place of a few adjacent layers of the base. If
+        `retains` is set, an empty path means the base's own layers; otherwise it means no layers. Two kinds of scale
+        have no influence, and become 1: the scale of a block that adds no layers and, if scales multiply the residual
+        stream, the scale of the last block that adds layers, because the final norm cancels it. Other scales are
+        rounded. If `retains` is set, a path that lists exactly the base's own layers becomes the empty path.
         """
         base = self.own(self.base) if self.retains and self.base in self.models else None
         paths = [() if block.path == base else block.path for block in blocks]

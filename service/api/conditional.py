@@ -95,8 +95,9 @@ async def answer_computed(
 def _is_known(request: Request, tag: str) -> bool:
     """Whether the request says, by its header If-None-Match, that the client has the results with the ETag `tag`.
 
-    Callers read the version in `tag` before they read the results. If the study changes in between, the ETag is too
-    old, and the client asks again; it is never too new.
+    Callers read the version in `tag` before they read the results. If the study changes in between, the results are
+    newer than their ETag, and the client fetches them once more than needed. The ETag is never newer than the results,
+    with which the client would keep outdated ones.
     """
     known = {part.strip().removeprefix("W/") for part in request.headers.get("if-none-match", "").split(",")}
     return bool(known & {tag, "*"})

@@ -193,8 +193,9 @@ def _in_order(file: Path, documents: Sequence[_Document]) -> list[_Document]:
 def _named_in(document: _Document, directories: Mapping[str, Path]) -> dict[str, Path]:
     """Select from `directories`, which has model directories by name, the models that one merge of a file uses.
 
-    `document` is the part of the file that describes the merge. If it is the only one in the file, its content is not
-    read yet. All `directories` are then returned; names that the merge does not use are reported later.
+    `document` is the part of the file that describes the merge. If the file describes only one merge, the description
+    was not parsed yet, so that the names are unknown. In this case all `directories` are returned; names that the merge
+    does not use are reported later.
     """
     if document.content is None:
         return dict(directories)

@@ -204,7 +204,8 @@ def _merit(objectives: Sequence[Objective]) -> Callable[[TrialResult], tuple[flo
 
     The key is (mean cost, trial number). The mean is over the accuracy objectives (values in [0, 1], larger is better).
     Without accuracy objectives it is over the objectives that are scored on samples, and without these over all
-    objectives. The mean is rounded, so that means that differ only by rounding errors are equal.
+    objectives. The mean is rounded, so that trials whose mean costs differ only by rounding errors rank as equal in
+    cost.
     """
     names = accuracy_objectives(objectives)
     ranked = [objective for objective in objectives if objective.name in names]

@@ -226,12 +226,13 @@ def _search_minus_holdout(run: RunRecord, best: TrialResult | None) -> dict[str,
 
 
 def verification_document(reports: Sequence[VerificationReport], reason: str | None) -> VerificationDocument:
-    """Describe as JSON how far plain transformers gave the same results as the study's engines for the same samples.
+    """Describe as JSON how far the library transformers gave the same results as the study's engines for equal samples.
 
     Verification scores samples of chosen trials again with transformers, and compares completions, metric values and
     log-probabilities with the stored ones. `reports` has the comparison of each chosen trial. A trial counts as not
-    verified if no sample of it was compared. `reason` says why no trial was verified. If samples of verified trials
-    were left out, the key "reason" of the document says why, for the first of these trials.
+    verified if no sample of it was compared. The document's key "reason" has the argument `reason`, which says why no
+    trial was verified. If trials were verified but some of their samples were left out, the key says instead why
+    samples of the first such trial were left out.
     """
     compared = [report for report in reports if report.num_samples]
     beyond = sum(report.num_beyond for report in compared)

@@ -53,7 +53,7 @@ class AlignmentInputs:
 
         An alignment is a map of the residual stream, and its digest the sha256 of its file. `pair` is (layer before the
         alignment, layer after it), each as (name of a model in `pool`, index). The key depends on the models' weights,
-        the texts and the kind, but not on the names of the models.
+        on the texts from which the alignment is computed, and on the kind of alignment, but not on the models' names.
         """
         engine = self.options.model_dump(mode="json")
         document = {

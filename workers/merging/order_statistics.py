@@ -371,9 +371,9 @@ def selected(tensors: Sequence[Words], num_smaller: int, *, first: np.ndarray | 
 
     Elements are sorted in ascending order by magnitude, then by tie-breaking mark, then by the index of their tensor;
     the first has the index 0. The result has the element's magnitude, mark and tensor, and the number of elements of
-    the same magnitude. Each step is a pass over all tensors, and needs the memory of one tensor. `first` are the counts
-    of the first pass, summed over the tensors (`Words.counts` with prefix 0 and shift 48); if it is None, they are
-    counted here.
+    the same magnitude. The element's bits are found in several passes over all tensors. Each pass counts the elements
+    by their next bits, and needs memory for one tensor at a time. `first` has the counts of the first pass, summed over
+    the tensors (`Words.counts` with prefix 0 and shift 48); if it is None, this function computes them.
     """
     prefix, shift, count, num_equal = 0, 64, 0, 0
     while shift == 64 or (count > FEW and shift > 0):

@@ -248,7 +248,8 @@ class ScoringReplica:
     async def _run_batch(self, batch: CompletionBatch, *, yields: bool) -> None:
         """Wait until no other work uses the engine, and generate the completions of a batch.
 
-        If `yields` is True, the completions end with EngineBusy as soon as a search needs the engine.
+        If `yields` is True, generation stops as soon as a search needs the engine, and each completion of the batch
+        that is not finished fails with the error EngineBusy.
         """
         digest = batch.recipe.digest
         try:

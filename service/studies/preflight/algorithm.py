@@ -70,8 +70,9 @@ def algorithm_of(
 def _warning_of_draws(study: Study) -> str:
     """Warning for a study whose merges' layers are mostly drawn at random, and rarely chosen by its policies.
 
-    Trials with mutants (random changes) of the best known sequences of layers are left out of the count; the option
-    `elite_share` sets their share. Returns "" if policies choose at least half of the counted trials.
+    The warning is given if policies choose the layers of fewer than half of the trials; otherwise the result is "".
+    Trials that mutate (randomly change) the best known sequences of layers are not counted; the option `elite_share`
+    sets the share of such trials.
     """
     drawn, chosen = _draws_of(study)
     if chosen >= drawn:

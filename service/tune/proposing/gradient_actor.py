@@ -149,8 +149,9 @@ class GradientActor:
         Several coefficients may have the value of one parameter; the derivative with respect to the parameter is then
         the sum over these coefficients.
 
-        If a tensor's merge has a coefficient for each source, parameters set these coefficients, and a derivative by a
-        coefficient that all sources share is ignored. Otherwise a parameter sets the shared coefficient.
+        A tensor's merge has either one coefficient for each source or one that all sources share. If it has one for
+        each source, the parameters set these, and the derivative by a shared coefficient, which `result` may also have,
+        is ignored. Otherwise one parameter sets the shared coefficient.
         """
         space = self._known_space
         slopes: dict[str, float] = {}

@@ -249,9 +249,8 @@ class _Acquisition:
 def _log_scaled(costs: Rows) -> Rows:
     """Logarithms of costs after scaling to (0, 1], as SMAC does it (`RunHistoryLogScaledEncoder`).
 
-    The largest cost becomes 1 before the logarithm is taken. The cost that would become 0 is chosen below the best
-    cost, at the distance between the best cost and the 5th percentile. The logarithm of the best cost is therefore
-    finite.
+    The scaling is linear: it maps the largest cost to 1, and maps best - (p5 - best) to 0, where p5 is the 5th
+    percentile of the costs. This lower end is below the best cost, so that the logarithm of the best cost is finite.
     """
     best = costs.min()
     low = 2 * best - np.percentile(costs, 5) - 1e-10

@@ -283,7 +283,8 @@ def marked(i: Any, factor: Any) -> Any:
     """The tie-breaking mark of element i, for i below 2^32, which orders elements of equal magnitude.
 
     The mark is a hash of i, multiplied modulo 2^32 by `factor`, an odd number that differs between tensors
-    (`TieOrder.factor`). The compiler computes the hash of i once for all sources.
+    (`TieOrder.factor`). Only the factor depends on the tensor, so compiled code computes the hash of i once for the
+    tensors of all sources.
     """
     return U32(hashed(i, U32(0), U32(0)) * factor)
 
