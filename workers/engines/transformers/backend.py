@@ -89,7 +89,7 @@ class Reference:
     def _generate(self, requests: Sequence[Generation]) -> list[Completion]:
         width = max(len(request.tokens) for request in requests)
         # Padding on the left, masked out, so that all texts grow in the same column.
-        device = self.model.device
+        device = _device_of(self.model)
         ids = torch.tensor([[0] * (width - len(r.tokens)) + list(r.tokens) for r in requests], device=device)
         mask = torch.tensor([[0] * (width - len(r.tokens)) + [1] * len(r.tokens) for r in requests], device=device)
         chosen: list[list[int]] = [[] for _ in requests]
@@ -185,8 +185,13 @@ def next_token_scores(model: Any, tokens: Sequence[int]) -> torch.Tensor:
 
     They are on the model's device. Raises EvidenceMismatch if logits are NaN or infinite.
     """
-    logits = _checked(model(input_ids=torch.tensor([list(tokens)], device=model.device)).logits[0], 1)
+    logits = _checked(model(input_ids=torch.tensor([list(tokens)], device=_device_of(model))).logits[0], 1)
     return logits.float().log_softmax(-1)
+
+
+def _device_of(model: Any) -> Any:
+    """The device of a model's inputs. A wrapper without a device moves its inputs itself."""
+    return getattr(model, "device", "cpu")
 
 
 def _checked(logits: torch.Tensor, num_prompts: int) -> torch.Tensor:
