@@ -15,10 +15,12 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 from tests.benchmarks import merge_family
+from workers.cache import CACHE_VARIABLE
 
 MOST = 1.5  # must: the larger of planned and measured seconds, times the smaller
 REPEATS = 2
@@ -131,9 +133,13 @@ def _save_family(directory: Path, model: Any, tokenizer: Any) -> None:
 
 
 def measured(directory: Path) -> dict[str, Any]:
-    """The phases of a family, measured by `plan_measurement` in a process of its own."""
+    """The phases of a family, measured by `plan_measurement` in a process of its own.
+
+    Its cache is new, because a start reads what an earlier start on the machine has measured on the base.
+    """
     command = [sys.executable, "-m", "tests.benchmarks.plan_measurement", str(directory)]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    cache = tempfile.mkdtemp(prefix="cache-", dir=directory)
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", CACHE_VARIABLE: cache}
     finished = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
     found: dict[str, Any] = json.loads(finished.stdout.splitlines()[-1])
     return found
