@@ -40,8 +40,8 @@ def test_weights_are_near_and_small(checkpoint: Path, tmp_path: Path) -> None:
         sums[scheme] = float(apart.square().mean().sqrt())
         linear = {name for name, module in exact.named_modules() if isinstance(module, torch.nn.Linear)} - {"lm_head"}
         pairs = [(read.get_submodule(name).weight, exact.get_submodule(name).weight) for name in linear]
-        squared = sum(float((ours - theirs).square().sum()) for ours, theirs in pairs)
-        squares = sum(float(theirs.square().sum()) for _, theirs in pairs)
+        squared = sum(float((ours - theirs).square().sum().detach()) for ours, theirs in pairs)
+        squares = sum(float(theirs.square().sum().detach()) for _, theirs in pairs)
         assert found.error == pytest.approx((squared / squares) ** 0.5, rel=0.01)
     assert 0 < sums["int8"] < sums["int4"]
     assert (tmp_path / "int4" / "tokenizer.json").read_bytes() == (checkpoint / "tokenizer.json").read_bytes()

@@ -29,6 +29,9 @@ DOCUMENTS, DEFAULT = "mergesearch_documents", "sdpa"
 # Head sizes that PyTorch's variable-length attention takes.
 MOST_HEAD_SIZE = 256
 
+# The largest difference of two kernels in 16 bits, relative to the largest element.
+KERNEL_ROUNDING = 0.05
+
 # Configuration keys of attention that this one does not compute; a value of None or 0 means without.
 UNSUPPORTED = ("attn_logit_softcapping", "attention_chunk_size", "alibi", "position_embedding_type")
 
@@ -64,6 +67,8 @@ def use_document_attention(
     own, _ = _probe(called, causal.config, device, dtype, has_bounds=False)
     causal.set_attn_implementation(DOCUMENTS)
     try:
+        if device.type == "cuda":
+            _check_kernel(causal.config, device, dtype)
         found, spread = _probe(called, causal.config, device, dtype, has_bounds=True)
         difference = float((found - own).abs().max())
         if difference <= ROUNDING[dtype] * spread:
@@ -76,6 +81,37 @@ def use_document_attention(
     causal.set_attn_implementation(DEFAULT)
     log.warning("packed rows are computed with masks, because attention within documents does not fit: %s", reason)
     return False
+
+
+def _check_kernel(config: Any, device: torch.device, dtype: torch.dtype) -> None:
+    """Compare outputs and gradients of PyTorch's kernel with those of one document after the other.
+
+    `config` has the numbers and the size of heads. Raises RuntimeError if they differ by more than rounding.
+    """
+    heads, groups = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    bounds = document_bounds(torch.cat([torch.arange(PROBE), torch.arange(2 * PROBE)])[None])
+    given: dict[str, Any] = {
+        "bounds": bounds["cu_seq_lens_q"].to(device),
+        "longest": bounds["max_length_q"],
+        "dropout": 0.0,
+        "scaling": None,
+    }
+    results = []
+    for compute in (_in_one_launch, _one_by_one):
+        draw = torch.Generator().manual_seed(0)
+        tensors = [
+            torch.randn(3 * PROBE, count, size, generator=draw).to(device, dtype).requires_grad_()
+            for count in (heads, groups or heads, groups or heads)
+        ]
+        output = compute(*tensors, **given)
+        gradients = torch.autograd.grad(output, tensors, torch.ones_like(output))
+        results.append([output.detach(), *gradients])
+    for what, ours, theirs in zip(("output", "query", "key", "value"), *results, strict=True):
+        difference = float((ours - theirs).float().abs().max())
+        if not difference <= KERNEL_ROUNDING * float(theirs.float().abs().max()):
+            name = "outputs" if what == "output" else f"gradients of the {what}"
+            raise RuntimeError(f"{name} of variable-length attention differ by {difference:.2g}")
 
 
 @torch.no_grad()

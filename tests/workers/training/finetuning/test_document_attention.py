@@ -49,7 +49,7 @@ def losses(model: Any, rows: Sequence[Sequence[Document]], *, has_bounds: bool) 
     else:
         total = loss(labels=batch.labels, input_ids=batch.tokens, position_ids=batch.positions)
     total.backward()
-    return float(total), [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    return float(total.detach()), [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
@@ -146,8 +146,8 @@ def test_windows_and_dtypes_without_a_kernel_are_refused(tmp_path: Path) -> None
     assert lack == "variable-length attention has no kernel for heads of 36"
 
 
-def test_the_launch_on_a_gpu_has_all_documents(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in with the signature of PyTorch's kernel gives what one document after the other gives."""
+def stand_in(*, is_causal: bool = True, scaled: float = 1.0) -> Any:
+    """A function with the signature of PyTorch's variable-length attention."""
 
     def kernel(
         query: torch.Tensor,
@@ -162,18 +162,24 @@ def test_the_launch_on_a_gpu_has_all_documents(monkeypatch: pytest.MonkeyPatch) 
         window_size: tuple[int, int] = (-1, -1),
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        assert (cu_seq_q.dtype, max_q, max_k, window_size, enable_gqa) == (torch.int32, 17, 17, (-1, 0), True)
+        longest = int(cu_seq_q.diff().max())
+        assert (cu_seq_q.dtype, max_q, max_k, window_size) == (torch.int32, longest, longest, (-1, 0))
+        assert enable_gqa
         outputs = []
         for start, stop in zip(cu_seq_q[:-1].tolist(), cu_seq_k[1:].tolist(), strict=True):
             q, k, v = (each[start:stop].transpose(0, 1).float() for each in (query, key, value))
             k, v = (each.repeat_interleave(2, 0) for each in (k, v))
-            scores = (q @ k.transpose(1, 2) * (scale or q.shape[-1] ** -0.5)).masked_fill(
-                torch.ones(stop - start, stop - start).triu(1).bool(), -torch.inf
-            )
-            outputs.append((scores.softmax(-1) @ v).transpose(0, 1))
+            future = torch.ones(stop - start, stop - start).triu(1).bool() & is_causal
+            scores = (q @ k.transpose(1, 2) * (scale or q.shape[-1] ** -0.5)).masked_fill(future, -torch.inf)
+            outputs.append((scores.softmax(-1) @ (v * scaled + v.detach() * (1 - scaled))).transpose(0, 1))
         return torch.cat(outputs).to(value.dtype)
 
-    monkeypatch.setattr(varlen, "varlen_attn", kernel)
+    return kernel
+
+
+def test_the_launch_on_a_gpu_has_all_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in with the signature of PyTorch's kernel gives what one document after the other gives."""
+    monkeypatch.setattr(varlen, "varlen_attn", stand_in())
     draw = torch.Generator().manual_seed(0)
     query = torch.randn(22, 4, 16, generator=draw)
     key, value = (torch.randn(22, 2, 16, generator=draw) for _ in range(2))
@@ -186,3 +192,15 @@ def test_the_launch_on_a_gpu_has_all_documents(monkeypatch: pytest.MonkeyPatch) 
     }
     one = document_attention._in_one_launch(query, key, value, **given)
     assert torch.allclose(one, document_attention._one_by_one(query, key, value, **given), atol=1e-5)
+
+
+def test_a_kernel_with_other_outputs_or_gradients_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = model_of(tmp_path, num_key_value_heads=1).config
+    monkeypatch.setattr(varlen, "varlen_attn", stand_in())
+    document_attention._check_kernel(config, CPU, torch.bfloat16)
+    monkeypatch.setattr(varlen, "varlen_attn", stand_in(is_causal=False))
+    with pytest.raises(RuntimeError, match="outputs of variable-length attention differ by"):
+        document_attention._check_kernel(config, CPU, torch.bfloat16)
+    monkeypatch.setattr(varlen, "varlen_attn", stand_in(scaled=0.5))
+    with pytest.raises(RuntimeError, match="gradients of the value of variable-length attention differ by"):
+        document_attention._check_kernel(config, CPU, torch.bfloat16)
