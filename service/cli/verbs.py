@@ -39,6 +39,8 @@ from service.results.columns import trial_columns
 from service.retention.limits import limits_of
 from service.server import alone
 from service.server import serve as run_server
+from workers.export.push import push
+from workers.models.remote.errors import HubUnusable
 from workers.tiny_family import RETRAIN_FILE, STUDY_FILE, family_dir
 
 if TYPE_CHECKING:
@@ -580,9 +582,6 @@ def _push(options: argparse.Namespace) -> None:
     """Upload the exported model to the hub if the command says so, and print where it is."""
     if options.push is None:
         return
-    from workers.export.push import push
-    from workers.models.remote.errors import HubUnusable
-
     try:
         pushed = push(options.out, options.push, private=options.private)
     except HubUnusable as error:

@@ -83,7 +83,7 @@ def test_the_makefile_passes_several_names_on() -> None:
     assert shown.stdout.splitlines()[-1].endswith("-m tests.benchmarks merge swap")
 
 
-def test_the_plan_is_judged_only_on_the_model_that_it_was_not_calibrated_with() -> None:
+def test_the_plan_is_judged_on_a_model_of_its_own() -> None:
     rows = [{"family": "75M", "ratio": 9.0}, {"family": "135M", "ratio": 1.4}]
     assert bench_plan.judged(rows) == {"met": True}
     assert bench_plan.judged([*rows, {"family": "135M", "ratio": 0.6}]) == {"met": False}

@@ -19,6 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from workers.directories import appearing
+from workers.engines.transformers.outlines import linear_layers
 from workers.errors import InvalidModel
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def quantise(checkpoint: str | Path, out_dir: str | Path, *, scheme: str) -> Qua
     source, out = Path(checkpoint), Path(out_dir).resolve()
     if out.exists() and any(out.iterdir()):
         raise FileExistsError(f"{out}: is not empty; expected a new or empty directory")
-    linear = _linear_layers(source)
+    linear = linear_layers(source)
     preset, group = _scheme(scheme, linear.values(), source)
     sizes = _Sizes()
     with appearing(out, f"quantised-{scheme}") as directory:
@@ -105,36 +106,6 @@ class _Sizes:
     @property
     def error(self) -> float:
         return (self.squared_error / self.squares) ** 0.5 if self.squares else 0.0
-
-
-def _linear_layers(checkpoint: Path) -> dict[str, tuple[int, int]]:
-    """Shapes (outputs, inputs) of the weights of linear layers that are quantised, by the name of the module.
-
-    They follow from the configuration alone. The output head is left out, as usual.
-    """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    head = model.get_output_embeddings()
-    found = {
-        name: (module.out_features, module.in_features)
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and module is not head
-    }
-    if _num_experts(config):
-        raise InvalidModel((f"{checkpoint}: a mixture of experts; only models without experts are quantised",))
-    if not found:
-        raise InvalidModel(
-            (f"{checkpoint}: models of type {config.model_type!r} have no linear layers that can be quantised",)
-        )
-    return found
-
-
-def _num_experts(config: Any) -> int:
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    return max(int(getattr(config, name, None) or 0) for name in names)
 
 
 def _scheme(name: str, shapes: Any, checkpoint: Path) -> tuple[QuantizationScheme, int]:

@@ -54,9 +54,7 @@ def losses(model: Any, rows: Sequence[Sequence[Document]], *, has_bounds: bool) 
 
 @pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize("heads", [2, 1])
-def test_packed_losses_and_gradients_are_those_of_single_documents(
-    tmp_path: Path, recomputes: bool, heads: int
-) -> None:
+def test_packed_gradients_are_those_of_single_documents(tmp_path: Path, recomputes: bool, heads: int) -> None:
     """Also with padded rows, grouped key heads, and where activations are computed again outside of the context."""
     model = model_of(tmp_path, num_key_value_heads=heads)
     first, second, third, last = documents()

@@ -48,7 +48,7 @@ def spec_of(place: Path, *, base_precision: str = "nf4", **changes: Any) -> Fine
     return parse_spec(document, place)
 
 
-def test_the_base_takes_the_planned_bytes_and_no_linear_layer_is_held_in_full(place: Path) -> None:
+def test_the_base_takes_the_planned_bytes(place: Path) -> None:
     pytest.importorskip("bitsandbytes")
     spec = spec_of(place)
     model = load_model(spec, place / "base", CPU)
