@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -43,7 +44,9 @@ class Repository:
 class Hub:
     """Repositories by name ("datasets/owner/name" for data).
 
-    Also requests as (method, path), and how many bytes were sent of each LFS file ("name/file").
+    Also requests as (method, path), how many bytes were sent of each LFS file ("name/file"), the contents of LFS files
+    that were uploaded by sha256, and which of the repositories that clients created are private. `write_refusal` is the
+    status and error code with which the hub refuses to create repositories.
     """
 
     url: str = ""
@@ -51,6 +54,9 @@ class Hub:
     sends_ranges: bool = True
     requests: list[tuple[str, str]] = field(default_factory=list)
     sent: dict[str, int] = field(default_factory=dict)
+    uploaded: dict[str, bytes] = field(default_factory=dict)
+    is_private: dict[str, bool] = field(default_factory=dict)
+    write_refusal: tuple[int, str] | None = None
 
     def push(self, name: str, directory: Path) -> str:
         """A commit of the directory's files, which becomes the head. Returns its hash."""
@@ -110,8 +116,82 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer()
 
     def do_POST(self) -> None:
-        length = int(self.headers.get("Content-Length", "0"))
-        self._answer(json.loads(self.rfile.read(length) or b"{}"))
+        body = self._body()
+        path = self.path.partition("?")[0]
+        for pattern, answer in UPLOADS.items():
+            if match := pattern.fullmatch(path):
+                self.hub.requests.append((self.command, path))
+                return answer(self, body, **match.groupdict())
+        return self._answer(json.loads(body or b"{}"))
+
+    def do_PUT(self) -> None:
+        """Receive the content of an LFS file, whose name is its sha256."""
+        self.hub.requests.append((self.command, self.path))
+        data = self._body()
+        if digest(data) != self.path.rpartition("/")[2]:
+            return self._refuse(400, "BadContent")
+        self.hub.uploaded[digest(data)] = data
+        return self._send(200, b"", {})
+
+    def _body(self) -> bytes:
+        if self.headers.get("Transfer-Encoding", "") == "chunked":
+            parts = []
+            while size := int(self.rfile.readline().strip() or b"0", 16):
+                parts.append(self.rfile.read(size))
+                self.rfile.readline()
+            self.rfile.readline()
+            return b"".join(parts)
+        return self.rfile.read(int(self.headers.get("Content-Length", "0")))
+
+    def _create(self, body: bytes) -> None:
+        asked = json.loads(body)
+        name = f"{asked['organization']}/{asked['name']}" if asked.get("organization") else asked["name"]
+        if self.hub.write_refusal is not None:
+            return self._refuse(*self.hub.write_refusal)
+        if name in self.hub.repositories:
+            return self._send(409, json.dumps({"url": f"{self.hub.url}/{name}", "id": name}).encode(), {})
+        self.hub.repositories[name] = Repository({"0" * 40: {}}, "0" * 40)
+        self.hub.is_private[name] = asked.get("visibility") == "private" or bool(asked.get("private"))
+        return self._send_json({"url": f"{self.hub.url}/{name}", "id": name, "name": name})
+
+    def _preupload(self, body: bytes, name: str) -> None:
+        files = [
+            {"path": file["path"], "uploadMode": "lfs" if _is_lfs(file["path"]) else "regular", "shouldIgnore": False}
+            for file in json.loads(body)["files"]
+        ]
+        self._send_json({"files": files})
+
+    def _lfs_batch(self, body: bytes, name: str) -> None:
+        objects = [
+            {**each, "actions": {"upload": {"href": f"{self.hub.url}/lfs/{each['oid']}"}}}
+            for each in json.loads(body)["objects"]
+        ]
+        self._send(
+            200,
+            json.dumps({"transfer": "basic", "objects": objects}).encode(),
+            {"Content-Type": "application/vnd.git-lfs+json"},
+        )
+
+    def _commit(self, body: bytes, name: str) -> None:
+        """Apply a commit: a header, and lines that add or delete files, one JSON document each."""
+        repository = self.hub.repositories[name]
+        files = dict(repository.commits[repository.head])
+        for line in map(json.loads, body.splitlines()):
+            value = line["value"]
+            match line["key"]:
+                case "file":
+                    files[value["path"]] = base64.b64decode(value["content"])
+                case "lfsFile":
+                    files[value["path"]] = self.hub.uploaded[value["oid"]]
+                case "deletedFile":
+                    del files[value["path"]]
+        repository.head = digest(json.dumps([name, sorted((f, digest(d)) for f, d in files.items())]).encode())[:40]
+        repository.commits[repository.head] = files
+        url = f"{self.hub.url}/{name}/commit/{repository.head}"
+        self._send_json({"success": True, "commitOid": repository.head, "commitUrl": url})
+
+    def _validate(self, body: bytes) -> None:
+        self._send_json({"errors": [], "warnings": []})
 
     def log_message(self, *_: Any) -> None:
         pass
@@ -184,6 +264,15 @@ class _Handler(BaseHTTPRequestHandler):
                 self.wfile.write(body)
             except (BrokenPipeError, ConnectionResetError):  # who asks has seen enough
                 self.close_connection = True
+
+
+UPLOADS: dict[re.Pattern[str], Callable[..., None]] = {
+    re.compile(r"/api/repos/create"): _Handler._create,
+    re.compile(r"/api/validate-yaml"): _Handler._validate,
+    re.compile(rf"/api/models/{NAME}/preupload/main"): _Handler._preupload,
+    re.compile(rf"/{NAME}\.git/info/lfs/objects/batch"): _Handler._lfs_batch,
+    re.compile(rf"/api/models/{NAME}/commit/main"): _Handler._commit,
+}
 
 
 def _is_lfs(file: str) -> bool:

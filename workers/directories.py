@@ -6,18 +6,20 @@ by the next process.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
 import shutil
+import tempfile
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-__all__ = ["appearing", "partial_directories", "replacing", "sync", "turn", "write_file"]
+__all__ = ["appearing", "partial_directories", "replacing", "scratch", "sync", "turn", "write_file"]
 
 # The suffix of the hidden directory, which has the files written so far, and its writer's notes beside them.
 PARTIAL = ".partial"
@@ -25,6 +27,11 @@ MODEL = "model"
 
 # Seconds between two looks at a lock that another process holds, and after which the log names that process.
 POLL_S, TOLD_AFTER_S = 0.02, 5.0
+
+# The file in a scratch directory that its process has locked, and the bytes that are left free on its disk.
+SCRATCH_LOCK = ".lock"
+SCRATCH_MARGIN = 256 << 20
+GIB = 1 << 30
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +70,51 @@ def _is_locked(file: IO[str]) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+@contextmanager
+def scratch(num_bytes: int, *, name: str, places: Sequence[Path]) -> Iterator[Path]:
+    """Context manager that yields a new directory for `num_bytes` of temporary files, and removes it at the end.
+
+    It is made in the first directory of `places` whose disk has the space and SCRATCH_MARGIN bytes more. `name` says
+    what the files are for. Directories of the same name there whose process was killed are removed first. Raises
+    OSError (ENOSPC) if no disk has the space; the message says what each has.
+    """
+    seen = []
+    for place in places:
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+            _remove_killed(place, name)
+            free = shutil.disk_usage(place).free
+            if free < num_bytes + SCRATCH_MARGIN:
+                seen.append(f"{place}: {free / GIB:.1f} GiB free")
+                continue
+            hidden = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=place))
+        except PermissionError as error:
+            seen.append(str(error))
+            continue
+        directory = place / hidden.name.removeprefix(".")
+        with (hidden / SCRATCH_LOCK).open("a+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            hidden.rename(directory)  # not before it is locked: other processes remove what is not
+            try:
+                yield directory
+            finally:
+                shutil.rmtree(directory, ignore_errors=True)
+        return
+    raise OSError(
+        errno.ENOSPC,
+        f"{(num_bytes + SCRATCH_MARGIN) / GIB:.1f} GiB of temporary files fit on no disk ({'; '.join(seen)}); make "
+        "room, or set TMPDIR to a directory on a larger disk",
+    )
+
+
+def _remove_killed(place: Path, name: str) -> None:
+    """Remove the scratch directories in `place` with the prefix `name` whose process has ended."""
+    for directory in place.glob(f"{name}-*"):
+        with suppress(OSError), (directory / SCRATCH_LOCK).open("r+") as file:
+            if _is_locked(file):
+                shutil.rmtree(directory, ignore_errors=True)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import gc
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -455,6 +456,15 @@ def _parser() -> argparse.ArgumentParser:
     _add_prefer(command)
     command.add_argument("--out", type=Path, required=True, metavar="DIR")
     command.add_argument("--dtype", choices=DTYPES, help="default: the dtype of the study's engine")
+    command.add_argument(
+        "--quantize",
+        choices=["int4", "int8"],
+        help="round weights to 4 or 8 bits, and score the holdout data again; for the directory of a run",
+    )
+    command.add_argument(
+        "--push", type=_repository, metavar="OWNER/NAME", help="upload the model to this repository of the hub"
+    )
+    command.add_argument("--private", action="store_true", help="a repository that --push creates is private")
 
     command = server_verb("chat", verbs.chat, "Complete prompts with trials of a study, one or several side by side.")
     command.add_argument("study", metavar="STUDY", help="id of the study, a prefix of its id, or its name")
@@ -741,6 +751,13 @@ def _setting(text: str) -> tuple[str, Any]:
         return path, json.loads(value)
     except ValueError:
         return path, value
+
+
+def _repository(text: str) -> str:
+    """Check the name of a repository of the hub, owner/name. Raises ArgumentTypeError for another text."""
+    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a repository; write it as owner/name")
+    return text
 
 
 def _num_bytes(text: str) -> int:

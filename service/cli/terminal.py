@@ -25,6 +25,7 @@ __all__ = [
     "print_json_line",
     "print_removals",
     "print_results",
+    "print_scores",
 ]
 
 # Columns of tables where the output is not a terminal.
@@ -58,6 +59,20 @@ def print_export(directory: Path, chosen: PreferredDocument | None, *, as_json: 
     if chosen is not None:
         print(preferred_text(chosen))
     print(f"merged model: {directory}")
+
+
+def print_scores(rows: Sequence[tuple[str, ...]]) -> None:
+    """Print held-out scores of a merge and of its quantised model.
+
+    Each of `rows` has the objective, both scores, their difference, and the number of samples.
+    """
+    from rich.table import Table
+
+    columns = ("objective", "merge", "quantised", "difference", "samples")
+    table = Table(*columns, title="Held-out data", title_justify="left")
+    for row in rows:
+        table.add_row(*row)
+    console().print(table)
 
 
 def print_removals(removals: Sequence[Removal], *, is_dry_run: bool) -> None:

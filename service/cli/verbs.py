@@ -22,7 +22,15 @@ from service.cli.chat import ChatOptions, read_prompt
 from service.cli.export_progress import ExportView
 from service.cli.finetune import finetune as finetune_experts
 from service.cli.tasks import fetch_task, list_tasks
-from service.cli.terminal import console, print_benchmarks, print_export, print_json, print_removals, print_results
+from service.cli.terminal import (
+    console,
+    print_benchmarks,
+    print_export,
+    print_json,
+    print_removals,
+    print_results,
+    print_scores,
+)
 from service.cli.trial_files import write_trials
 from service.disk import alignments_dir, artifacts_dir, gib
 from service.errors import Conflict, DatabaseUnavailable, NotFound
@@ -31,6 +39,8 @@ from service.results.columns import trial_columns
 from service.retention.limits import limits_of
 from service.server import alone
 from service.server import serve as run_server
+from workers.export.push import push
+from workers.models.remote.errors import HubUnusable
 from workers.tiny_family import RETRAIN_FILE, STUDY_FILE, family_dir
 
 if TYPE_CHECKING:
@@ -512,17 +522,71 @@ def delete(options: argparse.Namespace) -> int:
 
 def export(options: argparse.Namespace) -> int:
     if not _is_directory(options):
+        if options.quantize is not None:
+            raise Conflict(
+                "--quantize is for the directory of a run, because held-out scores need its data; "
+                f"{options.run!r} is a job on a server"
+            )
         with _on_server(options) as server:
-            return server.export(options.run, options.trial, options.out, dtype=options.dtype, prefer=options.prefer)
+            status = server.export(options.run, options.trial, options.out, dtype=options.dtype, prefer=options.prefer)
+        _push(options)
+        return status
     if options.prefer is not None and options.trial != "best":
         raise InvalidPreference(f'preference: weights choose the trial; give "best", not {options.trial!r}')
     trial, chosen = options.trial, None
     if options.prefer is not None:
         chosen = _preferred(_read(Path(options.run)), options.prefer)
         trial = str(chosen["trial"])
-    out = _export_from(Path(options.run), trial, options.out, dtype=options.dtype)
-    print_export(out, chosen, as_json=options.json)
+    if options.quantize is None:
+        out = _export_from(Path(options.run), trial, options.out, dtype=options.dtype)
+        print_export(out, chosen, as_json=options.json)
+    else:
+        _export_quantised(options, trial, chosen)
+    _push(options)
     return 0
+
+
+def _export_quantised(options: argparse.Namespace, trial: str, chosen: Any) -> None:
+    """Write a trial's quantised model, and print its directory and its held-out scores beside those of the merge.
+
+    `trial` is "best" or a number, and `chosen` the document of a trial that weights of objectives chose, or None.
+    """
+    from dataclasses import asdict
+
+    from service.jobs.search.local_run import read_run
+    from service.studies.quantised_export import export_quantised, scores_table
+
+    directory = Path(options.run)
+    with read_run(directory) as (store, study), ExportView() as view:
+        scores = export_quantised(
+            store,
+            study,
+            trial,
+            options.out,
+            scheme=options.quantize,
+            dtype=options.dtype,
+            note=partial(print, file=sys.stderr),
+            alignments_in=alignments_dir(directory),
+            progress=view.update,
+        )
+    if options.json:
+        document = {"directory": str(options.out), "holdout": {name: asdict(each) for name, each in scores.items()}}
+        print_json(document | ({} if chosen is None else {"preferred": chosen}))
+        return
+    print_export(options.out, chosen, as_json=False)
+    if scores:
+        print_scores(scores_table(scores))
+
+
+def _push(options: argparse.Namespace) -> None:
+    """Upload the exported model to the hub if the command says so, and print where it is."""
+    if options.push is None:
+        return
+    try:
+        pushed = push(options.out, options.push, private=options.private)
+    except HubUnusable as error:
+        raise Conflict(f"{options.out} is written, but not pushed: {error}") from error
+    print(f"pushed: {pushed.url}", file=sys.stderr if options.json else sys.stdout)
 
 
 def merge(options: argparse.Namespace) -> int:

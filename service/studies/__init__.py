@@ -8,6 +8,7 @@
 - `benchmarks`: benchmarks that are added to a study after its creation
 - `enqueued`: checks of a merge that a user enqueues in a stored study
 - `mergekit`: the mergekit configuration of a merge
+- `quantised_export`: export in 4 or 8 bits, with held-out scores
 - `export`: a trial's merged model
 - `warm_start`: results of an earlier study that a searcher knows from the start
 - `policies`: uses of trained policies beyond their own study

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from service.types import JobRecord, TrialRecord
     from workers.merging.bank import Bank
 
-__all__ = ["export_trial", "model_bytes", "write_model"]
+__all__ = ["chosen_trial", "export_trial", "model_bytes", "write_model"]
 
 
 def export_trial(
@@ -52,7 +52,6 @@ def export_trial(
     """
     from search_spaces.study.file import Study
     from service.results.load import held_out_estimates
-    from service.results.selection import best_trial
     from service.studies.preflight.files import check_files
     from service.studies.preflight.models import with_revisions
     from workers.merging.bank import Bank
@@ -61,7 +60,7 @@ def export_trial(
     study = with_revisions(Study.model_validate(record.document), resolved)
     check_files(study, resolved.access)
     trials, objectives = store.trials(record.id), resolved.objectives
-    chosen = _chosen(trials, trial, best_trial(trials, objectives))
+    chosen = chosen_trial(store, record, trial)
     sources = resolve_family(study.models.base, study.models.named, tokenizer=study.models.tokenizer).fetched()
     fingerprints = resolved.fingerprints
     if sources.fingerprints != fingerprints:
@@ -133,11 +132,18 @@ def model_bytes(recipe: Recipe, bank: Bank, out: Path, *, dtype: str, chat_templ
     return num_bytes
 
 
-def _chosen(trials: tuple[TrialRecord, ...], trial: str, winner: TrialRecord | None) -> TrialRecord:
+def chosen_trial(store: Store, record: JobRecord, trial: str) -> TrialRecord:
+    """The trial of a study that `trial` names: "best" or a number. Raises NotFound if there is no such trial.
+
+    `record` is the study's job in `store`.
+    """
+    from service.results.selection import best_trial
+
+    trials = store.trials(record.id)
     if not trials:
         raise NotFound("the run has no trials yet; there is nothing to export")
     if trial == "best":
-        if winner is None:
+        if (winner := best_trial(trials, ResolvedStudy.of(record).objectives)) is None:
             raise NotFound("no trial has reached the full budget yet, so there is no best one")
         return winner
     if not trial.isdecimal() or int(trial) >= len(trials):

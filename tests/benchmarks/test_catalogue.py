@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from tests.benchmarks import __main__ as command
+from tests.benchmarks import bench_plan
 
 HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
 NAMES = sorted(file.stem.removeprefix("bench_") for file in HERE.glob("bench_*.py"))
 
 
@@ -48,3 +54,37 @@ def test_no_or_a_wrong_name_lists_the_benchmarks(
     first, *lines = capsys.readouterr().err.splitlines()
     assert first == said
     assert [line.split()[0] for line in lines if line.startswith("  ")] == NAMES
+
+
+def test_several_names_run_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each writes its document; one that misses its must fails the command, and does not end it."""
+    ran: list[str] = []
+
+    def module(name: str, **result: Any) -> SimpleNamespace:
+        return SimpleNamespace(run=lambda: ran.append(name) or result, show=lambda result: print(name, result))
+
+    modules = {"merge": module("merge", met=False, rows=1), "swap": module("swap", rows=2)}
+    monkeypatch.setattr(importlib, "import_module", lambda name: modules[name.removeprefix("tests.benchmarks.bench_")])
+    monkeypatch.setattr(command, "OUT", tmp_path / "bench")
+    assert command.main(["merge", "swap"]) == 1
+    assert ran == ["merge", "swap"]
+    assert json.loads((tmp_path / "bench" / "swap.json").read_text())["rows"] == 2
+    assert json.loads((tmp_path / "bench" / "merge.json").read_text())["met"] is False
+    assert command.main(["swap"]) == 0
+    assert "written:" in capsys.readouterr().out
+
+
+def test_the_makefile_passes_several_names_on() -> None:
+    shown = subprocess.run(
+        ["make", "--dry-run", "bench", "ONLY=merge swap"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert shown.stdout.splitlines()[-1].endswith("-m tests.benchmarks merge swap")
+
+
+def test_the_plan_is_judged_on_a_model_of_its_own() -> None:
+    rows = [{"family": "75M", "ratio": 9.0}, {"family": "135M", "ratio": 1.4}]
+    assert bench_plan.judged(rows) == {"met": True}
+    assert bench_plan.judged([*rows, {"family": "135M", "ratio": 0.6}]) == {"met": False}
+    assert bench_plan.judged(rows[:1]) == {}

@@ -5,19 +5,26 @@ from __future__ import annotations
 import json
 import re
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
 from search_spaces.study.file import load_study
+from service.cli.main import main
 from service.jobs.search.local_run import DATABASE, read_run
+from service.resolved_study import ResolvedStudy
+from service.results.load import held_out_estimates
 from service.studies.export import export_trial
 from service.studies.preflight.examine import examine
 from service.types import JobState, Origin, TrialState
+from tests.conftest import record_engine_start
 from tests.end_to_end.processes import num_chunks, started
 from tests.end_to_end.studies import SHIPPED_SAMPLES, undisturbed
+from tests.hub_server import Hub, only_hub
 from tests.service.tune.harness import trial_list
 from workers.engines.transformers.verification import verify
 from workers.merging.bank import Bank
@@ -44,6 +51,47 @@ def test_run_leaves_its_files_and_the_best_merge(shipped: Path) -> None:
         best = next(trial for trial in store.trials(study.id) if trial.number == summary["best"]["trial"])
     assert recipe.items() >= best.read_recipe().to_json().items()
     assert recipe["digest"] == best.recipe.digest
+
+
+def test_a_quantised_export_is_scored_and_pushed(
+    shipped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """VLLM loads the quantised best merge, and its held-out scores are beside those of the merge."""
+    hub = Hub()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
+    monkeypatch.setenv("HF_TOKEN", "hf_of_the_test")
+    command = ["export", str(shipped), "best", "--out", str(tmp_path / "q"), "--quantize", "int8", "--json"]
+    began = time.monotonic()
+    with only_hub(hub, monkeypatch, tmp_path / "hub"):
+        assert main([*command, "--push", "owner/best"]) == 0
+    record_engine_start("a quantised export", time.monotonic() - began)
+    found = json.loads(capsys.readouterr().out)
+    with read_run(shipped) as (store, study):
+        best = held_out_estimates(
+            store,
+            study.id,
+            json.loads((shipped / "summary.json").read_text())["best"]["trial"],
+            trials=store.trials(study.id),
+            objectives=ResolvedStudy.of(study).objectives,
+        )
+    assert best is not None
+    assert found["holdout"].keys() == {name for name in best if name in found["holdout"]} != set()
+    for name, scores in found["holdout"].items():
+        assert scores["merge"]["value"] == pytest.approx(best[name].value)
+        assert scores["quantised"]["samples"] == scores["merge"]["samples"] == best[name].samples
+        difference = scores["quantised"]["value"] - scores["merge"]["value"]
+        assert scores["difference"]["value"] == pytest.approx(difference)
+        assert abs(difference) < 0.15
+    assert any(scores["difference"]["ci95"] != [0, 0] for scores in found["holdout"].values())
+    document = json.loads((tmp_path / "q" / "recipe.json").read_text())
+    assert document["quantisation"]["holdout"] == found["holdout"]
+    assert document["digest"] == json.loads((shipped / "export" / "recipe.json").read_text())["digest"]
+    card = (tmp_path / "q" / "README.md").read_text()
+    assert all(f"| {name} | {scores['merge']['value']:.4f} [" in card for name, scores in found["holdout"].items())
+    assert not list(tmp_path.glob(".q.*")), "the model in full was removed"
+    repository = hub.repositories["owner/best"]
+    assert repository.commits[repository.head] == {each.name: each.read_bytes() for each in (tmp_path / "q").iterdir()}
+    assert main([*command]) == 2, "the directory is not empty"
 
 
 def test_export_gives_stored_samples(shipped: Path, tmp_path: Path) -> None:

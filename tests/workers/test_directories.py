@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from workers import directories
-from workers.directories import replacing, turn, write_file
+from workers.directories import SCRATCH_MARGIN, replacing, scratch, turn, write_file
 
 
 def test_a_file_is_written_to_a_new_directory_and_replaced(tmp_path: Path) -> None:
@@ -105,3 +108,51 @@ def test_threads_take_turns(tmp_path: Path) -> None:
 
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(work, range(20)))
+
+
+def test_temporary_files_go_where_they_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first directory whose disk has the space is used; without one, the error says what each has."""
+    small, large = tmp_path / "small", tmp_path / "new" / "large"
+    free = {small: 4 << 30, large: 8 << 30}
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=free[place]))
+    for num_bytes, expected in ((1 << 30, small), ((4 << 30) - SCRATCH_MARGIN, small), (4 << 30, large)):
+        with scratch(num_bytes, name="export", places=[small, large]) as found:
+            assert found.parent == expected
+            (found / "weights").write_text("x")
+        assert not found.exists()
+    with (
+        pytest.raises(
+            OSError, match=r"9.2 GiB .* fit on no disk \(.*small: 4.0 GiB free; .*large: 8.0 GiB free\)"
+        ) as caught,
+        scratch(9 << 30, name="export", places=[small, large]),
+    ):
+        pass
+    assert caught.value.errno == errno.ENOSPC
+    assert not [*small.iterdir(), *large.iterdir()]
+
+
+SCRATCH_HOLDER = """
+import sys, time
+from pathlib import Path
+from workers.directories import scratch
+with scratch(0, name="export", places=[Path(sys.argv[1])]) as found:
+    print(found, flush=True)
+    time.sleep(60)
+"""
+
+
+def test_temporary_files_of_a_killed_process_are_removed(tmp_path: Path) -> None:
+    """The next process removes them, but not those of processes that work."""
+    with subprocess.Popen(
+        [sys.executable, "-c", SCRATCH_HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        other = Path(process.stdout.readline().strip())
+        try:
+            with scratch(0, name="export", places=[tmp_path]):
+                assert other.exists()
+        finally:
+            process.kill()
+    assert other.exists()
+    with scratch(0, name="export", places=[tmp_path]) as own:
+        assert list(tmp_path.iterdir()) == [own]

@@ -15,6 +15,7 @@ from workers.engines.vllm.environment import engine_environment
 from workers.errors import EngineUnavailable, ServeUnavailable
 from workers.serving.application import answered, application_state, failure_reason, is_deployed, num_replicas
 from workers.serving.engine_worker import EngineWorker
+from workers.serving.gpu_verification import verify_on_free_gpu
 from workers.serving.replica import ScoringReplica, Worker
 from workers.serving.serve_scorer import DEPLOYMENT, ServeScorer
 from workers.serving.watchdog import TIME_LIMITS, TimeLimits
@@ -124,7 +125,8 @@ def deploy_scorer(
                     "runtime_env": {"env_vars": environment},
                 },
             )
-            application = deployment.bind(make_worker or functools.partial(EngineWorker, family, options), time_limits)
+            make = functools.partial(EngineWorker, family, options, verify_elsewhere=verify_on_free_gpu)
+            application = deployment.bind(make_worker or make, time_limits)
             serve.run_many(
                 [serve.RunTarget(application, name=name, route_prefix=None)], wait_for_applications_running=False
             )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import math
 import os
 import secrets
 import socket
@@ -9,10 +11,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from search_spaces.recipe import Recipe
 from search_spaces.study.engine import EngineOptions
+from workers.cache import cache_dir
+from workers.directories import scratch
 from workers.engines.source_recipes import base_recipe
 from workers.engines.vllm.engine import Engine
 from workers.errors import InvalidPrompt
@@ -63,10 +68,20 @@ class EngineWorker:
 
     The engine starts when the object is made, and then serves all requests. The most recently used evaluation tasks
     stay loaded. `family` has the base model and its experts, and `options` are the options of the engine. Raises
-    EngineUnavailable if the engine does not start.
+    EngineUnavailable if the engine does not start. `verify_elsewhere` verifies an export in another process, or
+    returns None (`gpu_verification.verify_on_free_gpu`); without it, this process verifies.
     """
 
-    def __init__(self, family: Family, options: EngineOptions) -> None:
+    _verify_elsewhere: Callable[..., VerificationReport | None] | None = None
+
+    def __init__(
+        self,
+        family: Family,
+        options: EngineOptions,
+        *,
+        verify_elsewhere: Callable[..., VerificationReport | None] | None = None,
+    ) -> None:
+        self._verify_elsewhere = verify_elsewhere
         from workers.evaluation.lm_eval import TaskEvaluator
 
         # Process ids repeat, and samples scored before a fault must be told from those scored after it.
@@ -161,9 +176,10 @@ class EngineWorker:
         """Score samples of a merge again with plain transformers, and compare with the engine's results in `samples`.
 
         `spans` are the ranges of samples to compare. The merge of `recipe` is computed on the CPU and written to a
-        checkpoint, which transformers loads and runs in float32. If the recipe has alignments (maps between layers), it
+        checkpoint, on a disk that has the room, which transformers loads and runs in float32: on a GPU of this machine
+        that is free (`gpu_verification`), else on the CPU. If the recipe has alignments (maps between layers), it
         has no ordinary checkpoint, and the merged model is built in transformers directly. Returns a report of 0
-        samples if nothing can be compared.
+        samples if nothing can be compared, or if no disk has the room.
         """
         import torch
 
@@ -171,31 +187,50 @@ class EngineWorker:
         from workers.engines.transformers.verification import nothing_to_compare, texts_to_read, verify
         from workers.engines.vllm.worker_extension import family_to_json, open_bank
         from workers.export.checkpoint import export
+        from workers.merging.plan import merged_names
 
         engine = self.engine
         depth = len(recipe.layers) / len(base_recipe(engine.family).layers)
         if reason := nothing_to_compare(engine.family.base.directory, self.evaluator, spans, depth=depth):
-            return VerificationReport(recipe.digest, 0, 0, 0.0, LOGPROB_TOLERANCE[engine.dtype], (), 0, reason=reason)
+            return _not_verified(recipe, engine.dtype, reason)
         engine.swap(recipe)
         texts = texts_to_read(self.evaluator, samples, spans)
         # Users' exports are computed on the CPU, also where the engine merges on a GPU.
         bank, model = open_bank(family_to_json(engine.family)).on("cpu"), None
-        with tempfile.TemporaryDirectory(prefix="mergesearch-verify-") as directory:
-            if any(layer.alignment for layer in recipe.layers):
-                model = merged_model(recipe, bank, dtype=engine.dtype)
-            else:
-                export(recipe, bank, directory, dtype=getattr(torch, engine.dtype))
-            return verify(
-                recipe.digest,
-                directory if model is None else engine.prompts.directory,
-                engine.options,
-                samples=samples,
-                spans=spans,
-                dtype=engine.dtype,
-                engine_logprobs=dict(zip(texts, engine.logprobs(texts), strict=True)),
-                evaluator=self.evaluator,
-                model=model,
-            )
+        dtype = getattr(torch, engine.dtype)
+        is_aligned = any(layer.alignment for layer in recipe.layers)
+        num_parameters = 0 if is_aligned else sum(map(math.prod, merged_names(recipe, bank).values()))
+        try:
+            with scratch(
+                num_parameters * dtype.itemsize,
+                name="mergesearch-verify",
+                places=[Path(tempfile.gettempdir()), cache_dir() / "scratch"],
+            ) as place:
+                directory = place / "merge"
+                if is_aligned:
+                    model = merged_model(recipe, bank, dtype=engine.dtype)
+                else:
+                    export(recipe, bank, directory, dtype=dtype)
+                arguments = (
+                    recipe.digest,
+                    str(directory) if model is None else engine.prompts.directory,
+                    engine.options,
+                )
+                options: dict[str, Any] = {
+                    "samples": samples,
+                    "spans": spans,
+                    "dtype": engine.dtype,
+                    "engine_logprobs": dict(zip(texts, engine.logprobs(texts), strict=True)),
+                }
+                if self._verify_elsewhere is not None and model is None:
+                    report = self._verify_elsewhere(arguments, options, num_parameters=num_parameters)
+                    if report is not None:
+                        return report
+                return verify(*arguments, **options, evaluator=self.evaluator, model=model)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            return _not_verified(recipe, engine.dtype, f"the export of the merge cannot be written: {error}")
 
     def check(self) -> tuple[CanaryReport, ...]:
         return (self.engine.check(),)
@@ -211,3 +246,8 @@ class EngineWorker:
             "busy_s": self.busy_s,
             "bank": self.engine.bank_summary,
         }
+
+
+def _not_verified(recipe: Recipe, dtype: str, reason: str) -> VerificationReport:
+    """Report that no sample of the merge of `recipe` was compared, with the reason. `dtype` is the engine's dtype."""
+    return VerificationReport(recipe.digest, 0, 0, 0.0, LOGPROB_TOLERANCE[dtype], (), 0, reason=reason)

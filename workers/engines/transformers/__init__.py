@@ -1,8 +1,9 @@
-"""Plain transformers in float32 on CPU, a reference independent of vLLM against which scores of engines are checked.
+"""Plain transformers in float32, a reference independent of vLLM against which scores of engines are checked.
 
 - `backend`: generate completions, read and compare log-probabilities
 - `merged_models`: a merge as a transformers model
 - `rounding`: tokens whose log-probabilities change much by rounding errors of float32
+- `tolerance`: how far an engine in 16 bits may be from transformers, measured on the compared model
 - `outlines`: tensors of a model by name and shape, from its configuration alone
 - `verification`: score an exported checkpoint again and compare with stored samples
 """

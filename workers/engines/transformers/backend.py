@@ -1,6 +1,7 @@
 """Plain transformers as a backend: slow, simple and independent of vLLM.
 
-The backend always computes in float32 on CPU, and generates greedily. The module also compares log-probabilities.
+The backend always computes in float32, by default on CPU, and generates greedily. The module also compares
+log-probabilities.
 """
 
 from __future__ import annotations
@@ -16,7 +17,15 @@ from workers.engines.logits import bad_rows, in_words
 from workers.errors import EvidenceMismatch, InvalidTask
 from workers.evaluation.prompts import Completion, Continuation, Generation, Prompts
 
-__all__ = ["ATTENTION", "Reference", "choice_gaps", "logprobs", "typical_difference", "whole_characters"]
+__all__ = [
+    "ATTENTION",
+    "Reference",
+    "choice_gaps",
+    "logprobs",
+    "next_token_scores",
+    "typical_difference",
+    "whole_characters",
+]
 
 BATCH = 64  # texts at once: bounds memory, not speed
 
@@ -30,10 +39,10 @@ class Reference:
     The margin, called gap, is the difference between the log-probabilities of the chosen and the second likeliest
     token. `gaps` maps the token ids of a prompt to a list with (text so far, gap) for each generated token. If `model`
     is given, it is used instead of the model in `directory`; then `directory` needs only the tokenizer and the
-    configuration.
+    configuration. The model computes on `device`; a given `model` stays where it is.
     """
 
-    def __init__(self, directory: str, options: EngineOptions, *, model: Any = None) -> None:
+    def __init__(self, directory: str, options: EngineOptions, *, model: Any = None, device: str = "cpu") -> None:
         from transformers import AutoModelForCausalLM
 
         self.prompts = Prompts(directory, options)
@@ -41,7 +50,9 @@ class Reference:
             model
             or AutoModelForCausalLM.from_pretrained(
                 directory, dtype=torch.float32, attn_implementation=ATTENTION, trust_remote_code=False
-            ).eval()
+            )
+            .to(device)
+            .eval()
         )
         self.gaps: dict[tuple[int, ...], list[tuple[str, float]]] = {}
 
@@ -68,8 +79,8 @@ class Reference:
     def loglikelihoods(self, requests: Sequence[Continuation]) -> list[tuple[float, bool]]:
         results = []
         for request in requests:
-            scores = _log_softmax(self.model, request.tokens)[request.num_context - 1 : -1]
-            targets = torch.tensor(request.tokens[request.num_context :])
+            scores = next_token_scores(self.model, request.tokens)[request.num_context - 1 : -1]
+            targets = torch.tensor(request.tokens[request.num_context :], device=scores.device)
             chosen = scores.gather(-1, targets[:, None])[:, 0]
             results.append((float(chosen.sum()), bool((scores.argmax(-1) == targets).all())))
         return results
@@ -78,8 +89,9 @@ class Reference:
     def _generate(self, requests: Sequence[Generation]) -> list[Completion]:
         width = max(len(request.tokens) for request in requests)
         # Padding on the left, masked out, so that all texts grow in the same column.
-        ids = torch.tensor([[0] * (width - len(r.tokens)) + list(r.tokens) for r in requests])
-        mask = torch.tensor([[0] * (width - len(r.tokens)) + [1] * len(r.tokens) for r in requests])
+        device = _device_of(self.model)
+        ids = torch.tensor([[0] * (width - len(r.tokens)) + list(r.tokens) for r in requests], device=device)
+        mask = torch.tensor([[0] * (width - len(r.tokens)) + [1] * len(r.tokens) for r in requests], device=device)
         chosen: list[list[int]] = [[] for _ in requests]
         steps: list[list[tuple[str, float]]] = [[] for _ in requests]
         texts: list[str | None] = [None] * len(requests)
@@ -129,8 +141,8 @@ def logprobs(model: Any, tokens: Sequence[int]) -> list[float]:
 
     Log-probabilities are natural logarithms.
     """
-    scores = _log_softmax(model, tokens)[:-1]
-    return [float(value) for value in scores.gather(-1, torch.tensor(tokens[1:])[:, None])[:, 0]]
+    scores = next_token_scores(model, tokens)[:-1]
+    return [float(value) for value in scores.gather(-1, torch.tensor(tokens[1:], device=scores.device)[:, None])[:, 0]]
 
 
 @torch.inference_mode()
@@ -141,8 +153,8 @@ def choice_gaps(model: Any, prompt: Sequence[int], completion: Sequence[int]) ->
     that of the token, so it is 0 for a token that is the likeliest. The log-probabilities are those after `prompt` and
     the preceding tokens of `completion`.
     """
-    scores = _log_softmax(model, [*prompt, *completion])[len(prompt) - 1 : -1]
-    chosen = scores.gather(-1, torch.tensor(completion)[:, None])[:, 0]
+    scores = next_token_scores(model, [*prompt, *completion])[len(prompt) - 1 : -1]
+    chosen = scores.gather(-1, torch.tensor(completion, device=scores.device)[:, None])[:, 0]
     return [float(gap) for gap in scores.amax(-1) - chosen]
 
 
@@ -168,10 +180,18 @@ def whole_characters(text: str) -> str:
 
 
 @torch.inference_mode()
-def _log_softmax(model: Any, tokens: Sequence[int]) -> torch.Tensor:
-    """A transformers model's log-probabilities [num_tokens, vocabulary] of the next token after each of `tokens`."""
-    logits = _checked(model(input_ids=torch.tensor([list(tokens)])).logits[0], 1)
+def next_token_scores(model: Any, tokens: Sequence[int]) -> torch.Tensor:
+    """A transformers model's log-probabilities [num_tokens, vocabulary] of the next token after each of `tokens`.
+
+    They are on the model's device. Raises EvidenceMismatch if logits are NaN or infinite.
+    """
+    logits = _checked(model(input_ids=torch.tensor([list(tokens)], device=_device_of(model))).logits[0], 1)
     return logits.float().log_softmax(-1)
+
+
+def _device_of(model: Any) -> Any:
+    """The device of a model's inputs. A wrapper without a device moves its inputs itself."""
+    return getattr(model, "device", "cpu")
 
 
 def _checked(logits: torch.Tensor, num_prompts: int) -> torch.Tensor:

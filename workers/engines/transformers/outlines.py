@@ -22,9 +22,12 @@ from workers.models.remote.model_files import SMALL_FILES
 from workers.models.remote.snapshots import SnapshotRecord, make_snapshot
 from workers.object_store import is_object_url
 
-__all__ = ["outline"]
+__all__ = ["linear_layers", "outline"]
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
+
+# The keys of configurations under which mixtures have their number of experts.
+NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 # The dtypes of weights, by the name that configurations have for them.
 DTYPES = {"torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16"}
@@ -60,6 +63,31 @@ def outline(model: str) -> str:
         is_outline=True,
     )
     return str(make_snapshot(record, directory, (), lambda _, begin, end: header[begin:end]))
+
+
+def linear_layers(checkpoint: str | Path) -> dict[str, tuple[int, int]]:
+    """Shapes (outputs, inputs) of the weights of a model's linear layers, by the name of the module.
+
+    `checkpoint` is the model's directory, of which only the configuration is read. The output head is left out. Raises
+    InvalidModel if there are none, or if the model is a mixture of experts, whose experts are not linear layers.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
+    if max(int(getattr(config, name, None) or 0) for name in NUMBERS_OF_EXPERTS):
+        raise InvalidModel((f"{checkpoint}: a mixture of experts; only models without experts are quantised",))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    head = model.get_output_embeddings()
+    found = {
+        name: (module.out_features, module.in_features)
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and module is not head
+    }
+    if not found:
+        raise InvalidModel((f"{checkpoint}: models of type {config.model_type!r} have no linear layers",))
+    return found
 
 
 def _small_files_of(model: str) -> Path:

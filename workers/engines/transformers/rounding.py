@@ -78,7 +78,7 @@ def _with_errors(model: Any, seed: int) -> Iterator[None]:
         if not isinstance(output, torch.Tensor) or not output.is_floating_point():
             return output
         size = output.square().mean(-1, keepdim=True).sqrt_() * ERROR
-        return output + size * torch.randn(output.shape, generator=draw)
+        return output + size * torch.randn(output.shape, generator=draw).to(output.device)
 
     hooks = [module.register_forward_hook(add) for module in model.modules() if next(module.children(), None) is None]
     try:

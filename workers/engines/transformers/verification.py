@@ -2,8 +2,8 @@
 
 Users get this checkpoint, so the comparison covers all steps behind a score: merge, swap, scoring and export. Samples
 are equal if three things agree: the metric values, the tokens of the completions, and the log-probabilities within the
-tolerance for rounding. From its first unclear token on, a completion may differ. A token is unclear if transformers
-finds the engine's choice as likely as its own, within the tolerance.
+tolerance for rounding, which is measured on the merge (`tolerance`). From its first unclear token on, a completion may
+differ. A token is unclear if transformers finds the engine's choice as likely as its own, within the tolerance.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ from search_spaces.study.engine import EngineOptions
 from workers.engines.host_memory import free_host_bytes
 from workers.engines.transformers.backend import Reference, choice_gaps, logprobs, typical_difference, whole_characters
 from workers.engines.transformers.rounding import explained, rounding_bounds
+from workers.engines.transformers.tolerance import Tolerance, measured_tolerance
 from workers.errors import InvalidTask
 from workers.evaluation.lm_eval import TaskEvaluator
-from workers.evaluation.prompts import LOGPROB_TOLERANCE, Continuation, Generation, Prompts
+from workers.evaluation.prompts import Continuation, Generation, Prompts
 from workers.types import SampleDifference, SampleResult, Span, VerificationReport
 
 __all__ = ["nothing_to_compare", "texts_to_read", "verify"]
@@ -49,6 +51,7 @@ def verify(
     engine_logprobs: Mapping[Tokens, Sequence[float]],
     evaluator: TaskEvaluator | None = None,
     model: Any = None,
+    device: str = "cpu",
 ) -> VerificationReport:
     """Score samples of an exported merge with transformers, and compare them with the engine's stored `samples`.
 
@@ -64,11 +67,12 @@ def verify(
       with the exported tokenizer is made
     - `model`: the merge as a transformers model, if it cannot be stored as a checkpoint; then `directory` contains only
       its tokenizer and configuration
+    - `device`: where transformers computes
 
     Raises InvalidTask if a sample of a span is missing in `samples`, or if a text in `engine_logprobs` begins with the
     prompt of none of these samples.
     """
-    reference = Reference(directory, options, model=model)
+    reference = Reference(directory, options, model=model, device=device)
     if evaluator is None:
         evaluator = TaskEvaluator(reference, Prompts(directory, options))
     else:
@@ -82,7 +86,8 @@ def verify(
         if stored is None:
             raise InvalidTask(f"verify: no stored sample of {expected.objective} at position {expected.position}")
         pairs.append(_Pair(stored, expected, evaluator.requests(tasks[expected.objective], expected.position)))
-    comparison = _Comparison(reference, LOGPROB_TOLERANCE[dtype], dtype)
+    tolerance = measured_tolerance(reference.model, _mixed(engine_logprobs, pairs), dtype=dtype)
+    comparison = _Comparison(reference, tolerance)
     comparison.read(pairs, engine_logprobs)
     differences = tuple(found for pair in pairs if (found := comparison.difference(pair)) is not None)
     report = VerificationReport(
@@ -90,7 +95,7 @@ def verify(
         num_samples=len(pairs),
         num_equal=len(pairs) - len(differences),
         max_logprob_difference=max(comparison.apart.values(), default=0.0),
-        tolerance=comparison.tolerance,
+        tolerance=tolerance.value,
         differences=differences,
         num_beyond=sum(difference.is_beyond for difference in differences),
         num_tokens=sum(len(tokens) for pair in pairs for tokens in pair.stored.tokens or ()),
@@ -172,8 +177,7 @@ class _Pair:
 class _Comparison:
     """Comparison of the engine's samples of one merge with those of transformers.
 
-    `tolerance` is the largest difference that still counts as equal, and `dtype` is the engine's dtype. The results are
-    in these attributes:
+    `tolerance` has the largest differences that still count as equal. The results are in these attributes:
 
     - `apart`: for each compared sample (objective, position), how much the log-probabilities of engine and transformers
       differ: the largest `typical_difference` of all comparisons for the sample
@@ -182,13 +186,14 @@ class _Comparison:
       left out of `apart`
     """
 
-    def __init__(self, reference: Reference, tolerance: float, dtype: str) -> None:
+    def __init__(self, reference: Reference, tolerance: Tolerance) -> None:
         self.reference = reference
         self.tolerance = tolerance
         self.apart: dict[tuple[str, int], float] = {}
         self.num_logprobs = 0
         self.num_unstable = 0
-        self._dtype = dtype
+        self._is_apart: set[tuple[str, int]] = set()
+        self._all: list[tuple[_Pair, Sequence[float], Sequence[float]]] = []
 
     def read(self, pairs: Sequence[_Pair], engine_logprobs: Mapping[Tokens, Sequence[float]]) -> None:
         """Compare log-probabilities by the engine and by transformers, and record the difference for each sample.
@@ -209,6 +214,7 @@ class _Comparison:
                     [value / root for value, root in zip(stored, roots, strict=True)],
                     [value / root for value, root in zip(expected, roots, strict=True)],
                 )
+        self._compare_together()
 
     def _add(self, pair: _Pair, ours: Sequence[float], theirs: Sequence[float], text: Tokens = ()) -> None:
         """Compare two lists of log-probabilities for one sample, and record how much they differ.
@@ -217,13 +223,35 @@ class _Comparison:
         `text`, both lists are for the tokens of this text; without it, they are for the options of a multiple choice.
         If the engine computes in float32, differences of single tokens that rounding explains are left out.
         """
-        apart = _finite(typical_difference(ours, theirs, dtype=self._dtype))
-        if self._dtype == "float32" and self.tolerance < apart < FAR and text:
+        dtype, tolerance = self.tolerance.dtype, self.tolerance.of(len(ours))
+        apart = _finite(typical_difference(ours, theirs, dtype=dtype))
+        if dtype == "float32" and tolerance < apart < FAR and text:
             bounds = rounding_bounds(self.reference.model, text)
-            apart, count = explained(ours, theirs, bounds, tolerance=self.tolerance)
+            apart, count = explained(ours, theirs, bounds, tolerance=tolerance)
             self.num_unstable += count
         self.apart[pair.key] = max(self.apart.get(pair.key, 0.0), apart)
         self.num_logprobs += len(ours)
+        if apart > tolerance:
+            self._is_apart.add(pair.key)
+        if dtype != "float32":
+            self._all.append((pair, ours, theirs))
+
+    def _compare_together(self) -> None:
+        """Compare the log-probabilities of all samples together, if the engine computes in 16 bits.
+
+        The root mean square of many differences varies less by chance than that of a single sample, so its tolerance is
+        smaller. If it is exceeded, the samples that are further apart than this tolerance are those that differ.
+        """
+        if not self._all:
+            return
+        ours = [value for _, own, _ in self._all for value in own]
+        theirs = [value for _, _, expected in self._all for value in expected]
+        tolerance = self.tolerance.of(len(ours))
+        if typical_difference(ours, theirs, dtype=self.tolerance.dtype) <= tolerance:
+            return
+        for pair, own, expected in self._all:
+            if not typical_difference(own, expected, dtype=self.tolerance.dtype) <= tolerance:
+                self._is_apart.add(pair.key)
 
     def difference(self, pair: _Pair) -> SampleDifference | None:
         """Difference between the engine's and transformers' answers to one sample; None if the answers are equal.
@@ -238,12 +266,12 @@ class _Comparison:
         - the tokens of the completions are equal, but their text or metric differs
         """
         apart = self.apart.get(pair.key, 0.0)
-        is_apart = apart > self.tolerance
+        is_apart = pair.key in self._is_apart
         parting = self._parting(pair) if pair.is_completion else None
         if parting is not None:
             what, gap = parting
             has_equal_tokens = what == "text" and pair.stored.tokens is not None  # equal tokens decode to equal text
-            is_beyond = is_apart or gap > self.tolerance or has_equal_tokens
+            is_beyond = is_apart or gap > self.tolerance.gap or has_equal_tokens
         elif is_apart:
             what, gap, is_beyond = "log-probabilities", apart, True
         elif pair.stored.value != pair.expected.value:
@@ -300,6 +328,14 @@ class _Comparison:
         steps = self.reference.gaps[pair.requests[0].tokens]
         gaps = (gap for text, gap in steps if not pair.stored.response.startswith(whole_characters(text)))
         return next(gaps, steps[-1][1])
+
+
+def _mixed(texts: Iterable[Tokens], pairs: Sequence[_Pair]) -> list[Tokens]:
+    """`texts`, reordered so that the objectives of the samples that they belong to take turns."""
+    by_objective: dict[str, list[Tokens]] = {}
+    for text in texts:
+        by_objective.setdefault(_pair_of(text, pairs).stored.objective, []).append(text)
+    return [text for turn in zip_longest(*by_objective.values()) for text in turn if text is not None]
 
 
 def _pair_of(text: Tokens, pairs: Iterable[_Pair]) -> _Pair:

@@ -1,6 +1,7 @@
 """The vLLM engine, whose weights are replaced in place by one merge after another. Only this package imports vLLM.
 
 - `engine`: start vLLM, swap merges, generate, read log-probabilities
+- `checkpoint_engine`: vLLM with one checkpoint as it is, quantised ones included
 - `readings`: the prompts that an engine reads for the log-probabilities of continuations
 - `engine_errors`: errors that end an engine, and the reason why an engine did not start
 - `canary`: regular comparison of an engine's log-probabilities with those of transformers

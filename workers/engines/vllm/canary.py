@@ -2,29 +2,37 @@
 
 Both compute the log-probabilities of fixed prompts for the same merge. A wrong swap (writing of a merge into the
 engine) gives wrong scores without any error, and only this comparison detects it. The tolerance is measured for each
-model. It follows from how much rounding to the engine's dtype changes the base model's log-probabilities in
-transformers.
+model, once on a machine. It follows from how much rounding to the engine's dtype changes the base model's
+log-probabilities in transformers.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from search_spaces.recipe import Recipe
+from workers.cache import cache_dir, cached
+from workers.directories import turn
 from workers.engines.transformers.backend import logprobs, typical_difference
 from workers.engines.transformers.merged_models import merged_model
 from workers.engines.transformers.rounding import MOST, explained, rounding_bounds
+from workers.engines.transformers.tolerance import LEAST_TOLERANCE, TIMES_ROUNDING
 from workers.engines.vllm.worker_extension import family_to_json, open_bank
 from workers.errors import EvidenceMismatch, TrialFailed
 from workers.evaluation.prompts import LOGPROB_TOLERANCE
-from workers.types import CanaryReport, Family
+from workers.types import CanaryReport, Family, digest_of
+
+if TYPE_CHECKING:
+    from workers.merging.bank import Bank
 
 __all__ = ["CANARY_EVERY", "Calibration", "Canary", "canary_prompts", "typical_difference"]
 
@@ -34,12 +42,6 @@ CANARY_EVERY = 32  # swaps
 NUM_PROMPTS = 4
 CANARY_TOKENS = 48
 GIB = 1 << 30
-
-# An engine rounds at other points than transformers: its errors are as large, but not the same.
-TIMES_ROUNDING = 2.5
-
-# The least tolerance in 16 bits, for models that hardly round.
-LEAST_TOLERANCE = {"float16": 0.002, "bfloat16": 0.01}
 
 # How far the base model's share in the engine's log-probabilities may be from 0: rounding is not quite independent of
 # the merge (shares of up to 0.007 were seen), and the estimate has a standard error.
@@ -212,9 +214,12 @@ class Canary:
         are not finite. Raises EvidenceMismatch if the difference, or the share of the base model in the engine's
         log-probabilities, is larger than rounding explains.
         """
+        is_base = recipe.digest == self._base.digest
+        key = self._calibration_key()
+        known = self._calibration or _known_calibration(key)
         size = sum(file.stat().st_size for file in Path(self._family.base.directory).glob("*.safetensors"))
         needed = 2 * size * max(1.0, len(recipe.layers) / len(self._base.layers))
-        if needed > free_bytes:
+        if needed > free_bytes and not (is_base and known is not None):
             self._skipped = f"comparing with transformers takes {needed / GIB:.1f} GiB more memory than is free"
             return None
         try:
@@ -223,12 +228,9 @@ class Canary:
             self._skipped = str(error)
             return None
         bank = open_bank(family_to_json(self._family))
-        if self._calibration is None:
-            model = merged_model(self._base, bank, dtype=self._dtype)
-            self._calibration = calibrate(model, self._prompts, dtype=self._dtype)
-            del model
+        self._calibration = known or self._make_calibration(key, bank)
         model = None
-        if recipe.digest == self._base.digest:
+        if is_base:
             theirs: Sequence[float] = self._calibration.base
         else:
             model = merged_model(recipe, bank, dtype=self._dtype)
@@ -239,6 +241,33 @@ class Canary:
             return _flat([rounding_bounds(own, prompt) for prompt in self._prompts])
 
         return self._calibration.check(ours, theirs, of=f"recipe {recipe.digest[:12]}", bounds=bounds)
+
+    def _calibration_key(self) -> str:
+        """Key of the calibration in the cache of this machine, which depends on all that determines it."""
+        libraries = [version(name) for name in ("torch", "transformers", "mergesearch")]
+        return f"canary {digest_of([self._base.digest, self._dtype, self._prompts, libraries])}"
+
+    def _make_calibration(self, key: str, bank: Bank) -> Calibration:
+        """Measure the base model in transformers, unless another replica on this machine has done so meanwhile.
+
+        Replicas of a family start at the same time. The first one measures, and needs memory for a second model; the
+        others wait for it. `key` is the key of the result in the cache, and `bank` has the weights.
+        """
+        with turn(cache_dir() / "canaries" / digest_of(key)[:16]):
+            if (known := _known_calibration(key)) is not None:
+                return known
+            model = merged_model(self._base, bank, dtype=self._dtype)
+            found = calibrate(model, self._prompts, dtype=self._dtype)
+            cached(key, json.dumps(asdict(found)))
+            return found
+
+
+def _known_calibration(key: str) -> Calibration | None:
+    """The calibration with the given key that a process of this machine has stored, or None."""
+    if (text := cached(key)) is None:
+        return None
+    found = json.loads(text)
+    return Calibration(found["dtype"], tuple(found["base"]), found["rounding"])
 
 
 def canary_prompts(*, vocabulary: int, max_length: int) -> list[list[int]]:

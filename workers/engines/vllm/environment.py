@@ -20,6 +20,9 @@ KEEP_WEIGHTS = "MERGESEARCH_KEEP_WEIGHTS"
 # The name under which vLLM finds the model of path engines (`paths.model`).
 PATH_ARCHITECTURE = "MergesearchPathForCausalLM"
 
+# Seconds for which the end of an engine waits for its ranks, each of which ends after the merge that it computes.
+RANKS_END_S = 120
+
 
 def engine_environment(options: EngineOptions, environment: Mapping[str, str] | None = None) -> dict[str, str]:
     """Environment variables to set for an engine's process, before torch is imported.
@@ -35,6 +38,9 @@ def engine_environment(options: EngineOptions, environment: Mapping[str, str] | 
         "TOKENIZERS_PARALLELISM": "false",
         "TQDM_DISABLE": "1",
     }
+    if options.tensor_parallel_size > 1:
+        # By default vLLM kills ranks 5 s after it has asked them to end, in the middle of a merge of a large model.
+        defaults["VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS"] = str(RANKS_END_S)
     required = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_USE_V2_MODEL_RUNNER": str(int(options.model_runner == "v2")),

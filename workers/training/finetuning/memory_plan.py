@@ -23,6 +23,9 @@ GIB = 1 << 30
 # computed, in float32, and its gradient.
 LOGITS, LOGIT_BYTES = 1 << 26, 12
 
+# Bytes of a weight in NF4: 4 bits, and 8 bits for each block of 64 with 32 bits for each 256 blocks.
+NF4_BYTES = (4 + 8 / 64 + 32 / (64 * 256)) / 8
+
 # The share of a device's memory that a training may plan to use: the rest is for the allocator and for kernels.
 USABLE = 0.9
 
@@ -88,9 +91,14 @@ def training_memory(
     whole = sum(sizes.values())
     layers = _of_layers(sizes)
     method = spec.method
+    quantised = 0
     if spec.adapter is not None:
         trained = _adapter_elements(spec, {name: tuple(each.shape) for name, each in base.tensors.items()})
         frozen, frozen_bytes = whole, value
+        if spec.adapter.base_precision == "nf4":
+            linear = sum(size for name, size in sizes.items() if _is_linear(name, tuple(base.tensors[name].shape)))
+            quantised = round(NF4_BYTES * linear)
+            frozen = whole - linear
         moved = sum(size for name, size in sizes.items() if _is_adapted(spec, name, tuple(base.tensors[name].shape)))
     else:
         chosen = spec.training.layers
@@ -123,7 +131,7 @@ def training_memory(
     vocabulary = int(base.settings.get("vocab_size") or 0)
     logits = tokens * vocabulary if method.kind == "tangent" else min(tokens * vocabulary, LOGITS)
     return TrainingMemory(
-        weights=(trained * FLOAT32 + frozen * frozen_bytes) // shards,
+        weights=(trained * FLOAT32 + frozen * frozen_bytes + quantised) // shards,
         gradients=trained * FLOAT32 // shards,
         optimizer=moments * trained * FLOAT32 // shards,
         offset=offset // shards,
@@ -155,6 +163,10 @@ def lack_of_memory(spec: FinetuneSpec, base: Checkpoint, capacity: int, *, is_bf
     is_whole = spec.adapter is None and spec.training.layers is None and spec.method.kind != "tangent"
     if is_whole and fits(spec.model_copy(update={"adapter": Adapter()})):
         ways.append("an adapter")
+    elif spec.method.kind in ("adamw", "sgd") and spec.training.layers is None and spec.workers == 1:
+        coarse = (spec.adapter or Adapter()).model_copy(update={"base_precision": "nf4"})
+        if coarse != spec.adapter and fits(spec.model_copy(update={"adapter": coarse})):
+            ways.append("an adapter with base_precision: nf4")
     advice = f"; what fits is {' or '.join(ways)}" if ways else ""
     return (
         f"training takes {plan.text()} on each of {spec.workers} workers, which have {capacity / GIB:.1f} GiB "
@@ -189,6 +201,12 @@ def _of_layers(sizes: Mapping[str, int]) -> dict[int, int]:
         if number is not None:
             found[number] = found.get(number, 0) + size
     return found
+
+
+def _is_linear(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether the tensor `name` is the weight of a linear layer in a decoder layer, which NF4 quantises."""
+    parts = name.split(".")
+    return len(shape) == 2 and parts[-1] == "weight" and any(each.isdecimal() for each in parts)
 
 
 def _is_adapted(spec: FinetuneSpec, name: str, shape: tuple[int, ...]) -> bool:

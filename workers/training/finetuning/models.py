@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,10 +67,10 @@ def load_model(
 ) -> TrainedModel:
     """Load the base model in the directory `base` for the training `spec` on `device`, in training mode.
 
-    Trained weights are float32; the frozen weights below an adapter have the dtype of activations. With `is_sharded`,
-    each rank of the process group holds a shard of each parameter. `recomputes` says whether activations are computed
-    again in the backward pass. Raises InvalidModel if the specification names layers that the base does not have, or
-    adapter targets that match no module.
+    Trained weights are float32; the frozen weights below an adapter have the dtype of activations, or are NF4. With
+    `is_sharded`, each rank of the process group holds a shard of each parameter. `recomputes` says whether activations
+    are computed again in the backward pass. Raises InvalidModel if the specification names layers that the base does
+    not have, or adapter targets that match no module, and if a library that it needs is missing.
     """
     from transformers import AutoModelForCausalLM
 
@@ -78,6 +79,8 @@ def load_model(
     unread = unread_model(base, dtype) if is_sharded else None
     if unread is not None:
         model, weights = unread
+    elif spec.adapter is not None and spec.adapter.base_precision == "nf4":
+        model = _in_four_bits(base, device, dtype)
     else:
         model = AutoModelForCausalLM.from_pretrained(
             base,
@@ -118,6 +121,32 @@ def load_model(
         moved = None if names is None else tuple(parameters[name] for name in names)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     return TrainedModel(model, loss, trained, moved, tangent, is_sharded)
+
+
+def _in_four_bits(base: Path, device: torch.device, dtype: torch.dtype) -> Any:
+    """Load the base model with linear layers in 4 bits (NF4; their scales are quantised too), computing in `dtype`.
+
+    Each weight is quantised as it is read, so that no copy of the model in full is in memory. Raises InvalidModel if
+    bitsandbytes is not installed.
+    """
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise InvalidModel(
+            ("adapter.base_precision: nf4 needs the package bitsandbytes; install mergesearch with the extra nf4",)
+        )
+    return AutoModelForCausalLM.from_pretrained(
+        base,
+        dtype=dtype,
+        trust_remote_code=False,
+        device_map={"": device},
+        quantization_config=BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=dtype,
+        ),
+    )
 
 
 def _names(model: Any, parameters: tuple[torch.nn.Parameter, ...]) -> list[str]:

@@ -146,6 +146,10 @@ class Adapter(Section):
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     targets: Annotated[tuple[Line, ...], Field(min_length=1)] | Line = "all-linear"
     """The names of the modules that get an adapter, or all-linear for all linear modules."""
+    base_precision: Literal["activations", "nf4"] = "activations"
+    """The dtype of the base's weights, which are not trained. activations: that of activations. nf4: 4 bits (QLoRA,
+    library bitsandbytes) for the linear layers, which are quantised while they are read; the expert is still an adapter
+    to the base in full. Not with mergopt, which adds noise to these weights, and not with several workers."""
 
 
 class Evaluation(Section):
@@ -270,6 +274,15 @@ def _contradictions(spec: FinetuneSpec) -> list[Problem]:
         found.append(
             Problem("method.kind", "tangent works without adapter, method.in_layers and gradient_checkpointing")
         )
+    if spec.adapter is not None and spec.adapter.base_precision == "nf4":
+        if method.kind == "mergopt":
+            found.append(
+                Problem(
+                    "adapter.base_precision", "nf4 has no weights to which mergopt could add noise; give method adamw"
+                )
+            )
+        if spec.workers > 1:
+            found.append(Problem("adapter.base_precision", f"nf4 is not sharded; give workers: 1, not {spec.workers}"))
     if spec.adapter is not None and training.layers is not None:
         found.append(Problem("training.layers", "is for full weights; leave it out, or the adapter"))
     return found

@@ -42,6 +42,11 @@ from workers.training.finetuning.data import (
     tensors_of,
     writes_chats,
 )
+from workers.training.finetuning.document_attention import (
+    document_bounds,
+    use_document_attention,
+    within_documents,
+)
 from workers.training.finetuning.history import (
     CHECKPOINTS,
     EXPERT,
@@ -100,8 +105,17 @@ def train(
     torch.manual_seed(spec.seed)  # adapters begin at random
     is_sharded = ranks.size > 1 and spec.method.kind != "tangent"
     model = load_model(spec, base, ranks.device, is_sharded=is_sharded, recomputes=_recomputes(spec, base, ranks))
+    has_documents = False
     if spec.data.packing:
         check_packing(model.module, model.called)
+        if model.tangent is None:
+            has_documents = use_document_attention(
+                model.module,
+                max_length=spec.data.max_length,
+                device=ranks.device,
+                dtype=computes_in(spec, ranks.device),
+                called=model.called,
+            )
     fitted = fitted_scale(spec.method, base)
     optimizer = make_optimizer(
         spec.method,
@@ -122,7 +136,8 @@ def train(
     # All ranks score a model with shards, in lockstep, because each has a part of it.
     is_scorer = ranks.rank == 0 or model.is_sharded
     evaluators = _evaluators(spec, base, model, access=access) if is_scorer else {}
-    passes = _Passes(spec, model, rows, ranks, pad=pad_token(spec, prompts.tokenizer, base))
+    pad = pad_token(spec, prompts.tokenizer, base)
+    passes = _Passes(spec, model, rows, ranks, pad=pad, has_documents=has_documents)
     loss, weights_loss = history.last("loss"), history.last("weights_loss")
     values: dict[str, dict[str, float]] = {name: history.last(name) or {} for name in (VALUES, LINEARIZED)}
     for step in range(start, num_steps):
@@ -345,7 +360,7 @@ class _Passes:
 
     `spec` describes the training, `model` is the model in training, and `ranks` knows which process this is. `rows` are
     the rows of the whole training data; each row consists of one or several documents. `pad` is the id of the token
-    with which rows are padded.
+    with which rows are padded. `has_documents` says whether the model's attention takes the bounds of documents.
     """
 
     def __init__(
@@ -356,8 +371,10 @@ class _Passes:
         ranks: _Ranks,
         *,
         pad: int,
+        has_documents: bool = False,
     ) -> None:
         self.spec, self.rows, self.ranks, self.pad = spec, rows, ranks, pad
+        self._has_documents = has_documents
         self.parameters = list(model.trained.values())
         is_replicated = ranks.size > 1 and not model.is_sharded
         self._loss = DistributedDataParallel(model.loss) if is_replicated else model.loss
@@ -372,11 +389,11 @@ class _Passes:
     def loss(self, batch: Batch) -> torch.Tensor:
         """Sum of the losses over the target tokens of a batch; a target is a token whose loss counts."""
         device = self.ranks.device
-        with self._autocast:
+        positions = batch.positions.to(device)
+        bounds = document_bounds(positions) if self._has_documents else {}
+        with self._autocast, within_documents() if bounds else nullcontext():
             total: torch.Tensor = self._loss(
-                labels=batch.labels.to(device),
-                input_ids=batch.tokens.to(device),
-                position_ids=batch.positions.to(device),
+                labels=batch.labels.to(device), input_ids=batch.tokens.to(device), position_ids=positions, **bounds
             )
         return total
 

@@ -6,7 +6,10 @@ Transformers, computing in bfloat16, stands in for the engine.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,15 +17,18 @@ import torch
 
 from search_spaces.recipe import Recipe
 from tests.workers.recipes import arithmetic
+from workers.cache import CACHE_VARIABLE
 from workers.engines.source_recipes import base_recipe
+from workers.engines.transformers.backend import logprobs
 from workers.engines.transformers.merged_models import merged_model
-from workers.engines.vllm.canary import Calibration, calibrate, canary_prompts, read, typical_difference
+from workers.engines.vllm import canary
+from workers.engines.vllm.canary import Calibration, Canary, calibrate, canary_prompts, read, typical_difference
 from workers.errors import EvidenceMismatch
 from workers.merging.bank import Bank
 from workers.merging.materialize import merged_tensors
 from workers.models.family import open_family
 from workers.tiny_family import family_dir
-from workers.types import Family
+from workers.types import CanaryReport, Family
 
 PROMPTS = canary_prompts(vocabulary=104, max_length=512)
 
@@ -107,3 +113,44 @@ def test_one_far_off_token_is_rounding_in_16_bits_and_not_in_32() -> None:
     assert not typical_difference([float("nan")], [-1.0], dtype="bfloat16") <= 1.0
     with pytest.raises(EvidenceMismatch):
         Calibration("bfloat16", (-2.0,), 0.05).check([math.nan], [-1.0], of="this merge")
+
+
+def test_the_base_is_measured_once_on_a_machine(
+    shipped: Family, bank: Bank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replicas that start together build one model of the base; each dtype, and each other base, has its own."""
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
+    built: list[str] = []
+
+    def merged(recipe: Recipe, bank: Bank, *, dtype: str) -> Any:
+        built.append(recipe.digest)
+        time.sleep(0.2)
+        return merged_model(recipe, bank, dtype=dtype)
+
+    monkeypatch.setattr(canary, "merged_model", merged)
+    monkeypatch.setattr(canary, "open_bank", lambda document: bank)
+    base = base_recipe(shipped)
+    model = merged_model(base, bank, dtype="float32")
+
+    def start(replica: str, *, dtype: str = "float32", free_bytes: int = 1 << 40) -> CanaryReport:
+        one = Canary(shipped, base=base, replica=replica, dtype=dtype, vocabulary=104, max_length=512)
+        return one.make(
+            base,
+            lambda prompts: [logprobs(model, prompt) for prompt in prompts],
+            free_bytes=free_bytes,
+            swap_count=1,
+        )
+
+    with ThreadPoolExecutor(4) as pool:
+        assert [report.canaries for report in pool.map(start, "abcd")] == [1] * 4
+    assert built == [base.digest]
+    # Once it is known, a start needs no memory for a second model. Without it, the check is left out.
+    assert start("e", free_bytes=0).skipped == ""
+    assert "more memory than is free" in start("f", dtype="bfloat16", free_bytes=0).skipped
+    assert start("g", dtype="bfloat16").canaries == 1
+    assert built == [base.digest] * 2
+    # A record that is damaged is measured again.
+    for record in (tmp_path / "records").iterdir():
+        record.write_text("x")
+    start("h")
+    assert len(built) == 3

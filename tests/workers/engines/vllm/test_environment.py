@@ -22,3 +22,10 @@ def test_products_of_matrices_are_in_full_float32() -> None:
     """Tensors of adapters are products of matrices, and an export has them in float32."""
     environment = engine_environment(EngineOptions(), {"VLLM_FLOAT32_MATMUL_PRECISION": "medium"})
     assert environment["VLLM_FLOAT32_MATMUL_PRECISION"] == "highest"
+
+
+def test_ranks_may_end_their_merge_before_vllm_kills_them() -> None:
+    name = "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS"
+    assert engine_environment(EngineOptions(tensor_parallel_size=2))[name] == "120"
+    assert name not in engine_environment(EngineOptions(tensor_parallel_size=2), {name: "7"})
+    assert name not in engine_environment(EngineOptions())

@@ -1,0 +1,188 @@
+"""Quantised export of a trial of a run, with its held-out scores beside those of the merge that the study scored.
+
+The merge is written in full beside the result, quantised, and removed. vLLM then loads the quantised model in a process
+of its own and scores the samples of the holdout data that the study scored. Differences are paired, sample by sample.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from service.disk import gib
+from service.errors import Conflict
+from service.resolved_study import ResolvedStudy
+from service.results.statistics import estimate, paired_difference
+from service.studies.export import chosen_trial, export_trial
+from service.types import Estimate
+from workers.errors import InvalidModel
+from workers.types import SampleResult, Span, Split
+
+if TYPE_CHECKING:
+    from search_spaces.study.file import Study
+    from service.store import Store
+    from service.types import JobRecord
+    from workers.export.quantised import Quantised
+
+__all__ = ["QuantisedScore", "export_quantised", "scores_table"]
+
+Score = Callable[[Path, Any, Sequence[Span]], tuple[SampleResult, ...]]
+
+
+@dataclass(frozen=True)
+class QuantisedScore:
+    """Held-out scores of one objective: of the merge, of the quantised model, and their paired difference.
+
+    The difference is quantised minus merge, on the same samples.
+    """
+
+    merge: Estimate
+    quantised: Estimate
+    difference: Estimate
+
+
+def export_quantised(
+    store: Store,
+    record: JobRecord,
+    trial: str,
+    out: Path,
+    *,
+    scheme: str,
+    dtype: str | None = None,
+    note: Callable[[str], None] = lambda _: None,
+    score: Score | None = None,
+    **details: Any,
+) -> dict[str, QuantisedScore]:
+    """Write the quantised merged model of a trial to the new directory `out`, and return its held-out scores.
+
+    `record` is the study's job in `store`, and `trial` is "best" or the trial's number. `scheme` is a key of
+    `workers.export.quantised.SCHEMES`, and `dtype` that of what is not quantised; None is that of the study's engines.
+    `note` is called with messages about the progress. `score(directory, engine options, spans)` scores the model;
+    default: vLLM, in a process of its own. `details` are passed on to `export_trial`. The result is empty if the study
+    has no holdout data that were scored for this trial.
+
+    Raises:
+        NotFound, Conflict, InvalidStudy: As `export_trial`; Conflict also if `out` is not empty.
+        InvalidModel: The model cannot be quantised.
+        EngineUnavailable: vLLM cannot score it. The model is then written without scores.
+    """
+    from search_spaces.study.file import Study
+    from workers.engines.vllm.checkpoint_engine import scores_of
+    from workers.export.quantised import quantise
+
+    out = out.resolve()
+    if out.exists() and any(out.iterdir()):
+        raise Conflict(f"{out}: is not empty; a quantised export needs a new or empty directory")
+    chosen = chosen_trial(store, record, trial)
+    if any(layer.alignment is not None for layer in chosen.read_recipe().layers):
+        raise InvalidModel((f"trial {chosen.number}: vLLM has no model class for its alignments between layers",))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}.full-", dir=out.parent) as place:
+        full = export_trial(store, record, str(chosen.number), Path(place) / out.name, dtype=dtype, **details)
+        found = quantise(full, out, scheme=scheme)
+    note(
+        f"quantised {found.num_layers} linear layers: {gib(found.bytes_before)} became {gib(found.bytes_after)}; "
+        f"weights differ by {found.error:.1%}"
+    )
+    study = Study.model_validate(record.document)
+    _describe(out, found, {})
+    samples = store.samples(record.id, chosen.recipe.digest, Split.HOLDOUT, has_tokens=False)
+    spans = _spans(study, ResolvedStudy.of(record), samples)
+    if not spans:
+        note("no held-out scores: the study has none of this trial")
+        return {}
+    note(f"scoring {sum(span.stop for span in spans):,} held-out samples with the quantised model ...")
+    options = study.engine.options
+    if scheme == "int4" and options.dtype in ("auto", "float32"):
+        # vLLM has no kernel for 4 bits with activations in float32.
+        options = options.model_copy(update={"dtype": "bfloat16"})
+    scored = (score or scores_of)(out, options, spans)
+    scores = _scores(samples, scored, study)
+    _describe(out, found, scores)
+    return scores
+
+
+def scores_table(scores: Mapping[str, QuantisedScore]) -> list[tuple[str, ...]]:
+    """Rows with objective, score of the merge, score of the quantised model, difference, and number of samples."""
+
+    def text(each: Estimate, sign: str = "") -> str:
+        low, high = each.ci95
+        return f"{each.value:{sign}.4f} [{low:{sign}.4f}, {high:{sign}.4f}]"
+
+    return [
+        (name, text(each.merge), text(each.quantised), text(each.difference, "+"), str(each.merge.samples))
+        for name, each in scores.items()
+    ]
+
+
+def _spans(study: Study, resolved: ResolvedStudy, samples: Sequence[SampleResult]) -> tuple[Span, ...]:
+    """The samples of the holdout data that the study has scored, as ranges. Other positions than the first are none.
+
+    Raises Conflict if a task is not that which the study scored.
+    """
+    from service.studies.preflight.tasks import task_spec
+
+    spans = []
+    for spec in study.holdout:
+        count = sum(sample.objective == spec.name for sample in samples)
+        if not count:
+            continue
+        task = task_spec(spec, seed=study.search.seed, access=resolved.access)
+        if task.digest != resolved.holdout_tasks.get(spec.name):
+            raise Conflict(f"holdout {spec.name!r}: its task has changed since the study, so scores do not compare")
+        spans.append(Span(spec.name, task, 0, count))
+    return tuple(spans)
+
+
+def _scores(
+    merge: Sequence[SampleResult], quantised: Sequence[SampleResult], study: Study
+) -> dict[str, QuantisedScore]:
+    """Estimates of both models, and of their paired difference, by objective."""
+    known = {(sample.objective, sample.position): sample.value for sample in merge}
+    found: dict[str, QuantisedScore] = {}
+    for spec in study.holdout:
+        new = sorted((each.position, each.value) for each in quantised if each.objective == spec.name)
+        if not new:
+            continue
+        values = [value for _, value in new]
+        before = [known[spec.name, position] for position, _ in new]
+        bounds = spec.range
+        found[spec.name] = QuantisedScore(
+            estimate(before, bounds=bounds),
+            estimate(values, bounds=bounds),
+            paired_difference(values, before, bounds=bounds),
+        )
+    return found
+
+
+def _describe(directory: Path, found: Quantised, scores: Mapping[str, QuantisedScore]) -> None:
+    """Write the quantisation and the scores to recipe.json and to the model card of an export."""
+    file = directory / "recipe.json"
+    document = json.loads(file.read_text())
+    document["quantisation"] = {
+        **asdict(found),
+        "holdout": {name: asdict(each) for name, each in scores.items()},
+    }
+    file.write_text(json.dumps(document, indent=2) + "\n")
+    card = directory / "README.md"
+    text = card.read_text().partition(HEADING)[0].rstrip("\n")
+    group = f"groups of {found.group} weights" if found.group else "rows"
+    lines = [
+        f"{text}\n\n{HEADING}\n",
+        f"The weights of {found.num_layers} linear layers are rounded to {found.scheme} with a scale for {group} "
+        f"(round to nearest, format of compressed-tensors, read by vLLM). They differ from those of the merge by "
+        f"{found.error:.1%}. The digests above are those of the merge before that.",
+    ]
+    if scores:
+        rows = [("objective", "merge", "quantised", "difference", "samples"), *scores_table(scores)]
+        table = [f"| {' | '.join(row)} |" for row in rows]
+        lines += ["", "Held-out scores with 95 % intervals; differences are paired:", ""]
+        lines += [table[0], "|---|---|---|---|---|", *table[1:]]
+    card.write_text("\n".join(lines) + "\n")
+
+
+HEADING = "## Quantisation"

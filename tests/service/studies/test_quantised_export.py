@@ -1,0 +1,126 @@
+"""Quantised exports of a stored study, whose engine is replaced by made-up scores."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from search_spaces.study.engine import EngineOptions
+from service.errors import Conflict, NotFound
+from service.store import Store
+from service.studies.quantised_export import export_quantised, scores_table
+from service.types import JobRecord
+from tests.builders import tiny_family
+from tests.service.site import Site
+from tests.service.sums import score_baselines, sums_study, write_sums
+from workers.errors import EngineUnavailable
+from workers.types import SampleResult, Span
+
+BEST = "7"
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    directory = tmp_path_factory.mktemp("site")
+    models = directory / "models"
+    tiny_family(models, hidden=32)
+    write_sums(directory)
+    store = Store(f"sqlite:///{directory / 'study.db'}")
+    found = Site(directory, models, sums_study(models, data_dir=directory), store)
+    found.finish(found.begin("sums"))
+    yield found
+    store.close()
+
+
+def the_study(site: Site) -> JobRecord:
+    return next(job for job in site.store.jobs() if job.name == "sums")
+
+
+def all_right(directory: Path, options: Any, spans: Sequence[Span]) -> tuple[SampleResult, ...]:
+    return tuple(
+        SampleResult(span.objective, position, "", 1.0, "", False)
+        for span in spans
+        for position in range(span.start, span.stop)
+    )
+
+
+def test_scores_are_of_the_samples_that_the_study_scored(site: Site, tmp_path: Path) -> None:
+    asked: list[tuple[Path, EngineOptions, Sequence[Span]]] = []
+
+    def score(directory: Path, options: Any, spans: Sequence[Span]) -> tuple[SampleResult, ...]:
+        assert (directory / "model.safetensors").exists()
+        asked.append((directory, options, spans))
+        return all_right(directory, options, spans)
+
+    notes: list[str] = []
+    out = tmp_path / "q"
+    record = the_study(site)
+    scores = export_quantised(site.store, record, BEST, out, scheme="int8", note=notes.append, score=score)
+    ((directory, options, (span,)),) = asked
+    assert (directory, options.dtype, span.objective, span.start, span.stop) == (out, "auto", "sums", 0, 20)
+    assert span.task.digest == site.preflight.tasks.holdout["sums"].digest
+    stored = [float(position % 8 < 7) for position in range(20)]
+    assert scores["sums"].merge.value == sum(stored) / 20
+    assert scores["sums"].quantised.value == 1.0
+    assert scores["sums"].difference.value == pytest.approx(1 - sum(stored) / 20)
+    low, high = scores["sums"].difference.ci95
+    assert low < scores["sums"].difference.value < high
+    document = json.loads((out / "recipe.json").read_text())["quantisation"]
+    assert (document["scheme"], document["holdout"]["sums"]["quantised"]["value"]) == ("int8", 1.0)
+    card = (out / "README.md").read_text()
+    assert card.count("## Quantisation") == 1
+    assert f"| {' | '.join(scores_table(scores)[0])} |" in card
+    assert notes[0].startswith("quantised 14 linear layers: ")
+    assert list(tmp_path.iterdir()) == [out], "the merge in full is removed"
+
+
+def test_four_bits_are_computed_with_activations_in_sixteen(site: Site, tmp_path: Path) -> None:
+    dtypes: list[str] = []
+
+    def score(directory: Path, options: Any, spans: Sequence[Span]) -> tuple[SampleResult, ...]:
+        dtypes.append(options.dtype)
+        return all_right(directory, options, spans)
+
+    export_quantised(site.store, the_study(site), "best", tmp_path / "q", scheme="int4", score=score)
+    assert dtypes == ["bfloat16"]
+
+
+def test_a_model_that_cannot_be_scored_is_kept_without_scores(site: Site, tmp_path: Path) -> None:
+    def score(directory: Path, options: Any, spans: Sequence[Span]) -> tuple[SampleResult, ...]:
+        raise EngineUnavailable("vLLM cannot score it")
+
+    with pytest.raises(EngineUnavailable):
+        export_quantised(site.store, the_study(site), BEST, tmp_path / "q", scheme="int8", score=score)
+    assert json.loads((tmp_path / "q" / "recipe.json").read_text())["quantisation"]["holdout"] == {}
+
+
+def test_a_trial_without_held_out_scores_and_wrong_places(site: Site, tmp_path: Path) -> None:
+    notes: list[str] = []
+    writer = site.begin("not-held-out")
+    score_baselines(writer, site.preflight.baselines())
+    record = site.store.job(writer.job_id)
+    found = export_quantised(
+        site.store, record, BEST, tmp_path / "q", scheme="int8", note=notes.append, score=all_right
+    )
+    assert found == {}
+    assert notes[-1] == "no held-out scores: the study has none of this trial"
+    with pytest.raises(Conflict, match="q: is not empty"):
+        export_quantised(site.store, record, BEST, tmp_path / "q", scheme="int8", score=all_right)
+    with pytest.raises(NotFound, match="trial '99'"):
+        export_quantised(site.store, record, "99", tmp_path / "new", scheme="int8", score=all_right)
+    assert not (tmp_path / "new").exists()
+
+
+def test_changed_data_are_not_compared(site: Site, tmp_path: Path) -> None:
+    file = site.directory / "holdout.jsonl"
+    text = file.read_text()
+    file.write_text(text.replace("41", "14"))
+    try:
+        with pytest.raises(Conflict, match=r"holdout 'sums': its task has changed since the study"):
+            export_quantised(site.store, the_study(site), BEST, tmp_path / "q", scheme="int8", score=all_right)
+    finally:
+        file.write_text(text)

@@ -1,0 +1,130 @@
+"""Tolerances that are measured on a model, and verification with them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from search_spaces.study.engine import EngineOptions
+from tests.builders import tiny_llama
+from workers.engines.transformers import tolerance
+from workers.engines.transformers.backend import ATTENTION, Reference, logprobs
+from workers.engines.transformers.tolerance import Tolerance, measured_tolerance
+from workers.engines.transformers.verification import texts_to_read, verify
+from workers.evaluation.lm_eval import TaskEvaluator
+from workers.evaluation.prompts import Prompts
+from workers.types import Span, TaskSpec, VerificationReport
+
+pytestmark = pytest.mark.slow  # transformers generates
+
+OPTIONS = EngineOptions(max_model_len=128)
+TEXTS = [tuple(range(3, 60)), tuple(range(40, 90))]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    """A model whose weights are bfloat16, as those of an export, in float32."""
+    reference = Reference(str(tiny_llama(tmp_path_factory.mktemp("llama"), 4)), OPTIONS)
+    for parameter in reference.model.parameters():
+        parameter.data = parameter.data.bfloat16().float()
+    reference.model.save_pretrained(reference.prompts.directory)
+    return reference
+
+
+def test_the_tolerance_is_a_multiple_of_rounding(reference: Reference) -> None:
+    exact = torch.tensor([value for text in TEXTS for value in logprobs(reference.model, text)])
+    rounded_model = AutoModelForCausalLM.from_pretrained(
+        reference.prompts.directory, dtype=torch.bfloat16, attn_implementation=ATTENTION
+    ).eval()
+    rounded = torch.tensor([value for text in TEXTS for value in logprobs(rounded_model, text)])
+    rounding = float((rounded - exact).square().mean().sqrt())
+    found = measured_tolerance(reference.model, TEXTS, dtype="bfloat16")
+    assert found.rounding == pytest.approx(rounding, rel=1e-4)
+    assert found.value == max(2.5 * rounding, 0.01) < found.of(40) < found.of(1)
+    assert found.gap >= found.value
+
+
+def test_without_a_measurement_the_tolerance_is_a_constant(
+    reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert measured_tolerance(reference.model, TEXTS, dtype="float32") == Tolerance("float32")
+    assert measured_tolerance(reference.model, [(1,), ()], dtype="bfloat16") == Tolerance("bfloat16")
+    assert Tolerance("bfloat16").of(1) == Tolerance("bfloat16").gap == Tolerance("bfloat16").value == 0.3
+    before = {name: weights.clone() for name, weights in reference.model.state_dict().items()}
+
+    def read(model: Any, text: Sequence[int], likeliest: torch.Tensor | None = None) -> Any:
+        if model.dtype is not torch.float32:
+            raise RuntimeError("no kernel")
+        return original(model, tuple(text), likeliest)
+
+    original = tolerance._read
+    monkeypatch.setattr(tolerance, "_read", read)
+    assert measured_tolerance(reference.model, TEXTS, dtype="float16") == Tolerance("float16")
+    assert all(torch.equal(weights, before[name]) for name, weights in reference.model.state_dict().items())
+
+
+def test_weights_are_the_same_after_a_measurement(reference: Reference) -> None:
+    weights = next(reference.model.parameters())
+    finer, original = weights.data * (1 + 2.0**-20), weights.data
+    weights.data = finer.clone()
+    try:
+        measured_tolerance(reference.model, TEXTS, dtype="bfloat16")
+        assert torch.equal(weights.data, finer)
+        assert not torch.equal(finer.bfloat16().float(), finer)
+    finally:
+        weights.data = original
+
+
+def test_few_tokens_are_read_in_16_bits(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths: list[int] = []
+
+    def read(model: Any, text: Sequence[int], likeliest: torch.Tensor | None = None) -> Any:
+        lengths.append(len(text))
+        return original(model, tuple(text), likeliest)
+
+    original = tolerance._read
+    monkeypatch.setattr(tolerance, "_read", read)
+    monkeypatch.setattr(tolerance, "MOST_TOKENS", 80)
+    measured_tolerance(reference.model, [*TEXTS, *TEXTS], dtype="bfloat16")
+    assert lengths == [57, 23, 57, 23]
+
+
+def test_a_small_difference_of_all_samples_is_found(reference: Reference, tmp_path: Path) -> None:
+    """Errors like those of bfloat16 pass; some times as large ones do not, though they are far below 0.3."""
+    file = tmp_path / "a.jsonl"
+    file.write_text("\n".join(json.dumps({"prompt": f"what is {i} and {i}?", "answer": "?"}) for i in range(8)))
+    spans = (Span("sums", TaskSpec({"file": str(file), "max_tokens": 5}, "exact_match"), 0, 8),)
+    evaluator = TaskEvaluator(reference, Prompts(reference.prompts.directory, OPTIONS))
+    samples = evaluator.score(spans).samples
+    texts = texts_to_read(evaluator, samples, spans)
+    exact = {text: torch.tensor(logprobs(reference.model, text)) for text in texts}
+    rounding = measured_tolerance(reference.model, texts, dtype="bfloat16").rounding
+    assert rounding is not None
+    scale = max(rounding, 0.004)  # the tolerance is at least 0.01
+    draw = torch.Generator().manual_seed(0)
+
+    def check(times: float) -> VerificationReport:
+        return verify(
+            "digest",
+            reference.prompts.directory,
+            OPTIONS,
+            samples=samples,
+            spans=spans,
+            dtype="bfloat16",
+            engine_logprobs={
+                text: (values + times * scale * torch.randn(len(values), generator=draw)).tolist()
+                for text, values in exact.items()
+            },
+        )
+
+    right, wrong = check(1.0), check(4.5)
+    assert right.num_beyond == 0
+    assert right.num_equal == 8
+    assert wrong.num_beyond == 8
+    assert wrong.max_logprob_difference < 0.3

@@ -1,0 +1,105 @@
+"""Verification in a process of its own, which Ray gives a GPU; here it reserves a CPU in place of one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+import torch
+
+from search_spaces.study.engine import EngineOptions
+from tests.workers.recipes import arithmetic
+from workers.engines.transformers.backend import Reference
+from workers.engines.transformers.verification import texts_to_read, verify
+from workers.errors import InvalidTask
+from workers.evaluation.lm_eval import TaskEvaluator
+from workers.evaluation.prompts import Prompts
+from workers.export.checkpoint import export
+from workers.merging.bank import Bank
+from workers.serving import gpu_verification
+from workers.serving.gpu_verification import GpuVerifier, verify_on_free_gpu
+from workers.types import Family, Span, TaskSpec
+
+OPTIONS = EngineOptions(max_model_len=64)
+FREE: Mapping[str, float] = {"CPU": 2.0, "GPU": 1.0}
+A_CPU = {"num_cpus": 1}
+
+
+@pytest.fixture(scope="module")
+def asked(tied_family: Family, tmp_path_factory: pytest.TempPathFactory) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a verification of an export, whose samples transformers has scored."""
+    root = tmp_path_factory.mktemp("verified")
+    (root / "sums.jsonl").write_text("".join(f'{{"prompt": "{i}+{i}=", "answer": "{2 * i}"}}\n' for i in range(4)))
+    recipe = arithmetic(tied_family, 0.3, 0.5)
+    export(recipe, Bank(tied_family), root / "merge", dtype=torch.float32)
+    spans = (Span("sums", TaskSpec({"file": str(root / "sums.jsonl"), "max_tokens": 4}, "exact_match"), 0, 4),)
+    reference = Reference(str(root / "merge"), OPTIONS)
+    evaluator = TaskEvaluator(reference, Prompts(str(root / "merge"), OPTIONS))
+    samples = evaluator.score(spans).samples
+    texts = texts_to_read(evaluator, samples, spans)
+    values = {text: [-1.0] * (len(text) - 1) for text in texts[:1]}
+    options = {"samples": samples, "spans": spans, "dtype": "float32", "engine_logprobs": values}
+    return (recipe.digest, str(root / "merge"), OPTIONS), options
+
+
+def test_a_report_of_another_process_is_that_of_this_one(
+    ray_cluster: None, asked: tuple[tuple[Any, ...], dict[str, Any]]
+) -> None:
+    arguments, options = asked
+    found = verify_on_free_gpu(
+        arguments, options, num_parameters=1, device="cpu", resources=lambda: FREE, reserved=A_CPU
+    )
+    assert found is not None
+    assert found.num_samples == 4
+    assert found.num_beyond == 1, "its log-probabilities were made up"
+    assert asdict(found) == asdict(verify(*arguments, **options))
+
+
+def test_errors_of_verification_are_raised(ray_cluster: None, asked: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+    arguments, options = asked
+    with pytest.raises(InvalidTask, match="no stored sample of sums at position 0"):
+        verify_on_free_gpu(
+            arguments,
+            {**options, "samples": ()},
+            num_parameters=1,
+            device="cpu",
+            resources=lambda: FREE,
+            reserved=A_CPU,
+        )
+
+
+def test_the_caller_verifies_where_no_gpu_is_free(
+    ray_cluster: None, asked: tuple[tuple[Any, ...], dict[str, Any]], caplog: pytest.LogCaptureFixture
+) -> None:
+    arguments, options = asked
+    assert verify_on_free_gpu(arguments, options, num_parameters=1, resources=lambda: {"GPU": 0.5}) is None
+    assert not caplog.records
+    # The free GPU is one of another machine.
+    elsewhere = {"num_cpus": 0, "resources": {"elsewhere": 1}}
+    assert (
+        verify_on_free_gpu(
+            arguments, options, num_parameters=1, start_s=1.0, resources=lambda: FREE, reserved=elsewhere
+        )
+        is None
+    )
+    assert "no GPU of this machine became free" in caplog.text
+    # The process that got a GPU has none, or one that is too small.
+    assert verify_on_free_gpu(arguments, options, num_parameters=1, resources=lambda: FREE, reserved=A_CPU) is None
+    assert "verification is computed on the CPU: PyTorch finds no GPU" in caplog.text
+
+
+def test_a_model_must_fit_into_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (5 * 2**30, 80 * 2**30))
+    verifier = GpuVerifier("cuda")
+    assert verifier.lack(2**30) is None
+    assert verifier.lack(2**30 + 1) == "5.0 GiB are needed on the GPU, 5.0 are free"
+
+
+def test_without_ray_the_caller_verifies(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    assert gpu_verification.verify_on_free_gpu((), {}, num_parameters=1) is None

@@ -1,0 +1,114 @@
+"""Engine for one checkpoint as vLLM itself loads it, quantised ones included, and the scores of tasks with it.
+
+It has no sources and merges nothing. `python -m workers.engines.vllm.checkpoint_engine JOB RESULT` scores spans in a
+process of its own, because a process can have one engine only: JOB and RESULT are files with pickled objects of the
+caller.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from search_spaces.study.engine import EngineOptions
+from workers.engines.vllm.engine import MAX_NUM_BATCHED_TOKENS, Engine
+from workers.engines.vllm.environment import engine_environment, let_llvmlite_be_inspected
+from workers.engines.vllm.memory import MAX_NUM_SEQS, kv_cache_bytes
+from workers.errors import EngineUnavailable
+from workers.evaluation.prompts import Prompts
+from workers.types import SampleResult, Span
+
+__all__ = ["CheckpointEngine", "scores_of"]
+
+# The share of a GPU's memory that vLLM may use for weights and cache. Nothing else uses the GPU.
+GPU_SHARE = 0.9
+
+# Lines of the end of a failed process's output that a message has.
+SHOWN = 5
+
+
+class CheckpointEngine(Engine):
+    """vLLM engine with the weights of the checkpoint in `directory`, which are not replaced.
+
+    `options` are the options of a study's engines; `dtype: auto` is float32 on CPU and bfloat16 on a GPU. Completions
+    with NaN logits are not refused, as they are by engines of merges.
+    """
+
+    def __init__(self, directory: str, options: EngineOptions, *, name: str = "checkpoint") -> None:
+        self.options = options
+        self.name = name
+        self.prompts = Prompts(directory, options)
+        self.max_length = self.prompts.max_length
+        self._is_checked = False
+        self._num_streams = 0
+        self._fault = None
+        self._new_tokenizer = None
+        os.environ.update(engine_environment(options, os.environ))
+        from vllm import LLM
+        from vllm.platforms import current_platform
+
+        let_llvmlite_be_inspected()
+        is_cpu = bool(current_platform.is_cpu())
+        self.dtype = options.dtype if options.dtype != "auto" else "float32" if is_cpu else "bfloat16"
+        memory: dict[str, Any] = {"gpu_memory_utilization": GPU_SHARE}
+        if is_cpu:
+            memory = {"kv_cache_memory_bytes": kv_cache_bytes(self.prompts.config, self.max_length, self.dtype)}
+        self._llm = LLM(
+            model=directory,
+            tokenizer=self._tokenizer_directory(),
+            dtype=self.dtype,
+            max_model_len=self.max_length,
+            max_num_seqs=MAX_NUM_SEQS,
+            max_num_batched_tokens=max(MAX_NUM_BATCHED_TOKENS, self.max_length),
+            tensor_parallel_size=options.tensor_parallel_size,
+            distributed_executor_backend="mp" if options.tensor_parallel_size > 1 else None,
+            generation_config="vllm",
+            seed=options.seed,
+            enforce_eager=is_cpu,
+            disable_log_stats=True,
+            trust_remote_code=False,
+            **memory,
+        )
+
+    def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Answer the only call that generation makes of the extension for merges: it counts no bad logits."""
+        if method == "mergesearch_bad_rows":
+            return [0, 0]
+        raise NotImplementedError(method)
+
+
+def scores_of(directory: str | Path, options: EngineOptions, spans: Sequence[Span]) -> tuple[SampleResult, ...]:
+    """Score samples of tasks with the checkpoint in `directory`, in a process of its own, and return the samples.
+
+    `options` are the options of the engine, and `spans` the ranges of samples. Raises EngineUnavailable, with the end
+    of its output, if the process fails.
+    """
+    with tempfile.TemporaryDirectory(prefix="mergesearch-scores-") as place:
+        job, result = Path(place) / "job", Path(place) / "result"
+        job.write_bytes(pickle.dumps((str(directory), options, tuple(spans))))
+        command = [sys.executable, "-m", "workers.engines.vllm.checkpoint_engine", str(job), str(result)]
+        finished = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+        if finished.returncode != 0:
+            end = "\n".join(finished.stdout.strip().splitlines()[-SHOWN:])
+            raise EngineUnavailable(f"vLLM cannot score {directory} (exit status {finished.returncode}):\n{end}")
+        samples: tuple[SampleResult, ...] = pickle.loads(result.read_bytes())
+        return samples
+
+
+def _main(job: Path, result: Path) -> None:
+    from workers.evaluation.lm_eval import TaskEvaluator
+
+    directory, options, spans = pickle.loads(job.read_bytes())
+    with CheckpointEngine(directory, options) as engine:
+        samples = TaskEvaluator(engine, engine.prompts).score(spans).samples
+    result.write_bytes(pickle.dumps(samples))
+
+
+if __name__ == "__main__":
+    _main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,205 @@
+"""Quantisation of an exported checkpoint to 4 or 8 bits, in the format of compressed-tensors, which vLLM reads.
+
+Weights of linear layers are rounded to the nearest integer times a scale (RTN). A scale belongs to a group of weights,
+and is the one, of a few, with the smallest squared error. No data are needed. Embeddings, norms and the output head
+keep their dtype. Files are read and written one by one, so that memory is needed for one of them.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from workers.directories import appearing
+from workers.engines.transformers.outlines import linear_layers
+from workers.errors import InvalidModel
+
+if TYPE_CHECKING:
+    from compressed_tensors.quantization import QuantizationScheme
+
+__all__ = ["SCHEMES", "Quantised", "quantise"]
+
+# The schemes by name, each the name of a preset of compressed-tensors.
+# - int4: weights in 4 bits, a scale for each group of up to 128 weights of a row; activations are not quantised
+# - int8: weights in 8 bits, a scale for each row; vLLM quantises activations to 8 bits, a scale for each token
+SCHEMES = {"int4": "W4A16", "int8": "INT8"}
+
+# Sizes of groups, of which the largest that divides the rows of all linear layers is used. vLLM's kernels have these.
+GROUPS = (128, 64, 32)
+
+# The largest magnitude that is not cut, as shares of that of the group.
+SHARES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
+
+INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """Result of a quantisation: its scheme and sizes.
+
+    - `scheme`: a key of `SCHEMES`
+    - `num_layers`: the number of linear layers that were quantised
+    - `group`: weights that share a scale; 0: those of a row
+    - `bytes_before`, `bytes_after`: the sizes of the tensors
+    - `error`: root mean square of the errors of quantised weights, as a share of that of the weights
+    """
+
+    scheme: str
+    num_layers: int
+    group: int
+    bytes_before: int
+    bytes_after: int
+    error: float
+
+
+def quantise(checkpoint: str | Path, out_dir: str | Path, *, scheme: str) -> Quantised:
+    """Write the quantised model of a checkpoint to the new directory `out_dir`.
+
+    `checkpoint` is a directory with an exported model, of which all other files are copied. `scheme` is a key of
+    `SCHEMES`. `config.json` gets the section `quantization_config`, by which vLLM and transformers read the files.
+
+    Raises:
+        InvalidModel: The model has no linear layers that can be quantised, or it is a mixture of experts, whose experts
+            are not linear layers.
+        FileExistsError: `out_dir` is not empty.
+    """
+    source, out = Path(checkpoint), Path(out_dir).resolve()
+    if out.exists() and any(out.iterdir()):
+        raise FileExistsError(f"{out}: is not empty; expected a new or empty directory")
+    linear = linear_layers(source)
+    preset, group = _scheme(scheme, linear.values(), source)
+    sizes = _Sizes()
+    with appearing(out, f"quantised-{scheme}") as directory:
+        for file in source.iterdir():
+            if file.is_file() and file.suffix != ".safetensors" and file.name != INDEX:
+                shutil.copyfile(file, directory / file.name)
+        weight_map: dict[str, str] = {}
+        for file in sorted(source.glob("*.safetensors")):
+            tensors = dict(_file_tensors(file, linear, preset, sizes))
+            save_file(tensors, directory / file.name, metadata={"format": "pt"})
+            weight_map |= dict.fromkeys(tensors, file.name)
+        if (source / INDEX).is_file():
+            document = {"metadata": {"total_size": sizes.after}, "weight_map": weight_map}
+            (directory / INDEX).write_text(json.dumps(document, indent=2) + "\n")
+        _write_config(directory / "config.json", preset)
+    return Quantised(scheme, sizes.num_layers, group, sizes.before, sizes.after, sizes.error)
+
+
+@dataclass
+class _Sizes:
+    """Sums over the tensors: bytes before and after, squared errors and squares of quantised weights."""
+
+    before: int = 0
+    after: int = 0
+    num_layers: int = 0
+    squared_error: float = 0.0
+    squares: float = 0.0
+
+    @property
+    def error(self) -> float:
+        return (self.squared_error / self.squares) ** 0.5 if self.squares else 0.0
+
+
+def _scheme(name: str, shapes: Any, checkpoint: Path) -> tuple[QuantizationScheme, int]:
+    """The scheme of compressed-tensors for the key `name` of `SCHEMES`, and the size of its groups (0: rows).
+
+    `shapes` are the shapes (outputs, inputs) of the weights.
+    """
+    from compressed_tensors.quantization import preset_name_to_scheme
+
+    if name not in SCHEMES:
+        raise ValueError(f"quantise: scheme {name!r}; expected one of {', '.join(SCHEMES)}")
+    scheme = preset_name_to_scheme(SCHEMES[name], ["Linear"])
+    assert scheme.weights is not None
+    if scheme.weights.group_size is None:
+        return scheme, 0
+    rows = {inputs for _, inputs in shapes}
+    group = next((size for size in GROUPS if not any(row % size for row in rows)), None)
+    if group is None:
+        lengths = ", ".join(map(str, sorted(rows)))
+        raise InvalidModel(
+            (f"{checkpoint}: linear layers have {lengths} inputs; {name} needs multiples of {GROUPS[-1]}",)
+        )
+    scheme.weights.group_size = group
+    return scheme, group
+
+
+def _file_tensors(
+    file: Path, linear: Mapping[str, tuple[int, int]], scheme: QuantizationScheme, sizes: _Sizes
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a file, those of linear layers in quantised form, and add them up in `sizes`."""
+    with safe_open(file, framework="pt") as opened:
+        for name in opened.keys():  # noqa: SIM118  it is no dict
+            tensor = opened.get_tensor(name)
+            sizes.before += tensor.nbytes
+            module, _, kind = name.rpartition(".")
+            parts = {kind: tensor}
+            if kind == "weight" and linear.get(module) == tuple(tensor.shape):
+                parts = _compressed(tensor, scheme, sizes)
+            for part, value in parts.items():
+                sizes.after += value.nbytes
+                yield f"{module}.{part}" if module else part, value.contiguous()
+
+
+def _compressed(weight: torch.Tensor, scheme: QuantizationScheme, sizes: _Sizes) -> dict[str, torch.Tensor]:
+    """Quantise a weight [outputs, inputs]; return its tensors by name, as the library's compressor makes them."""
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    arguments = scheme.weights
+    assert arguments is not None
+    exact = weight.float()
+    groups = exact.reshape(len(exact), -1, arguments.group_size or exact.shape[-1])
+    low, high = groups.amin(-1), groups.amax(-1)
+    best = torch.full_like(low, torch.inf)
+    scales, zeros = calculate_qparams(low, high, arguments)
+    for share in SHARES:
+        scale, zero = calculate_qparams(low * share, high * share, arguments)
+        scale = scale.to(weight.dtype)  # as it is stored
+        rounded = fake_quantize(exact, scale.float(), zero, arguments)
+        error = (rounded - exact).square().reshape(groups.shape).sum(-1)
+        is_better = error < best
+        scales, zeros = torch.where(is_better, scale, scales.to(weight.dtype)), torch.where(is_better, zero, zeros)
+        best = torch.where(is_better, error, best)
+    sizes.squared_error += float(best.sum())
+    sizes.squares += float(exact.square().sum())
+    sizes.num_layers += 1
+    compressor = BaseCompressor.load_from_registry(_format(scheme))
+    # The quotients are computed in float32: in bfloat16 they would be rounded more coarsely than to 8 bits.
+    state = {"weight": exact, "weight_scale": scales.float(), "weight_zero_point": zeros}
+    compressed: dict[str, torch.Tensor] = compressor.compress(state, scheme)
+    return compressed | {"weight_scale": scales}
+
+
+def _format(scheme: QuantizationScheme) -> str:
+    """The library's format of files: packed in 32-bit integers, or 8-bit integers."""
+    return "int-quantized" if scheme.input_activations is not None else "pack-quantized"
+
+
+def _write_config(file: Path, scheme: QuantizationScheme) -> None:
+    """Add `quantization_config` to a model's configuration file, as the library writes it."""
+    import compressed_tensors
+    from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus
+
+    configuration = QuantizationConfig(
+        config_groups={"group_0": scheme},
+        format=_format(scheme),
+        quantization_status=QuantizationStatus.COMPRESSED,
+        ignore=["lm_head"],
+    )
+    document = json.loads(file.read_text())
+    document["quantization_config"] = {
+        "version": compressed_tensors.__version__,
+        "quant_method": "compressed-tensors",
+        **configuration.model_dump(mode="json", exclude={"quant_method"}),
+    }
+    file.write_text(json.dumps(document, indent=2) + "\n")

@@ -1,0 +1,111 @@
+"""Verification of an export on a GPU of this machine that nothing else uses, as a process of its own.
+
+In float32 on a CPU, verification of a model of 8B takes a quarter of an hour or more, in which its replica scores
+nothing. If no GPU is free, the CPU of the replica computes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from workers.types import VerificationReport
+
+__all__ = ["verify_on_free_gpu"]
+
+log = logging.getLogger(__name__)
+
+# Seconds until a process with a GPU must be ready: it imports torch. A GPU of another machine does not help.
+START_S = 120.0
+
+GPU: Mapping[str, Any] = {"num_cpus": 0, "num_gpus": 1}
+
+# Float32 weights, and room for activations and logits.
+BYTES_PER_PARAMETER = 5
+
+
+class GpuVerifier:
+    """Process that verifies one export on the device that Ray gave it; Ray runs it as an actor.
+
+    `device` is the device, such as "cuda". On "cpu", which tests use, every model fits.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+
+    def lack(self, num_parameters: int) -> str | None:
+        """Reason why a model of `num_parameters` cannot be verified here; None if it can."""
+        import torch
+
+        if self._device == "cpu":
+            return None
+        if not torch.cuda.is_available():
+            return "PyTorch finds no GPU in the process that Ray gave one"
+        free, _ = torch.cuda.mem_get_info()
+        needed = BYTES_PER_PARAMETER * num_parameters
+        return (
+            None if needed <= free else f"{needed / 2**30:.1f} GiB are needed on the GPU, {free / 2**30:.1f} are free"
+        )
+
+    def verify(self, *args: Any, **kwargs: Any) -> VerificationReport:
+        """Verify as the function `verification.verify`, whose arguments these are, on the device of this process."""
+        from workers.engines.transformers.verification import verify
+
+        return verify(*args, **kwargs, device=self._device)
+
+
+def verify_on_free_gpu(
+    arguments: tuple[Any, ...],
+    options: Mapping[str, Any],
+    *,
+    num_parameters: int,
+    device: str = "cuda",
+    start_s: float = START_S,
+    resources: Callable[[], Mapping[str, float]] | None = None,
+    reserved: Mapping[str, Any] = GPU,
+) -> VerificationReport | None:
+    """Verify an export in a Ray actor with a GPU of this machine; return None if the caller must do it itself.
+
+    - `arguments`, `options`: the arguments of `verification.verify`; its directory must be readable on this machine
+    - `num_parameters`: the size of the exported model
+    - `device`: the device of the actor, which has a GPU of Ray to itself
+    - `start_s`: seconds until the actor must be ready
+    - `resources`: returns the free resources of the cluster; by default Ray is asked
+    - `reserved`: what the actor reserves of this machine, as options of Ray
+
+    Returns None without Ray, if no GPU is free or large enough, and if the actor dies; the log says why. Raises the
+    errors of `verification.verify`.
+    """
+    import ray
+    from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    if not ray.is_initialized():
+        return None
+    if (resources or ray.available_resources)().get("GPU", 0) < 1:
+        return None
+    # Only a process on this machine can read the export.
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    kind: Any = ray.remote(GpuVerifier)
+    actor = kind.options(**reserved, max_restarts=0, scheduling_strategy=here).remote(device)
+    try:
+        asked = actor.lack.remote(num_parameters)
+        if not ray.wait([asked], timeout=start_s)[0]:
+            log.warning("no GPU of this machine became free for verification in %.0f s; the CPU computes", start_s)
+            return None
+        if (lack := ray.get(asked)) is not None:
+            log.warning("verification is computed on the CPU: %s", lack)
+            return None
+        log.info("verification runs on a free GPU")
+        report: VerificationReport = ray.get(actor.verify.remote(*arguments, **options))
+    except RayTaskError as error:
+        if isinstance(error.cause, Exception):
+            raise error.cause from None
+        raise
+    except (ActorDiedError, ActorUnavailableError) as error:
+        log.warning("the process that verified on a GPU died, and the CPU computes: %s", error)
+        return None
+    finally:
+        ray.kill(actor)
+    return report
