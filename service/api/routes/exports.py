@@ -23,6 +23,7 @@ from service.results.preference import choices
 from service.results.record import RunRecord
 from service.schemas.api import DeletedDocument, ExportDocument, ExportsDocument
 from service.schemas.files import PreferredDocument
+from service.threads import sent_in_parts
 from service.types import ExportRecord, ExportState, JobRecord, JobState
 
 __all__ = ["router"]
@@ -165,7 +166,7 @@ def download_export(export: Export, services: Context) -> Response:
     tar = Tar(folder, files, modified_at=export.created_at)
     headers = {"Content-Length": str(tar.size), "Content-Disposition": f'attachment; filename="{folder}.tar"'}
     chunks = services.exports.reading(export.id, tar.chunks())
-    return StreamingResponse(chunks, media_type="application/x-tar", headers=headers)
+    return StreamingResponse(sent_in_parts(chunks), media_type="application/x-tar", headers=headers)
 
 
 def _record(services: Services, sender: Principal, action: str, export: ExportRecord) -> None:
