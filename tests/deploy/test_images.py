@@ -71,7 +71,8 @@ def installation_problems(text: str) -> list[str]:
                 if not all(word in lists or re.fullmatch(r"[\w-]+==\$\{\w+_VERSION\}", word) for word in what):
                     problems.append(command)
                 named = {word.partition("==")[0] for word in what if "==" in word}
-                if is_alone and any(set(requires(name) or ()) - named for name in named):
+                needed = {re.split(r"[^\w.-]", each)[0] for name in named if is_alone for each in requires(name) or ()}
+                if needed - named:
                     problems.append(command)
     return problems
 
