@@ -9,6 +9,7 @@ from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from service.cluster.session import prepare_environment
 from tests.deploy.deployed import CONTAINERFILE, ROOT, image, instructions, pinned, unpinned_images, version
@@ -71,10 +72,16 @@ def installation_problems(text: str) -> list[str]:
                 if not all(word in lists or re.fullmatch(r"[\w-]+==\$\{\w+_VERSION\}", word) for word in what):
                     problems.append(command)
                 named = {word.partition("==")[0] for word in what if "==" in word}
-                needed = {re.split(r"[^\w.-]", each)[0] for name in named if is_alone for each in requires(name) or ()}
+                needed = {need for name in named if is_alone for need in needs_of(name)}
                 if needed - named:
                     problems.append(command)
     return problems
+
+
+def needs_of(name: str) -> set[str]:
+    """Names of the distributions that an installed one needs here, without its extras."""
+    needs = map(Requirement, requires(name) or ())
+    return {need.name for need in needs if need.marker is None or need.marker.evaluate({"extra": ""})}
 
 
 def layer_problems(text: str) -> list[str]:

@@ -31,7 +31,8 @@ export function Quotas({ team }: { team: Team }) {
   const { administers } = useSession()
   const [isEdited, setEdited] = useState(false)
   const usage = useQuery({
-    queryKey: ['teams', team.name, 'usage'],
+    // Not below `teams`: after a team is removed, its usage would be asked for once more.
+    queryKey: ['usage', team.name],
     queryFn: async ({ signal }) => {
       const params = { path: { team: team.name } }
       return (await api.GET('/v1/teams/{team}/usage', { params, signal })).data!
@@ -121,7 +122,7 @@ function Editor({ team, onDone }: { team: Team; onDone: () => void }) {
       body: Object.fromEntries(changed) as Partial<Limits>,
     })
     onDone()
-  }, ['teams'])
+  }, ['teams'], ['usage'])
   return (
     <form
       className="fields"
