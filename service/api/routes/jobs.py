@@ -272,9 +272,10 @@ def _add_one(router: APIRouter, kind: JobKind, one: str) -> None:
         if team is None or team == record.team:
             shared = await in_thread(Work.WRITE, change)
         else:
+            measured = await in_thread(Work.WRITE, services.team_bytes.measure, team, with_job=record.id)
 
             def check() -> None:
-                services.team_bytes.check_move(record, team)
+                services.team_bytes.check_move(record, team, measured)
                 check_move(services, sender, record, team)
 
             shared = await in_thread(Work.WRITE, services.quota.admit, 0, change, check=check)
@@ -483,6 +484,7 @@ def _admitted(
 
     Returns the job, and whether it is new: it is not if another server has stored it for the same idempotency key.
     """
+    measured = services.quota.measure(accepted.artifact_bytes)  # files, while no other request waits
     with services.store.admission():
         if request.key is not None and (known := services.store.job_of_key(request.key)) is not None:
             return known, False
@@ -504,7 +506,7 @@ def _admitted(
             )
 
         check = partial(services.team_bytes.check_artifacts, found.team, accepted.artifact_bytes)
-        record = services.quota.admit(accepted.artifact_bytes, create, check=check)
+        record = services.quota.admit(accepted.artifact_bytes, create, check=check, measured=measured)
         _record(services, sender, "job.create", None, record)
         return record, True
 
