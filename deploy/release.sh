@@ -3,11 +3,14 @@
 # checksums. `make release` runs it. The version is the one of pyproject.toml.
 #
 #   HELM          the program helm (default: helm)
-#   IMAGES        variants of the image to build with docker and to save: "cpu gpu" (the default), "cpu", or "none"
+#   IMAGES        variants of the image to build and to save: "cpu gpu" (the default), "cpu", or "none"
+#   DOCKER        the program that builds and saves images: docker (the default), or podman
+#   BUILD_OPTIONS further options of its command `build`, separated by spaces, such as "--network=host --isolation=chroot"
 #   PYTHON        the Python that has this project's extra `test` (default: .venv/bin/python)
 set -euo pipefail
 cd "$(dirname "$0")/.."
-HELM=${HELM:-helm} IMAGES=${IMAGES:-cpu gpu} PYTHON=${PYTHON:-.venv/bin/python}
+HELM=${HELM:-helm} IMAGES=${IMAGES:-cpu gpu} DOCKER=${DOCKER:-docker} PYTHON=${PYTHON:-.venv/bin/python}
+read -ra build_options <<<"${BUILD_OPTIONS:-}"
 
 fail() {
     echo "release: $*" >&2
@@ -28,7 +31,11 @@ if [ -n "$(git status --porcelain)" ]; then
 fi
 [ -f service/web/static/index.html ] || fail "service/web/static: the web page is not built; make web builds it"
 command -v "$HELM" >/dev/null || fail "$HELM: not found; install helm, or give HELM=PROGRAM"
-[ "$IMAGES" = none ] || docker info >/dev/null 2>&1 || fail "docker does not answer; start it, or give IMAGES=none"
+for variant in $IMAGES; do
+    [[ $variant =~ ^(cpu|gpu|none)$ ]] || fail "IMAGES=${IMAGES@Q}: there is no variant ${variant@Q}; give cpu, gpu, both, or none"
+done
+[ "$IMAGES" = none ] || "$DOCKER" info >/dev/null 2>&1 \
+    || fail "$DOCKER does not answer; start it, give DOCKER=PROGRAM for another one, or IMAGES=none"
 
 rm -rf dist
 mkdir dist
@@ -42,8 +49,9 @@ tar --create --gzip --file "dist/mergesearch-docs-$version.tar.gz" --directory b
 if [ "$IMAGES" != none ]; then
     for variant in $IMAGES; do
         echo "release: the image $tag-$variant"
-        docker build --quiet --file deploy/docker/Containerfile --build-arg "VARIANT=$variant" --tag "mergesearch:$tag-$variant" .
-        docker save "mergesearch:$tag-$variant" | gzip >"dist/mergesearch-image-$tag-$variant.tar.gz"
+        "$DOCKER" build --quiet "${build_options[@]}" --file deploy/docker/Containerfile --build-arg "VARIANT=$variant" \
+            --build-arg "MERGESEARCH_VERSION=$version" --build-arg "RAY_VERSION=$ray" --tag "mergesearch:$tag-$variant" .
+        "$DOCKER" save "mergesearch:$tag-$variant" | gzip >"dist/mergesearch-image-$tag-$variant.tar.gz"
     done
 fi
 (cd dist && sha256sum -- * >SHA256SUMS)

@@ -21,6 +21,8 @@ A package imports only packages listed below it, and the modules at the end of t
 - `resolved_study`: the stored models, tasks, rungs and objectives of an accepted study file
 - `engine_machines`: the machines on which engines run, as an installation declares them
 - `worker_process`: a separate process for heavy or risky calls
+- `threads`: threads of the server, by kind of work
+- `open_files`: the limit on open files of the server
 - `disk`: locks on directories, and room on disks
 - `types`: records and enums
 - `errors`: exceptions

@@ -26,6 +26,7 @@ from service.engine_machines import stated_machines
 from service.errors import Conflict, InUse
 from service.jobs.base import RequestContext
 from service.jobs.registry import KINDS, kind_of
+from service.open_files import raise_limit
 from workers.file_access import FileAccess
 from workers.object_store import object_url_problem
 from workers.telemetry import logs, tracing
@@ -39,12 +40,16 @@ if TYPE_CHECKING:
     from service.store import Store
     from service.types import JobRecord
 
-__all__ = ["alone", "bind", "page_of", "serve"]
+__all__ = ["KEEP_ALIVE_S", "alone", "bind", "page_of", "serve"]
 
 logger = logging.getLogger(__name__)
 
 # Seconds for requests to finish once the server stops; event streams end then.
 SHUTDOWN_S = 5
+
+# Seconds for which an idle connection is kept. Clients and proxies keep theirs for up to 60 s (nginx); a server that
+# closes earlier than they do resets requests that they send at that moment.
+KEEP_ALIVE_S = 75
 
 
 def serve(
@@ -128,6 +133,8 @@ def serve(
     from service.store.database_url import VARIABLE, database_url, has_password, parse_url, remember
 
     _start_logs(log_format)
+    if problem := raise_limit():
+        logger.warning("%s", problem)
     tracing.start_tracing("server")
     data_dir = data_dir.resolve()
     if oidc is not None and not has_accounts:
@@ -185,7 +192,13 @@ def serve(
             if oidc is not None:
                 place = f"{oidc.public_url or url + prefix}/v1/login"
                 _announce(f"browsers log in at {place}, with {oidc.issuer}")
-            config = uvicorn.Config(app, log_config=None, log_level="warning", timeout_graceful_shutdown=SHUTDOWN_S)
+            config = uvicorn.Config(
+                app,
+                log_config=None,
+                log_level="warning",
+                timeout_graceful_shutdown=SHUTDOWN_S,
+                timeout_keep_alive=KEEP_ALIVE_S,
+            )
             if has_access_log:
                 access_log = logging.getLogger("uvicorn.access")
                 access_log.setLevel(logging.INFO)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
-from fastapi.concurrency import run_in_threadpool
 from starlette.middleware.gzip import DEFAULT_EXCLUDED_CONTENT_TYPES, GZipMiddleware
 
 from service.api.dependencies import Services
@@ -65,6 +64,7 @@ from service.store import Store
 from service.store.accounts import AccountStore
 from service.store.artifacts import ArtifactStore
 from service.store.notifications import NotificationStore
+from service.threads import Work, in_thread, limit_reads
 from service.web.pages import install_pages
 from workers.telemetry import tracing
 
@@ -157,6 +157,7 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        limit_reads()
         cluster.start()
         services.preflight.start()
         services.exports.start()
@@ -172,13 +173,13 @@ def create_app(
             moving.cancel()
             cleaning.cancel()
             using.cancel()
-            await run_in_threadpool(services.notifier.stop)
-            await run_in_threadpool(services.hub.stop)
+            await in_thread(Work.BACKGROUND, services.notifier.stop)
+            await in_thread(Work.BACKGROUND, services.hub.stop)
             await services.dashboard.stop()
             await services.exports.stop()
-            await run_in_threadpool(services.preflight.stop)
-            await run_in_threadpool(services.importances.stop)
-            await run_in_threadpool(cluster.stop)
+            await in_thread(Work.BACKGROUND, services.preflight.stop)
+            await in_thread(Work.BACKGROUND, services.importances.stop)
+            await in_thread(Work.BACKGROUND, cluster.stop)
 
     app = _application(lifespan)
     app.state.services = services

@@ -223,7 +223,8 @@ class _Feed:
                 self._log(error)
             if not is_behind:
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self.announced.wait(), self._pause_s())
+                    async with asyncio.timeout(self._pause_s()):
+                        await self.announced.wait()
             self.announced.clear()  # before reading: what is announced from now on is read next time
 
     def _log(self, error: Exception) -> None:

@@ -14,10 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-
-import anyio.to_thread
 
 from service.api.limits.exports import ExportLimits, KeptExport, to_remove
 from service.disk import alignments_dir, job_dir
@@ -28,6 +25,7 @@ from service.store.artifacts import EXPORT_PREFIX, ArtifactStore
 from service.store.availability import is_away
 from service.store.blobs import StoredFile
 from service.studies.export import export_trial
+from service.threads import Work, in_thread
 from service.types import ArtifactRecord, ExportRecord, ExportState, JobRecord
 from service.worker_process import WorkerProcess
 
@@ -103,7 +101,7 @@ class Exports:
         """
         self._is_stopping = True
         if self._process is not None:
-            await anyio.to_thread.run_sync(self._process.stop)
+            await in_thread(Work.BACKGROUND, self._process.stop)
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -164,7 +162,7 @@ class Exports:
         `note` is called in the transaction of the deletion. Raises NotFound if the export does not exist, and Conflict
         if it is being written or downloaded.
         """
-        await anyio.to_thread.run_sync(partial(self._delete, (record,), note=note))
+        await in_thread(Work.WRITE, self._delete, (record,), note=note)
 
     async def delete_job(self, job_id: str, *, noun: str, note: Callable[[], None] = lambda: None) -> None:
         """Delete a job that has ended, with its exports. `noun` is the word for the job in messages, such as "study".
@@ -173,7 +171,7 @@ class Exports:
         the job has not ended or one of its models is being written or downloaded. Nothing is deleted if an error is
         raised.
         """
-        await anyio.to_thread.run_sync(partial(self._delete_job, job_id, noun=noun, note=note))
+        await in_thread(Work.WRITE, self._delete_job, job_id, noun=noun, note=note)
 
     def delete_job_now(self, job: JobRecord) -> None:
         """Delete a job that has ended, with its exports, as `delete_job` does, but block the calling thread meanwhile.
@@ -210,7 +208,7 @@ class Exports:
             state=ExportState.WAITING,
             created_at=time.time(),
         )
-        record, is_new = await anyio.to_thread.run_sync(self._noted, wanted, check, note)
+        record, is_new = await in_thread(Work.WRITE, self._noted, wanted, check, note)
         if is_new:
             self._waking.set()
         return record
@@ -329,30 +327,31 @@ class Exports:
         while True:
             try:
                 if self._is_leader():
-                    unfinished = await anyio.to_thread.run_sync(self._store.unfinished_exports)
+                    unfinished = await in_thread(Work.BACKGROUND, self._store.unfinished_exports)
                     for record in unfinished:
                         with logs.fields(job=record.study, trial=record.trial):
                             await self._write(record.id)
                     is_time = time.monotonic() >= sweep_at
                     if is_time or unfinished:  # a new export may exceed the quota
-                        await anyio.to_thread.run_sync(partial(self.sweep, collects=is_time))
+                        await in_thread(Work.BACKGROUND, self.sweep, collects=is_time)
                     if is_time:
                         sweep_at = time.monotonic() + SWEEP_S
             except Exception as error:  # the next round tries again
                 if not is_away(error):
                     logger.exception("exports could not be written or removed")
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._waking.wait(), LOOK_S)
+                async with asyncio.timeout(LOOK_S):
+                    await self._waking.wait()
             self._waking.clear()
 
     async def _write(self, name: str) -> None:
         try:
-            record = await anyio.to_thread.run_sync(self._store.export, name)
+            record = await in_thread(Work.BACKGROUND, self._store.export, name)
             if record.state not in (ExportState.WAITING, ExportState.RUNNING):
                 return
-            directory = await anyio.to_thread.run_sync(self._prepare, record)
+            directory = await in_thread(Work.BACKGROUND, self._prepare, record)
             # Models appear complete or not at all: if there is one, an earlier server wrote it.
-            if await anyio.to_thread.run_sync(self.num_bytes, record) is None:
+            if await in_thread(Work.BACKGROUND, self.num_bytes, record) is None:
                 self._process = WorkerProcess("export")
                 await self._process.call(
                     _export,
@@ -363,7 +362,7 @@ class Exports:
                     artifacts_in=self._remote,
                 )
             elif self._artifacts is not None:  # that server ended before it deleted its own copy
-                await anyio.to_thread.run_sync(partial(shutil.rmtree, directory.parent, ignore_errors=True))
+                await in_thread(Work.BACKGROUND, shutil.rmtree, directory.parent, ignore_errors=True)
             state, reason = ExportState.COMPLETE, None
         except Exception as error:
             if is_away(error):
@@ -372,9 +371,9 @@ class Exports:
             state, reason = ExportState.FAIL, str(error) or repr(error)
         finally:
             if self._process is not None:
-                await anyio.to_thread.run_sync(self._process.stop)
+                await in_thread(Work.BACKGROUND, self._process.stop)
         if not self._is_stopping:
-            await anyio.to_thread.run_sync(self._store.set_export_state, name, state, reason)
+            await in_thread(Work.BACKGROUND, self._store.set_export_state, name, state, reason)
 
     def _alignments(self, record: ExportRecord) -> str | Path:
         """Location of the alignments of the exported trial's study: a directory, or the URL of an object store.

@@ -152,7 +152,8 @@ class JobFeed:
                 chunk, sent_at = b"", time.monotonic()
             if next_batch is None:
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(changed.wait(), RIGHTS_S)
+                    async with asyncio.timeout(RIGHTS_S):
+                        await changed.wait()
 
     def _new_cursor(self) -> _Cursor:
         """Make the cursor of a stream of new events: all events that are visible now count as sent."""
@@ -181,7 +182,8 @@ class JobFeed:
                 if not is_away(error):
                     logger.error("jobs could not be read", exc_info=error)
             with suppress(TimeoutError):
-                await asyncio.wait_for(self.announced.wait(), self._pause_s())
+                async with asyncio.timeout(self._pause_s()):
+                    await self.announced.wait()
 
     def _look(self) -> tuple[int, Mapping[str, tuple[str, Mapping[str, Any]]]]:
         return self._store.last_event_id(), self._store.progress_of_jobs()

@@ -32,6 +32,7 @@ from service.studies.benchmarks import check_added
 from service.studies.enqueued import check_enqueued
 from service.studies.mergekit import mergekit_file
 from service.studies.preflight.dtype import engine_dtype
+from service.threads import Work, limiter
 from service.types import Account, JobRecord
 from service.worker_process import CallLimits, LimitExceeded, ProcessDied, WorkerProcess, lift_limits
 from workers.engines.host_memory import total_host_bytes
@@ -314,7 +315,7 @@ async def _place(cluster: NodeCalls) -> tuple[Node | None, tuple[EngineMachines,
     if there is no answer after ANSWER_S seconds.
     """
     with anyio.move_on_after(ANSWER_S):
-        return await anyio.to_thread.run_sync(cluster.place, abandon_on_cancel=True)
+        return await anyio.to_thread.run_sync(cluster.place, abandon_on_cancel=True, limiter=limiter(Work.RAY))
     raise ConnectionError(f"Ray's dashboard did not answer within {ANSWER_S:g} s")
 
 

@@ -6,9 +6,8 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from fastapi.concurrency import run_in_threadpool
-
 from service.retention.cleaning import Cleaner
+from service.threads import Work, in_thread
 
 __all__ = ["clean_regularly"]
 
@@ -26,8 +25,8 @@ async def clean_regularly(cleaner: Cleaner, *, is_leader: Callable[[], bool], ro
     """
     while True:
         try:
-            if await run_in_threadpool(is_leader):
-                await run_in_threadpool(lambda: cleaner.carry_out(cleaner.plan()))
+            if await in_thread(Work.BACKGROUND, is_leader):
+                await in_thread(Work.BACKGROUND, lambda: cleaner.carry_out(cleaner.plan()))
         except Exception:  # the next round tries again
             logger.exception("what exceeds the limits of --keep could not be removed")
         await asyncio.sleep(round_s)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from fastapi.concurrency import run_in_threadpool
 from sqlalchemy.exc import SQLAlchemyError
 
 from service.store import Store
+from service.threads import Work, in_thread
 
 __all__ = ["move_old_samples"]
 
@@ -30,7 +30,7 @@ async def move_old_samples(store: Store) -> None:
     number = 0
     while True:
         try:
-            moved = await run_in_threadpool(store.move_old_samples)
+            moved = await in_thread(Work.BACKGROUND, store.move_old_samples)
         except SQLAlchemyError:
             logger.exception("samples of an earlier version could not be moved; the next attempt is in %g s", RETRY_S)
             await asyncio.sleep(RETRY_S)

@@ -6,6 +6,9 @@ deleted.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 from service.api.export_queue import Exports
 from service.api.limits.artifacts import missing_bytes
 from service.api.problems import Refusal
@@ -16,7 +19,20 @@ from service.store.artifacts import ArtifactStore
 from service.studies.preflight.dtype import DTYPE_BYTES
 from service.types import ExportRecord, ExportState, JobRecord
 
-__all__ = ["TeamBytes"]
+__all__ = ["MeasuredExports", "TeamBytes"]
+
+
+@dataclass(frozen=True)
+class MeasuredExports:
+    """Sizes in bytes of the files of a team's exports before an admission, by the export's id and state.
+
+    Files change only together with the state; those of an export that is removed meanwhile no longer count.
+    """
+
+    num_bytes: Mapping[tuple[str, ExportState], int]
+
+
+UNMEASURED = MeasuredExports({})
 
 
 class TeamBytes:
@@ -53,34 +69,54 @@ class TeamBytes:
                 f"{gib(num_bytes)}; delete jobs that are no longer needed",
             )
 
-    def check_export(self, study: JobRecord, dtype: str) -> None:
+    def measure(self, team: str | None, *, with_job: str | None = None) -> MeasuredExports:
+        """Measure the files of a team's exports, and of those of the job `with_job`.
+
+        Callers measure before they begin an admission, because other requests wait for its end. Without a quota of
+        exports nothing is measured.
+        """
+        if team is None or self._accounts.team(team).limits.export_bytes is None:
+            return MeasuredExports({})
+        exports = [*self._store.exports_of_team(team), *(() if with_job is None else self._store.exports(with_job))]
+        return MeasuredExports({(each.id, each.state): self._exports.num_bytes(each) or 0 for each in exports})
+
+    def check_export(self, study: JobRecord, dtype: str, measured: MeasuredExports) -> None:
         """Raise Refusal (403) if another exported model of a study would exceed the quota of the study's team.
 
-        `dtype` is the number format of the model's weights, on which its size depends.
+        `dtype` is the number format of the model's weights, on which its size depends. `measured` are the sizes of the
+        team's exports, as `measure` has found them; files that are new since are measured now.
         """
-        self._check_exports(study.team, max(_expected_bytes(study, dtype), 1), "the model needs")
+        self._check_exports(study.team, max(_expected_bytes(study, dtype), 1), "the model needs", measured)
 
-    def check_move(self, job: JobRecord, team: str) -> None:
+    def check_move(self, job: JobRecord, team: str, measured: MeasuredExports) -> None:
         """Raise Refusal (403) if the stored data of a job would exceed a quota of the team to which the job moves.
 
-        What an unfinished job or export is expected to store counts too.
+        What an unfinished job or export is expected to store counts too. `measured` are the sizes of the exports of the
+        team and of the job, as `measure` has found them; files that are new since are measured now.
         """
         missing = 0 if job.state.is_finished else missing_bytes(job, self._artifacts)
         stored = self._artifacts.num_bytes_of_team(team, with_job=job.id) - self._artifacts.num_bytes_of_team(team)
         self.check_artifacts(team, stored + missing)
-        self._check_exports(team, sum(map(self._size_of, self._store.exports(job.id))), "the exported models need")
+        if self._accounts.team(team).limits.export_bytes is not None:
+            moved = sum(self._size_of(export, measured) for export in self._store.exports(job.id))
+            self._check_exports(team, moved, "the exported models need", measured)
 
-    def _check_exports(self, team: str | None, num_bytes: int, need: str) -> None:
+    def _check_exports(self, team: str | None, num_bytes: int, need: str, measured: MeasuredExports) -> None:
         quota = None if team is None else self._accounts.team(team).limits.export_bytes
-        if team is not None and quota is not None and num_bytes and (used := self.exports(team)) + num_bytes > quota:
+        if team is None or quota is None or not num_bytes:
+            return
+        used = sum(self._size_of(export, measured) for export in self._store.exports_of_team(team))
+        if used + num_bytes > quota:
             raise Refusal(
                 403,
                 f"quota export_bytes of team {team}: {gib(used)} of {gib(quota)} are used, and {need} "
                 f"{gib(num_bytes)}; delete exports that are no longer needed",
             )
 
-    def _size_of(self, export: ExportRecord) -> int:
-        stored = self._exports.num_bytes(export)
+    def _size_of(self, export: ExportRecord, measured: MeasuredExports = UNMEASURED) -> int:
+        stored = measured.num_bytes.get((export.id, export.state))
+        if stored is None:
+            stored = self._exports.num_bytes(export)
         if export.state in (ExportState.WAITING, ExportState.RUNNING):
             return max(stored or 0, _expected_bytes(self._store.job(export.study), export.dtype))
         return stored or 0

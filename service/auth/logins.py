@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-import anyio.to_thread
-
 from service.auth.authenticator import Authenticator
 from service.auth.provider import Provider
 from service.auth.sessions import IDLE_S, LIFETIME_S, new_session_secret
@@ -24,6 +22,7 @@ from service.auth.settings import OidcSettings
 from service.auth.tokens import digest_of
 from service.errors import Conflict, LoginRefused, NotFound
 from service.store.accounts import AccountStore, Actor, name_problem
+from service.threads import Work, in_thread
 from service.types import LoginRecord, Role, UserRecord
 
 __all__ = [
@@ -103,10 +102,11 @@ class Logins:
             next=next_path,
         )
         url = await self._provider.login_url(login, state=state)
-        await anyio.to_thread.run_sync(
+        await in_thread(
+            Work.WRITE,
             lambda: self._accounts.add_login(
                 login, state=digest_of(state), browser=digest_of(browser), lifetime_s=LOGIN_S
-            )
+            ),
         )
         return Begun(url, state, browser)
 
@@ -125,7 +125,7 @@ class Logins:
         """
         user: str | None = None
         try:
-            login = await anyio.to_thread.run_sync(self._take, state, browser)
+            login = await in_thread(Work.WRITE, self._take, state, browser)
             if error is not None or code is None:
                 shown = error if error is not None and re.fullmatch("[a-z_]{1,40}", error) else "unknown error"
                 raise LoginRefused(f"the identity provider ended the login: {shown}")
@@ -133,11 +133,11 @@ class Logins:
             user = user_name(claims, self.settings.user_claim)
             roles = team_roles(claims, self.settings)
             identity = f"{self.settings.issuer} {claims['sub']}"
-            return await anyio.to_thread.run_sync(self._let_in, user, identity, roles, login.next, address)
+            return await in_thread(Work.WRITE, self._let_in, user, identity, roles, login.next, address)
         except LoginRefused as refused:
             target, actor = "login" if user is None else f"user {user}", Actor(None, address)
             reason = {"reason": str(refused)}
-            await anyio.to_thread.run_sync(lambda: self._accounts.record(actor, "session.refuse", target, after=reason))
+            await in_thread(Work.WRITE, lambda: self._accounts.record(actor, "session.refuse", target, after=reason))
             raise
 
     def _take(self, state: str, browser: str | None) -> LoginRecord:
@@ -216,10 +216,11 @@ async def log_in_with_token(
     """
     found = await authenticator.authenticate(token)
     if found is None:
-        await anyio.to_thread.run_sync(_record_refusal, accounts, token, address)
+        await in_thread(Work.WRITE, _record_refusal, accounts, token, address)
         return None
     secret = new_session_secret()
-    await anyio.to_thread.run_sync(
+    await in_thread(
+        Work.WRITE,
         lambda: accounts.add_session(
             found.account.user,
             digest=digest_of(secret),
@@ -227,7 +228,7 @@ async def log_in_with_token(
             idle_s=IDLE_S,
             actor=Actor(found.account.user, address),
             token=found.token,
-        )
+        ),
     )
     return secret
 

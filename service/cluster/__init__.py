@@ -7,5 +7,6 @@
 - `job_client`: Ray's client of jobs, with a limit on how long a request may take
 - `node_calls`: calls of functions on a node of the cluster
 - `queue`: chooses which jobs run, and says what the others wait for
+- `repeats`: a limit on log messages that are repeated
 - `reconciler`: keeps a driver running for every unfinished job
 """

@@ -32,6 +32,7 @@ from service.cluster.job_client import ANSWER_S
 from service.disk import artifacts_dir
 from service.engine_machines import EngineMachines
 from service.store.blobs import BlobStore, open_blobs
+from service.threads import Work, limiter
 from service.worker_process import NO_LIMITS, CallLimits, WorkerProcess
 from workers.object_store import is_object_url
 from workers.telemetry import logs
@@ -169,7 +170,9 @@ class NodeCalls:
         call = pickle.dumps((timeout_s, limits, pickle.dumps((function, args, kwargs))))
         limit_s = timeout_s + START_GRACE_S + ANSWER_S  # `_run` ends earlier, unless a request of its does not
         with anyio.move_on_after(limit_s):
-            result: Result = await anyio.to_thread.run_sync(self._call, call, node, timeout_s, abandon_on_cancel=True)
+            result: Result = await anyio.to_thread.run_sync(
+                self._call, call, node, timeout_s, abandon_on_cancel=True, limiter=limiter(Work.RAY)
+            )
             return result
         raise ConnectionError(f"the cluster did not answer within {limit_s:g} s")
 

@@ -27,6 +27,7 @@ from service.cluster.host import Host
 from service.cluster.job_client import job_client
 from service.cluster.node_calls import NodeCalls, nodes_of
 from service.cluster.queue import Choice, Entry, Reason, TeamState, Yielding, choose, estimated_starts
+from service.cluster.repeats import Repeats
 from service.cluster.session import prepare_environment
 from service.disk import DRAINED, sign_lock
 from service.errors import NotFound
@@ -301,6 +302,7 @@ class RayCluster:
         self._client: Any = None
         self._dashboard: RayDashboard | None = None
         self._not_ready: str | None = "Ray is being started"
+        self._repeats = Repeats()
         self._is_drained = False  # when it was last looked up
         self._quiet: set[str] = set()  # cancelled jobs whose Ray Job has ended
         self._queue = QueueState(places)
@@ -422,7 +424,7 @@ class RayCluster:
                 sign_lock(self._data_dir)
                 self._watched_since = None
             before, self._not_ready = self._not_ready, self._connect(is_leader)
-            if self._not_ready not in (None, before):
+            if self._not_ready not in (None, before) and self._repeats.is_new(f"jobs wait: {self._not_ready}"):
                 logger.warning("jobs wait: %s", self._not_ready)
             self._is_drained = self._store.is_drained()
             if self._not_ready is None and not self._is_drained:
@@ -434,12 +436,12 @@ class RayCluster:
             self._not_ready = self._store.problem()
             self._watched_since = None
             if self._not_ready is None:
-                logger.exception("a round over the jobs failed")
+                self._log_failure(error)
                 self._not_ready = f"database: {error}"
         except OSError as error:
             self._lose(error)
         except Exception as error:  # the next round starts from the same stored state
-            logger.exception("a round over the jobs failed")
+            self._log_failure(error)
             self._lose(error)
 
     def _connect(self, is_leader: bool) -> str | None:
@@ -462,7 +464,8 @@ class RayCluster:
             self._client, self._dashboard = job_client(url), RayDashboard.at(url)
         except Exception as error:  # Ray raises RuntimeError, ConnectionError or ValueError, depending on the cause
             return f"Ray's dashboard does not answer: {error}"
-        logger.info("Ray's dashboard: %s", url)
+        if self._repeats.is_new(f"Ray's dashboard: {url}"):
+            logger.info("Ray's dashboard: %s", url)
         return self._too_many_machines()
 
     def _too_many_machines(self) -> str | None:
@@ -483,8 +486,13 @@ class RayCluster:
             "`mergesearch database move` copies this database)"
         )
 
+    def _log_failure(self, error: Exception) -> None:
+        if self._repeats.is_new(f"failed: {type(error).__name__}: {error}"):
+            logger.error("a round over the jobs failed", exc_info=error)
+
     def _lose(self, error: Exception) -> None:
-        logger.warning("Ray's dashboard does not answer (%s)", type(error).__name__)
+        if self._repeats.is_new(f"lost: {type(error).__name__}"):
+            logger.warning("Ray's dashboard does not answer (%s)", type(error).__name__)
         self._disconnect(f"Ray's dashboard does not answer: {error}")
 
     def _disconnect(self, reason: str) -> None:

@@ -146,7 +146,8 @@ class Notifier:
             while not self._stopping.is_set():
                 await self._round()
                 try:
-                    await asyncio.wait_for(self._waking.wait(), POLL_S)
+                    async with asyncio.timeout(POLL_S):
+                        await self._waking.wait()
                 except TimeoutError:
                     continue
                 self._waking.clear()

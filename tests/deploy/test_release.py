@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import os
 import shutil
@@ -13,6 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.deploy.deployed import pinned
 
 ROOT = Path(__file__).parents[2]
 PARTS = (
@@ -26,6 +29,16 @@ PARTS = (
     "service",
     "workers",
 )
+
+
+# Writes the words of each call as a line, and an image of its words.
+BUILDER = """#!/bin/sh
+echo "$@" >> "$(dirname "$0")/calls"
+case "$1" in
+    save) echo "image $2" ;;
+    build) echo id ;;
+esac
+"""
 
 
 @pytest.fixture(scope="module")
@@ -72,17 +85,32 @@ def release(tree: Path, programs: Path, **environment: str) -> subprocess.Comple
 
 
 @pytest.mark.slow
-def test_a_release_has_everything_of_one_version(tree: Path, programs: Path) -> None:
-    """The wheel has the files that the program reads, and every file is in the list of checksums."""
-    done = release(tree, programs)
+def test_a_release_has_everything_of_one_version(tree: Path, programs: Path, tmp_path: Path) -> None:
+    """The wheel has the files that the program reads, images are built as asked, and the checksums have all."""
+    builder = tmp_path / "podman"
+    builder.write_text(BUILDER)
+    builder.chmod(0o755)
+    options = "--network=host --isolation=chroot"
+    done = release(tree, programs, IMAGES="cpu gpu", DOCKER=str(builder), BUILD_OPTIONS=options)
     assert done.returncode == 0, done.stderr
-    dist = tree / "dist"
+    dist, ray = tree / "dist", pinned("ray")
+    images = {variant: f"mergesearch-image-0.1.0-ray{ray}-{variant}.tar.gz" for variant in ("cpu", "gpu")}
     names = {
         "mergesearch-0.1.0-py3-none-any.whl",
         "mergesearch-0.1.0.tgz",
         "mergesearch-docs-0.1.0.tar.gz",
+        *images.values(),
     }
     assert {file.name for file in dist.iterdir()} == {*names, "SHA256SUMS"}
+    info, *calls = (tmp_path / "calls").read_text().splitlines()
+    assert (info, len(calls)) == ("info", 4)
+    for (variant, archive), build, save in zip(images.items(), calls[::2], calls[1::2], strict=True):
+        name = f"mergesearch:0.1.0-ray{ray}-{variant}"
+        assert build.startswith(f"build --quiet {options} --file deploy/docker/Containerfile")
+        assert f"--build-arg VARIANT={variant} " in build
+        assert build.endswith(f"--build-arg RAY_VERSION={ray} --tag {name} .")
+        assert save == f"save {name}"
+        assert gzip.decompress((dist / archive).read_bytes()) == f"image {name}\n".encode()
     lines = (line.split("  ") for line in (dist / "SHA256SUMS").read_text().splitlines())
     listed = {name: digest for digest, name in lines}
     assert listed == {name: hashlib.sha256((dist / name).read_bytes()).hexdigest() for name in names}
@@ -136,7 +164,24 @@ def test_a_release_of_several_versions_is_refused(
 
 def test_missing_programs_are_named(tree: Path, programs: Path, tmp_path: Path) -> None:
     assert "not found; install helm" in release(tree, programs, HELM=str(tmp_path / "helm")).stderr
+    refused = release(tree, programs, IMAGES="cpu tpu")
+    assert (refused.returncode, "there is no variant 'tpu'; give cpu, gpu" in refused.stderr) == (2, True)
     (tmp_path / "docker").write_text("#!/bin/sh\nexit 1\n")
     (tmp_path / "docker").chmod(0o755)
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
     assert "docker does not answer" in release(tree, programs, IMAGES="cpu", PATH=path).stderr
+    missing = str(tmp_path / "podman")
+    assert f"{missing} does not answer" in release(tree, programs, IMAGES="cpu", DOCKER=missing).stderr
+
+
+@pytest.mark.parametrize("command", ["build", "save"])
+def test_an_image_that_is_not_built_ends_the_release(tree: Path, programs: Path, tmp_path: Path, command: str) -> None:
+    """A release whose image cannot be built or saved fails, and has no list of checksums."""
+    builder = tmp_path / "podman"
+    builder.write_text(f'#!/bin/sh\ntest "$1" != {command}\n')
+    builder.chmod(0o755)
+    (tree / "build" / "site").mkdir(parents=True)
+    done = release(tree, programs, IMAGES="cpu", DOCKER=str(builder), PYTHON="true")  # neither wheel nor docs
+    assert done.returncode == 1, done.stderr
+    assert "the image 0.1.0-ray" in done.stdout
+    assert not (tree / "dist" / "SHA256SUMS").exists()

@@ -1,4 +1,4 @@
-"""Fixtures of tests of servers and their clients: a server with one finished study, and the certificates."""
+"""Fixtures of tests of servers and their clients: a server with one finished study, certificates, new databases."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from functools import cache
 import httpx
 import pytest
 
+from tests.service.new_databases import copying
 from tests.service.site import Site, serving
+
+# Modules whose tests are about the migrations, which run in them for each new database.
+OF_MIGRATIONS = ("test_upgrade.py", "test_migrate_database.py", "test_new_databases.py")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -16,6 +20,16 @@ def _certificates() -> Iterator[None]:
     """Certificates are read once in each process: every client of httpx would read them, for 40 ms of a core."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("httpx._transports.default.create_ssl_context", cache(httpx.create_ssl_context))
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _new_databases(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A new SQLite database is a copy of one that the migrations have made, except in tests of these."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.path.name not in OF_MIGRATIONS:
+            template = tmp_path_factory.getbasetemp() / "migrated.db"
+            patch.setattr("service.store.sql.upgrade", copying(template))
         yield
 
 

@@ -6,7 +6,8 @@ Artifacts are results, so none is removed automatically to make room; users dele
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TypeVar
 
 from service.disk import gib
@@ -15,9 +16,22 @@ from service.store import Store
 from service.store.artifacts import ArtifactStore
 from service.types import JobRecord
 
-__all__ = ["ArtifactQuota", "missing_bytes"]
+__all__ = ["ArtifactQuota", "MeasuredArtifacts", "missing_bytes"]
 
 Made = TypeVar("Made")
+
+
+@dataclass(frozen=True)
+class MeasuredArtifacts:
+    """Use of the quota of artifacts before an admission.
+
+    `missing` has the number of bytes that each unfinished job is still expected to store, by job id. `used` is the size
+    in bytes of the stored files, and `quota` the limit.
+    """
+
+    missing: Mapping[str, int]
+    used: int
+    quota: float
 
 
 class ArtifactQuota:
@@ -30,7 +44,25 @@ class ArtifactQuota:
     def __init__(self, store: Store, artifacts: ArtifactStore, quota_bytes: int | None = None) -> None:
         self._store, self._artifacts, self._quota = store, artifacts, quota_bytes
 
-    def admit(self, num_bytes: int, make: Callable[[], Made], *, check: Callable[[], None] = lambda: None) -> Made:
+    def measure(self, num_bytes: int) -> MeasuredArtifacts:
+        """Measure the stored files, for a job that will train models of `num_bytes` in all.
+
+        Callers measure before they begin an admission, because other requests wait for its end. A job that trains
+        nothing needs no measuring.
+        """
+        if not num_bytes:
+            return MeasuredArtifacts({}, 0, math.inf)
+        missing = self._missing()  # before the files, or what is stored now would count nowhere
+        return MeasuredArtifacts(missing, self._artifacts.num_bytes(), self._quota_bytes())
+
+    def admit(
+        self,
+        num_bytes: int,
+        make: Callable[[], Made],
+        *,
+        check: Callable[[], None] = lambda: None,
+        measured: MeasuredArtifacts | None = None,
+    ) -> Made:
         """Store a job by calling `make`, if the models that it will train, of `num_bytes` in all, fit into the quota.
 
         Stored artifacts, such as trained models, and those that unfinished jobs will still store take up the quota too.
@@ -38,11 +70,11 @@ class ArtifactQuota:
         while it checks and stores the job. Returns the result of `make`. Raises Conflict, without calling `make`, if
         the job's artifacts do not fit.
 
-        The stored files are measured before, because other requests wait while a job is stored. What unfinished jobs
-        store in the meantime counts as missing still.
+        `measured` is what `measure` has returned before; a caller that has begun the admission itself must give it.
+        What unfinished jobs store in the meantime counts as missing still.
         """
-        missing = self._missing() if num_bytes else {}  # before the files, or what is stored now would count nowhere
-        used, quota = (self._artifacts.num_bytes(), self._quota_bytes()) if num_bytes else (0, math.inf)
+        measured = measured or self.measure(num_bytes)
+        missing, used, quota = measured.missing, measured.used, measured.quota
         with self._store.admission():
             check()
             if num_bytes:

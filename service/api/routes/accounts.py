@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Path, Query, Request
-from fastapi.concurrency import run_in_threadpool
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
@@ -35,6 +34,7 @@ from service.schemas.api import (
     UsersDocument,
 )
 from service.store.accounts import NAME_PATTERN
+from service.threads import Work, in_thread, in_threads_of
 from service.types import Account, Role, Scope, TeamRecord, TeamUsage, TokenRecord
 
 __all__ = ["router"]
@@ -144,7 +144,9 @@ async def add_user(request: Request, services: Context, sender: Admin) -> Respon
     then on.
     """
     body = await read_object(request, NewUser)
-    user = await run_in_threadpool(services.accounts.add_user, body.name, is_admin=body.is_admin, actor=sender.actor)
+    user = await in_thread(
+        Work.WRITE, services.accounts.add_user, body.name, is_admin=body.is_admin, actor=sender.actor
+    )
     services.authenticator.forget()
     return Json(user_document(user), status_code=201)
 
@@ -164,8 +166,9 @@ async def change_user(request: Request, user: UserName, services: Context, sende
     """
     body = await read_object(request, ChangedUser)
     if "identity" in body.model_fields_set:
-        await run_in_threadpool(services.accounts.unbind_identity, user, actor=sender.actor)
-    changed = await run_in_threadpool(
+        await in_thread(Work.WRITE, services.accounts.unbind_identity, user, actor=sender.actor)
+    changed = await in_thread(
+        Work.WRITE,
         services.accounts.change_user,
         user,
         is_admin=body.is_admin,
@@ -196,7 +199,7 @@ def list_teams(services: Context, sender: Reader) -> Response:
 async def add_team(request: Request, services: Context, sender: Admin) -> Response:
     """Add a team without members. Only administrators of the server may do this."""
     body = await read_object(request, NewTeam)
-    team = await run_in_threadpool(services.accounts.add_team, body.name, actor=sender.actor)
+    team = await in_thread(Work.WRITE, services.accounts.add_team, body.name, actor=sender.actor)
     return Json(team_document(team), status_code=201)
 
 
@@ -214,7 +217,7 @@ async def change_team(request: Request, team: TeamName, services: Context, sende
     """
     body = await read_object(request, ChangedTeam)
     changes = {name: getattr(body, name) for name in body.model_fields_set}
-    changed = await run_in_threadpool(services.accounts.set_limits, team, changes, actor=sender.actor)
+    changed = await in_thread(Work.WRITE, services.accounts.set_limits, team, changes, actor=sender.actor)
     services.authenticator.forget()
     services.cluster.wake()
     return Json(team_document(changed))
@@ -225,6 +228,7 @@ async def change_team(request: Request, team: TeamName, services: Context, sende
     response_model=None,
     responses={200: {"model": DeletedDocument}, **refusals(404, 409)},
 )
+@in_threads_of(Work.WRITE)
 def remove_team(team: TeamName, services: Context, sender: Admin) -> Response:
     """Remove a team. A team that has jobs is not removed (409)."""
     services.accounts.remove_team(team, actor=sender.actor)
@@ -320,7 +324,7 @@ async def set_role(request: Request, team: Managed, user: UserName, services: Co
     Administrators of the team and of the server may do this.
     """
     role = Role((await read_object(request, Member)).role)
-    changed = await run_in_threadpool(_set_role, services, team.name, user, role, sender)
+    changed = await in_thread(Work.WRITE, _set_role, services, team.name, user, role, sender)
     return Json(team_document(changed))
 
 
@@ -329,6 +333,7 @@ async def set_role(request: Request, team: Managed, user: UserName, services: Co
     response_model=None,
     responses={200: {"model": TeamDocument}, **refusals(404)},
 )
+@in_threads_of(Work.WRITE)
 def remove_member(team: Managed, user: UserName, services: Context, sender: Sender) -> Response:
     """Remove a user from a team. Administrators of the team and of the server may do this."""
     return Json(team_document(_set_role(services, team.name, user, None, sender)))
@@ -389,7 +394,8 @@ async def create_token(request: Request, services: Context, sender: Manager) -> 
     if account is not None and user != account.user:
         check_admin(sender)
     token = new_token()
-    record = await run_in_threadpool(
+    record = await in_thread(
+        Work.WRITE,
         services.accounts.add_token,
         user,
         name=body.name,
@@ -426,6 +432,7 @@ OwnToken = Annotated[TokenRecord, declares(Rule(Scope.ADMIN, Right.OWN), _own_to
 @router.delete(
     "/tokens/{token_id:segment}", response_model=None, responses={200: {"model": TokenDocument}, **refusals(404)}
 )
+@in_threads_of(Work.WRITE)
 def revoke_token(token: OwnToken, services: Context, sender: Sender) -> Response:
     """Revoke a token of the sender or, for administrators of the server, of another user.
 

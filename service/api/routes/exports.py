@@ -23,6 +23,7 @@ from service.results.preference import choices
 from service.results.record import RunRecord
 from service.schemas.api import DeletedDocument, ExportDocument, ExportsDocument
 from service.schemas.files import PreferredDocument
+from service.threads import Work, in_thread, sent_in_parts
 from service.types import ExportRecord, ExportState, JobRecord, JobState
 
 __all__ = ["router"]
@@ -95,7 +96,8 @@ async def create_export(request: Request, study: UsedStudy, services: Context, s
         number = picked["trial"]
     if dtype is None:
         dtype = await services.preflight.engine_dtype(study.document, client=sender.name)
-    check = partial(services.team_bytes.check_export, study, dtype)
+    measured = await in_thread(Work.WRITE, services.team_bytes.measure, study.team)
+    check = partial(services.team_bytes.check_export, study, dtype, measured)
     note = partial(_record, services, sender, "export.create")
     record = await services.exports.request(study.id, trial=number, dtype=dtype, check=check, note=note)
     document = await run_in_threadpool(_document, services, record)
@@ -165,7 +167,7 @@ def download_export(export: Export, services: Context) -> Response:
     tar = Tar(folder, files, modified_at=export.created_at)
     headers = {"Content-Length": str(tar.size), "Content-Disposition": f'attachment; filename="{folder}.tar"'}
     chunks = services.exports.reading(export.id, tar.chunks())
-    return StreamingResponse(chunks, media_type="application/x-tar", headers=headers)
+    return StreamingResponse(sent_in_parts(chunks), media_type="application/x-tar", headers=headers)
 
 
 def _record(services: Services, sender: Principal, action: str, export: ExportRecord) -> None:

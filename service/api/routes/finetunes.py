@@ -14,6 +14,7 @@ from service.api.problems import Json, Refusal, refusals
 from service.errors import Conflict, NotFound
 from service.results.training import joined, render_training, stored_analysis, stored_curves
 from service.schemas.api import AnalysisDocument, CurvesDocument
+from service.threads import sent_in_parts
 from service.types import JobRecord
 from workers.training.finetuning.fleet import ANALYSIS, parse_pipeline
 
@@ -105,7 +106,7 @@ def download_expert(
     tar = Tar(folder, files, modified_at=artifact.created_at)
     headers = {"Content-Length": str(tar.size), "Content-Disposition": f'attachment; filename="{folder}.tar"'}
     chunks = services.exports.reading(finetune.id, tar.chunks())
-    return StreamingResponse(chunks, media_type="application/x-tar", headers=headers)
+    return StreamingResponse(sent_in_parts(chunks), media_type="application/x-tar", headers=headers)
 
 
 def _curves(services: Services, record: JobRecord) -> CurvesDocument:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -35,6 +35,7 @@ from service.jobs.registry import KINDS, kind_of
 from service.retention.cleaning import clean_up
 from service.schemas.api import DeletedDocument, SharingName, list_document
 from service.store.accounts import NAME_PATTERN
+from service.threads import Work, in_thread, in_threads_of
 from service.types import RESUMED_BY_REQUEST, EventKind, JobRecord, JobState, Role, Sharing, Steering
 from workers.telemetry import tracing
 
@@ -201,20 +202,21 @@ def _add_one(router: APIRouter, kind: JobKind, one: str) -> None:
         if_match: Annotated[str | None, IF_MATCH] = None,
     ) -> Response:
         body = await read_object(request, kind.edit())
-        edited = await run_in_threadpool(_edit, services, sender, kind, record, body, if_match)
+        edited = await in_thread(Work.WRITE, _edit, services, sender, kind, record, body, if_match)
         services.cluster.wake()
         return await run_in_threadpool(_shown, services, sender, edited, kind)
 
     def get_submitted(record: JobRecord = found) -> Response:
         return Json(record.document)
 
+    @in_threads_of(Work.RAY)
     def get_log(services: Context, record: JobRecord = found) -> Response:
         return PlainTextResponse(services.cluster.log(record).encode("utf-8", "replace"))
 
     async def delete(services: Context, sender: Sender, record: JobRecord = changed) -> Response:
         note = partial(_record, services, sender, "job.delete", record, None)
         await services.exports.delete_job(record.id, noun=noun, note=note)
-        await run_in_threadpool(clean_up, services.store, services.artifacts, services.data_dir, record.id)
+        await in_thread(Work.WRITE, clean_up, services.store, services.artifacts, services.data_dir, record.id)
         return Json(DeletedDocument(deleted=record.id))
 
     router.add_api_route(
@@ -268,14 +270,15 @@ def _add_one(router: APIRouter, kind: JobKind, one: str) -> None:
         _check_team(sender, record, team)
         change = partial(_share, services, sender, kind, record, _Place(team, Sharing(body.sharing)))
         if team is None or team == record.team:
-            shared = await run_in_threadpool(change)
+            shared = await in_thread(Work.WRITE, change)
         else:
+            measured = await in_thread(Work.WRITE, services.team_bytes.measure, team, with_job=record.id)
 
             def check() -> None:
-                services.team_bytes.check_move(record, team)
+                services.team_bytes.check_move(record, team, measured)
                 check_move(services, sender, record, team)
 
-            shared = await run_in_threadpool(services.quota.admit, 0, change, check=check)
+            shared = await in_thread(Work.WRITE, services.quota.admit, 0, change, check=check)
         return Json(await run_in_threadpool(_document, services, sender, shared, kind))
 
     router.add_api_route(
@@ -305,7 +308,8 @@ def _add_one(router: APIRouter, kind: JobKind, one: str) -> None:
 def _add_verbs(router: APIRouter, kind: JobKind, one: str) -> None:
     (model, _), found = kind.documents(), given(kind, Right.CHANGE)
 
-    def changing(verb: str, action: Verb) -> Callable[..., Response]:
+    def changing(verb: str, action: Verb) -> Callable[..., Awaitable[Response]]:
+        @in_threads_of(Work.WRITE)
         def change(
             services: Context,
             sender: Sender,
@@ -446,7 +450,9 @@ async def _created(
                     content, is_json=is_json, kind=kind, client=sender.name, reader=sender.account
                 )
             request_key = _RequestKey(key, digest)
-            record, is_new = await run_in_threadpool(_admitted, services, sender, kind, accepted, place, request_key)
+            record, is_new = await in_thread(
+                Work.WRITE, _admitted, services, sender, kind, accepted, place, request_key
+            )
     if record.request_digest != digest or record.kind != kind.name:
         raise Conflict(
             f"Idempotency-Key {key!r} was sent before with another body, which created "
@@ -478,6 +484,7 @@ def _admitted(
 
     Returns the job, and whether it is new: it is not if another server has stored it for the same idempotency key.
     """
+    measured = services.quota.measure(accepted.artifact_bytes)  # files, while no other request waits
     with services.store.admission():
         if request.key is not None and (known := services.store.job_of_key(request.key)) is not None:
             return known, False
@@ -499,7 +506,7 @@ def _admitted(
             )
 
         check = partial(services.team_bytes.check_artifacts, found.team, accepted.artifact_bytes)
-        record = services.quota.admit(accepted.artifact_bytes, create, check=check)
+        record = services.quota.admit(accepted.artifact_bytes, create, check=check, measured=measured)
         _record(services, sender, "job.create", None, record)
         return record, True
 

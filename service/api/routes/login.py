@@ -24,6 +24,7 @@ from service.auth.sessions import COOKIE, LIFETIME_S, csrf_token_of
 from service.errors import LoginRefused, ProviderUnavailable
 from service.schemas.api import LogoutDocument, SessionDocument
 from service.store.accounts import Actor
+from service.threads import Work, in_thread
 
 __all__ = ["router"]
 
@@ -217,7 +218,7 @@ async def _end_previous(request: Request, services: Services, address: str) -> N
     found = None if secret is None else await services.authenticator.authenticate_session(secret)
     if found is not None and found.session is not None:
         actor = Actor(found.account.user, address, found.session.label)
-        await run_in_threadpool(services.accounts.end_session, found.session, actor=actor)
+        await in_thread(Work.WRITE, services.accounts.end_session, found.session, actor=actor)
 
 
 @router.get("/session", response_model=None, responses={200: {"model": SessionDocument}})
@@ -294,7 +295,7 @@ async def log_out(request: Request, services: Context, sender: Reader) -> Respon
     """
     was_logged_in = False
     if sender.session is not None:
-        was_logged_in = await run_in_threadpool(services.accounts.end_session, sender.session, actor=sender.actor)
+        was_logged_in = await in_thread(Work.WRITE, services.accounts.end_session, sender.session, actor=sender.actor)
         services.authenticator.forget()
     response = Json(LogoutDocument(was_logged_in=was_logged_in))
     _site_of_page(request, services).set_cookie(response, COOKIE, "", max_age_s=0)

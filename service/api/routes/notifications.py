@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Path, Query, Request
-from fastapi.concurrency import run_in_threadpool
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
@@ -31,6 +30,7 @@ from service.schemas.api import (
     WebhooksDocument,
 )
 from service.store.accounts import NAME_PATTERN
+from service.threads import Work, in_thread, in_threads_of
 from service.types import Coverage, NoticeKind, Role, Scope, SubscriptionRecord, UserRecord
 
 __all__ = ["router"]
@@ -106,7 +106,8 @@ async def add_webhook(request: Request, services: Context, sender: Submitter) ->
     if problem := url_problem(body.url, allowed=services.notifier.settings.allowed_hosts):
         raise InvalidRequest((Problem("url", problem),))
     secret = new_webhook_secret()
-    webhook = await run_in_threadpool(
+    webhook = await in_thread(
+        Work.WRITE,
         services.notifications.add_webhook,
         body.url,
         secret=secret,
@@ -184,6 +185,7 @@ ChangedWebhook = Annotated[SubscriptionRecord, declares(Rule(Scope.SUBMIT, Right
 @router.delete(
     "/webhooks/{webhook_id:segment}", response_model=None, responses={200: {"model": DeletedDocument}, **refusals(404)}
 )
+@in_threads_of(Work.WRITE)
 def remove_webhook(webhook: ChangedWebhook, services: Context, sender: Sender) -> Response:
     """Remove a webhook of the sender or, for administrators of the server, of another user.
 
@@ -199,6 +201,7 @@ def remove_webhook(webhook: ChangedWebhook, services: Context, sender: Sender) -
     response_model=None,
     responses={202: {"model": DeliveryDocument, "description": "The test is being sent."}, **refusals(404)},
 )
+@in_threads_of(Work.WRITE)
 def test_webhook(webhook: ChangedWebhook, services: Context) -> Response:
     """Send a test message to a webhook, once. The list of deliveries shows the outcome.
 
@@ -277,14 +280,15 @@ async def set_mail(request: Request, user: ChangedUser, services: Context, sende
         raise InvalidRequest((Problem("address", problem),))
     if services.notifier.settings.mail is None:
         raise Conflict("mail: the server sends no mails; its operator can name a mail server (--smtp-url)")
-    return await run_in_threadpool(
-        _set_mail, services, sender, user.name, body.address, [NoticeKind(event) for event in body.events]
+    return await in_thread(
+        Work.WRITE, _set_mail, services, sender, user.name, body.address, [NoticeKind(event) for event in body.events]
     )
 
 
 @router.delete(
     "/users/{user:segment}/mail", response_model=None, responses={200: {"model": MailDocument}, **refusals(404)}
 )
+@in_threads_of(Work.WRITE)
 def remove_mail(user: ChangedUser, services: Context, sender: Sender) -> Response:
     """Remove the e-mail address of a user, so that no mails are sent to it."""
     return _set_mail(services, sender, user.name, None, [])

@@ -17,6 +17,7 @@ from service.api.protocols import Principal
 from service.api.requests import body_of, read_object
 from service.errors import NotFound
 from service.schemas.api import QueueDocument
+from service.threads import Work, in_thread
 from service.types import JobRecord, Scope, Steering
 
 __all__ = ["router"]
@@ -58,7 +59,7 @@ async def move_job(request: Request, services: Context, sender: Admin) -> Respon
     the job or the other one does not wait, or if their priorities differ.
     """
     body = await read_object(request, Move)
-    await run_in_threadpool(_move, services, sender, body)
+    await in_thread(Work.WRITE, _move, services, sender, body)
     services.cluster.wake()
     return Json(await run_in_threadpool(_document, services, sender))
 

@@ -71,6 +71,7 @@ from service.store import Store
 from service.store.documents import BENCHMARKS as BENCHMARK_FACTS
 from service.store.documents import VERIFICATION, read_benchmarks, read_verification
 from service.studies.benchmarks import study_with
+from service.threads import Work, in_thread, in_threads_of
 from service.types import JobRecord, JobState, Steering, TrialRecord, TrialResult, TrialState
 from workers.types import SampleResult, Split
 
@@ -569,7 +570,7 @@ async def enqueue_trial(request: Request, study: ChangedStudy, services: Context
                 services.accounts.record(sender.actor, "trial.enqueue", f"job {study.id}", after={"label": body.label})
             return record, is_new
 
-    record, is_new = await run_in_threadpool(enqueue)
+    record, is_new = await in_thread(Work.WRITE, enqueue)
     if is_new:
         services.cluster.wake()
     return Json(await run_in_threadpool(_study_document, services, record, sender), status_code=202)
@@ -621,7 +622,7 @@ async def set_validity(
                 services.accounts.record(sender.actor, "trial.validity", f"job {study.id}", before=before, after=after)
             return known != invalid
 
-    if await run_in_threadpool(mark):
+    if await in_thread(Work.WRITE, mark):
         services.cluster.wake()
     trial = await run_in_threadpool(_trial, services, study, number)
     (document,) = await run_in_threadpool(_documents, services, study, [trial])
@@ -637,6 +638,7 @@ async def set_validity(
         **refusals(404, 409, 422),
     },
 )
+@in_threads_of(Work.WRITE)
 def evaluate_trial(
     study: ChangedStudy,
     number: TrialNumber,
@@ -867,7 +869,7 @@ async def add_benchmarks(study: ChangedStudy, services: Context, request: Reques
             services.accounts.record(sender.actor, "job.add_benchmarks", f"job {study.id}", after={"benchmarks": names})
             return record
 
-    record = await run_in_threadpool(add)
+    record = await in_thread(Work.WRITE, add)
     services.cluster.wake()
     return Json(await run_in_threadpool(_study_document, services, record, sender), status_code=202)
 

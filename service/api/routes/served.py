@@ -30,6 +30,7 @@ from service.jobs.serving.openai import DIGEST_HEADER, ChatBody, TextBody
 from service.jobs.serving.request import ServingOptions, ServingRequest, accepted_for
 from service.schemas.api import ChatCompletionDocument, ModelListDocument, ServedTrialDocument, TextCompletionDocument
 from service.store.documents import ENDPOINT
+from service.threads import Work, in_thread
 from service.types import JobRecord, Scope
 from workers.telemetry import tracing
 
@@ -95,7 +96,7 @@ async def serve_trial(
     await run_in_threadpool(services.store.trial, study.id, number)  # raises NotFound
     if await run_in_threadpool(services.store.is_drained):
         raise Unavailable(f"{DRAINED}; serve the trial then")
-    job, is_new = await run_in_threadpool(_serving_of, services, sender, study, options, tracing.current())
+    job, is_new = await in_thread(Work.WRITE, _serving_of, services, sender, study, options, tracing.current())
     if is_new:
         services.cluster.wake()
     (view,) = SERVING.view([job], services.store, services.artifacts)

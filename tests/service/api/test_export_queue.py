@@ -63,6 +63,26 @@ def test_the_leader_writes_the_exports_of_all_servers(
     store.close()
 
 
+@pytest.mark.parametrize("num_steps", range(6))
+def test_a_queue_that_was_just_woken_stops(num_steps: int, tmp_path: Path) -> None:
+    """The queue stops if it is stopped at the moment at which it continues, `num_steps` steps of the loop later."""
+    store = Store(f"sqlite:///{tmp_path / 'mergesearch.db'}")
+    study = stored_study(store)
+
+    async def scenario() -> None:
+        exports = Exports(store, tmp_path, is_leader=lambda: False)
+        exports.start()
+        await asyncio.sleep(0.05)  # it waits
+        await exports.request(study.id, trial=1, dtype="float32")
+        for _ in range(num_steps):
+            await asyncio.sleep(0)
+        async with asyncio.timeout(10):
+            await exports.stop()
+
+    asyncio.run(scenario())
+    store.close()
+
+
 def test_an_export_waits_for_the_database(
     postgresql: PostgreSQL, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -173,7 +173,8 @@ def followed(store: Store, follow: Callable[[Watch], Awaitable[None]], *, pause_
 
     async def run() -> None:
         feed = JobFeed(store, lambda: pause_s, anyio.CapacityLimiter(4))
-        await asyncio.wait_for(follow(partial(feed.watch, renewal=everything)), 60)
+        async with asyncio.timeout(60):
+            await follow(partial(feed.watch, renewal=everything))
 
     asyncio.run(run())
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import httpx
 import pytest
 
 from service.api.export_queue import export_id
+from service.api.problems import Refusal
 from service.cluster.queue import Choice, Reason, Waiting
 from service.cluster.reconciler import QueueState
 from service.disk import artifacts_dir
@@ -328,6 +331,70 @@ def test_bytes_of_exports_are_limited_for_a_team(company: Company) -> None:
         refused = http.post(path, json={"trial": 1, "dtype": "float16"})
         assert refused.status_code == 403, "an export that waits counts"
         assert len(company.server.store.exports(study.id)) == 2
+
+
+def is_locked(company: Company) -> bool:
+    """Whether a request writes to the database at this moment, for which others wait."""
+    with closing(sqlite3.connect(company.server.data_dir / "mergesearch.db", timeout=0, isolation_level=None)) as other:
+        try:
+            other.execute("BEGIN IMMEDIATE")
+        except sqlite3.OperationalError:
+            return True
+        return False
+
+
+def test_exports_are_measured_while_nobody_waits(company: Company, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files of a team's exports are measured before the admission of another export, and of a job that moves."""
+    study = company.finished()
+    company.exported(study)
+    company.accounts.set_role("blue", "owner", Role.MEMBER, actor=OPERATOR)
+    for team in ("red", "blue"):
+        company.accounts.set_limits(team, {"export_bytes": 1}, actor=OPERATOR)
+    exports, measured = company.server.app.state.services.exports, []
+    num_bytes = exports.num_bytes
+
+    def measure(export: ExportRecord) -> int | None:
+        measured.append(is_locked(company))
+        found: int | None = num_bytes(export)
+        return found
+
+    monkeypatch.setattr(exports, "num_bytes", measure)
+    with company.http("owner") as http:
+        refused = http.post(f"/v1/studies/{study.id}/exports", json={"trial": 2, "dtype": "float16"})
+        assert "quota export_bytes of team red" in refused.json()["detail"]
+        assert measured == [False]
+        refused = http.put(f"/v1/studies/{study.id}/sharing", json={"sharing": "team", "team": "blue"})
+        assert "quota export_bytes of team blue" in refused.json()["detail"]
+        assert measured == [False, False]
+
+
+def test_an_export_that_is_new_since_counts(company: Company) -> None:
+    """Exports that were not measured before the admission, or were written since, are measured in it."""
+    study = company.finished()
+    company.accounts.set_limits("red", {"export_bytes": 2}, actor=OPERATOR)
+    sizes, record = company.server.app.state.services.team_bytes, company.server.store.job(study.id)
+    measured = sizes.measure("red")
+    sizes.check_export(record, "float32", measured)
+    company.exported(study)
+    with pytest.raises(Refusal, match="quota export_bytes of team red"):
+        sizes.check_export(record, "float32", measured)
+
+
+def test_artifacts_are_measured_while_nobody_waits(sized: Company, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files of all artifacts are measured before a fine-tuning is admitted; for a study they are not."""
+    artifacts, measured = sized.server.app.state.services.artifacts, []
+    num_bytes = artifacts.num_bytes
+
+    def measure() -> int:
+        measured.append(is_locked(sized))
+        return int(num_bytes())
+
+    monkeypatch.setattr(artifacts, "num_bytes", measure)
+    with sized.http("owner") as http:
+        assert http.post("/v1/finetunes", json=finetuning("a")).status_code == 201
+        assert measured == [False]
+        assert http.post("/v1/studies", json=document()).status_code == 201
+        assert measured == [False]
 
 
 def test_requests_of_a_team_are_limited(company: Company) -> None:

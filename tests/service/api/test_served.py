@@ -165,12 +165,16 @@ def test_closed_connection_frees_the_replica(server: ApiServer, stream: bool) ->
         body = {"model": "3", "prompt": "a " * 2000, "max_tokens": 2000, "stream": stream}
 
         async def read() -> None:
-            async with httpx.AsyncClient() as http, http.stream("POST", url, json=body, timeout=30) as answer:
+            async with (
+                asyncio.timeout(0.7),
+                httpx.AsyncClient() as http,
+                http.stream("POST", url, json=body, timeout=30) as answer,
+            ):
                 async for _ in answer.aiter_raw():
                     pass
 
         with pytest.raises(TimeoutError):
-            asyncio.run(asyncio.wait_for(read(), 0.7))
+            asyncio.run(read())
         assert chat.completer.requests, "the completion had begun"
         assert wait_until_free(chat)
 

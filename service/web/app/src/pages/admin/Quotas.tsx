@@ -31,7 +31,8 @@ export function Quotas({ team }: { team: Team }) {
   const { administers } = useSession()
   const [isEdited, setEdited] = useState(false)
   const usage = useQuery({
-    queryKey: ['teams', team.name, 'usage'],
+    // Not below `teams`: after a team is removed, its usage would be asked for once more.
+    queryKey: ['usage', team.name],
     queryFn: async ({ signal }) => {
       const params = { path: { team: team.name } }
       return (await api.GET('/v1/teams/{team}/usage', { params, signal })).data!
@@ -114,14 +115,18 @@ function Table({ team, usage }: { team: Team; usage: TeamUsage }) {
 function Editor({ team, onDone }: { team: Team; onDone: () => void }) {
   const fields: { limit: keyof Limits; name: string }[] = [{ limit: 'weight', name: 'weight' }, ...ROWS]
   const [typed, setTyped] = useState<Partial<Record<keyof Limits, string>>>({})
-  const save = useChange(async () => {
-    const changed = Object.entries(typed).map(([limit, text]) => [limit, text === '' ? null : Number(text)])
-    await api.PATCH('/v1/teams/{team}', {
-      params: { path: { team: team.name } },
-      body: Object.fromEntries(changed) as Partial<Limits>,
-    })
-    onDone()
-  }, ['teams'])
+  const save = useChange(
+    async () => {
+      const changed = Object.entries(typed).map(([limit, text]) => [limit, text === '' ? null : Number(text)])
+      await api.PATCH('/v1/teams/{team}', {
+        params: { path: { team: team.name } },
+        body: Object.fromEntries(changed) as Partial<Limits>,
+      })
+      onDone()
+    },
+    ['teams'],
+    ['usage'],
+  )
   return (
     <form
       className="fields"
