@@ -7,7 +7,9 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from search_spaces.study.file import Study
+from service.cluster.node_calls import cluster_machines
 from service.disk import alignments_dir, data_dir_of
+from service.engine_machines import known_machines
 from service.jobs.base import Attempt
 from service.jobs.heartbeat import ENGINE
 from service.jobs.search.attempt import execute, with_alignments
@@ -46,6 +48,7 @@ def work(attempt: Attempt) -> None:
             accepted=study,
             access=before.access,
             available_bytes=sys.maxsize,  # no engine runs in this process; the request's check compared memory
+            machines=cluster_machines(),
             note=attempt.progressed,
         )
     check_unchanged(job, preflight.resolved())
@@ -91,7 +94,10 @@ def continue_study(
         replicas = preflight.study.engine.replicas
         attempt.progressed(f"Waiting for {replicas} engine{'s' * (replicas > 1)} ...")
         heartbeat.wait_for(ENGINE)
-        with tracing.span("wait for engines", {"mergesearch.job": writer.job_id, "mergesearch.replicas": replicas}):
+        with (
+            tracing.span("wait for engines", {"mergesearch.job": writer.job_id, "mergesearch.replicas": replicas}),
+            known_machines(preflight.machines),  # engines that are planned for GPUs never start on the CPU
+        ):
             opened = attempt.resources.scorer(preflight.models.family, preflight.engine_options, replicas)
             scorer = stack.enter_context(opened)
         heartbeat.wait_for(None)

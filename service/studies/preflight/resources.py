@@ -7,7 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from search_spaces.errors import Problem
@@ -136,13 +136,15 @@ def machines_for(
 
     The result has the groups that are stated for this installation; if none are stated, the groups `known`; if none are
     known, this machine. If some groups have GPUs, groups without GPUs are left out. If engines need GPUs and no group
-    has any, the result is one machine with one GPU and unknown memory. If `available_bytes` is given, the result is
-    always this machine, with this memory.
+    has any, the result is one machine with one GPU and unknown memory. If `available_bytes` is given, each machine has
+    this memory.
     """
     import torch
 
-    here = EngineMachines(torch.cuda.device_count(), total_host_bytes() if available_bytes is None else available_bytes)
-    found = (here,) if available_bytes is not None else stated_machines() or tuple(known) or (here,)
+    here = EngineMachines(torch.cuda.device_count(), total_host_bytes())
+    found = stated_machines() or tuple(known) or (here,)
+    if available_bytes is not None:
+        found = tuple(replace(group, memory_bytes=available_bytes) for group in found)
     with_gpus = tuple(machines for machines in found if machines.num_gpus)
     if with_gpus or available_bytes is not None or not (runs_on_gpus() or study.engine.tensor_parallel_size > 1):
         return with_gpus or found
