@@ -80,7 +80,8 @@ class Bank:
 
     Statistics of the sources, such as tables of magnitudes, are cached once computed. Statistics of several sources
     together are cached only within a share of memory (`recent`). With `keeps_statistics=False` nothing is cached. This
-    saves memory for a single merge, which needs each statistic once.
+    saves memory for a single merge, which needs each statistic once. `max_recent_bytes` limits the memory of the
+    statistics of several sources further; None is no further limit.
 
     With `is_shared`, the processes of this node that open the same sources share statistics. With the placement "host"
     they also share the memory of the sources, which one of the processes fills (`node`). They share nothing if the
@@ -104,6 +105,7 @@ class Bank:
         keeps_statistics: bool = True,
         cache: str | Path | None = None,
         is_shared: bool = False,
+        max_recent_bytes: int | None = None,
     ) -> None:
         self.device = torch.device(device)
         self.room_bytes: int | None = None
@@ -129,7 +131,8 @@ class Bank:
         self._majorities: dict[Hashable, int] = {}
         self._of_model: dict[bool, tuple[list[str], int]] = {}
         self._on: dict[torch.device, Bank] = {}  # the same sources for merges on another device
-        self._recent = Recent(recent_bytes(self.sources) if keeps_statistics else 0)
+        most_recent = recent_bytes(self.sources) if keeps_statistics else 0
+        self._recent = Recent(most_recent if max_recent_bytes is None else min(most_recent, max_recent_bytes))
         self.num_bytes = self.sources.stored_bytes
         self.placement = Placement(placement)
         self._reads = _Reads()

@@ -137,7 +137,9 @@ def deploy_scorer(
                     "runtime_env": {"env_vars": environment},
                 },
             )
-            application = deployment.bind(make_worker or functools.partial(EngineWorker, family, options), time_limits)
+            most_engines = replicas if keep_idle_s is None else max_replicas
+            own_worker = functools.partial(EngineWorker, family, options, most_engines=most_engines)
+            application = deployment.bind(make_worker or own_worker, time_limits)
             serve.run_many(
                 [serve.RunTarget(application, name=name, route_prefix=None)], wait_for_applications_running=False
             )

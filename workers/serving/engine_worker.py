@@ -62,17 +62,18 @@ class EngineWorker:
     """The part of a replica that does its work: it has an inference engine, and scores merges with it.
 
     The engine starts when the object is made, and then serves all requests. The most recently used evaluation tasks
-    stay loaded. `family` has the base model and its experts, and `options` are the options of the engine. Raises
+    stay loaded. `family` has the base model and its experts, and `options` are the options of the engine.
+    `most_engines` is the largest number of such engines in the cluster; None means as many as there are GPUs. Raises
     EngineUnavailable if the engine does not start.
     """
 
-    def __init__(self, family: Family, options: EngineOptions) -> None:
+    def __init__(self, family: Family, options: EngineOptions, *, most_engines: int | None = None) -> None:
         from workers.evaluation.lm_eval import TaskEvaluator
 
         # Process ids repeat, and samples scored before a fault must be told from those scored after it.
         self.name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
         metrics = MetricProcess()  # it starts while the engine does
-        self.engine = Engine(family, options, log_file=log_file(), name=self.name)
+        self.engine = Engine(family, options, log_file=log_file(), name=self.name, most_engines=most_engines)
         self.evaluator = TaskEvaluator(self.engine, self.engine.prompts, metrics=metrics)
         self.busy_s = 0.0
 

@@ -220,9 +220,10 @@ def _plan_on(
     value_bytes = gradient_value_bytes(study, "cpu")
     model = gradient_model_bytes(sources, value_bytes, max_layers=max_layers) if gradients_on == "cpu" else 0
     on_gpu = sources.num_parameters * element_bytes // study.engine.tensor_parallel_size
+    processes = study.engine.tensor_parallel_size if machines.num_gpus else 1
     return MemoryPlan(
         bank_bytes=stored_bytes(sources.checkpoints.values()),
-        engine_bytes=weights + statistics + ENGINE_OVERHEAD_BYTES,
+        engine_bytes=weights + processes * (statistics + ENGINE_OVERHEAD_BYTES),
         replicas=replicas,
         available_bytes=machines.memory_bytes,
         gradient_bytes=model + GRADIENT_OVERHEAD_BYTES if gradients_on else 0,

@@ -97,16 +97,25 @@ class Engine:
 
     The engine implements `workers.evaluation.prompts.Backend`: it generates and scores with the merge that it holds, at
     first the base model. `family` are the base and the experts. `name` is the name of the engine's replica, and
-    `log_file` the file that messages about a failed start refer to. Raises EngineUnavailable, with the reason, if the
-    models cannot be opened or vLLM cannot start or compute. Raises InvalidModel if contents of source models have
-    changed or cannot be used. Raises EngineFault if the engine's log-probabilities differ from those of transformers.
+    `log_file` the file that messages about a failed start refer to. `most_engines` is the largest number of equal
+    engines in the cluster, for which the host's memory is planned; None means as many as there are GPUs. Raises
+    EngineUnavailable, with the reason, if the models cannot be opened or vLLM cannot start or compute. Raises
+    InvalidModel if contents of source models have changed or cannot be used. Raises EngineFault if the engine's
+    log-probabilities differ from those of transformers.
     """
 
     def __init__(
-        self, family: Family, options: EngineOptions, *, log_file: str | None = None, name: str = "engine"
+        self,
+        family: Family,
+        options: EngineOptions,
+        *,
+        log_file: str | None = None,
+        name: str = "engine",
+        most_engines: int | None = None,
     ) -> None:
         self.options = options
         self.name = name
+        self._most_engines = most_engines
         self.swap_s: list[float] = []
         self._is_checked = False  # nothing was scored since the last canary that passed
         self._held: Recipe | None = None
@@ -153,7 +162,11 @@ class Engine:
 
         let_llvmlite_be_inspected()
         self._contents = (PathContents if self.options.max_layers else WeightContents)(
-            self._sources, self.prompts, self.options, aligns=bool(self.family.alignments_dir)
+            self._sources,
+            self.prompts,
+            self.options,
+            aligns=bool(self.family.alignments_dir),
+            most_engines=self._most_engines,
         )
         self.dtype = self._contents.dtype
         by_device, opening = self._contents.options_by_device()
