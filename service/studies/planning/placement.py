@@ -161,7 +161,8 @@ def place_study(
     if gradients is not None:
         on_cpu = gradients.device == "cpu"
         twice = ", activations recomputed" if gradients.recomputes else ""
-        place = f"host CPU{twice}" if on_cpu else f"a GPU of their own{twice}"
+        own = "a GPU of their own" if gradients.num_gpus == 1 else f"{gradients.num_gpus} GPUs of their own"
+        place = f"host CPU{twice}" if on_cpu else f"{own}{twice}"
         parts.append(Part("gradients", place, 0 if on_cpu else gradient_gpu_bytes, memory.gradient_bytes))
     if verifies:
         # After the search, when the memory of gradients is free again.

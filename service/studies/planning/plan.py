@@ -103,8 +103,10 @@ def plan_of(
     gradient_speeds = None
     if gradients is not None:
         on_gpu = gradients.device == "cuda"
+        # Gradients read the copy in host memory that engines share, if there is one.
+        bank = "host" if placement.bank == "host" else "mapped"
         gradient_speeds = (
-            engine_speeds(facts, profile, config=sources.base.config, dtype=dtype, bank="mapped") if on_gpu else host
+            engine_speeds(facts, profile, config=sources.base.config, dtype=dtype, bank=bank) if on_gpu else host
         )
     phases = phases_of(
         preflight,
@@ -117,7 +119,9 @@ def plan_of(
     )
     elapsed = [phase.elapsed_s for phase in phases]
     hours = Bounds(sum(each.least for each in elapsed) / 3600, sum(each.most for each in elapsed) / 3600)
-    used = study.engine.num_gpus + (gradients is not None and gradients.device == "cuda")
+    used = study.engine.num_gpus
+    if gradients is not None and gradients.device == "cuda":
+        used += gradients.num_gpus
     number = used if profile.gpus else placement.nodes
     gpu_hours = Bounds(hours.least * number, hours.most * number)
     cost = None if profile.price is None else Bounds(gpu_hours.least * profile.price, gpu_hours.most * profile.price)

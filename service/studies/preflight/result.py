@@ -299,6 +299,8 @@ class PreflightResult:
             space,
             device=place.device,
             recomputes=place.recomputes,
+            num_gpus=place.num_gpus,
+            tokens=place.tokens,
         )
 
     @property
