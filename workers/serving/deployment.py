@@ -17,6 +17,7 @@ from workers.serving.application import answered, application_state, failure_rea
 from workers.serving.engine_worker import EngineWorker
 from workers.serving.replica import ScoringReplica, Worker
 from workers.serving.serve_scorer import DEPLOYMENT, ServeScorer
+from workers.serving.start_phases import forget_starts
 from workers.serving.watchdog import TIME_LIMITS, TimeLimits
 from workers.telemetry import logs
 from workers.telemetry.environment import passed_on
@@ -139,6 +140,7 @@ def deploy_scorer(
             )
             most_engines = replicas if keep_idle_s is None else max_replicas
             own_worker = functools.partial(EngineWorker, family, options, most_engines=most_engines)
+            forget_starts(name)
             application = deployment.bind(make_worker or own_worker, time_limits)
             serve.run_many(
                 [serve.RunTarget(application, name=name, route_prefix=None)], wait_for_applications_running=False

@@ -16,6 +16,7 @@ from service.jobs.search.attempt import execute, with_alignments
 from service.jobs.search.prepare import prepared
 from service.jobs.search.progress import ProgressReporter
 from service.jobs.search.progress_log import ProgressLog
+from service.jobs.search.starts import telling_starts
 from service.resolved_study import ResolvedStudy
 from service.store.accounts import AccountStore
 from service.studies.chains import OpenStudy, keep_sources, on_server
@@ -23,6 +24,7 @@ from service.studies.policies.start import with_start
 from service.studies.preflight.models import check_unchanged
 from service.studies.preflight.result import PreflightResult
 from service.studies.warm_start import with_warm_start
+from workers.serving.deployment import app_name
 from workers.telemetry import tracing
 
 __all__ = ["continue_study", "work"]
@@ -98,8 +100,10 @@ def continue_study(
             tracing.span("wait for engines", {"mergesearch.job": writer.job_id, "mergesearch.replicas": replicas}),
             known_machines(preflight.machines),  # engines that are planned for GPUs never start on the CPU
         ):
-            opened = attempt.resources.scorer(preflight.models.family, preflight.engine_options, replicas)
-            scorer = stack.enter_context(opened)
+            application = app_name(preflight.models.family, preflight.engine_options)
+            with telling_starts(application, heartbeat, attempt.progressed):
+                opened = attempt.resources.scorer(preflight.models.family, preflight.engine_options, replicas)
+                scorer = stack.enter_context(opened)
         heartbeat.wait_for(None)
         execute(
             store,
