@@ -48,13 +48,13 @@ def start_text(app_name: str) -> str:
 
 
 def summary(phases: list[str]) -> str:
-    """Text of the phases of several replicas, the most frequent first: "2 of 3 starts vLLM, 1 of 3 downloads NAME"."""
+    """Text of the phases of several replicas, the most frequent first: "2 of 3: starts vLLM; 1 of 3: downloads NAME"."""
     if not phases:
         return ""
     if len(phases) == 1:
         return f"it {phases[0]}"
-    each = [f"{count} of {len(phases)} {phase}" for phase, count in Counter(sorted(phases)).most_common()]
-    return ", ".join(each)
+    each = [f"{count} of {len(phases)}: {phase}" for phase, count in Counter(sorted(phases)).most_common()]
+    return "; ".join(each)
 
 
 def forget_starts(app_name: str) -> None:

@@ -28,7 +28,9 @@ from workers.serving.application import num_replicas
 from workers.serving.deployment import app_name, deploy_scorer
 from workers.serving.fake import FakeScorer
 from workers.serving.serve_scorer import ServeScorer
+from workers.serving.start_phases import start_text
 from workers.serving.watchdog import TimeLimits
+from workers.telemetry.phases import phase
 from workers.types import Family, GpuNeed, ModelSource, ScoreRequest, Span, TaskSpec
 
 TASK = TaskSpec("anything", "exact_match")
@@ -221,6 +223,37 @@ def test_engines_for_gpus_never_run_on_the_cpu(ray_cluster: None, tied_family: F
         deploy_scorer(tied_family, OPTIONS, name="fake-gpus", make_worker=FakeScorer, gpus=gpus, start_timeout_s=3.0)
     assert not num_replicas("fake-gpus")["RUNNING"]
     serve.delete("fake-gpus")
+
+
+@dataclass
+class StartsSlowly(FakeScorer):
+    """A replica whose start ends when a file appears."""
+
+    until: str = ""
+
+    def __post_init__(self) -> None:
+        with phase("downloads owner/name"):
+            while not Path(self.until).exists():
+                time.sleep(0.05)
+
+
+def test_replicas_say_what_their_start_waits_for(ray_cluster: None, tied_family: Family, tmp_path: Path) -> None:
+    """What replicas do is known while they start, and forgotten when they are ready."""
+    from ray import serve
+
+    make_worker = partial(StartsSlowly, until=str(tmp_path / "done"))
+    with ThreadPoolExecutor(1) as pool:
+        deployed = pool.submit(
+            deploy_scorer, tied_family, OPTIONS, name="fake-slow", replicas=2, make_worker=make_worker
+        )
+        deadline = time.monotonic() + 120.0
+        while (text := start_text("fake-slow")) != "2 of 2: downloads owner/name":
+            assert time.monotonic() < deadline, text
+            time.sleep(0.1)
+        (tmp_path / "done").touch()
+        deployed.result()
+    assert start_text("fake-slow") == ""
+    serve.delete("fake-slow")
 
 
 def test_names_of_applications_stay_as_they_are() -> None:
