@@ -48,7 +48,7 @@ def start_text(app_name: str) -> str:
 
 
 def summary(phases: list[str]) -> str:
-    """Text of the phases of several replicas, the most frequent first: "2 of 3: starts vLLM; 1 of 3: downloads NAME"."""
+    """Text of the phases of several replicas, the most frequent first: "2 of 3: starts vLLM; 1 of 3: downloads X"."""
     if not phases:
         return ""
     if len(phases) == 1:
