@@ -15,8 +15,19 @@ from dataclasses import dataclass
 
 from service.disk import parse_bytes
 from service.errors import Conflict
+from workers.types import GpuNeed
 
-__all__ = ["VARIABLE", "EngineMachines", "parse_machines", "planned_for", "runs_on_gpus", "stated_machines"]
+__all__ = [
+    "VARIABLE",
+    "EngineMachines",
+    "gpu_need",
+    "has_gpus",
+    "known_machines",
+    "parse_machines",
+    "planned_for",
+    "runs_on_gpus",
+    "stated_machines",
+]
 
 VARIABLE = "MERGESEARCH_ENGINE_NODES"
 
@@ -42,6 +53,27 @@ class EngineMachines:
 
 # Machines of a plan, which replace those of the variable and of this installation; empty where nothing is planned.
 _planned: ContextVar[tuple[EngineMachines, ...]] = ContextVar("planned machines", default=())
+
+# Machines that Ray has, as far as they are known where a study is checked.
+_known: ContextVar[tuple[EngineMachines, ...]] = ContextVar("known machines", default=())
+
+
+def has_gpus(machines: Sequence[EngineMachines]) -> bool:
+    """Whether any of `machines` has a GPU."""
+    return any(group.num_gpus for group in machines)
+
+
+@contextmanager
+def known_machines(machines: Sequence[EngineMachines]) -> Iterator[None]:
+    """Context in which `machines` are the machines of the Ray cluster.
+
+    Inside the context, `runs_on_gpus` looks at their GPUs, so that a machine without GPUs can check studies for them.
+    """
+    token = _known.set(tuple(machines))
+    try:
+        yield
+    finally:
+        _known.reset(token)
 
 
 @contextmanager
@@ -99,16 +131,27 @@ def _parsed(group: str) -> EngineMachines:
     return EngineMachines(**found)
 
 
+def gpu_need() -> GpuNeed:
+    """Whether the engines of this installation need GPUs, and whether machines with GPUs may be added for them.
+
+    Engines that run on GPUs never run on a CPU instead. If machines with GPUs are stated for this installation, nodes
+    with GPUs may be added to the cluster while engines wait for them.
+    """
+    if not runs_on_gpus():
+        return GpuNeed.IF_ANY
+    return GpuNeed.MAY_COME if has_gpus(stated_machines()) else GpuNeed.NEEDED
+
+
 def runs_on_gpus() -> bool:
     """Whether the engines of this installation run on GPUs, of this machine or of others.
 
     Inside a context of `planned_for`, the result is whether the machines given to that context have GPUs. Otherwise
     engines run on GPUs if the installed PyTorch is a build for GPUs, because vLLM then runs on GPUs only, or if
-    `stated_machines` has machines with GPUs.
+    `stated_machines` or the machines of the Ray cluster (`known_machines`) have GPUs.
     """
     if planned := _planned.get():
-        return any(machines.num_gpus for machines in planned)
+        return has_gpus(planned)
     import torch
 
     is_gpu_build = torch.version.cuda is not None or torch.version.hip is not None
-    return is_gpu_build or any(machines.num_gpus for machines in stated_machines())
+    return is_gpu_build or has_gpus(stated_machines()) or has_gpus(_known.get())

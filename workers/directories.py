@@ -15,9 +15,11 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO
+
+from workers.telemetry.phases import phase
 
 __all__ = ["appearing", "partial_directories", "replacing", "scratch", "sync", "turn", "write_file"]
 
@@ -49,15 +51,19 @@ def turn(place: Path, *, limit_s: float | None = None) -> Iterator[None]:
     with lock.open("a+") as file:
         began = time.monotonic()
         is_told = False
-        while not _is_locked(file):
-            waited = time.monotonic() - began
-            holder = f"process {lock.read_text().strip() or 'unknown'} works on {place}"
-            if limit_s is not None and waited >= limit_s:
-                raise TimeoutError(f"{holder} since more than {limit_s:g} s; it holds {lock}: wait for it, or end it")
-            if waited >= TOLD_AFTER_S and not is_told:
-                is_told = True
-                log.warning("%s; this process waits for it", holder)
-            time.sleep(POLL_S)
+        with ExitStack() as stack:
+            while not _is_locked(file):
+                waited = time.monotonic() - began
+                holder = f"process {lock.read_text().strip() or 'unknown'} works on {place}"
+                if limit_s is not None and waited >= limit_s:
+                    raise TimeoutError(
+                        f"{holder} since more than {limit_s:g} s; it holds {lock}: wait for it, or end it"
+                    )
+                if waited >= TOLD_AFTER_S and not is_told:
+                    is_told = True
+                    log.warning("%s; this process waits for it", holder)
+                    stack.enter_context(phase(f"waits for another process that works on {place.name}"))
+                time.sleep(POLL_S)
         file.truncate(0)
         file.write(str(os.getpid()))
         file.flush()

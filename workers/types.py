@@ -18,6 +18,7 @@ __all__ = [
     "Completions",
     "Evidence",
     "Family",
+    "GpuNeed",
     "GradientResult",
     "ModelSource",
     "Placement",
@@ -56,6 +57,19 @@ class Placement(StrEnum):
     MAPPED = "mapped"
     HOST = "host"
     GPU = "gpu"
+
+
+class GpuNeed(StrEnum):
+    """Whether engines need GPUs.
+
+    - `IF_ANY`: engines run on GPUs if the cluster has any, else on the CPU
+    - `NEEDED`: engines run on GPUs, which the cluster must have
+    - `MAY_COME`: engines run on GPUs, and wait for machines with GPUs that the cluster may add
+    """
+
+    IF_ANY = "if any"
+    NEEDED = "needed"
+    MAY_COME = "may come"
 
 
 class Split(StrEnum):

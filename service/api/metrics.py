@@ -252,7 +252,8 @@ def _last_waits(scrape: Scrape) -> Samples:
 
 
 def _waits_for_workers(job: JobRecord) -> float:
-    return not job.state.is_finished and job.waiting_for in (ENGINE, WORKERS)
+    waits = job.waiting_for or ""
+    return not job.state.is_finished and (waits == WORKERS or waits.startswith(ENGINE))
 
 
 def _gpu_seconds(job: JobRecord) -> float | None:

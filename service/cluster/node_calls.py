@@ -12,13 +12,14 @@ import argparse
 import asyncio
 import hashlib
 import logging
+import os
 import pickle
 import re
 import shlex
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ import anyio.to_thread
 import psutil
 
 from service.cluster.job_client import ANSWER_S
+from service.cluster.session import check_reachable
 from service.disk import artifacts_dir
 from service.engine_machines import EngineMachines
 from service.store.blobs import BlobStore, open_blobs
@@ -37,7 +39,7 @@ from service.worker_process import NO_LIMITS, CallLimits, WorkerProcess
 from workers.object_store import is_object_url
 from workers.telemetry import logs
 
-__all__ = ["Node", "NodeCalls", "main", "nodes_of"]
+__all__ = ["Node", "NodeCalls", "cluster_machines", "main", "nodes_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +103,31 @@ def nodes_of(dashboard_url: str | None) -> tuple[Node, ...]:
     )
 
 
+def cluster_machines() -> tuple[EngineMachines, ...]:
+    """The machines that can run engines in the Ray cluster that the environment variable RAY_ADDRESS names.
+
+    The result has the GPUs and memory of each machine whose node is alive. It is empty without the variable, if this
+    machine is the only one, and if the cluster does not answer.
+    """
+    if "RAY_ADDRESS" not in os.environ:
+        return ()
+    try:
+        check_reachable()
+        return _machines(nodes_of(None))
+    except (ConnectionError, ValueError) as error:  # the latter for addresses that Ray cannot resolve
+        logger.warning("the machines of the Ray cluster are not known: %s", error)
+        return ()
+
+
+def _machines(nodes: Sequence[Node]) -> tuple[EngineMachines, ...]:
+    """Machines that can run engines among `nodes`; empty if this machine is the only one."""
+    own = _own_addresses()
+    machines = {"" if node.address in own else node.address: node for node in nodes if node.runs_engines}
+    if machines.keys() == {""}:
+        return ()
+    return tuple(EngineMachines(int(node.num_gpus), node.memory_bytes or None) for node in machines.values())
+
+
 class NodeCalls:
     """Calls of Python functions on chosen nodes of a Ray cluster, each as a Ray Job.
 
@@ -140,10 +167,7 @@ class NodeCalls:
             if self._files is not None and is_object_url(str(self._files)):
                 raise
             return None, ()
-        own = _own_addresses()
-        machines = {"" if node.address in own else node.address: node for node in nodes if node.runs_engines}
-        known = tuple(EngineMachines(int(node.num_gpus), node.memory_bytes or None) for node in machines.values())
-        return None if head.address in own else head, () if machines.keys() == {""} else known
+        return None if head.address in _own_addresses() else head, _machines(nodes)
 
     async def call(
         self,

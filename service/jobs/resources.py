@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from service.cluster.session import RaySession, ray_session
+from service.engine_machines import gpu_need
 from service.jobs.base import Resources
 from service.jobs.finetune.ray_train import cluster, fit
 from service.jobs.serving.replicas import completers
@@ -25,12 +26,12 @@ KEEP_IDLE_S = 600.0
 
 @contextmanager
 def _shared_scorer(family: Family, options: EngineOptions, replicas: int) -> Iterator[Scorer]:
-    yield deploy_scorer(family, options, replicas=replicas, keep_idle_s=KEEP_IDLE_S)
+    yield deploy_scorer(family, options, replicas=replicas, keep_idle_s=KEEP_IDLE_S, gpus=gpu_need())
 
 
 @contextmanager
 def _own_scorer(family: Family, options: EngineOptions, replicas: int) -> Iterator[Scorer]:
-    with serving(family, options, replicas=replicas) as scorer:
+    with serving(family, options, replicas=replicas, gpus=gpu_need()) as scorer:
         yield scorer
 
 

@@ -16,7 +16,7 @@ import torch
 from search_spaces.methods import METHODS
 from search_spaces.recipe import Merge, Source
 from tests.gpu.conftest import Figure
-from tests.workers.merging.kernels.test_cuda import check_all
+from tests.workers.merging.kernels.test_cuda import check_all, check_shards
 from tests.workers.merging.kernels.test_kernels import bits, chosen_merges, given_to, operands, with_statistics
 from tests.workers.merging.test_devices import merges, with_all
 from tests.workers.training.mergopt.test_noise import check_cuda_kernel
@@ -104,6 +104,11 @@ def test_methods_have_the_bits_of_the_cpu(num_sources: int, dtypes: tuple[torch.
 def test_kernels_have_the_bits_of_plain_functions() -> None:
     """Kernels give the bits of the plain methods on the device, for odd sizes and thresholds of whole models."""
     assert check_all((1, 1000, 1_000_003), GPU) > 100
+
+
+def test_kernels_give_shards_the_bits_of_whole_merges() -> None:
+    """Kernels compute rows and columns with the bits of the whole tensor, from whole and packed operands."""
+    assert check_shards((33, 1001), GPU) > 150
 
 
 def test_noise_has_the_bits_of_plain_functions() -> None:

@@ -11,6 +11,8 @@ from search_spaces.study.file import parse_study
 from service.engine_machines import (
     VARIABLE,
     EngineMachines,
+    gpu_need,
+    known_machines,
     parse_machines,
     planned_for,
     runs_on_gpus,
@@ -19,6 +21,7 @@ from service.engine_machines import (
 from service.errors import Conflict
 from service.studies.preflight.dtype import engine_dtype
 from tests.service.api.harness import document
+from workers.types import GpuNeed
 
 GIB = 2**30
 
@@ -63,6 +66,21 @@ def test_engines_on_gpus_elsewhere_compute_in_bfloat16(monkeypatch: pytest.Monke
     assert (runs_on_gpus(), engine_dtype(study)) == (True, "bfloat16")
     own = parse_study(document(engine={"dtype": "float16"}))
     assert engine_dtype(own) == "float16"
+
+
+def test_nodes_of_ray_decide_on_a_head_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPUs of the cluster's nodes count where they are known, and engines then never run on the CPU instead."""
+    study = parse_study(document())
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert gpu_need() is GpuNeed.IF_ANY
+    with known_machines([EngineMachines(0, GIB), EngineMachines(8, GIB)]):
+        assert (runs_on_gpus(), engine_dtype(study), gpu_need()) == (True, "bfloat16", GpuNeed.NEEDED)
+        with planned_for((EngineMachines(0, GIB),)):
+            assert not runs_on_gpus()
+    with known_machines([EngineMachines(0, GIB)]):
+        assert (runs_on_gpus(), gpu_need()) == (False, GpuNeed.IF_ANY)
+    monkeypatch.setenv(VARIABLE, "gpus=8,nodes=4")
+    assert gpu_need() is GpuNeed.MAY_COME
 
 
 def test_planned_machines_replace_all_others(monkeypatch: pytest.MonkeyPatch) -> None:

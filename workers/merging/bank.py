@@ -80,7 +80,8 @@ class Bank:
 
     Statistics of the sources, such as tables of magnitudes, are cached once computed. Statistics of several sources
     together are cached only within a share of memory (`recent`). With `keeps_statistics=False` nothing is cached. This
-    saves memory for a single merge, which needs each statistic once.
+    saves memory for a single merge, which needs each statistic once. `max_recent_bytes` limits the memory of the
+    statistics of several sources further; None is no further limit.
 
     With `is_shared`, the processes of this node that open the same sources share statistics. With the placement "host"
     they also share the memory of the sources, which one of the processes fills (`node`). They share nothing if the
@@ -104,6 +105,7 @@ class Bank:
         keeps_statistics: bool = True,
         cache: str | Path | None = None,
         is_shared: bool = False,
+        max_recent_bytes: int | None = None,
     ) -> None:
         self.device = torch.device(device)
         self.room_bytes: int | None = None
@@ -129,7 +131,8 @@ class Bank:
         self._majorities: dict[Hashable, int] = {}
         self._of_model: dict[bool, tuple[list[str], int]] = {}
         self._on: dict[torch.device, Bank] = {}  # the same sources for merges on another device
-        self._recent = Recent(recent_bytes(self.sources) if keeps_statistics else 0)
+        most_recent = recent_bytes(self.sources) if keeps_statistics else 0
+        self._recent = Recent(most_recent if max_recent_bytes is None else min(most_recent, max_recent_bytes))
         self.num_bytes = self.sources.stored_bytes
         self.placement = Placement(placement)
         self._reads = _Reads()
@@ -227,6 +230,27 @@ class Bank:
         self._reads.add(found.numel() if shard is None else shard.num_elements)
         return found
 
+    def parts(self, keys: Sequence[Key], shard: Shard) -> tuple[torch.Tensor, ...]:
+        """Read the elements of `shard` of several tensors of one shape, on the bank's device.
+
+        `keys` are the tensors as (alias of the model, name). If the sources are in the memory of a GPU, the results are
+        the whole tensors there, of which nothing is copied. Otherwise only the elements of the shard are copied to the
+        device, and each result has just these, in one dimension.
+        """
+        if self.placement is Placement.GPU:
+            return tuple(self.get(alias, name, shard) for alias, name in keys)
+        return tuple(self._part(alias, name, shard) for alias, name in keys)
+
+    def _part(self, alias: str, name: str, shard: Shard) -> torch.Tensor:
+        source = self._source(alias, name)
+        if not isinstance(source, TensorInfo):  # computed from matrices, as a whole
+            return shard.view(self.get(alias, name).contiguous()).reshape(-1)
+        self._reads.add(shard.num_elements)
+        part = shard.view(self._stored[source])
+        if self.device.type == "cuda" and not part.is_contiguous():  # gathered in pinned memory, which copies faster
+            part = torch.empty(part.shape, dtype=part.dtype, pin_memory=True).copy_(part)
+        return part.reshape(-1).to(self.device, non_blocking=self.device.type != "cpu")
+
     def cosine(self, first: Key, second: Key) -> float:
         """The cosine of the angle between the tensors `first` and `second`, for the merge method SLERP.
 
@@ -266,7 +290,7 @@ class Bank:
 
         def made() -> Importance:
             found = self.node.value(
-                ("importance", first, second), lambda: importance_of(self._on_cpu(first), self._on_cpu(second))
+                ("importance", first, second), lambda: importance_of(self.on_cpu(first), self.on_cpu(second))
             )
             return Importance(found.rows.to(self.device), found.threshold)
 
@@ -287,15 +311,13 @@ class Bank:
         def made() -> MagnitudeTable:
             return self.node.value(
                 ("variances", tuple(sources), base),
-                lambda: variance_table([self._on_cpu(each) for each in sources], self._on_cpu(base), self.order(base)),
+                lambda: variance_table([self.on_cpu(each) for each in sources], self.on_cpu(base), self.order(base)),
             )
 
         if 0 in self._source(*base).shape:
             return None
         if not self._keeps_statistics:
-            return variance_selection(
-                [self._on_cpu(source) for source in sources], self._on_cpu(base), self.order(base)
-            )
+            return variance_selection([self.on_cpu(source) for source in sources], self.on_cpu(base), self.order(base))
         return self._recent.value(("variances", *sources, base), made, lambda table: table.num_bytes)
 
     def magnitudes(self, sources: Sequence[Key], base: Key) -> tuple[Ranked | None, ...]:
@@ -309,8 +331,8 @@ class Bank:
         if 0 in self._source(*base).shape:
             return (None,) * len(sources)
         if not self._keeps_statistics:
-            of_base = self._on_cpu(base)
-            return tuple(magnitude_selection(self._on_cpu(source), of_base, self.order(source)) for source in sources)
+            of_base = self.on_cpu(base)
+            return tuple(magnitude_selection(self.on_cpu(source), of_base, self.order(source)) for source in sources)
         tables = {source: self._magnitudes.get((source, base)) for source in sources}
         unknown = [source for source, table in tables.items() if table is None]
         if unknown:
@@ -323,7 +345,7 @@ class Bank:
     def _magnitudes_of(self, source: Key, base: Key) -> MagnitudeTable:
         return self.node.value(
             ("magnitudes", source, base),
-            lambda: magnitude_table(self._on_cpu(source), self._on_cpu(base), self.order(source)),
+            lambda: magnitude_table(self.on_cpu(source), self.on_cpu(base), self.order(source)),
         )
 
     def num_elements(self, *, stacks_experts: bool = False) -> int:
@@ -416,8 +438,8 @@ class Bank:
         if known is None:
 
             def read(name: str) -> ModelTensor:
-                at, of_base = (alias, name), self._on_cpu((base, name))
-                return ModelTensor(self._on_cpu(at), of_base, self.order(at), self._mask_of(at, mask))
+                at, of_base = (alias, name), self.on_cpu((base, name))
+                return ModelTensor(self.on_cpu(at), of_base, self.order(at), self._mask_of(at, mask))
 
             names, count = self._merged_names(stacks_experts)
             known = self._whole[key] = WholeTaskVector(names, count, read, compiles=compiles)
@@ -524,7 +546,7 @@ class Bank:
         for source in sources:
             ranks = self._ranks.get((source, base))
             if ranks is None:
-                ranks = row_ranks(self._on_cpu(source), self._on_cpu(base), self.order(source))
+                ranks = row_ranks(self.on_cpu(source), self.on_cpu(base), self.order(source))
                 if self._keeps_ranks:
                     self._ranks[source, base] = ranks
             # torch has few operations on unsigned tensors for CUDA.
@@ -562,11 +584,11 @@ class Bank:
         # Work that is queued on a GPU waits for a copy to it. The CPU does not wait for a copy from a GPU.
         return stored.to(self.device, non_blocking=self.device.type != "cpu")
 
-    def _on_cpu(self, key: Key) -> torch.Tensor:
-        """Copy a source tensor to the CPU, where it is sorted for statistics.
+    def on_cpu(self, key: Key) -> torch.Tensor:
+        """Copy a source tensor to the CPU, where it is sorted for statistics and thresholds.
 
-        `key` is (alias of the model, name of the tensor). Sorting on a GPU takes many times the tensor's memory, which
-        an engine does not leave free.
+        `key` is (alias of the model, name of the tensor). A tensor that is in host memory or in a mapped file is not
+        copied. Sorting on a GPU takes many times the tensor's memory, which an engine does not leave free.
         """
         source = self._source(*key)
         # An adapter's tensor is computed on `device`, as for merging: a product of matrices has other bits on CPU.

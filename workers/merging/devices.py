@@ -8,6 +8,7 @@ tensor, the tensor is computed on the CPU, from the same sources, so that the GP
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 
@@ -30,34 +31,46 @@ ALLOCATION_BYTES = 2 << 20
 RANK_BYTES = 4
 
 
-def bank_for(tensor: MergedTensor, plan: TensorPlan, bank: Bank, dtype: torch.dtype) -> Bank:
+def bank_for(
+    tensor: MergedTensor, plan: TensorPlan, bank: Bank, dtype: torch.dtype, num_elements: int | None = None
+) -> Bank:
     """Choose the bank (the source weights in memory) that computes one merged tensor.
 
     The result is `bank` itself, which computes on its device, or its copy that computes on the CPU. The CPU is used if
     computing `tensor`, one of the merged tensors that `plan` lists, takes more memory (`peak_bytes`) than the bank's
-    device has for merging (`Bank.room_bytes`). `dtype` is the dtype of the result.
+    device has for merging (`Bank.room_bytes`). `dtype` is the dtype of the result. `num_elements` is the number of
+    elements that are computed, if a kernel computes only a part of the tensor; None means all.
     """
-    if bank.room_bytes is None or bank.device.type == "cpu" or peak_bytes(tensor, plan, bank, dtype) <= bank.room_bytes:
+    if bank.room_bytes is None or bank.device.type == "cpu":
         return bank
-    return bank.on("cpu")
+    return bank if peak_bytes(tensor, plan, bank, dtype, num_elements) <= bank.room_bytes else bank.on("cpu")
 
 
-def devices_of(plan: TensorPlan, bank: Bank, dtype: torch.dtype) -> dict[str, str]:
+def devices_of(
+    plan: TensorPlan, bank: Bank, dtype: torch.dtype, num_elements: Mapping[str, int] | None = None
+) -> dict[str, str]:
     """Type of the device, such as "cuda", that computes each tensor of the merged model, by tensor name.
 
     `plan` lists the tensors of the merge, and `bank` has the weights of its sources. A tensor for which the bank's
-    device has too little memory is computed on the CPU. `dtype` is the dtype of the results.
+    device has too little memory is computed on the CPU. `dtype` is the dtype of the results. `num_elements` has, by
+    name, the number of computed elements of each tensor of which only a part is computed.
     """
+    parts = num_elements or {}
     return {
-        name: bank_for(tensor, plan, bank, dtype).device.type for tensor in plan.tensors for name in tensor.shapes()
+        name: bank_for(tensor, plan, bank, dtype, parts.get(name)).device.type
+        for tensor in plan.tensors
+        for name in tensor.shapes()
     }
 
 
-def peak_bytes(tensor: MergedTensor, plan: TensorPlan, bank: Bank, dtype: torch.dtype) -> int:
+def peak_bytes(
+    tensor: MergedTensor, plan: TensorPlan, bank: Bank, dtype: torch.dtype, num_elements: int | None = None
+) -> int:
     """Largest number of bytes that computing one merged tensor of `plan` allocates on the bank's device.
 
     `plan` lists the tensors of the merge, and `bank` has the weights of its sources. The result of the merge, in
-    `dtype`, is counted. Sources that are on the device already are not counted.
+    `dtype`, is counted. Sources that are on the device already are not counted. `num_elements` is the number of
+    elements that are computed, if a kernel computes only a part of the tensor; None means all.
     """
     merge = tensor.merge
     operands = [*merge.sources, *([merge.base_in(plan.recipe.base)] if METHODS[merge.method].needs_base else [])]
@@ -65,14 +78,15 @@ def peak_bytes(tensor: MergedTensor, plan: TensorPlan, bank: Bank, dtype: torch.
     if plan.recipe.trim == "model" and "majority" in method.uses:
         # The majority sign is elected tensor by tensor over the whole model (`Bank.majority`).
         shape = max((each.shape for each in plan.tensors), key=math.prod)
-    count = math.prod(shape)
+    count = math.prod(shape) if num_elements is None else num_elements
     is_there = bank.placement is Placement.GPU
     copied = converted = 0
     for operand in operands:
         alias, name = plan.aliases[operand.model], bank.layout.name(tensor.suffix, operand.layer)
         source = bank.view(alias).tensors[name]
         if not isinstance(source, TensorInfo):
-            copied += 2 * FLOAT32_BYTES * count  # the computed tensor, and a product of the same size
+            copied += 2 * FLOAT32_BYTES * math.prod(shape)  # the computed tensor, and a product of the same size
+            copied += 0 if num_elements is None else FLOAT32_BYTES * count  # the part of it
         else:
             copied += 0 if is_there else DTYPE_BYTES[source.dtype] * count
             converted += 0 if source.dtype == "F32" else FLOAT32_BYTES * count

@@ -15,9 +15,10 @@ import torch
 
 from search_spaces.methods import METHODS
 from search_spaces.recipe import Recipe, Source
+from workers.merging import kernels
 from workers.merging.bank import Bank, Key, Mask
 from workers.merging.devices import bank_for
-from workers.merging.kernels import FUSED, can_fuse, exact_rule, for_each, is_fused, merge_shard, merge_stored
+from workers.merging.kernels import FUSED, ON_CUDA, can_fuse, exact_rule, for_each, is_fused, merge_shard, merge_stored
 from workers.merging.kernels.rules import Rule
 from workers.merging.masks import mask_key
 from workers.merging.merged_tensor import MergedTensor
@@ -161,14 +162,15 @@ def merge_into(
     for tensor in plan.tensors:
         if written := destinations.keys() & tensor.shapes():
             dtype = next(iter(destinations.values())).dtype
-            own = bank_for(tensor, plan, bank, dtype)
             if written & parts.keys():
-                reason = _whole_because(tensor, plan, own, dtype)
+                reason = _whole_because(tensor, plan, bank, dtype)
                 if not reason:
-                    of_shard = _ShardComputation(tensor, plan, parts[tensor.name])
-                    together.setdefault(own, []).append((parts[tensor.name].num_elements, of_shard))
+                    shard = parts[tensor.name]
+                    own = bank_for(tensor, plan, bank, dtype, shard.num_elements)
+                    together.setdefault(own, []).append((shard.num_elements, _ShardComputation(tensor, plan, shard)))
                     continue
                 why |= dict.fromkeys(written & parts.keys(), reason)
+            own = bank_for(tensor, plan, bank, dtype)
             computation = _Computation.of(tensor, plan, own)
             if tensor.merge.method in FUSED:
                 together.setdefault(own, []).append((math.prod(tensor.shape), computation))
@@ -194,12 +196,12 @@ def _whole_because(tensor: MergedTensor, plan: TensorPlan, bank: Bank, dtype: to
     dtype of the result.
     """
     method = tensor.merge.method
-    if bank.device.type != "cpu":
-        return "no kernel for shards on a GPU"
     if tensor.pieces:
         return "the experts of the layer are merged as one tensor"
     if method not in FUSED:
         return f"{method} has no kernel"
+    if kernels.backend(bank.device) == "cuda" and method not in ON_CUDA:
+        return f"{method} has no kernel for CUDA"
     if plan.recipe.keeps_equal:
         return "the recipe has format 1, which has no kernels"
     if plan.recipe.trim == "model" and METHODS[method].trims:
@@ -218,13 +220,21 @@ def sources_of(
     results are always whole tensors. `bank` has the weights of the source models, and counts the elements that are read
     from them. `shard` says which elements the caller will read, so that only these are counted; None counts all.
     """
+    sources, base = _keys_of(tensor, plan, bank)
+    return tuple(bank.get(*key, shard) for key in sources), None if base is None else bank.get(*base, shard)
 
-    def get(source: Source) -> torch.Tensor:
-        return bank.get(plan.aliases[source.model], bank.layout.name(tensor.suffix, source.layer), shard)
+
+def _keys_of(tensor: MergedTensor, plan: TensorPlan, bank: Bank) -> tuple[tuple[Key, ...], Key | None]:
+    """Names of the tensors from which a merged tensor is computed: (those of the sources, that of the base).
+
+    A name is (alias of the model in `bank`, name of the tensor). The base's is None if the method needs no base.
+    """
+
+    def key(source: Source) -> Key:
+        return plan.aliases[source.model], bank.layout.name(tensor.suffix, source.layer)
 
     needs_base = METHODS[tensor.merge.method].needs_base
-    base = get(tensor.merge.base_in(plan.recipe.base)) if needs_base else None
-    return tuple(map(get, tensor.merge.sources)), base
+    return tuple(map(key, tensor.merge.sources)), key(tensor.merge.base_in(plan.recipe.base)) if needs_base else None
 
 
 def operands_of(tensor: MergedTensor, plan: TensorPlan, bank: Bank) -> Operands:
@@ -335,18 +345,28 @@ class _Computation:
         # The kernels order equal elements as recipes of format 2 do.
         return self.compiles and is_fused(self.tensor.merge, operands, dtype) and not self.keeps_equal
 
-    def operands(self, bank: Bank, shard: Shard | None = None) -> Operands:
-        """Whole operands of the merge in their stored dtypes, with the statistics that the method uses.
+    def operands(self, bank: Bank) -> Operands:
+        """Whole operands of the merge in their stored dtypes on the device of `bank`, with the method's statistics.
 
-        `bank` has the weights of the source models, and counts the elements that are read from them. `shard` says which
-        elements the caller will read, so that only these are counted; None counts all.
+        `bank` has the weights of the source models.
         """
+        return self._operands(bank, lambda key: bank.get(*key))
+
+    def operands_on_cpu(self, bank: Bank) -> Operands:
+        """The result of `operands`, with the tensors on the CPU."""
+        return self._operands(bank, bank.on_cpu)
+
+    def statistics(self, bank: Bank) -> Operands:
+        """The result of `operands`, with tensors that have a shape and no contents; nothing is read from `bank`."""
+        return self._operands(bank, lambda _: torch.empty(self.tensor.shape, device="meta"))
+
+    def _operands(self, bank: Bank, read: Callable[[Key], torch.Tensor]) -> Operands:
         # Ranks are half as large as a source, so they are read for one tensor at a time.
         uses_ranks = "ranks" in PLAIN[self.tensor.merge.method].uses
         has_ranks = self.base is not None and uses_ranks and math.prod(self.tensor.shape) > 0
         return Operands(
-            tensors=tuple(bank.get(*source, shard) for source in self.sources),
-            base=None if self.base is None else bank.get(*self.base, shard),
+            tensors=tuple(map(read, self.sources)),
+            base=None if self.base is None else read(self.base),
             cosine=self.cosine,
             magnitudes=self.magnitudes,
             norms=self.norms,
@@ -377,7 +397,7 @@ def _is_copy(tensor: MergedTensor) -> bool:
 
 @dataclass(frozen=True)
 class _ShardComputation:
-    """Computation, on CPU, of those elements of a merged tensor that belong to one shard.
+    """Computation of those elements of a merged tensor that belong to one shard.
 
     `tensor` is one of the merged tensors that `plan` lists. `shard` says which of its elements are computed.
     """
@@ -389,38 +409,57 @@ class _ShardComputation:
     def write(self, bank: Bank, destination: torch.Tensor) -> None:
         """Compute the shard's elements, and write them to the contiguous memory `destination`.
 
-        `bank` has the weights of the source models. The elements are rounded once, to the dtype of `destination`.
+        `bank` has the weights of the source models, and computes the elements on its device. They are rounded once, to
+        the dtype of `destination`.
         """
-        tensor, shard, merge = self.tensor, self.shard, self.tensor.merge
-        if _is_copy(tensor):
-            part = shard.view(sources_of(tensor, self.plan, bank, shard)[0][0])
+        shard, factor = self.shard, self.tensor.factor
+        if _is_copy(self.tensor):
+            ((source,), _) = self._operands(bank)
+            part = source if source.numel() == shard.num_elements else shard.view(source)
             destination.view(part.shape).copy_(part)
             return
-        if PLAIN[merge.method].uses or merge.method in READ_BY_RULE:
-            rule = self._rule_of_whole(bank)
-            sources, base = sources_of(tensor, self.plan, bank, shard)
-        else:  # the rule has the coefficients of the merge only
-            operands = _Computation.of(tensor, self.plan, bank).operands(bank, shard)
-            rule, sources, base = exact_rule(merge, operands), operands.tensors, operands.base
-        if tensor.factor == 1:
+        rule = self._rule(bank)
+        sources, base = self._operands(bank)
+        if factor == 1 and destination.device == bank.device:
             merge_shard(rule, sources, base, destination, shard)
-        else:
-            merged = torch.empty(destination.shape)
-            merge_shard(rule, sources, base, merged, shard)
-            destination.copy_(merged * tensor.factor)
+            return
+        dtype = destination.dtype if factor == 1 else torch.float32
+        merged = torch.empty(destination.shape, dtype=dtype, device=bank.device)
+        merge_shard(rule, sources, base, merged, shard)
+        destination.copy_(merged if factor == 1 else merged * factor)
 
-    def _rule_of_whole(self, bank: Bank) -> Rule:
-        """The kernel rule of the merge (the numbers of its formula), computed from the whole tensors of the sources.
+    def _operands(self, bank: Bank) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
+        """Tensors of the sources, and that of the base or None, from which the shard is computed.
 
-        The whole tensors are needed if a number, such as a threshold, depends on elements outside the shard. `bank` has
-        the weights of the source models. The processes of a node share the rule, so that one of them computes it,
-        except for methods that use ranks.
+        With kernels for the CPU, the tensors are whole. For a GPU they may have only the elements of the shard
+        (`Bank.parts`). `bank` has the weights of the source models.
         """
+        if kernels.backend(bank.device) == "cpu":
+            return sources_of(self.tensor, self.plan, bank, self.shard)
+        sources, base = _keys_of(self.tensor, self.plan, bank)
+        parts = bank.parts(sources if base is None else (*sources, base), self.shard)
+        return parts[: len(sources)], parts[len(sources)] if base is not None else None
+
+    def _rule(self, bank: Bank) -> Rule:
+        """The kernel rule of the merge: the numbers of its formula, with exact thresholds.
+
+        The whole tensors of the sources are read if a number, such as a threshold, depends on elements outside the
+        shard. `bank` has the weights of the source models. The processes of a node share such a rule, so that one of
+        them computes it, except for methods that use ranks.
+        """
+        merge = self.tensor.merge
+        uses = PLAIN[merge.method].uses
 
         def made() -> Rule:
-            return exact_rule(self.tensor.merge, _Computation.of(self.tensor, self.plan, bank).operands(bank))
+            whole = _Computation.of(self.tensor, self.plan, bank)
+            is_known = not uses and merge.method not in READ_BY_RULE
+            # The rules of kernels for CUDA depend on no elements but those at thresholds.
+            if is_known or (merge.method in ON_CUDA and "magnitudes" not in uses):
+                return exact_rule(merge, whole.statistics(bank))
+            return exact_rule(merge, whole.operands_on_cpu(bank))
 
-        if "ranks" in PLAIN[self.tensor.merge.method].uses:  # they take as much memory as the sources
+        # Rules without statistics take no time, and ranks take as much memory as the sources.
+        if "ranks" in uses or (not uses and merge.method not in READ_BY_RULE):
             return made()
         return bank.node.value(("rule", *computation(self.tensor, self.plan)), made)
 

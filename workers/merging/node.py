@@ -18,11 +18,13 @@ import shutil
 import stat
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+
+from workers.telemetry.phases import phase
 
 __all__ = ["SHARED_MEMORY", "NoRoom", "Node", "SharedDirectory", "free_shared_bytes", "remove_unused", "shared_bytes"]
 
@@ -235,17 +237,20 @@ def _lock(file: int, kind: int, waits_for: str) -> None:
     `waits_for`.
     """
     started, pause, note = time.monotonic(), 0.001, FIRST_NOTE_S
-    while True:
-        try:
-            fcntl.flock(file, kind | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            waited = time.monotonic() - started
-            if waited > note:
-                log.info("waiting for %s, for %.0f s so far", waits_for, waited)
-                note *= 2
-            time.sleep(pause)
-            pause = min(0.05, 2 * pause)
+    with ExitStack() as stack:
+        while True:
+            try:
+                fcntl.flock(file, kind | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                waited = time.monotonic() - started
+                if waited > note:
+                    if note == FIRST_NOTE_S:
+                        stack.enter_context(phase(f"waits for {waits_for}"))
+                    log.info("waiting for %s, for %.0f s so far", waits_for, waited)
+                    note *= 2
+                time.sleep(pause)
+                pause = min(0.05, 2 * pause)
 
 
 @contextmanager

@@ -12,6 +12,7 @@
 - `recipe_lock`: the order in which a replica scores its chunks
 - `watchdog`: time limits for a replica's work
 - `current_chunk`: the chunk that a replica was scoring when it died
+- `start_phases`: what each replica does until it is ready
 - `draining`: whether Ray drains a replica's node, because the node is about to stop
 - `process_logs`: the log files of a replica's process
 - `fatal_errors`: the signal that ended a replica's process

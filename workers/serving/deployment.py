@@ -18,12 +18,14 @@ from workers.serving.engine_worker import EngineWorker
 from workers.serving.gpu_verification import verify_on_free_gpu
 from workers.serving.replica import ScoringReplica, Worker
 from workers.serving.serve_scorer import DEPLOYMENT, ServeScorer
+from workers.serving.start_phases import forget_starts
 from workers.serving.watchdog import TIME_LIMITS, TimeLimits
 from workers.telemetry import logs
 from workers.telemetry.environment import passed_on
 from workers.types import (
     CHUNKS_IN_FLIGHT_PER_REPLICA,
     Family,
+    GpuNeed,
     digest_of,
 )
 
@@ -68,6 +70,7 @@ def deploy_scorer(
     keep_idle_s: float | None = None,
     max_replicas: int | None = None,
     max_ongoing: int = MAX_ONGOING_REQUESTS,
+    gpus: GpuNeed = GpuNeed.IF_ANY,
     make_worker: Callable[[], Worker] | None = None,
     health_check_period_s: float = 5.0,
     health_check_timeout_s: float = 30.0,
@@ -84,6 +87,9 @@ def deploy_scorer(
     next request starts them again. Serve sends at most `max_ongoing` requests to a replica at the same time.
     `make_worker` replaces the engine in tests.
 
+    Replicas get GPUs if the cluster has any, and otherwise run on the CPU if `gpus` allows it. If no node has enough
+    GPUs for one replica, EngineUnavailable is raised, or replicas wait for such a node (`GpuNeed`).
+
     Serve checks the health of replicas every `health_check_period_s` seconds, and waits `health_check_timeout_s`
     seconds for an answer. It replaces a replica after three failed checks in a row. By default this takes at most two
     minutes for a process that does not answer, and a quarter of a minute for one whose work is overdue (`time_limits`).
@@ -97,6 +103,14 @@ def deploy_scorer(
     with _deploying(deadline):
         serve.start(proxy_location="Disabled", controller_options={"runtime_env": {"env_vars": CONTROLLER_ENVIRONMENT}})
         if not answered(functools.partial(is_deployed, name), deadline=deadline):
+            ranks, most = options.tensor_parallel_size, _most_gpus()
+            on_gpus = gpus is not GpuNeed.IF_ANY or most > 0
+            if on_gpus and most < ranks and gpus is not GpuNeed.MAY_COME:
+                raise EngineUnavailable(
+                    f"{name}: an engine needs {ranks} GPU(s) of one machine, and the machine of the Ray cluster with "
+                    f"most GPUs has {most}; add a machine with GPUs, or use a smaller engine.tensor_parallel_size; "
+                    "nothing runs on the CPU in place of a GPU"
+                )
             scaling = _scaling(replicas, options, keep_idle_s, max_replicas)
             processes = replicas * options.tensor_parallel_size
             threads = options.threads or max(1, ((os.cpu_count() or 2) - 1) // processes)
@@ -121,12 +135,16 @@ def deploy_scorer(
                 **({"logging_config": {"encoding": "JSON"}} if logs.is_json() else {}),
                 ray_actor_options={
                     "num_cpus": 0.1,
-                    "num_gpus": options.tensor_parallel_size if _num_gpus() else 0,
+                    "num_gpus": ranks if on_gpus else 0,
                     "runtime_env": {"env_vars": environment},
                 },
             )
-            make = functools.partial(EngineWorker, family, options, verify_elsewhere=verify_on_free_gpu)
-            application = deployment.bind(make_worker or make, time_limits)
+            most_engines = replicas if keep_idle_s is None else max_replicas
+            own_worker = functools.partial(
+                EngineWorker, family, options, most_engines=most_engines, verify_elsewhere=verify_on_free_gpu
+            )
+            forget_starts(name)
+            application = deployment.bind(make_worker or own_worker, time_limits)
             serve.run_many(
                 [serve.RunTarget(application, name=name, route_prefix=None)], wait_for_applications_running=False
             )
@@ -138,16 +156,22 @@ def deploy_scorer(
 
 
 @contextmanager
-def serving(family: Family, options: EngineOptions, *, replicas: int = 1) -> Iterator[ServeScorer]:
+def serving(
+    family: Family,
+    options: EngineOptions,
+    *,
+    replicas: int = 1,
+    gpus: GpuNeed = GpuNeed.IF_ANY,
+) -> Iterator[ServeScorer]:
     """Context manager that starts scoring replicas, and deletes their Serve application at the end.
 
     `family` is the base model and its experts, `options` are the options of the replicas' engines, and `replicas` is
-    the number of replicas. Raises EngineUnavailable if a replica does not start.
+    the number of replicas. `gpus` says whether engines need GPUs. Raises EngineUnavailable if a replica does not start.
     """
     import ray.serve  # noqa: F401  (sets the level of its log to INFO)
 
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    scorer = deploy_scorer(family, options, replicas=replicas)
+    scorer = deploy_scorer(family, options, replicas=replicas, gpus=gpus)
     try:
         yield scorer
     finally:
@@ -166,6 +190,13 @@ def stop(name: str) -> None:
     with suppress(ServeUnavailable):
         while num_replicas(name) and time.monotonic() < deadline:
             time.sleep(0.1)
+
+
+def _most_gpus() -> int:
+    """The number of GPUs of the node of the Ray cluster that has most of them."""
+    import ray
+
+    return max((int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]), default=0)
 
 
 def _num_gpus() -> int:

@@ -67,7 +67,8 @@ class EngineWorker:
     """The part of a replica that does its work: it has an inference engine, and scores merges with it.
 
     The engine starts when the object is made, and then serves all requests. The most recently used evaluation tasks
-    stay loaded. `family` has the base model and its experts, and `options` are the options of the engine. Raises
+    stay loaded. `family` has the base model and its experts, and `options` are the options of the engine.
+    `most_engines` is the largest number of such engines in the cluster; None means as many as there are GPUs. Raises
     EngineUnavailable if the engine does not start. `verify_elsewhere` verifies an export in another process, or
     returns None (`gpu_verification.verify_on_free_gpu`); without it, this process verifies.
     """
@@ -79,6 +80,7 @@ class EngineWorker:
         family: Family,
         options: EngineOptions,
         *,
+        most_engines: int | None = None,
         verify_elsewhere: Callable[..., VerificationReport | None] | None = None,
     ) -> None:
         self._verify_elsewhere = verify_elsewhere
@@ -87,7 +89,7 @@ class EngineWorker:
         # Process ids repeat, and samples scored before a fault must be told from those scored after it.
         self.name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
         metrics = MetricProcess()  # it starts while the engine does
-        self.engine = Engine(family, options, log_file=log_file(), name=self.name)
+        self.engine = Engine(family, options, log_file=log_file(), name=self.name, most_engines=most_engines)
         self.evaluator = TaskEvaluator(self.engine, self.engine.prompts, metrics=metrics)
         self.busy_s = 0.0
 

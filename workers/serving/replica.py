@@ -40,8 +40,9 @@ from workers.serving.current_chunk import CurrentChunk, chunk_id, note_chunk
 from workers.serving.draining import is_being_moved
 from workers.serving.process_logs import error_log, keeping_serve_log, log_file
 from workers.serving.recipe_lock import RecipeLock
+from workers.serving.start_phases import note_phase, note_ready
 from workers.serving.watchdog import TIME_LIMITS, TimeLimits, Watchdog
-from workers.telemetry import logs, tracing
+from workers.telemetry import logs, phases, tracing
 from workers.types import (
     CanaryReport,
     SampleResult,
@@ -160,11 +161,14 @@ class ScoringReplica:
         self._tasks: set[asyncio.Task[None]] = set()
         self._current: CurrentChunk | None = None
         self._overdue: CurrentChunk | None = None
+        phases.report_to(note_phase)
         with keeping_serve_log():
             start = self._thread.submit(make_worker)
             if not wait([start], timeout=limits.start_s).done:
                 raise EngineUnavailable(f"no engine within {limits.start_s:.0f} s; its log is {log_file()}")
             self._worker = start.result()
+        phases.report_to(None)
+        note_ready()
         self._watchdog = Watchdog(limits, start_s=time.monotonic() - started)
         self._metrics = ReplicaMetrics()
 

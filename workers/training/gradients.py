@@ -35,7 +35,7 @@ from workers.merging.merged_tensor import MergedTensor
 from workers.merging.plan import TensorPlan, computations, plan_as_stated, plan_tensors
 from workers.merging.residual_scales import ends_a_branch
 from workers.training.losses import minibatches, sample_losses
-from workers.training.memory import keep_freed_memory
+from workers.training.memory import keep_freed_memory, reduction_bytes, tokens_within
 from workers.training.model import ParameterPart, TrainableModel
 from workers.training.reduction import derivatives, inner_product, stated_coefficients
 from workers.types import Completions, Family, GradientResult, Placement, TaskSpec
@@ -59,15 +59,18 @@ class CoefficientGradients:
     A family is a base model and its experts. Methods compute losses and derivatives for a given merge. Merges are
     written, one at a time, into a transformers model, which is replaced if a merge has other layers. Sums over tensors
     are in float32 or finer. If a GPU is full, forward passes have fewer tokens from then on; if this does not suffice,
-    activations are recomputed. Both change only the rounding of sums. Equal calls give equal bits on the same device
-    with the same number of threads, independent of earlier calls, as long as no GPU is full.
+    activations are recomputed. Both change only the rounding of sums. At first, the free memory of a GPU limits the
+    tokens of a pass. Equal calls give equal bits on the same device with the same number of threads, independent of
+    earlier calls, as long as no GPU is full.
 
     - `tasks`: the task of each objective; all tasks must have right answers (`references.lack_of_references`)
     - `options`: the options of the study's engines, which define prompts and dtype; float32 replaces float16, in which
       gradients vanish
     - `placement`: the place where the source weights are kept
+    - `is_shared`: whether processes of the machine share sources in host memory (`Bank`)
     - `device`: the device on which the model computes. The default is the CPU, because a GPU that this process sees may
       belong to an engine
+    - `more_devices`: further devices, over which and `device` the layers of the model are divided
     - `recomputes`: whether activations are recomputed, which saves their memory and takes a third more time
     - `max_tokens`: the largest number of tokens in a forward pass, with padding
     - `cache`: the directory of the cache, or None for the default directory
@@ -83,6 +86,8 @@ class CoefficientGradients:
         *,
         placement: Placement | str = Placement.MAPPED,
         device: str = "cpu",
+        more_devices: Sequence[str] = (),
+        is_shared: bool = False,
         recomputes: bool = False,
         max_tokens: int = MAX_TOKENS,
         cache: str | Path | None = None,
@@ -92,12 +97,15 @@ class CoefficientGradients:
             keep_freed_memory()
         if target.type == "cuda":  # cuBLAS reads this at its first use, and needs it for deterministic products
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        self.bank = Bank(family, placement, device=target, cache=cache)
+        self.bank = Bank(family, placement, device=target, cache=cache, is_shared=is_shared)
         if options.rank_cache:
             self.bank.keep_ranks()
         self.dtype = _dtype(options.dtype, target)
         self._recomputes = recomputes
-        self.model = TrainableModel(self.bank, self.dtype, device=target, recomputes=recomputes)
+        self._more_devices = tuple(map(torch.device, more_devices))
+        self.model = TrainableModel(
+            self.bank, self.dtype, device=target, more_devices=self._more_devices, recomputes=recomputes
+        )
         self._references = References(TaskEvaluator(None, Prompts(self.bank.sources.result_dir, options)))
         self._tasks = dict(tasks)
         self._of_tasks = {
@@ -106,6 +114,7 @@ class CoefficientGradients:
         }
         self._of_completions: dict[str, _Targets] = {}
         self._max_tokens = self._asked_tokens = max_tokens
+        self._limit_tokens()
         self._held: dict[str, Hashable] = {}  # how each tensor that the model holds was computed
 
     def set_completions(self, completions: Completions) -> None:
@@ -176,7 +185,8 @@ class CoefficientGradients:
             stated = stated_coefficients(tensor)
             if is_end or stated:
                 merged = self.model.memory[tensor.name] if is_end else None
-                reducers[tensor.name] = _Reducer(tensor, stated, plan, self.bank, merged)
+                bank = self.bank.on(self._device_of(tensor))
+                reducers[tensor.name] = _Reducer(tensor, stated, plan, bank, merged)
         self._hold(recipe)
         samples = _samples(batch, targets)
         factors = {name: weights[name] / (targets[name].unit * len(positions)) for name, positions in batch.items()}
@@ -249,6 +259,10 @@ class CoefficientGradients:
                 lack,
             )
 
+    def _device_of(self, tensor: MergedTensor) -> torch.device:
+        """The device of the model's part into which a merged tensor, or the first piece of it, is written."""
+        return next(self.model.memory[name].device for name in tensor.shapes())
+
     def _targets(self, batch: Batch, completions: Collection[str]) -> dict[str, _Targets]:
         """Targets of losses for each objective in `batch`: texts with right answers.
 
@@ -281,7 +295,50 @@ class CoefficientGradients:
         device = self.model.device
         self._held = {}
         del self.model  # the memory of both together may not be free
-        self.model = TrainableModel(self.bank, self.dtype, device=device, recomputes=self._recomputes, like=recipe)
+        self.model = TrainableModel(
+            self.bank,
+            self.dtype,
+            device=device,
+            more_devices=self._more_devices,
+            recomputes=self._recomputes,
+            like=recipe,
+        )
+        self._limit_tokens()
+
+    def _limit_tokens(self) -> None:
+        """Limit the tokens of a pass to those whose activations fit into the free memory of every GPU of the model.
+
+        If fewer than `LEAST_TOKENS` fit, activations are recomputed. The limit is never raised.
+        """
+        for recomputes in dict.fromkeys((self._recomputes, True)):
+            fitting = self._fitting_tokens(recomputes=recomputes)
+            if fitting is None or fitting >= LEAST_TOKENS or recomputes:
+                break
+        if fitting is None:
+            return
+        if recomputes and not self._recomputes:
+            self._recomputes = True
+            self.model.recompute()
+        limit = min(self._max_tokens, max(LEAST_TOKENS, fitting))
+        if limit < self._max_tokens:
+            log.info("passes have %d tokens at most, as the GPU's memory has room for no more", limit)
+        self._max_tokens = limit
+
+    def _fitting_tokens(self, *, recomputes: bool) -> int | None:
+        """The number of tokens of a pass for whose activations every GPU of the model has room; None without GPUs.
+
+        The sources of the largest tensor are counted, which are copied to the GPU when its gradient is reduced.
+        """
+        found = []
+        config, operands = self.model.module.config.to_dict(), reduction_bytes(self.bank.sources)
+        for device, layers in zip((self.model.device, *self._more_devices), self.model.num_layers_on, strict=True):
+            room = free_bytes(device)
+            if room is not None:
+                size = self.dtype.itemsize
+                largest = max((memory.nbytes for memory in self.model.memory.values()), default=0)  # a gradient
+                left = room - operands - largest
+                found.append(tokens_within(left, config, size, recomputes=recomputes, layers=max(1, layers)))
+        return min(found) if found else None
 
     def _hold(self, recipe: Recipe) -> None:
         """Write the merge of `recipe` into the model.
@@ -293,7 +350,9 @@ class CoefficientGradients:
         held, self._held = self._held, {}
         changed = {name: memory for name, memory in self.model.memory.items() if held.get(name) != wanted[name]}
         with torch.no_grad():
-            merge_into(plan, self.bank, changed)
+            for device in dict.fromkeys(memory.device for memory in changed.values()):
+                on_device = {name: memory for name, memory in changed.items() if memory.device == device}
+                merge_into(plan, self.bank.on(device), on_device)
         self._held = wanted
 
     def _read(self, samples: Sequence[tuple[str, Target]], factors: Sequence[float] | None) -> list[float]:
@@ -337,6 +396,17 @@ class CoefficientGradients:
                 hook.remove()
             for leaf, _ in self.model.leaves:
                 leaf.grad = None
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Bytes of a GPU's memory that this process can allocate now; None for other devices, whose limit is not known.
+
+    They are the GPU's free memory and the memory that torch has reserved but does not use.
+    """
+    if device.type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(free) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["activation_bytes", "keep_freed_memory"]
+if TYPE_CHECKING:
+    from workers.models.family import ResolvedFamily
+
+__all__ = ["activation_bytes", "divided_layers", "keep_freed_memory", "reduction_bytes", "tokens_within"]
 
 # mallopt's parameters in glibc's malloc.h, and the environment variables that set them.
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
@@ -18,6 +22,9 @@ MAPPED = 32 << 20  # bytes above which an allocation is a separate mapping, whic
 
 # Activations beside those of the layers, such as logits and losses, as a share of them.
 OTHER_ACTIVATIONS = 0.25
+
+# Bytes of the float32 copies of a chunk of gradient, base, expert and difference (`workers.training.reduction.CHUNK`).
+REDUCTION_CHUNK_BYTES = 6 * 4 * (1 << 22)
 
 
 def keep_freed_memory() -> bool:
@@ -35,18 +42,62 @@ def keep_freed_memory() -> bool:
     return bool(mallopt(MMAP_THRESHOLD, MAPPED) and mallopt(TRIM_THRESHOLD, KEPT))
 
 
-def activation_bytes(config: Mapping[str, Any], tokens: int, value_bytes: int, *, recomputes: bool) -> int:
+def activation_bytes(
+    config: Mapping[str, Any], tokens: int, value_bytes: int, *, recomputes: bool, layers: int | None = None
+) -> int:
     """Bytes of the activations that are kept for a backward pass over `tokens` tokens.
 
     `config` is the model's configuration, and `value_bytes` the number of bytes of a value. For each token, a layer of
     a Llama keeps 8 h + 4 d + 4 f values, as measured with PyTorch's allocator on CPU. h is the size of the residual
     stream, d the size of all keys of a token, and f the size of the MLP. With `recomputes`, only the activations of one
-    layer and the inputs of all layers are kept.
+    layer and the inputs of all layers are kept. `layers` is the number of layers on the device; None means all.
     """
     hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
     head_size = int(config.get("head_dim") or hidden // heads)
     keys = int(config.get("num_key_value_heads") or heads) * head_size
-    layers = int(config["num_hidden_layers"])
+    layers = int(config["num_hidden_layers"]) if layers is None else layers
     of_layer = 8 * hidden + 4 * keys + 4 * int(config.get("intermediate_size") or 4 * hidden)
     kept = of_layer + layers * hidden if recomputes else layers * of_layer
     return int((1 + OTHER_ACTIVATIONS) * kept * tokens * value_bytes)
+
+
+def reduction_bytes(sources: ResolvedFamily) -> int:
+    """Peak GPU memory, in bytes, to convert the gradient of one merged tensor into derivatives of its coefficients.
+
+    The tensors of all `sources` from which the tensor is merged are copied to the GPU, in their stored dtypes; the
+    estimate takes the largest tensor of each model. Differences are computed in float32, a part of the tensor at a
+    time.
+    """
+    largest = max((math.prod(header.shape) for header in sources.base.tensors.values()), default=0)
+    copied = 0
+    for view in sources.views.values():
+        # A tensor that an adapter changes is float32, and so is the product of which it is the sum.
+        copied += 8 * largest if view.base is not None else max(tensor.num_bytes for tensor in view.own)
+    return copied + REDUCTION_CHUNK_BYTES
+
+
+def tokens_within(
+    room_bytes: int, config: Mapping[str, Any], value_bytes: int, *, recomputes: bool, layers: int | None = None
+) -> int:
+    """Largest number of tokens of a pass whose activations fit into `room_bytes` bytes of a device; at least 0.
+
+    The other arguments are those of `activation_bytes`.
+    """
+    # Of many tokens, as the bytes of one token are rounded.
+    each = activation_bytes(config, 1 << 20, value_bytes, recomputes=recomputes, layers=layers) / (1 << 20)
+    return max(0, int(room_bytes / each))
+
+
+def divided_layers(layer_bytes: int, num_layers: int, outside_bytes: int, num_devices: int) -> tuple[int, ...]:
+    """Divide a model's layers over devices; returns the number of layers on each of `num_devices` devices.
+
+    The first device also has everything outside layers (embedding, final norm and head), which takes `outside_bytes`
+    bytes; a layer takes `layer_bytes`. Every layer in turn goes to the device that has fewest bytes, so that no device
+    has more than the others by more than a layer, except the first if what is outside layers is larger.
+    """
+    held, counts = [outside_bytes, *[0] * (num_devices - 1)], [0] * num_devices
+    for _ in range(num_layers):
+        least = min(range(num_devices), key=lambda device: (held[device], device))
+        held[least] += layer_bytes
+        counts[least] += 1
+    return tuple(counts)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from workers.errors import InvalidModel
 from workers.merging.bank import Bank
 from workers.models.components import first_few
 from workers.models.merged_files import merged_config
+from workers.training.memory import divided_layers
 
 __all__ = ["ParameterPart", "TrainableModel"]
 
@@ -55,12 +57,14 @@ class TrainableModel:
     `bank` has the opened weights of a family, which is a base model and its experts. The model has the family's
     architecture, in `dtype` on `device`, with one copy of its weights. Its layers are those of a merge of the recipe
     `like`, or the base's if `like` is None. With `recomputes`, activations within layers are computed again in the
-    backward pass.
+    backward pass. With `more_devices`, the layers are divided over these and `device` in their order, so that each has
+    about as many bytes; embedding, final norm and head stay on `device`.
 
     - `memory`: for each merged tensor, by name, the part of the model's weights into which it is written
     - `leaves`: pairs of a parameter and the merged tensors that it contains, by name. A tied output head is a separate
       parameter in the embedding's memory, so that the gradients of embedding and head are computed, and can be freed,
       one after the other.
+    - `num_layers_on`: the number of layers on each device
 
     Raises InvalidModel if transformers holds the tensors of the model in another form, and InvalidRecipe for an order
     of layers that the configuration cannot express.
@@ -72,12 +76,14 @@ class TrainableModel:
         dtype: torch.dtype,
         *,
         device: torch.device,
+        more_devices: Sequence[torch.device] = (),
         recomputes: bool = False,
         like: Recipe | None = None,
     ) -> None:
         self._of_layers = {} if like is None else _of_layers(like, bank)
         origins = _origins(bank, like if self._of_layers else None)
-        self.module = _loaded(bank, dtype, origins, self._of_layers).to(device)
+        self.module = _loaded(bank, dtype, origins, self._of_layers)
+        self.num_layers_on: Sequence[int] = _place(self.module, (device, *more_devices))
         parts = _parts(self.module, bank, dtype, origins)
         self.memory: Mapping[str, torch.Tensor] = {name: part.of(part.leaf.detach()) for name, part in parts.items()}
         self.leaves: Leaves = _leaves(self.module, parts)
@@ -167,6 +173,64 @@ def _loaded(bank: Bank, dtype: torch.dtype, origins: Mapping[str, str], of_layer
     return model
 
 
+def _place(module: Any, devices: Sequence[torch.device]) -> tuple[int, ...]:
+    """Move a transformers model to devices; returns the number of layers on each.
+
+    The layers of `module` are divided over `devices` in their order. Everything else is on the first device, to which
+    the output of the last layer is moved. Raises InvalidModel if the model has no list of its layers.
+    """
+    number = int(module.config.num_hidden_layers)
+    if len(devices) == 1:
+        module.to(devices[0])
+        return (number,)
+    lists = [each for each in module.modules() if isinstance(each, torch.nn.ModuleList) and len(each) == number]
+    if not lists:
+        raise InvalidModel(
+            (f"gradients: {type(module).__name__} has no list of {number} layers to divide over {len(devices)} GPUs",)
+        )
+    layers = lists[0]
+    of_layers = sum(parameter.nbytes for parameter in layers.parameters())
+    outside = sum(parameter.nbytes for parameter in module.parameters()) - of_layers
+    counts = divided_layers(of_layers // number, number, outside, len(devices))
+
+    def move_outside(part: torch.nn.Module) -> None:
+        if part is not layers:
+            part._apply(lambda tensor: tensor.to(devices[0]), recurse=False)  # type: ignore[no-untyped-call]
+            for child in part.children():
+                move_outside(child)
+
+    move_outside(module)
+    owners = [device for device, count in zip(devices, counts, strict=True) for _ in range(count)]
+    layer: Any
+    for layer, device in zip(layers, owners, strict=True):
+        layer.to(device)
+        layer.register_forward_pre_hook(partial(_inputs_on, device), with_kwargs=True)
+    layers[-1].register_forward_hook(partial(_output_on, devices[0]))
+    return counts
+
+
+def _inputs_on(device: torch.device, layer: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    return moved(args, device), moved(kwargs, device)
+
+
+def _output_on(device: torch.device, layer: Any, args: Any, output: Any) -> Any:
+    return moved(output, device)
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """Copy the tensors in `value` to `device`, those in tuples, lists and dicts too; other values stay as they are.
+
+    Gradients flow back through the copies. A tensor that is on the device is not copied.
+    """
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {key: moved(each, device) for key, each in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(moved(each, device) for each in value)
+    return value
+
+
 def _settled(config: Any) -> Any:
     """Set to 0 the settings of `config` that make training passes random, such as dropout."""
     for name, value in config.to_dict().items():
@@ -201,7 +265,8 @@ def _parts(module: Any, bank: Bank, dtype: torch.dtype, origins: Mapping[str, st
     base = bank.sources.base_alias
     for name in origins.keys() - found.keys():
         around = [leaf for other, leaf in named.items() if _layer(other) == _layer(name)]
-        parts = list(_with_content(bank.get(base, origins[name]).to(device=module.device, dtype=dtype), around))
+        device = around[0].device if around else module.device  # that of the layer
+        parts = list(_with_content(bank.get(base, origins[name]).to(device=device, dtype=dtype), around))
         if len(parts) == 1:  # two tensors of equal values are not told apart
             found[name] = parts[0]
     if missing := origins.keys() - found.keys():

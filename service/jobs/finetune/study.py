@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 from search_spaces.errors import InvalidStudy
+from service.cluster.node_calls import cluster_machines
 from service.errors import Conflict
 from service.jobs.finetune.request import access_of
 from service.jobs.search.kind import SEARCH
@@ -70,6 +71,7 @@ def begin_study(
             directory=data_dir,
             artifacts_in=artifacts.location,
             access=access,
+            machines=cluster_machines(),
         )
     except InvalidStudy as error:
         raise Conflict(f"{STUDY}: {error}") from error

@@ -17,13 +17,12 @@ from service.errors import NotFound
 from service.jobs.search.local_run import prepared_in, read_run
 from service.store.documents import Overlap
 from service.store.steps import GradientRequest
-from service.studies.planning.here import this_machine
+from service.studies.planning.here import profile_for
 from service.studies.planning.plan import StudyPlan, plan_of
 from service.studies.planning.profiles import MachineProfile
 from service.studies.planning.schedule import mean_tokens, study_lengths
 from service.studies.preflight.algorithm import GRADIENT
 from service.studies.preflight.contamination import overlaps_of
-from service.studies.preflight.dtype import engine_dtype
 from service.studies.preflight.examine import EXPORT
 from service.studies.preflight.result import ExpectedSamples, PreflightResult, refinement_of
 from service.tune.searchers.descents import descents_of
@@ -263,8 +262,8 @@ def checked_plan(
 ) -> CheckedPlan:
     """Compute the expected cost of a checked study.
 
-    `directory` is on the disk to which models are written. `profile` describes the machines; None means this machine or
-    the machines in the study file. `samples_used` is the number of samples that earlier runs of the study have used.
+    `directory` is on the disk to which models are written. `profile` describes the machines; None means those for which
+    the study was checked. `samples_used` is the number of samples that earlier runs of the study have used.
     """
     places = [model.directory for model in preflight.models.family.models]
     memory = preflight.memory
@@ -275,8 +274,8 @@ def checked_plan(
     machine = plan_of(
         preflight,
         sources,
-        profile or this_machine(),
-        dtype=engine_dtype(preflight.study),
+        profile or profile_for(preflight.machines),
+        dtype=preflight.dtype,
         steps=_steps(preflight),
         lacks=tuple(str(problem) for problem in preflight.lacks),
         lengths=lengths,

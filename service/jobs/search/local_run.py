@@ -14,6 +14,7 @@ from typing import Any
 from search_spaces.study.benchmarks import AddedBenchmarks, Contamination
 from search_spaces.study.file import Study, same_but_limits, with_benchmarks
 from search_spaces.study.models import AnotherStudy
+from service.cluster.node_calls import cluster_machines
 from service.cluster.session import check_reachable
 from service.disk import artifacts_dir, locked
 from service.errors import Conflict, NotFound
@@ -155,6 +156,7 @@ def prepared_in(
         before=before,
         accepted=accepted,
         note=note,
+        machines=cluster_machines(),
         **options,
     )
 

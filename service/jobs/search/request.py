@@ -16,7 +16,7 @@ from service.jobs.search.prepare import prepared
 from service.store import Store
 from service.store.database_url import known_url
 from service.studies.chains import OpenStudy, on_server
-from service.studies.preflight.dtype import DTYPE_BYTES, engine_dtype
+from service.studies.preflight.dtype import DTYPE_BYTES
 from service.studies.preflight.files import (
     attack_models,
     check_files,
@@ -64,7 +64,7 @@ def accept(document: Mapping[str, Any], context: RequestContext) -> Accepted:
         machines=context.machines,
         before_weights=context.lift_limits,
     )
-    num_parameters = preflight.models.export_bytes // DTYPE_BYTES[engine_dtype(study)]
+    num_parameters = preflight.models.export_bytes // DTYPE_BYTES[preflight.dtype]
     resolved = preflight.resolved().to_json()
     return Accepted(study.name, study.canonical(), resolved, export_parameters=num_parameters)
 

@@ -7,13 +7,16 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from search_spaces.study.file import Study
+from service.cluster.node_calls import cluster_machines
 from service.disk import alignments_dir, data_dir_of
+from service.engine_machines import known_machines
 from service.jobs.base import Attempt
 from service.jobs.heartbeat import ENGINE
 from service.jobs.search.attempt import execute, with_alignments
 from service.jobs.search.prepare import prepared
 from service.jobs.search.progress import ProgressReporter
 from service.jobs.search.progress_log import ProgressLog
+from service.jobs.search.starts import telling_starts
 from service.resolved_study import ResolvedStudy
 from service.store.accounts import AccountStore
 from service.studies.chains import OpenStudy, keep_sources, on_server
@@ -21,6 +24,7 @@ from service.studies.policies.start import with_start
 from service.studies.preflight.models import check_unchanged
 from service.studies.preflight.result import PreflightResult
 from service.studies.warm_start import with_warm_start
+from workers.serving.deployment import app_name
 from workers.telemetry import tracing
 
 __all__ = ["continue_study", "work"]
@@ -46,6 +50,7 @@ def work(attempt: Attempt) -> None:
             accepted=study,
             access=before.access,
             available_bytes=sys.maxsize,  # no engine runs in this process; the request's check compared memory
+            machines=cluster_machines(),
             note=attempt.progressed,
         )
     check_unchanged(job, preflight.resolved())
@@ -91,9 +96,14 @@ def continue_study(
         replicas = preflight.study.engine.replicas
         attempt.progressed(f"Waiting for {replicas} engine{'s' * (replicas > 1)} ...")
         heartbeat.wait_for(ENGINE)
-        with tracing.span("wait for engines", {"mergesearch.job": writer.job_id, "mergesearch.replicas": replicas}):
-            opened = attempt.resources.scorer(preflight.models.family, preflight.engine_options, replicas)
-            scorer = stack.enter_context(opened)
+        with (
+            tracing.span("wait for engines", {"mergesearch.job": writer.job_id, "mergesearch.replicas": replicas}),
+            known_machines(preflight.machines),  # engines that are planned for GPUs never start on the CPU
+        ):
+            application = app_name(preflight.models.family, preflight.engine_options)
+            with telling_starts(application, heartbeat, attempt.progressed):
+                opened = attempt.resources.scorer(preflight.models.family, preflight.engine_options, replicas)
+                scorer = stack.enter_context(opened)
         heartbeat.wait_for(None)
         execute(
             store,

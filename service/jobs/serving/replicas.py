@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from search_spaces.study.engine import EngineOptions
+from service.engine_machines import gpu_need
 from service.jobs.completers import Completer, Place
 from workers.errors import ServeUnavailable
 from workers.serving.application import num_replicas
@@ -48,6 +49,7 @@ class ServeCompleters:
 
     def open(self, place: Place) -> Completer:
         limits: dict[str, Any] = {"max_replicas": 1, "max_ongoing": MAX_ONGOING} if place is Place.OWN else {}
+        limits["gpus"] = gpu_need()
         deploy_scorer(self._family, self._options, name=self._names[place], keep_idle_s=self._keep_idle_s, **limits)
         return ServeCompleter(self._names[place])
 

@@ -1,18 +1,20 @@
-"""Speeds and memory of this machine, measured in about a second."""
+"""Speeds and memory of this machine, measured in about a second, or of the machines of a cluster."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 
 from search_spaces.study.engine import EngineOptions
-from service.studies.planning.profiles import MachineProfile
+from service.engine_machines import EngineMachines
+from service.studies.planning.profiles import KINDS, MachineProfile
 from workers.engines.host_memory import total_host_bytes
 from workers.engines.vllm.environment import engine_environment
 
-__all__ = ["measured_speeds", "this_machine"]
+__all__ = ["measured_speeds", "profile_for", "this_machine"]
 
 MEASURED_S = 0.4  # seconds for each of the two speeds
 COPIED = 1 << 25  # elements of float32: larger than caches of processors
@@ -63,6 +65,31 @@ def _fastest(call: Callable[[], None]) -> float:
         best = min(best, ended - started)
         if ended >= until:
             return best
+
+
+def profile_for(machines: Sequence[EngineMachines]) -> MachineProfile:
+    """The profile of the machines for which a study was checked.
+
+    It is the profile of this machine, unless `machines` have GPUs and this one has none, as the head of a cluster. Then
+    it has their GPUs and memory, of the first group of equal machines. Their speeds are not known: those of an H100 are
+    assumed, and the profile's name says so.
+    """
+    import torch
+
+    with_gpus = [group for group in machines if group.num_gpus]
+    if not with_gpus or torch.cuda.is_available():
+        return this_machine()
+    group, one = with_gpus[0], KINDS["h100"]
+    return replace(
+        one,
+        name=f"cluster of {group.num_gpus} GPU(s) a machine, as fast as H100s",
+        gpus=group.num_gpus,
+        gpu_bytes=group.gpu_bytes or one.gpu_bytes,
+        cores=one.cores * group.num_gpus,
+        host_bytes=group.memory_bytes or one.host_bytes * group.num_gpus,
+        nodes=sum(each.most for each in with_gpus if replace(each, most=group.most) == group),
+        source="speeds of an H100 are assumed",
+    )
 
 
 @cache

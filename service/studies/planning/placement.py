@@ -128,6 +128,8 @@ def place_study(
         processes = engines * ranks
         divided, reason, lack = _divided(needs, profile, processes=processes)
         lacks += lack
+        # Statistics that may be dropped have the memory that the sources leave.
+        statistics = needs.statistics - (needs.recent - divided.recent if divided is not None else 0)
         kept = divided.placements[0] if divided is not None else Placement.MAPPED
         left = capacity - needs.scratch - (needs.bank if kept is Placement.GPU else 0) - needs.engine(1)
         texts = _texts(needs, max(0, left) + needs.engine(1) - needs.engine(0))
@@ -144,8 +146,8 @@ def place_study(
         }
         parts += [
             where[kept],
-            Part("statistics of sources", f"host, {processes} copies", host_bytes=processes * needs.statistics),
-            Part("processes of engines", f"host, {processes}", host_bytes=processes * memory.engine_bytes),
+            Part("statistics of sources", f"host, {processes} copies", host_bytes=processes * statistics),
+            Part("processes of engines", f"host, {processes}", host_bytes=engines * memory.engine_bytes),
         ]
         bank = kept.value
     else:
@@ -159,7 +161,8 @@ def place_study(
     if gradients is not None:
         on_cpu = gradients.device == "cpu"
         twice = ", activations recomputed" if gradients.recomputes else ""
-        place = f"host CPU{twice}" if on_cpu else f"a GPU of their own{twice}"
+        own = "a GPU of their own" if gradients.num_gpus == 1 else f"{gradients.num_gpus} GPUs of their own"
+        place = f"host CPU{twice}" if on_cpu else f"{own}{twice}"
         parts.append(Part("gradients", place, 0 if on_cpu else gradient_gpu_bytes, memory.gradient_bytes))
     if verifies:
         # After the search, when the memory of gradients is free again.

@@ -15,6 +15,7 @@ from service.studies.preflight.gradients import gradient_gpu_bytes
 from workers.engines.vllm.memory import kv_token_bytes, value_bytes
 
 if TYPE_CHECKING:
+    from search_spaces.study.file import Study
     from service.studies.preflight.result import PreflightResult
     from workers.models.family import ResolvedFamily
 
@@ -92,6 +93,7 @@ def plan_of(
         threads=threads,
         bank=placement.bank,
         texts=placement.texts,
+        divides_merges=_divides_merges(study, sources),
     )
     size = preflight.models.size
     deepest = replace(speeds, facts=facts if size is None else facts.deepened(size.max_layers))
@@ -101,8 +103,10 @@ def plan_of(
     gradient_speeds = None
     if gradients is not None:
         on_gpu = gradients.device == "cuda"
+        # Gradients read the copy in host memory that engines share, if there is one.
+        bank = "host" if placement.bank == "host" else "mapped"
         gradient_speeds = (
-            engine_speeds(facts, profile, config=sources.base.config, dtype=dtype, bank="mapped") if on_gpu else host
+            engine_speeds(facts, profile, config=sources.base.config, dtype=dtype, bank=bank) if on_gpu else host
         )
     phases = phases_of(
         preflight,
@@ -115,7 +119,9 @@ def plan_of(
     )
     elapsed = [phase.elapsed_s for phase in phases]
     hours = Bounds(sum(each.least for each in elapsed) / 3600, sum(each.most for each in elapsed) / 3600)
-    used = study.engine.num_gpus + (gradients is not None and gradients.device == "cuda")
+    used = study.engine.num_gpus
+    if gradients is not None and gradients.device == "cuda":
+        used += gradients.num_gpus
     number = used if profile.gpus else placement.nodes
     gpu_hours = Bounds(hours.least * number, hours.most * number)
     cost = None if profile.price is None else Bounds(gpu_hours.least * profile.price, gpu_hours.most * profile.price)
@@ -134,18 +140,23 @@ def engine_speeds(
     threads: int = 1,
     bank: str = "mapped",
     texts: int = 256,
+    divides_merges: bool = False,
 ) -> Speeds:
     """Speeds of one engine, for computing the seconds of each phase of a study.
 
     `facts` are the sizes of the models, and `config` is their configuration. `profile` describes the machine, and
     `dtype` is the engine's dtype. The engine has `ranks` GPUs or, on a machine without GPUs, `threads` threads. `bank`
     is where the source weights are kept: "gpu", "host" (pinned memory) or "mapped" (memory-mapped files). `texts` is
-    the number of texts that the engine serves at the same time.
+    the number of texts that the engine serves at the same time. `divides_merges` says whether each rank on a GPU merges
+    only the elements that it holds.
     """
     if profile.gpus:
         products = profile.gpu_flops_float32 if dtype == "float32" else profile.gpu_flops
-        reading = {"gpu": profile.gpu_bandwidth, "host": profile.link_bandwidth}.get(bank, profile.mapped_bandwidth)
-        # On GPUs, every rank of an engine reads and merges whole tensors.
+        shares = ranks if divides_merges else 1
+        reading = {
+            "gpu": shares * profile.gpu_bandwidth,
+            "host": max(profile.link_bandwidth, min(shares * profile.link_bandwidth, profile.host_bandwidth)),
+        }.get(bank, profile.mapped_bandwidth)
         device = Device(products * ranks, profile.gpu_bandwidth * ranks, reading, GPU)
     else:
         copied = profile.copied_per_s(threads)
@@ -158,6 +169,18 @@ def engine_speeds(
         texts=texts,
         disk_bandwidth=profile.disk_bandwidth,
     )
+
+
+def _divides_merges(study: Study, sources: ResolvedFamily) -> bool:
+    """Whether ranks on GPUs merge only the elements that they hold, by all merge methods of the study's search space.
+
+    They do so for methods with a kernel for CUDA. `sources` are the models of the study; tensors computed from adapters
+    are read whole by each rank.
+    """
+    from workers.merging.kernels import ON_CUDA
+
+    is_whole = any(view.base is not None for view in sources.views.values())
+    return not is_whole and ON_CUDA.issuperset(study.search_space.merge_methods)
 
 
 def _threads(profile: MachineProfile, replicas: int) -> int:

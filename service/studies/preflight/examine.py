@@ -20,7 +20,7 @@ from search_spaces.preferences import equal_preference
 from search_spaces.spaces.base import AlignedSpace, DifferentiableSpace, LayeredSpace, SearchSpace
 from search_spaces.study.file import Study
 from service.disk import gib, lack_of_space
-from service.engine_machines import VARIABLE, EngineMachines
+from service.engine_machines import VARIABLE, EngineMachines, known_machines
 from service.resolved_study import ChainedSource
 from service.studies.preflight.algorithm import GRADIENT, Algorithm, algorithm_of, check_refinement
 from service.studies.preflight.dtype import DTYPE_BYTES, dtype_note, engine_dtype
@@ -69,8 +69,7 @@ def examine(
 
     - `machines`: the machines that are known to be able to run engines. Machines that are stated for this installation
       take precedence; without both, this machine is used (`service.studies.preflight.resources.machines_for`)
-    - `available_bytes`: the memory that this machine is assumed to have for the study; engines then run on this
-      machine. None uses the real memory
+    - `available_bytes`: the memory that each machine is assumed to have for the study. None uses the real memory
     - `export_dir`: the directory to which the best merge will be exported, whose disk must have room for it
     - `downloads`: whether weights that are not on this machine are downloaded once all other checks have passed;
       otherwise they are not checked
@@ -84,6 +83,37 @@ def examine(
 
     Raises InvalidStudy with every problem.
     """
+    with known_machines(machines):
+        return _examine(
+            study,
+            available_bytes=available_bytes,
+            machines=machines,
+            export_dir=export_dir,
+            downloads=downloads,
+            is_new=is_new,
+            access=access,
+            chained=chained,
+            before_weights=before_weights,
+            allows_lack=allows_lack,
+            note=note,
+        )
+
+
+def _examine(
+    study: Study,
+    *,
+    available_bytes: int | None,
+    machines: Sequence[EngineMachines],
+    export_dir: Path | None,
+    downloads: bool,
+    is_new: bool,
+    access: FileAccess | None,
+    chained: Mapping[str, ChainedSource] | None,
+    before_weights: Callable[[StudyTasks], None],
+    allows_lack: bool,
+    note: Callable[[str], None],
+) -> PreflightResult:
+    """Make all checks of a study; the arguments and errors are those of `examine`."""
     check_files(study, access)
     problems: list[Problem] = []
     lacks: list[Problem] = []
@@ -189,6 +219,8 @@ def examine(
         access=access,
         recipes=recipes,
         lacks=tuple(lacks),
+        dtype=engine_dtype(study),
+        machines=for_engines,
     )
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from search_spaces.study.file import Study
@@ -12,15 +11,16 @@ from service.disk import gib
 from service.engine_machines import EngineMachines
 from service.studies.preflight.resources import MemoryPlan, gradient_model_bytes, gradient_value_bytes
 from workers.engines.vllm.memory import usable_gpu_bytes
+from workers.engines.vllm.paths.sizes import outside_bytes, widest_layer_bytes
 from workers.models.family import ResolvedFamily
-from workers.training.memory import activation_bytes
+from workers.training.memory import activation_bytes, divided_layers, reduction_bytes, tokens_within
 
 __all__ = ["GradientPlace", "gradient_gpu_bytes", "gradient_place", "reduction_bytes"]
 
 # Tokens of one forward pass (`workers.training.gradients.MAX_TOKENS`); a longer text is read alone.
 PASS_TOKENS = 16_384
-# Bytes of the float32 copies of a chunk of gradient, base, expert and difference (`workers.training.reduction.CHUNK`).
-REDUCTION_CHUNK_BYTES = 6 * 4 * (1 << 22)
+# The smallest passes that are planned; smaller ones are computed only if a GPU turns out to be full.
+LEAST_PLANNED_TOKENS = 2_048
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,16 @@ class GradientPlace:
     """The device on which a study computes gradients, and whether activations are recomputed there.
 
     If it is a GPU, no engine uses it. `recomputes` says whether activations are computed twice to save memory. `reason`
-    says in words why this device was chosen; it is "" if no machine has a GPU.
+    says in words why this device was chosen; it is "" if no machine has a GPU. `num_gpus` is the number of GPUs of one
+    machine over which the layers of the model are divided; it is not used for the CPU. `tokens` is the number of tokens
+    of a pass for which memory is planned.
     """
 
     device: Literal["cuda", "cpu"]
     recomputes: bool = False
     reason: str = ""
+    num_gpus: int = 1
+    tokens: int = PASS_TOKENS
 
 
 def gradient_place(
@@ -62,7 +66,7 @@ def gradient_place(
         free = sum(group.num_gpus * group.most for group in machines) - study.engine.num_gpus
         why = f"engines use all {study.engine.num_gpus} GPUs"
         if free > 0:
-            place, why = _on_gpu(sources, machines, gradient_value_bytes(study, "cuda"), max_layers)
+            place, why = _on_gpu(study, sources, machines, gradient_value_bytes(study, "cuda"), max_layers)
             if place is not None and plan(place).fits:
                 return place, ""
     on_cpu = GradientPlace("cpu", reason=f"the CPU computes them, as {why}" if why else "")
@@ -77,9 +81,16 @@ def gradient_place(
 
 
 def _on_gpu(
-    sources: ResolvedFamily, machines: Sequence[EngineMachines], value_bytes: int, max_layers: int
+    study: Study,
+    sources: ResolvedFamily,
+    machines: Sequence[EngineMachines],
+    value_bytes: int,
+    max_layers: int,
 ) -> tuple[GradientPlace | None, str]:
-    """Plan gradients on a GPU that has no engine; return (device, ""), or (None, reason) if they do not fit there.
+    """Plan gradients on GPUs of one machine that have no engine; return (place, ""), or (None, reason) if none fits.
+
+    As few GPUs are used as possible. On one number of GPUs, passes of PASS_TOKENS tokens are preferred, then such
+    passes with recomputed activations, and then smaller ones.
 
     `sources` are the study's models. `machines` are the groups of machines, whose smallest GPU counts. `value_bytes` is
     the size of a number in the gradients' dtype. `max_layers` is the number of layers of the longest merge if merges
@@ -92,43 +103,89 @@ def _on_gpu(
     total = min(known)  # Ray may place the gradients on any of them
     room = usable_gpu_bytes(total, total)
     needed = 0
-    for recomputes in (False, True):
-        needed = _bytes_on_gpu(sources, value_bytes, max_layers, recomputes=recomputes)
-        if needed <= room:
-            twice = ", with activations computed twice" if recomputes else ""
-            reason = f"a GPU without an engine computes them in {gib(needed)} of its {gib(total)}{twice}"
-            return GradientPlace("cuda", recomputes=recomputes, reason=reason), ""
+    for num_gpus in range(1, _free_on_one_machine(study, machines) + 1):
+        for recomputes, least in ((False, PASS_TOKENS), (True, PASS_TOKENS), (True, LEAST_PLANNED_TOKENS)):
+            place = GradientPlace("cuda", recomputes=recomputes, num_gpus=num_gpus)
+            tokens = _most_tokens(sources, value_bytes, max_layers, place, room)
+            if tokens >= least:
+                place = replace(place, tokens=min(PASS_TOKENS, tokens))
+                needed = _bytes_on_gpu(sources, value_bytes, max_layers, place)
+                twice = ", with activations computed twice" if recomputes else ""
+                smaller = "" if tokens >= PASS_TOKENS else f" in passes of {place.tokens:,} tokens"
+                gpus = (
+                    "a GPU without an engine computes"
+                    if num_gpus == 1
+                    else f"{num_gpus} GPUs share the layers and compute"
+                )
+                of = f"{gib(needed)} of {'its' if num_gpus == 1 else 'their'} {gib(total)}{' each' * (num_gpus > 1)}"
+                return replace(place, reason=f"{gpus} them in {of}{twice}{smaller}"), ""
+        if num_gpus == 1:
+            least_place = GradientPlace("cuda", recomputes=True, tokens=LEAST_PLANNED_TOKENS)
+            needed = _bytes_on_gpu(sources, value_bytes, max_layers, least_place)
     return None, f"they need {gib(needed)} of a GPU, which has {gib(total)}"
 
 
+def _free_on_one_machine(study: Study, machines: Sequence[EngineMachines]) -> int:
+    """The largest number of GPUs of one machine that have no engine, if engines fill one machine after the other.
+
+    Machines with fewest GPUs are filled first. If no machine has as many GPUs as an engine needs, none counts as used.
+    """
+    ranks, left = study.engine.tensor_parallel_size, study.engine.replicas
+    most = 0
+    for group in sorted(machines, key=lambda group: group.num_gpus):
+        each = group.num_gpus // ranks
+        used = min(left, each * group.most)
+        full, rest = divmod(used, each) if each else (0, 0)
+        if full < group.most:
+            most = max(most, group.num_gpus - (rest * ranks if full == group.most - 1 else 0))
+        left -= used
+    return most
+
+
 def gradient_gpu_bytes(study: Study, sources: ResolvedFamily, place: GradientPlace, *, max_layers: int = 0) -> int:
-    """Bytes of GPU memory for computing a study's gradients on the device that `place` names; 0 for the CPU.
+    """Bytes of memory of each GPU for computing a study's gradients on the device that `place` names; 0 for the CPU.
 
     `sources` are the study's models. `max_layers` is the number of layers of the longest merge if merges have any
     number of layers, else 0.
     """
     if place.device == "cpu":
         return 0
-    return _bytes_on_gpu(sources, gradient_value_bytes(study, "cuda"), max_layers, recomputes=place.recomputes)
+    return _bytes_on_gpu(sources, gradient_value_bytes(study, "cuda"), max_layers, place)
 
 
-def _bytes_on_gpu(sources: ResolvedFamily, value_bytes: int, max_layers: int, *, recomputes: bool) -> int:
+def _bytes_on_gpu(sources: ResolvedFamily, value_bytes: int, max_layers: int, place: GradientPlace) -> int:
+    """Bytes of the GPU that needs most, among those that share the layers of the model."""
     settings = dict(sources.base.settings)
-    settings["num_hidden_layers"] = max(int(settings["num_hidden_layers"]), max_layers)
-    activations = activation_bytes(settings, PASS_TOKENS, value_bytes, recomputes=recomputes)
-    return gradient_model_bytes(sources, value_bytes, max_layers=max_layers) + activations + reduction_bytes(sources)
+    return max(
+        held + activation_bytes(settings, place.tokens, value_bytes, recomputes=place.recomputes, layers=max(1, layers))
+        for held, layers in _held_on_gpus(sources, value_bytes, max_layers, place.num_gpus)
+    )
 
 
-def reduction_bytes(sources: ResolvedFamily) -> int:
-    """Peak GPU memory, in bytes, to convert the gradient of one merged tensor into derivatives of its coefficients.
+def _most_tokens(sources: ResolvedFamily, value_bytes: int, max_layers: int, place: GradientPlace, room: int) -> int:
+    """The largest number of tokens of a pass for which each of the GPUs of `place` has memory; 0 if there is none.
 
-    The tensors of all `sources` from which the tensor is merged are copied to the GPU, in their stored dtypes; the
-    estimate takes the largest tensor of each model. Differences are computed in float32, a part of the tensor at a
-    time.
+    `room` is the number of usable bytes of each GPU.
     """
-    largest = max((math.prod(header.shape) for header in sources.base.tensors.values()), default=0)
-    copied = 0
-    for view in sources.views.values():
-        # A tensor that an adapter changes is float32, and so is the product of which it is the sum.
-        copied += 8 * largest if view.base is not None else max(tensor.num_bytes for tensor in view.own)
-    return copied + REDUCTION_CHUNK_BYTES
+    settings = dict(sources.base.settings)
+    return min(
+        tokens_within(room - held, settings, value_bytes, recomputes=place.recomputes, layers=max(1, layers))
+        for held, layers in _held_on_gpus(sources, value_bytes, max_layers, place.num_gpus)
+    )
+
+
+def _held_on_gpus(sources: ResolvedFamily, value_bytes: int, max_layers: int, num_gpus: int) -> list[tuple[int, int]]:
+    """Bytes without activations, and number of layers, of each GPU that has a part of the model.
+
+    The bytes are those of the weights, of one gradient, and of the sources that are read to reduce it.
+    """
+    number = max(int(sources.base.settings["num_hidden_layers"]), max_layers)
+    passing = reduction_bytes(sources)
+    whole = gradient_model_bytes(sources, value_bytes, max_layers=max_layers)
+    if num_gpus == 1:
+        return [(whole + passing, number)]
+    outside = outside_bytes(sources, value_bytes)
+    layer = widest_layer_bytes(sources, value_bytes)
+    gradient = max(0, whole - outside - layer * number)
+    counts = divided_layers(layer, number, outside, num_gpus)
+    return [(outside * (index == 0) + layer * count + gradient + passing, count) for index, count in enumerate(counts)]

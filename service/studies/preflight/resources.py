@@ -7,7 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from search_spaces.errors import Problem
@@ -136,13 +136,15 @@ def machines_for(
 
     The result has the groups that are stated for this installation; if none are stated, the groups `known`; if none are
     known, this machine. If some groups have GPUs, groups without GPUs are left out. If engines need GPUs and no group
-    has any, the result is one machine with one GPU and unknown memory. If `available_bytes` is given, the result is
-    always this machine, with this memory.
+    has any, the result is one machine with one GPU and unknown memory. If `available_bytes` is given, each machine has
+    this memory.
     """
     import torch
 
-    here = EngineMachines(torch.cuda.device_count(), total_host_bytes() if available_bytes is None else available_bytes)
-    found = (here,) if available_bytes is not None else stated_machines() or tuple(known) or (here,)
+    here = EngineMachines(torch.cuda.device_count(), total_host_bytes())
+    found = stated_machines() or tuple(known) or (here,)
+    if available_bytes is not None:
+        found = tuple(replace(group, memory_bytes=available_bytes) for group in found)
     with_gpus = tuple(machines for machines in found if machines.num_gpus)
     if with_gpus or available_bytes is not None or not (runs_on_gpus() or study.engine.tensor_parallel_size > 1):
         return with_gpus or found
@@ -218,9 +220,10 @@ def _plan_on(
     value_bytes = gradient_value_bytes(study, "cpu")
     model = gradient_model_bytes(sources, value_bytes, max_layers=max_layers) if gradients_on == "cpu" else 0
     on_gpu = sources.num_parameters * element_bytes // study.engine.tensor_parallel_size
+    processes = study.engine.tensor_parallel_size if machines.num_gpus else 1
     return MemoryPlan(
         bank_bytes=stored_bytes(sources.checkpoints.values()),
-        engine_bytes=weights + statistics + ENGINE_OVERHEAD_BYTES,
+        engine_bytes=weights + processes * (statistics + ENGINE_OVERHEAD_BYTES),
         replicas=replicas,
         available_bytes=machines.memory_bytes,
         gradient_bytes=model + GRADIENT_OVERHEAD_BYTES if gradients_on else 0,

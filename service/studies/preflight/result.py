@@ -17,6 +17,7 @@ from search_spaces.searchers import SEARCHERS
 from search_spaces.spaces.base import DifferentiableSpace, LayeredSpace, SearchSpace
 from search_spaces.study.engine import EngineOptions
 from search_spaces.study.file import Study
+from service.engine_machines import EngineMachines
 from service.resolved_study import ChainedSource, ResolvedStudy
 from service.studies.preflight.algorithm import Algorithm, iterations_ahead, num_policies_of
 from service.studies.preflight.gradients import GradientPlace
@@ -182,6 +183,8 @@ class PreflightResult:
         recipes: Recipes that the study file lists, with their names; they are scored in place of a search.
         lacks: Reasons why the study does not fit into the memory of the machines. They are kept here only if a plan is
             to be made; otherwise they are problems.
+        dtype: Dtype in which engines compute, on the machines for which the study was checked.
+        machines: Groups of machines for which the study was checked.
     """
 
     study: Study
@@ -197,6 +200,8 @@ class PreflightResult:
     observed: tuple[Observation, ...] = ()
     recipes: tuple[tuple[str, Recipe], ...] = ()
     lacks: tuple[Problem, ...] = ()
+    dtype: str = "float32"
+    machines: tuple[EngineMachines, ...] = ()
 
     @property
     def concurrency(self) -> int:
@@ -294,6 +299,8 @@ class PreflightResult:
             space,
             device=place.device,
             recomputes=place.recomputes,
+            num_gpus=place.num_gpus,
+            tokens=place.tokens,
         )
 
     @property

@@ -11,10 +11,12 @@ from search_spaces.recipe import COEFFICIENT_DECIMALS, Recipe
 from search_spaces.spaces.base import Coefficients
 from search_spaces.study.engine import EngineOptions
 from service.store.steps import GradientRequest, GradientResult, LossesRequest, LossesResult
+from workers.engines.host_memory import free_host_bytes
+from workers.engines.vllm.memory import HOST_SHARE
 from workers.errors import TrialFailed
-from workers.models.family import on_this_machine
+from workers.models.family import on_this_machine, open_sources
 from workers.telemetry import logs
-from workers.types import Completions, Family, TaskSpec
+from workers.types import Completions, Family, Placement, TaskSpec
 from workers.types import GradientResult as CoefficientDerivatives
 
 if TYPE_CHECKING:
@@ -30,7 +32,8 @@ class GradientInputs:
     `space` describes the coefficients of merges and the parameters that set them; a request has a value for each
     parameter. If `space` is None, `use_coefficients` must set the coefficients before the first request. `device` is
     the device on which the actor computes ("cpu" or "cuda"). `recomputes` says whether the actor computes activations
-    twice to save memory.
+    twice to save memory. `num_gpus` is the number of GPUs of one machine over which the model's layers are divided, and
+    `tokens` the largest number of tokens of a pass; None is the default.
     """
 
     family: Family
@@ -39,6 +42,15 @@ class GradientInputs:
     space: Coefficients | None = None
     device: str = "cpu"
     recomputes: bool = False
+    num_gpus: int = 1
+    tokens: int | None = None
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Devices of the model: the CPU or a GPU, or several GPUs that share the layers."""
+        if self.device == "cpu" or self.num_gpus == 1:
+            return (self.device,)
+        return tuple(f"{self.device}:{index}" for index in range(self.num_gpus))
 
 
 class GradientActor:
@@ -125,17 +137,23 @@ class GradientActor:
         if self._opened is None:
             import torch
 
-            from workers.training.gradients import CoefficientGradients
+            from workers.training.gradients import MAX_TOKENS, CoefficientGradients
 
             inputs = self._inputs
             if inputs.options.threads:
                 torch.set_num_threads(inputs.options.threads)
+            family, (device, *more_devices) = on_this_machine(inputs.family), inputs.devices
+            is_in_host = inputs.device == "cuda" and _has_room(family)
             self._opened = CoefficientGradients(
-                on_this_machine(inputs.family),
+                family,
                 inputs.options,
                 inputs.tasks,
-                device=inputs.device,
+                placement=Placement.HOST if is_in_host else Placement.MAPPED,
+                device=device,
+                more_devices=more_devices,
+                is_shared=is_in_host,
                 recomputes=inputs.recomputes,
+                max_tokens=inputs.tokens or MAX_TOKENS,
             )
         if self._completions is not None:
             self._opened.set_completions(self._completions)
@@ -166,6 +184,19 @@ class GradientActor:
         for layer, parameter in space.layer_scales.items():
             slopes[parameter] = slopes.get(parameter, 0.0) + result.layer_scales[layer]
         return slopes
+
+
+def _has_room(family: Family) -> bool:
+    """Whether the machine's shared memory has room for the sources of `family`, or has them already.
+
+    Then GPUs read them from pinned memory, which is many times as fast as mapped files, and share them with engines.
+    """
+    from workers.merging.bank import content_name
+    from workers.merging.node import free_shared_bytes, shared_bytes
+
+    size = open_sources(family).stored_bytes
+    already = shared_bytes(content_name(family, "cuda"))
+    return already >= size or size <= min(free_shared_bytes(), int(HOST_SHARE * free_host_bytes()))
 
 
 def _with_stated_coefficients(space: Coefficients, point: tuple[float, ...]) -> tuple[float, ...]:

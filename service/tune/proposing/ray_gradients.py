@@ -124,7 +124,8 @@ class RayGradients:
         """
         inputs = on_free_device(self._inputs, ray.available_resources())
         kind: Any = ray.remote(GradientActor)
-        self.actor = kind.options(num_cpus=ACTOR_CPUS, num_gpus=int(inputs.device == "cuda")).remote(inputs)
+        num_gpus = inputs.num_gpus if inputs.device == "cuda" else 0
+        self.actor = kind.options(num_cpus=ACTOR_CPUS, num_gpus=num_gpus).remote(inputs)
         if self._completions is not None:
             self.actor.use_completions.remote(self._completions())
         if self._coefficients is not None:
@@ -135,9 +136,15 @@ def on_free_device(inputs: GradientInputs, resources: Mapping[str, float]) -> Gr
     """The inputs of a gradient actor, changed to compute on the CPU if no GPU is free.
 
     `inputs` is returned unchanged if it asks for the CPU, or if `resources`, Ray's free resources, have a GPU. An actor
-    that reserves a GPU while none is free would wait forever.
+    that reserves a GPU while none is free would wait forever. A model whose layers are divided over several GPUs is not
+    computed on the CPU, which would take days: EngineUnavailable is raised if fewer GPUs are free.
     """
-    if inputs.device != "cuda" or resources.get("GPU", 0) >= 1:
+    if inputs.device != "cuda" or resources.get("GPU", 0) >= inputs.num_gpus:
         return inputs
+    if inputs.num_gpus > 1:
+        raise EngineUnavailable(
+            f"gradients are planned on {inputs.num_gpus} GPUs of one machine, and {resources.get('GPU', 0):g} of the "
+            "cluster are free; free GPUs, or use fewer engine.replicas"
+        )
     logger.warning("no GPU is free for gradients, so the CPU computes them")
     return replace(inputs, device="cpu")

@@ -197,6 +197,23 @@ def test_jobs_are_checked_on_the_head(
     assert known == tuple(EngineMachines(number, 2**30) for number in machines)
 
 
+def test_drivers_know_the_machines_of_their_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver asks the cluster of RAY_ADDRESS for its nodes, which its own machine's GPUs say nothing about."""
+    nodes = (Node("0", "127.0.0.1", 0, 4, is_head=True, memory_bytes=2**30), Node("1", "10.0.0.2", 8, 16))
+    monkeypatch.setattr(node_calls, "nodes_of", lambda _: nodes)
+    monkeypatch.setattr(node_calls, "check_reachable", lambda: None)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert node_calls.cluster_machines() == ()
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")
+    assert node_calls.cluster_machines() == (EngineMachines(0, 2**30), EngineMachines(8, None))
+
+    def unreachable() -> None:
+        raise ConnectionError("no Ray answers there")
+
+    monkeypatch.setattr(node_calls, "check_reachable", unreachable)
+    assert node_calls.cluster_machines() == ()
+
+
 @pytest.mark.slow
 def test_a_study_that_names_another(jobs: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, s3: S3) -> None:
     """Only the head has the variable with the database, so a check there alone finds the other study."""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +22,9 @@ from workers.models.checkpoints import open_checkpoint
 from workers.models.family import open_family, open_sources, resolve_family
 from workers.models.fingerprints import fingerprint
 from workers.models.remote import absent_bytes, commit_of, fetched, id_of, is_metadata_only, locate
+from workers.models.remote import hub as remote_hub
 from workers.models.remote.snapshots import FIRST_BYTES
+from workers.telemetry.phases import report_to
 
 
 @pytest.fixture(scope="module")
@@ -254,3 +259,33 @@ def test_unhashed_weights_come_whole(hub: Hub, models: Path, tmp_path: Path, mon
     hub.sends_ranges = False
     with pytest.raises(InvalidModel, match="it does not send parts of files"):
         locate("owner/base")
+
+
+def test_processes_of_a_machine_download_a_model_once(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two replicas one downloads; the other says that it waits, and finds the model without a request for weights.
+
+    Threads replace processes here: their locks exclude each other, too.
+    """
+    monkeypatch.setattr("workers.directories.TOLD_AFTER_S", 0.05)
+    download = remote_hub.Hub.download
+
+    def slow(self: remote_hub.Hub, *args: Any) -> None:
+        time.sleep(0.5)
+        download(self, *args)
+
+    monkeypatch.setattr(remote_hub.Hub, "download", slow)
+    notes: list[str] = []
+    told: list[str] = []
+    (place,) = [locate("owner/math")]
+    report_to(told.append)
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            found = list(pool.map(lambda _: fetched([place], note=notes.append), range(2)))
+    finally:
+        report_to(None)
+    assert found[0] == found[1]
+    assert [note.split(":")[0][:22] for note in notes if note.startswith("Downloading ")] == ["Downloading owner/math"]
+    assert "downloads owner/math" in told
+    assert any(text.startswith("waits for another process that works on owner--math@") for text in told)
+    whole = sum(len(data) for data in weights_of(hub, "math").values())
+    assert hub.sent_of("owner/math") <= whole + FIRST_BYTES, "the weights once, and their header before"

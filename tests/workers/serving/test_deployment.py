@@ -24,11 +24,14 @@ from workers.errors import (
     InvalidTask,
     TrialFailed,
 )
+from workers.serving.application import num_replicas
 from workers.serving.deployment import app_name, deploy_scorer
 from workers.serving.fake import FakeScorer
 from workers.serving.serve_scorer import ServeScorer
+from workers.serving.start_phases import start_text
 from workers.serving.watchdog import TimeLimits
-from workers.types import Family, ModelSource, ScoreRequest, Span, TaskSpec
+from workers.telemetry.phases import phase
+from workers.types import Family, GpuNeed, ModelSource, ScoreRequest, Span, TaskSpec
 
 TASK = TaskSpec("anything", "exact_match")
 
@@ -208,6 +211,49 @@ def test_changed_models_end_the_wait(ray_cluster: None, tied_family: Family, tmp
     with pytest.raises(EngineUnavailable, match=r"math has changed: its fingerprint is 0a1b"):
         replace(scorer, poll_s=0.5).score(request(tied_family, 0.5))
     serve.delete("fake-changed")
+
+
+@pytest.mark.parametrize("gpus", [GpuNeed.NEEDED, GpuNeed.MAY_COME])
+def test_engines_for_gpus_never_run_on_the_cpu(ray_cluster: None, tied_family: Family, gpus: GpuNeed) -> None:
+    """Replicas planned for GPUs are refused by a cluster without any, or wait for one: no engine starts on the CPU."""
+    from ray import serve
+
+    reason = "has 0; add a machine with GPUs" if gpus is GpuNeed.NEEDED else "not ready within 3 s"
+    with pytest.raises(EngineUnavailable, match=reason):
+        deploy_scorer(tied_family, OPTIONS, name="fake-gpus", make_worker=FakeScorer, gpus=gpus, start_timeout_s=3.0)
+    assert not num_replicas("fake-gpus")["RUNNING"]
+    serve.delete("fake-gpus")
+
+
+@dataclass
+class StartsSlowly(FakeScorer):
+    """A replica whose start ends when a file appears."""
+
+    until: str = ""
+
+    def __post_init__(self) -> None:
+        with phase("downloads owner/name"):
+            while not Path(self.until).exists():
+                time.sleep(0.05)
+
+
+def test_replicas_say_what_their_start_waits_for(ray_cluster: None, tied_family: Family, tmp_path: Path) -> None:
+    """What replicas do is known while they start, and forgotten when they are ready."""
+    from ray import serve
+
+    make_worker = partial(StartsSlowly, until=str(tmp_path / "done"))
+    with ThreadPoolExecutor(1) as pool:
+        deployed = pool.submit(
+            deploy_scorer, tied_family, OPTIONS, name="fake-slow", replicas=2, make_worker=make_worker
+        )
+        deadline = time.monotonic() + 120.0
+        while (text := start_text("fake-slow")) != "2 of 2: downloads owner/name":
+            assert time.monotonic() < deadline, text
+            time.sleep(0.1)
+        (tmp_path / "done").touch()
+        deployed.result()
+    assert start_text("fake-slow") == ""
+    serve.delete("fake-slow")
 
 
 def test_names_of_applications_stay_as_they_are() -> None:

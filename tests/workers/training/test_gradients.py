@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,12 +21,15 @@ from tests.workers.merging.methods.examples import EXAMPLES
 from tests.workers.recipes import num_layers
 from workers.errors import InvalidModel, TrialFailed
 from workers.evaluation.references import Reading
+from workers.merging.bank import Bank
 from workers.merging.materialize import operands_of
 from workers.merging.methods.plain import PLAIN
 from workers.merging.plan import plan_as_stated
 from workers.training import gradients
 from workers.training.gradients import CoefficientGradients
 from workers.training.losses import sample_losses
+from workers.training.memory import activation_bytes, reduction_bytes
+from workers.training.model import moved
 from workers.types import Family, GradientResult, TaskSpec
 
 OPTIONS = EngineOptions(max_model_len=256, dtype="float32")
@@ -236,6 +240,100 @@ def test_memory_is_saved_without_changing_the_result(
     assert found.losses == pytest.approx(expected.losses, rel=1e-5)
     for name, each in expected.shared.items():
         assert found.shared[name] == pytest.approx(each, rel=1e-3, abs=1e-6)
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_layers_on_several_devices_give_the_bits_of_one(
+    tied: CoefficientGradients,
+    tasks: Mapping[str, TaskSpec],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    recomputes: bool,
+) -> None:
+    """A model whose layers are divided over devices has the losses and gradients of one device, bit for bit.
+
+    The devices are two names of the CPU here, so that the inputs that are moved to each can be counted.
+    """
+    recipe = arithmetic(tied.bank.family, 0.3, 0.6)
+    names = ("cpu", "cpu:0", "cpu")
+    divided = CoefficientGradients(
+        tied.bank.family, OPTIONS, tasks, cache=tmp_path, device=names[0], more_devices=names[1:], recomputes=recomputes
+    )
+    moves: list[str] = []
+    depth = 0
+
+    def counted(value: Any, device: torch.device) -> Any:
+        nonlocal depth
+        if depth == 0 and not isinstance(value, dict):  # positional inputs of a layer, or the last output
+            moves.append(str(device))
+        depth += 1  # a call for each part of the value follows
+        try:
+            return moved(value, device)
+        finally:
+            depth -= 1
+
+    monkeypatch.setattr("workers.training.model.moved", counted)
+    expected, found = (each.loss_and_gradient(recipe, BATCH, WEIGHTS) for each in (tied, divided))
+    assert replace(found, seconds=0.0) == replace(expected, seconds=0.0)
+    counts = divided.model.num_layers_on
+    layers = num_layers(tied.bank.family)
+    assert (len(counts), sum(counts)) == (3, layers)
+    forward = [name for name, count in zip(names, counts, strict=True) for _ in range(count)] + [names[0]]
+    assert moves[: len(forward)] == forward, "each layer has its inputs on its device, and the head its own"
+    if not recomputes:
+        assert moves == forward * (len(moves) // len(forward))
+    assert tied.model.num_layers_on == (layers,)
+
+
+def test_parts_of_a_model_are_where_the_plan_says(
+    tied_family: Family, tasks: Mapping[str, TaskSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights of layers lie on their devices, all else on the first, and each is merged by the bank of its device."""
+    merged: dict[str, set[str]] = {}
+
+    def merge_into(plan: Any, bank: Bank, destinations: Mapping[str, torch.Tensor]) -> None:
+        merged.setdefault(bank.device.type, set()).update(destinations)
+        assert {memory.device for memory in destinations.values()} == {bank.device}
+
+    monkeypatch.setattr(gradients, "merge_into", merge_into)
+    divided = CoefficientGradients(tied_family, OPTIONS, tasks, cache=tmp_path, more_devices=("meta",))
+    divided._hold(arithmetic(tied_family, 0.3, 0.6))
+    on_meta = {name for name, memory in divided.model.memory.items() if memory.device.type == "meta"}
+    assert merged == {"meta": on_meta, "cpu": divided.model.memory.keys() - on_meta}
+    counts = divided.model.num_layers_on
+    assert {int(re.findall(r"layers\.(\d+)\.", name)[0]) for name in on_meta} == set(
+        range(counts[0], counts[0] + counts[1])
+    )
+    assert counts[1] > 0
+
+
+def test_free_memory_of_each_gpu_limits_the_tokens_of_a_pass(
+    tied_family: Family, tasks: Mapping[str, TaskSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Passes have the tokens for which every GPU has room; where few fit, activations are recomputed."""
+    bank = CoefficientGradients(tied_family, OPTIONS, tasks, cache=tmp_path)
+    config, layers = bank.model.module.config.to_dict(), num_layers(tied_family)
+    passing = reduction_bytes(bank.bank.sources) + max(memory.nbytes for memory in bank.model.memory.values())
+
+    def limited(tokens: int, *, recomputes: bool = False) -> CoefficientGradients:
+        room = activation_bytes(config, tokens, 4, recomputes=recomputes, layers=layers) + passing
+        monkeypatch.setattr(gradients, "free_bytes", lambda device: room)
+        return CoefficientGradients(tied_family, OPTIONS, tasks, cache=tmp_path)
+
+    assert limited(10**6)._max_tokens == gradients.MAX_TOKENS
+    found = limited(2000)
+    assert abs(found._max_tokens - 2000) <= 1
+    assert not found._recomputes
+    found = limited(500, recomputes=False)
+    assert found._recomputes
+    assert gradients.LEAST_TOKENS < found._max_tokens < gradients.MAX_TOKENS
+    assert limited(100, recomputes=True)._max_tokens == gradients.LEAST_TOKENS
+    # The fullest of several GPUs decides, by the layers that it has.
+    one = activation_bytes(config, 3000, 4, recomputes=False, layers=1) + passing
+    monkeypatch.setattr(gradients, "free_bytes", lambda device: one if str(device) == "cpu:0" else 10**12)
+    divided = CoefficientGradients(tied_family, OPTIONS, tasks, cache=tmp_path, more_devices=("cpu:0",))
+    assert abs(divided._max_tokens - 3000 // divided.model.num_layers_on[1]) <= 1
+    assert bank._max_tokens == gradients.MAX_TOKENS, "no GPU, no limit"
 
 
 @pytest.mark.slow

@@ -44,6 +44,7 @@ from workers.errors import (
 from workers.evaluation.prompts import Completion, Continuation, Generation, Prompts, Stream
 from workers.models.family import on_this_machine, open_sources
 from workers.models.tokenizers import stated_directory
+from workers.telemetry.phases import phase
 from workers.types import CanaryReport, Family
 
 __all__ = ["Engine", "SwapReport"]
@@ -97,16 +98,25 @@ class Engine:
 
     The engine implements `workers.evaluation.prompts.Backend`: it generates and scores with the merge that it holds, at
     first the base model. `family` are the base and the experts. `name` is the name of the engine's replica, and
-    `log_file` the file that messages about a failed start refer to. Raises EngineUnavailable, with the reason, if the
-    models cannot be opened or vLLM cannot start or compute. Raises InvalidModel if contents of source models have
-    changed or cannot be used. Raises EngineFault if the engine's log-probabilities differ from those of transformers.
+    `log_file` the file that messages about a failed start refer to. `most_engines` is the largest number of equal
+    engines in the cluster, for which the host's memory is planned; None means as many as there are GPUs. Raises
+    EngineUnavailable, with the reason, if the models cannot be opened or vLLM cannot start or compute. Raises
+    InvalidModel if contents of source models have changed or cannot be used. Raises EngineFault if the engine's
+    log-probabilities differ from those of transformers.
     """
 
     def __init__(
-        self, family: Family, options: EngineOptions, *, log_file: str | None = None, name: str = "engine"
+        self,
+        family: Family,
+        options: EngineOptions,
+        *,
+        log_file: str | None = None,
+        name: str = "engine",
+        most_engines: int | None = None,
     ) -> None:
         self.options = options
         self.name = name
+        self._most_engines = most_engines
         self.swap_s: list[float] = []
         self._is_checked = False  # nothing was scored since the last canary that passed
         self._held: Recipe | None = None
@@ -123,15 +133,17 @@ class Engine:
         self._new_tokenizer: tempfile.TemporaryDirectory[str] | None = None
         started = time.perf_counter()
         try:
-            self.family = on_this_machine(family)
-            self._sources = open_sources(self.family)
+            with phase("looks for the models on its machine"):
+                self.family = on_this_machine(family)
+                self._sources = open_sources(self.family)
         except InvalidModel as error:
             raise not_started(family, error, log_file) from error
         self.prompts = Prompts(self._sources.result_dir, options)
         try:
             self._start()
             self.start_s = time.perf_counter() - started
-            self.swap(base_recipe(family), check=True)
+            with phase("writes its first merge and compares it with transformers"):
+                self.swap(base_recipe(family), check=True)
         except EngineCrashed as error:
             self.close()
             raise not_started(family, error.__cause__ or error, log_file) from error
@@ -153,28 +165,33 @@ class Engine:
 
         let_llvmlite_be_inspected()
         self._contents = (PathContents if self.options.max_layers else WeightContents)(
-            self._sources, self.prompts, self.options, aligns=bool(self.family.alignments_dir)
+            self._sources,
+            self.prompts,
+            self.options,
+            aligns=bool(self.family.alignments_dir),
+            most_engines=self._most_engines,
         )
         self.dtype = self._contents.dtype
         by_device, opening = self._contents.options_by_device()
-        self._llm: Any = LLM(
-            model=self.prompts.directory,
-            tokenizer=self._tokenizer_directory(),
-            dtype=self.dtype,
-            max_model_len=self.max_length,
-            max_num_seqs=MAX_NUM_SEQS,
-            max_num_batched_tokens=max(MAX_NUM_BATCHED_TOKENS, self.max_length),
-            tensor_parallel_size=self.options.tensor_parallel_size,
-            # By default vLLM may choose Ray inside Ray, and wait for GPUs that this process already holds.
-            distributed_executor_backend="mp" if self.options.tensor_parallel_size > 1 else None,
-            generation_config="vllm",  # not the model's: requests pass their end-of-text tokens and sampling
-            worker_extension_cls="workers.engines.vllm.worker_extension.MergeExtension",
-            seed=self.options.seed,
-            disable_log_stats=True,
-            trust_remote_code=False,
-            **self._contents.model_options(),
-            **by_device,
-        )
+        with phase("starts vLLM"):
+            self._llm: Any = LLM(
+                model=self.prompts.directory,
+                tokenizer=self._tokenizer_directory(),
+                dtype=self.dtype,
+                max_model_len=self.max_length,
+                max_num_seqs=MAX_NUM_SEQS,
+                max_num_batched_tokens=max(MAX_NUM_BATCHED_TOKENS, self.max_length),
+                tensor_parallel_size=self.options.tensor_parallel_size,
+                # By default vLLM may choose Ray inside Ray, and wait for GPUs that this process already holds.
+                distributed_executor_backend="mp" if self.options.tensor_parallel_size > 1 else None,
+                generation_config="vllm",  # not the model's: requests pass their end-of-text tokens and sampling
+                worker_extension_cls="workers.engines.vllm.worker_extension.MergeExtension",
+                seed=self.options.seed,
+                disable_log_stats=True,
+                trust_remote_code=False,
+                **self._contents.model_options(),
+                **by_device,
+            )
         self.canary = Canary(
             self.family,
             base=base_recipe(self.family),
@@ -183,7 +200,8 @@ class Engine:
             vocabulary=int(self.prompts.config["vocab_size"]),
             max_length=self.max_length,
         )
-        self.bank_fingerprint = str(self._call("mergesearch_open", family_to_json(self.family), **opening))
+        with phase("reads the sources"):
+            self.bank_fingerprint = str(self._call("mergesearch_open", family_to_json(self.family), **opening))
         self.sources = str(self._call("mergesearch_sources"))
 
     def _tokenizer_directory(self) -> str:

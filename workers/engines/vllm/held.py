@@ -198,9 +198,17 @@ class HeldWeights:
             sums |= {name: word_sum(parameter) for name, parameter in rewritten.items()}
         bank.sources.check_unchanged()  # a file may have changed while it was read
         self._computations, self._sums = held | wanted, sums
-        computed_on = devices_of(plan, bank, self.dtype)
+        computed_on = devices_of(plan, bank, self.dtype, self._num_of_shards(changed))
         self._devices = devices | {name: computed_on[name] for name in changed}
         return Writing(len(changed), materialise_s, repack_s)
+
+    def _num_of_shards(self, names: Collection[str]) -> dict[str, int]:
+        """The number of elements that this rank holds of each tensor in `names` of which it computes only these."""
+        return {
+            name: place.shard.num_elements
+            for name in names
+            if name not in self.whole_because and (place := self.destinations.get(name)) and place.shard is not None
+        }
 
     def _merge(
         self,

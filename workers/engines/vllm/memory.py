@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from workers.errors import EngineUnavailable
-from workers.merging.recent import statistics_bytes
+from workers.merging.recent import recent_bytes, statistics_bytes
 from workers.models.family import ResolvedFamily
 from workers.models.headers import DTYPE_BYTES
 from workers.types import Placement
@@ -59,6 +59,7 @@ class MemoryRequirements:
     - `max_length`: the number of tokens of the longest text (not bytes)
     - `ranks`: the number of GPUs
     - `statistics`: the size of the statistics of source weights that merging caches, always in host memory
+    - `recent`: the part of `statistics` that may be dropped and computed again, if there is less memory
     """
 
     bank: int
@@ -68,6 +69,7 @@ class MemoryRequirements:
     max_length: int
     ranks: int = 1
     statistics: int = 0
+    recent: int = 0
 
     def engine(self, num_texts: int) -> int:
         """Bytes on each GPU for an engine that processes `num_texts` texts at once, without the source weights."""
@@ -81,11 +83,13 @@ class EngineMemory:
 
     The sources' weights go to the first of `placements` (GPU, host memory or mapped files) that has enough free memory
     once the engine runs. `gpu_share` is the engine's share of a GPU's memory. `reason` explains the choice for users.
+    `recent` is the host memory of each process for statistics that may be dropped and computed again.
     """
 
     placements: tuple[Placement, ...]
     gpu_share: float
     reason: str
+    recent: int = 0
 
 
 def divide_memory(
@@ -96,8 +100,8 @@ def divide_memory(
     - `needs`: the memory that engine and source weights need
     - `gpu_free`, `gpu_total`: the free bytes and all bytes of each GPU
     - `host_free`: the free bytes of the host
-    - `processes`: the number of processes on the host that may merge at once, each of which keeps statistics of the
-      sources
+    - `processes`: the number of processes of engines that may run on the host at once, each of which keeps statistics
+      of the sources
     - `is_shared`: whether these processes share one copy of the sources; otherwise each has a copy
 
     The sources are kept in the first of these places that is possible:
@@ -106,6 +110,8 @@ def divide_memory(
       little memory
     - in host memory, if the sources and statistics of all processes fit into a part of it
     - in files mapped into memory
+
+    Statistics that may be dropped get the host memory that the sources leave, so that they never displace the sources.
 
     Raises EngineUnavailable if the merged model does not fit into the GPU.
     """
@@ -119,20 +125,22 @@ def divide_memory(
     room = usable - needs.scratch
     left = room - needs.bank
     copies = 1 if is_shared else processes
-    in_host = copies * needs.bank + processes * needs.statistics <= HOST_SHARE * host_free
+    spare = int(HOST_SHARE * host_free) - copies * needs.bank - processes * (needs.statistics - needs.recent)
+    in_host = spare >= 0
+    recent = max(0, min(needs.recent, (spare if in_host else spare + copies * needs.bank) // processes))
     off_gpu = (Placement.HOST, Placement.MAPPED) if in_host else (Placement.MAPPED,)
     sizes = f"{needs.bank / GB:.1f} GB of sources"
     if left >= needs.engine(MANY_TEXTS if in_host else FEW_TEXTS):
-        spare = (left - needs.weights - ACTIVATION_BYTES) / GB
-        reason = f"{sizes} leave {spare:.1f} GB of the GPU's {gpu_total / GB:.1f} GB for keys and values"
-        return EngineMemory((Placement.GPU, *off_gpu), _share(left, gpu_total), reason)
+        for_texts = (left - needs.weights - ACTIVATION_BYTES) / GB
+        reason = f"{sizes} leave {for_texts:.1f} GB of the GPU's {gpu_total / GB:.1f} GB for keys and values"
+        return EngineMemory((Placement.GPU, *off_gpu), _share(left, gpu_total), reason, recent)
     reason = f"next to {sizes} the GPU's {gpu_total / GB:.1f} GB have too little room for an engine"
     if not in_host:
         number = "a copy" if copies == 1 else f"{copies} copies (one for each GPU)"
         if is_shared and processes > 1:
             number = f"a copy that {processes} GPUs share, with statistics for each,"
         reason += f", and {number} would be more than half of the {host_free / GB:.1f} GB free on the host"
-    return EngineMemory(off_gpu, _share(max(room, min(usable, needs.engine(FEW_TEXTS))), gpu_total), reason)
+    return EngineMemory(off_gpu, _share(max(room, min(usable, needs.engine(FEW_TEXTS))), gpu_total), reason, recent)
 
 
 def usable_gpu_bytes(gpu_free: int, gpu_total: int) -> int:
@@ -171,6 +179,7 @@ def memory_requirements(
         max_length=max_length,
         ranks=ranks,
         statistics=statistics_bytes(sources),
+        recent=recent_bytes(sources),
     )
 
 

@@ -59,6 +59,7 @@ class MergeExtension:
         keeps_ranks: bool = False,
         ranks: int = 1,
         is_shared: bool = False,
+        max_recent_bytes: int | None = None,
     ) -> str:
         """Open the source weights (the bank), and start to count logit rows that contain NaN or infinite values.
 
@@ -70,11 +71,15 @@ class MergeExtension:
           (`bank.Bank.keep_ranks`)
         - `ranks`: the number of processes of the engine
         - `is_shared`: whether the processes of this node share statistics and host memory of the sources (`bank.Bank`)
+        - `max_recent_bytes`: the host memory for statistics of several sources; None is the bank's own limit
 
         Returns the bank's fingerprint, a digest of the contents of all source models.
         """
         device = next(self.model_runner.get_model().parameters()).device
-        self._mergesearch_bank = open_bank(family, placements, device, scratch_bytes, is_shared=is_shared).on(device)
+        opened = open_bank(
+            family, placements, device, scratch_bytes, is_shared=is_shared, max_recent_bytes=max_recent_bytes
+        )
+        self._mergesearch_bank = opened.on(device)
         if keeps_ranks:
             self._mergesearch_bank.keep_ranks()
         if self._mergesearch_bank.placement != placements[0]:
@@ -269,6 +274,7 @@ def open_bank(
     scratch_bytes: int = 0,
     *,
     is_shared: bool = False,
+    max_recent_bytes: int | None = None,
 ) -> Bank:
     """Open the source weights of a base model and its experts (a family); the object that holds them is the bank.
 
@@ -279,32 +285,46 @@ def open_bank(
 
     `device` is the device that computes merges. The weights are kept in the first of `placements` that has enough
     memory for them; a GPU must also have `scratch_bytes` for merging a tensor. With `is_shared`, the bank is shared
-    with other processes of the node. Raises InvalidModel if the models cannot be opened.
+    with other processes of the node. `max_recent_bytes` limits the memory for statistics of several sources. Raises
+    InvalidModel if the models cannot be opened.
     """
     if family not in _opened:
         _opened.clear()
         _opened[family] = _first_with_room(
-            family_from_json(family), placements, torch.device(device), scratch_bytes, is_shared=is_shared
+            family_from_json(family),
+            placements,
+            torch.device(device),
+            scratch_bytes,
+            is_shared=is_shared,
+            max_recent_bytes=max_recent_bytes,
         )
     return _opened[family]
 
 
 def _first_with_room(
-    family: Family, placements: Sequence[Placement], device: torch.device, scratch_bytes: int, *, is_shared: bool
+    family: Family,
+    placements: Sequence[Placement],
+    device: torch.device,
+    scratch_bytes: int,
+    *,
+    is_shared: bool,
+    max_recent_bytes: int | None,
 ) -> Bank:
     from workers.merging.bank import Bank
+
+    options: dict[str, Any] = {"device": device, "is_shared": is_shared, "max_recent_bytes": max_recent_bytes}
 
     for placement in placements[:-1]:
         bank: Bank | None = None
         try:
-            bank = Bank(family, placement, device=device, is_shared=is_shared)
+            bank = Bank(family, placement, **options)
         except (torch.OutOfMemoryError, torch.AcceleratorError) as error:  # the latter for pinned memory
             log.warning("no room for the sources %s: %s", IN_WORDS[placement], error)
         if bank is not None and (placement != Placement.GPU or torch.cuda.mem_get_info(device)[0] >= scratch_bytes):
             return bank
         del bank
         torch.cuda.empty_cache()
-    return Bank(family, placements[-1], device=device, is_shared=is_shared)
+    return Bank(family, placements[-1], **options)
 
 
 def family_to_json(family: Family) -> str:

@@ -23,7 +23,7 @@ result is rounded once and written to its destination. Kernels receive the sourc
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 
@@ -34,7 +34,17 @@ from workers.merging.kernels.threads import MIN_PIECE, each_in_one_thread
 from workers.merging.methods.plain import Operands
 from workers.merging.shards import Shard
 
-__all__ = ["FUSED", "ON_CUDA", "can_fuse", "exact_rule", "for_each", "is_fused", "merge_shard", "merge_stored"]
+__all__ = [
+    "FUSED",
+    "ON_CUDA",
+    "backend",
+    "can_fuse",
+    "exact_rule",
+    "for_each",
+    "is_fused",
+    "merge_shard",
+    "merge_stored",
+]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # A tensor with more than 1 / SHARES of each thread's share of the work is merged by all threads together.
@@ -42,6 +52,11 @@ SHARES = 8
 T = TypeVar("T")
 # Kernels count a tensor's elements in 32 bits.
 MAX_ELEMENTS = 2**32 - 1
+
+
+def backend(device: torch.device) -> Literal["cuda", "cpu"]:
+    """The kind of kernels that compute merges on `device`: "cuda" (Triton) for a CUDA device, else "cpu" (Numba)."""
+    return "cuda" if device.type == "cuda" else "cpu"
 
 
 def is_fused(merge: Merge, stored: Operands, dtype: torch.dtype) -> bool:
@@ -52,7 +67,7 @@ def is_fused(merge: Merge, stored: Operands, dtype: torch.dtype) -> bool:
     """
     tensors = [*stored.tensors, *([] if stored.base is None else [stored.base])]
     return (
-        merge.method in (ON_CUDA if tensors[0].is_cuda else FUSED)
+        merge.method in (ON_CUDA if backend(tensors[0].device) == "cuda" else FUSED)
         and can_fuse((dtype, *(tensor.dtype for tensor in tensors)), tensors[0].numel())
         and all(tensor.is_contiguous() for tensor in tensors)
         and tensors[0].device.type in ("cpu", "cuda")
@@ -71,7 +86,7 @@ def merge_stored(merge: Merge, stored: Operands, out: torch.Tensor) -> None:
     returned True for them. `out` is contiguous and has the shape of the operands.
     """
     # Imported here because each of the two compilers takes a second to import.
-    if out.is_cuda:
+    if backend(out.device) == "cuda":
         from workers.merging.kernels.cuda import merge as execute
     else:
         from workers.merging.kernels.cpu import merge as execute
@@ -79,11 +94,12 @@ def merge_stored(merge: Merge, stored: Operands, out: torch.Tensor) -> None:
 
 
 def exact_rule(merge: Merge, stored: Operands) -> Rule:
-    """The rule of a merge on CPU with exact thresholds, so that any part of the merge can be computed alone.
+    """The rule of a merge with exact thresholds, so that any part of the merge can be computed alone.
 
     A rule is the formula of a merge with its numbers, as plain data that a kernel executes. A threshold is the least
-    magnitude of the elements that are kept. `stored` are the whole operands, with the statistics that the method needs;
-    they are read as a whole to find the thresholds. The rule is the same for all shards of the tensor.
+    magnitude of the elements that are kept. `stored` are the whole operands on the CPU, with the statistics that the
+    method needs; they are read as a whole to find the thresholds, and not read by methods without thresholds. The rule
+    is the same for all shards of the tensor.
     """
     from workers.merging.kernels.cpu import exact
 
@@ -93,14 +109,17 @@ def exact_rule(merge: Merge, stored: Operands) -> Rule:
 def merge_shard(
     rule: Rule, tensors: Sequence[torch.Tensor], base: torch.Tensor | None, out: torch.Tensor, shard: Shard
 ) -> None:
-    """Compute the elements of `shard` of a merge on CPU, and write them to `out`, rounded once to its dtype.
+    """Compute the elements of `shard` of a merge, and write them to `out`, rounded once to its dtype.
 
     `rule` is the formula of the merge with its numbers, as `exact_rule` returns it. `tensors` and `base` are the whole
-    operands, of which only the elements of the shard are read. `out` is contiguous. The result has the same bits as
-    these elements of the whole merge.
+    operands, of which only the elements of the shard are read. On a CUDA device, all of them may instead have only
+    these elements, in the same order. `out` is contiguous. The result has the same bits as these elements of the whole
+    merge.
     """
-    from workers.merging.kernels.cpu import merge as execute
-
+    if backend(out.device) == "cuda":
+        from workers.merging.kernels.cuda import merge as execute
+    else:
+        from workers.merging.kernels.cpu import merge as execute
     execute(rule, tensors, base, out, shard)
 
 

@@ -5,14 +5,18 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Protocol
 
+from workers.cache import cache_dir
+from workers.directories import turn
 from workers.errors import InvalidModel
 from workers.models.remote.hub import Hub
 from workers.models.remote.objects import Objects
 from workers.models.remote.snapshots import SnapshotRecord, has_size, is_metadata_only, read_record, size_text
 from workers.object_store import is_object_url
+from workers.telemetry.phases import phase
 
 __all__ = ["Origin", "absent_bytes", "fetched", "lack_of_space"]
 
@@ -77,11 +81,15 @@ def fetched(directories: Sequence[Path], *, note: Callable[[str], None] = log.in
 
 def _fetch(record: SnapshotRecord, note: Callable[[str], None]) -> Path:
     origin = _origin(record)
-    total = sum(_absent_files(record).values())
-    if total:
-        note(f"Downloading {record.name}@{record.commit[:12]} from {origin.title}: {size_text(total)} ...")
+    total = 0
     try:
-        origin.download(record, note, total)
+        # One process of the machine downloads a model; the others find it when it is complete.
+        with turn(cache_dir() / "downloads" / f"{record.name.replace('/', '--')}@{record.commit[:12]}"):
+            total = sum(_absent_files(record).values())
+            with phase(f"downloads {record.name}") if total else nullcontext():
+                if total:
+                    note(f"Downloading {record.name}@{record.commit[:12]} from {origin.title}: {size_text(total)} ...")
+                origin.download(record, note, total)
     except Exception as error:
         reason = origin.reason(error, record)
         raise InvalidModel(

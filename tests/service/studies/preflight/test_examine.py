@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pkgutil
 import shutil
+import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from service.engine_machines import VARIABLE, EngineMachines
 from service.jobs.search.dry_run import check
 from service.merges.merge import check_merge
 from service.resolved_study import ResolvedStudy
+from service.studies.planning.here import profile_for
 from service.studies.preflight import resources
 from service.studies.preflight.examine import examine
 from service.studies.preflight.models import check_models
@@ -569,6 +571,27 @@ def test_studies_wait_for_gpus_that_nobody_has_seen(root: Path, monkeypatch: pyt
     assert found.memory.available_bytes is None
     assert [text for text in told if f"state these machines in {VARIABLE}" in text]
     assert found.models.export_bytes == 2 * found.models.num_parameters, "engines compute in bfloat16"
+
+
+def test_a_head_without_gpus_checks_for_the_gpus_of_the_cluster(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes of Ray decide dtype, packed copies and the place of gradients, in the checks of request and driver."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    study = study_of(root, engine={"max_model_len": 64, "replicas": 3}, search_space={})
+    nodes = [EngineMachines(0, 2**40), EngineMachines(4, 2**40)]
+    for memory in (None, sys.maxsize):  # the latter in the driver
+        here = examine(study, available_bytes=memory)
+        found = examine(study, machines=nodes, available_bytes=memory)
+        assert (here.dtype, found.dtype) == ("float32", "bfloat16")
+        assert found.models.export_bytes * 2 == here.models.export_bytes
+        assert found.memory.engine_bytes == ENGINE_OVERHEAD_BYTES < here.memory.engine_bytes, "nothing is packed"
+        assert here.gradients is not None
+        assert found.gradients is not None
+        assert (here.gradients.device, found.gradients.device) == ("cpu", "cuda")
+        assert found.machines == (replace(nodes[1], memory_bytes=memory or 2**40),)
+        profile = profile_for(found.machines)
+        assert (profile.gpus, profile.host_bytes) == (4, memory or 2**40)
+        assert "as fast as H100s" in profile.name
+    assert profile_for(here.machines).gpus == 0
 
 
 def test_what_headers_tell_is_told_before_any_weights_are_read(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,11 +15,13 @@ from service.engine_machines import EngineMachines
 from service.studies.preflight.dtype import dtype_note
 from service.studies.preflight.gradients import (
     GradientPlace,
+    gradient_gpu_bytes,
     gradient_place,
     reduction_bytes,
 )
 from service.studies.preflight.resources import MemoryPlan
 from tests.workers.merging.test_devices import peak_of
+from workers.engines.vllm.memory import usable_gpu_bytes
 from workers.training.memory import activation_bytes
 
 GB, TB = 10**9, 10**12
@@ -30,9 +33,16 @@ LLAMA_3_8B = {
     "num_hidden_layers": 32,
 }
 EMBEDDING = SimpleNamespace(shape=(128_256, 4_096), num_bytes=2 * 128_256 * 4_096)
+LAYER = SimpleNamespace(shape=(218_112_000,), num_bytes=2 * 218_112_000)
+PLACES = {"embedding": None, "head": None} | {f"layers.{index}": index for index in range(32)}
 EIGHT_B: Any = SimpleNamespace(
-    base=SimpleNamespace(settings=LLAMA_3_8B, tensors={"embedding": EMBEDDING}),
+    base=SimpleNamespace(
+        settings=LLAMA_3_8B, tensors={name: EMBEDDING if layer is None else LAYER for name, layer in PLACES.items()}
+    ),
     num_parameters=8_030_000_000,
+    layout=SimpleNamespace(
+        num_layers=32, places={name: SimpleNamespace(layer=layer) for name, layer in PLACES.items()}
+    ),
     views={name: SimpleNamespace(base=None, own=[EMBEDDING]) for name in ("base", "math", "code")},
 )
 
@@ -81,11 +91,35 @@ def test_gradients_never_share_an_engines_gpu() -> None:
     """Where engines have all GPUs, or gradients do not fit into one, the CPU computes them and the plan says why."""
     place, _ = placed(EngineMachines(8, TB, 80 * GB), replicas=8)
     assert place == GradientPlace("cpu", reason="the CPU computes them, as engines use all 8 GPUs")
-    place, _ = placed(EngineMachines(2, TB, 24 * GB))
+    place, _ = placed(EngineMachines(2, TB, 16 * GB))
     assert place is not None
     assert place.device == "cpu"
-    assert "of a GPU, which has 22.4 GiB" in place.reason
+    assert "of a GPU, which has 14.9 GiB" in place.reason
     assert placed(EngineMachines(0, TB)) == (GradientPlace("cpu"), "")
+
+
+def test_several_gpus_share_the_layers_of_a_large_model() -> None:
+    """Where one GPU has no room, smaller passes are planned, and then the fewest GPUs of one machine that have."""
+    one, _ = placed(EngineMachines(8, TB, 24 * GB))
+    assert one is not None
+    assert (one.device, one.num_gpus, one.recomputes) == ("cuda", 1, True)
+    assert 2048 <= one.tokens < 16_384
+    assert "with activations computed twice in passes of" in one.reason
+    found, _ = placed(EngineMachines(8, TB, 16 * GB))
+    assert found is not None
+    assert (found.device, found.num_gpus) == ("cuda", 2)
+    assert found.reason.startswith("2 GPUs share the layers and compute them in ")
+    for place, total in ((one, 24 * GB), (found, 16 * GB)):
+        assert gradient_gpu_bytes(study(dtype="bfloat16"), EIGHT_B, place) <= usable_gpu_bytes(total, total)
+    alone = gradient_gpu_bytes(study(dtype="bfloat16"), EIGHT_B, replace(found, num_gpus=1))
+    assert alone > usable_gpu_bytes(16 * GB, 16 * GB), "one GPU has no room for the same"
+    # Seven of eight GPUs of one machine have engines; so have all of the first machine, and one of the second.
+    few, _ = placed(EngineMachines(8, TB, 16 * GB), replicas=7)
+    assert few is not None
+    assert few.device == "cpu"
+    other, _ = placed(EngineMachines(8, TB, 16 * GB, most=2), replicas=9)
+    assert other is not None
+    assert (other.device, other.num_gpus) == ("cuda", 2)
 
 
 def test_lack_of_room_for_gradients_is_said() -> None:

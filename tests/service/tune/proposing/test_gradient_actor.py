@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -93,3 +95,26 @@ def test_gradient_along_a_path_is_of_differences(tied_family: Family, tmp_path: 
         by_weight = [found.gradient[names.index(f"layer1.mlp.{expert}")] for expert in ("math", "text")]
         assert 0.6 * by_weight[0] + 0.4 * by_weight[1] == pytest.approx(0.0, abs=1e-4)
         assert max(map(abs, by_weight)) > 1e-3
+
+
+@pytest.mark.parametrize(("free", "already", "placement"), [(0, 0, "mapped"), (10**12, 0, "host"), (0, 10**12, "host")])
+def test_gpus_read_pinned_memory_that_engines_share(
+    tied_family: Family, monkeypatch: pytest.MonkeyPatch, free: int, already: int, placement: str
+) -> None:
+    """Gradients on GPUs read the sources from shared host memory where there is room, or where engines filled it."""
+    monkeypatch.setattr("workers.merging.node.free_shared_bytes", lambda: free)
+    monkeypatch.setattr("workers.merging.node.shared_bytes", lambda name: already)
+    monkeypatch.setattr("service.tune.proposing.gradient_actor.free_host_bytes", lambda: free)
+    given: dict[str, Any] = {}
+    monkeypatch.setattr("workers.training.gradients.CoefficientGradients", lambda *_, **options: given.update(options))
+    inputs = GradientInputs(tied_family, OPTIONS, {}, device="cuda", num_gpus=2, tokens=4096)
+    GradientActor(inputs)._gradients()
+    assert (given["placement"], given["is_shared"]) == (placement, placement == "host")
+    assert (given["device"], given["more_devices"], given["max_tokens"]) == ("cuda:0", ["cuda:1"], 4096)
+    GradientActor(replace(inputs, device="cpu"))._gradients()
+    assert (given["placement"], given["is_shared"], given["device"], given["more_devices"]) == (
+        "mapped",
+        False,
+        "cpu",
+        [],
+    )

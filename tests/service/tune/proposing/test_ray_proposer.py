@@ -53,7 +53,7 @@ from service.types import EventKind
 from tests.conftest import OPTIONS
 from tests.search_spaces.spaces.families import models
 from tests.service.tune.harness import FINGERPRINTS, Killed, drive, killer, make_plan, new_study, trial_list
-from workers.errors import InvalidTask
+from workers.errors import EngineUnavailable, InvalidTask
 from workers.models.family import open_sources
 from workers.serving.fake import FakeScorer
 from workers.types import Family, TaskSpec
@@ -286,6 +286,11 @@ def test_actor_has_the_planned_device_if_it_is_free(inputs: GradientInputs) -> N
     assert on_free_device(on_gpu, {"GPU": 1.0}) is on_gpu
     assert on_free_device(on_gpu, {"CPU": 8.0, "GPU": 0.5}) == inputs
     assert on_free_device(inputs, {"GPU": 8.0}) is inputs
+    on_two = replace(on_gpu, num_gpus=2)
+    assert on_free_device(on_two, {"GPU": 2.0}) is on_two
+    assert (on_gpu.devices, on_two.devices, inputs.devices) == (("cuda",), ("cuda:0", "cuda:1"), ("cpu",))
+    with pytest.raises(EngineUnavailable, match="planned on 2 GPUs of one machine, and 1 of the cluster are free"):
+        on_free_device(on_two, {"GPU": 1.0})
 
 
 def test_actor_reads_requested_completions(inputs: GradientInputs) -> None:

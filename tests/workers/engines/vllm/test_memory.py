@@ -128,6 +128,19 @@ def test_statistics_are_in_host_memory_beside_the_sources() -> None:
     assert "host" not in divided(replace(needs, statistics=3 * GB + 1), A100, host=host).placements
 
 
+def test_statistics_that_can_be_dropped_do_not_displace_the_sources() -> None:
+    """Sources stay in host memory where tables of several sources would not fit beside them: these get what is left."""
+    needs = replace(four(LLAMA_2_7B), statistics=10 * GB, recent=8 * GB)
+    host = 2 * (needs.bank + 8 * 2 * GB)  # the tables of single experts of 8 processes
+    found = divided(needs, A100, host=host, processes=8, is_shared=True)
+    assert (found.placements[0], found.recent) == ("host", 0)
+    assert "host" not in divided(needs, A100, host=host - 2, processes=8, is_shared=True).placements
+    assert divided(needs, A100, host=host + 16 * GB, processes=8, is_shared=True).recent == GB
+    assert divided(needs, A100, host=4 * host, processes=8, is_shared=True).recent == 8 * GB
+    # Of one engine, that on the same machine, only its own processes count.
+    assert divided(needs, A100, host=host, processes=1, is_shared=True).recent == 8 * GB
+
+
 def test_memory_of_one_rank() -> None:
     """One rank of several has its part of the weights and all sources."""
     one, two = four(MISTRAL_7B), four(MISTRAL_7B, ranks=2)
@@ -167,7 +180,9 @@ def test_needs_are_those_of_the_files(untied_family: Family, tmp_path: Path) -> 
         (models + 1) * largest,
         64,
         statistics=needs.statistics,
+        recent=needs.recent,
     )
+    assert needs.recent == bank.num_bytes // 8
     # Statistics of one expert have 9 bytes for 128 elements, and one more place for each tensor.
     sources = [expert.alias for expert in untied_family.experts]
     for name in bank.base.tensors:
@@ -195,7 +210,7 @@ def test_a_later_engine_uses_the_shared_copy(already: int, placement: str, monke
     """An engine keeps its sources in the copy of an earlier one, although there is no room for a second."""
     needs = replace(four(LLAMA_2_7B), bank=70 * GB)
     engine = object.__new__(WeightContents)  # the constructor asks vLLM about this machine
-    engine.options, engine.is_cpu = EngineOptions(), False
+    engine.options, engine.is_cpu, engine.most_engines = EngineOptions(), False, None
     monkeypatch.setattr(engine, "sources", SimpleNamespace(family=None), raising=False)
     monkeypatch.setattr(engine, "requirements", lambda **_: needs)
     monkeypatch.setattr(contents, "free_gpu_bytes", lambda ranks: (A100 - GB // 2, A100))
@@ -205,3 +220,13 @@ def test_a_later_engine_uses_the_shared_copy(already: int, placement: str, monke
     monkeypatch.setattr(node, "shared_bytes", {"sources on cuda": already}.get)
     monkeypatch.setattr(node, "free_shared_bytes", lambda: 10 * GB)
     assert engine.options_by_device()[1]["placements"][0] == placement
+
+
+def test_engines_that_run_are_counted_and_no_other_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies and statistics are planned for the engines that a study runs, not for every GPU of the machine."""
+    engine = object.__new__(WeightContents)  # the constructor asks vLLM about this machine
+    monkeypatch.setattr(contents, "gpus_of_this_machine", lambda: 8)
+    for ranks, most, processes in ((1, None, 8), (1, 2, 2), (2, 3, 6), (4, 4, 8), (1, 16, 8)):
+        engine.options = EngineOptions(tensor_parallel_size=ranks)
+        engine.most_engines = most
+        assert engine._num_processes() == processes

@@ -50,14 +50,60 @@ def check_all(sizes: tuple[int, ...], device: str) -> int:
     return compared
 
 
+def check_shards(shape: tuple[int, ...], device: str) -> int:
+    """Compare shards by every kernel with the same elements of whole merges; returns how many were compared.
+
+    The operands are whole tensors, and then only the elements of the shard.
+    """
+    from tests.workers.merging.kernels.test_kernels import bits, given_to, merges, operands
+    from workers.merging.kernels import FUSED, ON_CUDA, cuda, exact_rule
+    from workers.merging.shards import Shard
+
+    compared = 0
+    for num_sources, dtype in ((2, torch.float32), (3, torch.bfloat16)):
+        stored = operands(shape, (dtype,) * (num_sources + 1))
+        for merge in merges(num_sources):
+            if merge.method not in ON_CUDA:
+                continue
+            on_cpu = given_to(merge, stored)
+            tensors = tuple(tensor.to(device) for tensor in on_cpu.tensors)
+            assert on_cpu.base is not None
+            base, rule = on_cpu.base.to(device), exact_rule(merge, on_cpu)
+            whole = torch.empty(shape, device=device)
+            cuda.merge(FUSED[merge.method](merge, replace(on_cpu, tensors=tensors, base=base)), tensors, base, whole)
+            for view in (whole[3:], whole[:, 5:12], whole[1:2]):
+                shard = Shard.of(view, whole)
+                assert shard is not None
+                packed = tuple(shard.view(tensor).contiguous() for tensor in tensors), shard.view(base).contiguous()
+                for operands_, of_base in ((tensors, base), packed):
+                    memory = torch.full((shard.num_elements + 2,), 7.0, device=device)
+                    cuda.merge(rule, operands_, of_base, memory[1:-1], shard)
+                    assert torch.equal(bits(memory[1:-1]), bits(view.reshape(-1))), (merge, shard)
+                    assert memory[0] == memory[-1] == 7, merge
+                    compared += 1
+    return compared
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu tests the device itself")
 def test_interpreter_gives_plain_bits() -> None:
     """Kernels give the bits of the plain methods in the interpreter."""
-    code = "from tests.workers.merging.kernels.test_cuda import check_all; print(check_all((1, 1500), 'cpu'))"
+    assert interpreted("check_all((1, 1500), 'cpu')") > 50
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu tests the device itself")
+def test_interpreter_gives_the_bits_of_whole_merges_to_shards() -> None:
+    """Kernels give shards the bits of whole merges in the interpreter, from whole operands and from their parts."""
+    assert interpreted("check_shards((7, 33), 'cpu')") > 150
+
+
+def interpreted(call: str) -> int:
+    """The number that a call of one of this module's functions returns in Triton's interpreter."""
+    code = f"from tests.workers.merging.kernels.test_cuda import check_all, check_shards; print({call})"
     environment = {**os.environ, "TRITON_INTERPRET": "1"}  # read when Triton is imported
     finished = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300, check=False
     )
     assert finished.returncode == 0, finished.stderr[-3000:]
-    assert int(finished.stdout) > 50
+    return int(finished.stdout)

@@ -54,9 +54,15 @@ class PathContents(WeightContents):
     """
 
     def __init__(
-        self, sources: ResolvedFamily, prompts: Prompts, options: EngineOptions, *, aligns: bool = False
+        self,
+        sources: ResolvedFamily,
+        prompts: Prompts,
+        options: EngineOptions,
+        *,
+        aligns: bool = False,
+        most_engines: int | None = None,
     ) -> None:
-        super().__init__(sources, prompts, options, aligns=aligns)
+        super().__init__(sources, prompts, options, aligns=aligns, most_engines=most_engines)
         if problems := path_problems(sources):
             raise InvalidModel(tuple(problems))
         self.max_layers = options.max_layers

@@ -38,12 +38,19 @@ class WeightContents:
     `sources` are the base model and its experts. `prompts` has what prompts depend on, such as the model's
     configuration, and `options` are the engine's options. `dtype` is the engine's dtype; the option "auto" means
     "float32" on CPU and "bfloat16" on a GPU. `aligns` says whether merges may have alignments (maps of the residual
-    stream between layers). The method `options_by_device` raises EngineUnavailable if the model does not fit into a
+    stream between layers). `most_engines` is the largest number of equal engines in the cluster; None means as many as
+    there are GPUs. The method `options_by_device` raises EngineUnavailable if the model does not fit into a
     GPU's memory. The subclass `PathContents` is for engines whose merges may have other numbers of layers.
     """
 
     def __init__(
-        self, sources: ResolvedFamily, prompts: Prompts, options: EngineOptions, *, aligns: bool = False
+        self,
+        sources: ResolvedFamily,
+        prompts: Prompts,
+        options: EngineOptions,
+        *,
+        aligns: bool = False,
+        most_engines: int | None = None,
     ) -> None:
         from vllm.platforms import current_platform
 
@@ -51,6 +58,7 @@ class WeightContents:
         self.prompts = prompts
         self.options = options
         self.aligns = aligns
+        self.most_engines = most_engines
         self.is_cpu = bool(current_platform.is_cpu())
         self.dtype = options.dtype
         if self.dtype == "auto":
@@ -114,11 +122,12 @@ class WeightContents:
             gpu_free=free,
             gpu_total=total,
             host_free=free_host_bytes() + already,
-            processes=max(ranks, gpus_of_this_machine()),
+            processes=self._num_processes(),
             is_shared=already + free_shared_bytes() >= needs.bank,
         )
         log.info("%s; the engine has %.2f of the GPU", memory.reason, memory.gpu_share)
         opening |= {"placements": memory.placements, "scratch_bytes": needs.scratch, "reason": memory.reason}
+        opening["max_recent_bytes"] = memory.recent
         return {
             "gpu_memory_utilization": memory.gpu_share,
             # Other kernels for mixtures of experts reorder the weights while loading them; weights written later
@@ -126,6 +135,11 @@ class WeightContents:
             "moe_backend": "triton",
             "enable_prefix_caching": True,
         }, opening
+
+    def _num_processes(self) -> int:
+        """The number of processes of equal engines that may run on this machine at once: one for each GPU they use."""
+        ranks, gpus = self.options.tensor_parallel_size, gpus_of_this_machine()
+        return max(ranks, gpus if self.most_engines is None else min(gpus, self.most_engines * ranks))
 
     def kv_cache_bytes(self) -> int:
         """Bytes that the engine reserves for its KV cache if it runs on CPU."""
