@@ -236,7 +236,7 @@ def write_trial(writer: JobWriter, trial: TrialRecord) -> None:
     writer.add_trial(begun)
     for rung in trial.rungs:
         writer.finish_rung(trial.number, rung, samples_reused=0)
-    writer.finish_trials([trial.number], trial.state, trial.reason)
+    writer.finish_trials([trial.number], trial.state, trial.reason, rival=trial.rival)
 
 
 def write_holdout(writer: JobWriter, trial: TrialRecord) -> None:

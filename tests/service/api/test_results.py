@@ -423,7 +423,7 @@ def test_report_is_the_result_files_page(http: httpx.Client, server: ApiServer, 
 
 def test_every_plot_there_is_can_be_had(get: Any, http: httpx.Client) -> None:
     plots = get("/plots")["plots"]
-    assert [plot["name"] for plot in plots] == [*CHARTS, "timeline", "importance"]
+    assert [plot["name"] for plot in plots] == [*CHARTS, "timeline", "importance", "stops"]
     for plot in plots:
         assert plot["title"]
         assert http.get(plot["link"]).json()["plot"] == plot["name"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,7 @@ import sqlalchemy as sa
 from service.results.selection import held_out
 from service.store import JobWriter, Store, schema
 from service.store.prompts import SampleText
-from service.types import EventKind, JobRecord, JobState, Origin, TrialRecord
+from service.types import EventKind, JobRecord, JobState, Origin, TrialRecord, TrialState
 from tests.service.api.harness import stored_study, write_trial
 from tests.service.synthetic_run import EXPERTS, RUNGS, draw, random_recipe, run_record, scored_trial, skill
 from workers.types import Evidence, SampleResult, ScoreResult, Split
@@ -38,6 +39,7 @@ def searched_study(store: Store, *, num_full: int = 0, name: str = "searched") -
     writer.set_state(JobState.RUNNING)
     rng = np.random.default_rng(7)
     trials = [_searched(trial, rng) for trial in made.whole_trials]
+    trials = [replace(trial, rival=_rival(trial, trials)) for trial in trials]
     trials += [_full(number, rng) for number in range(len(trials), len(trials) + num_full)]
     for trial in trials:
         write_trial(writer, trial)
@@ -64,6 +66,15 @@ def searched_study(store: Store, *, num_full: int = 0, name: str = "searched") -
 def _searched(trial: TrialRecord, rng: np.random.Generator) -> TrialRecord:
     """The trial with a configuration of several parameters if the search has proposed it."""
     return replace(trial, configuration=_configuration(rng)) if trial.origin is Origin.SEARCH else trial
+
+
+def _rival(trial: TrialRecord, trials: Sequence[TrialRecord]) -> int | None:
+    """The trial against which a trial was stopped: the last one that its rung promoted, by the mean of the values."""
+    if trial.state is not TrialState.PRUNED:
+        return None
+    rung = trial.rungs[-1].rung
+    promoted = [each for each in trials if each.origin is Origin.SEARCH and len(each.rungs) > rung + 1]
+    return min(promoted, key=lambda each: sum(each.rungs[rung].values.values())).number
 
 
 def _configuration(rng: np.random.Generator) -> dict[str, Any]:

@@ -3,10 +3,10 @@ import { useQuery } from '@tanstack/react-query'
 import { useState } from 'react'
 import { api, Refused } from '../../../api/client'
 import { sentenceOf } from '../eventSentence'
+import { isFinished } from '../../../api/jobs'
 import type { Study, StudyEvent } from '../../../api/types'
 import { Answer, Failure } from '../../../parts/Answer'
 import { Dialog, useChange } from './Dialog'
-import { isFinished } from './verbs'
 
 /** What may be edited, as the texts of its inputs. */
 interface Edited {

@@ -1,3 +1,4 @@
+import { isFinished } from '../../../api/jobs'
 import type { Study } from '../../../api/types'
 
 /** A request that changes how a study continues; the same words as in the API and the commands. */
@@ -7,11 +8,6 @@ export interface Verb {
   says: string
   isPermitted: (study: Study) => boolean
 }
-
-const FINISHED: readonly Study['state'][] = ['COMPLETE', 'FAILED', 'CANCELLED']
-
-/** Whether a study has ended. One that failed can be resumed. */
-export const isFinished = ({ state }: Study) => FINISHED.includes(state)
 
 export const VERBS: readonly Verb[] = [
   {
