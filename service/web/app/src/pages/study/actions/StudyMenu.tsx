@@ -10,7 +10,7 @@ import { DeleteDialog } from './DeleteDialog'
 import { EditDialog } from './EditDialog'
 import { ShareDialog } from './ShareDialog'
 import { VerbDialog } from './VerbDialog'
-import { VERBS, type Verb } from './verbs'
+import { VERBS, type Verb } from '../../../api/verbs'
 
 type Dialog = Verb['name'] | 'edit' | 'share' | 'delete'
 
