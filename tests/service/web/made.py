@@ -148,7 +148,7 @@ def _searched_values(trial: TrialRecord) -> dict[str, list[bool]]:
 def _held_out_values(trial: TrialRecord) -> dict[str, list[bool]]:
     """Right and wrong samples by objective: a recipe with more skill has more right; some are hard for all."""
     rng, of_trial = np.random.default_rng(2), np.random.default_rng((trial.number, 2))
-    skills = skill(trial.recipe)
+    skills = skill(trial.read_recipe())
     return {
         name: (0.4 * rng.random(NUM_HOLDOUT) + 0.6 * of_trial.random(NUM_HOLDOUT) < skills[name]).tolist()
         for name in EXPERTS

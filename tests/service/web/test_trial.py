@@ -23,7 +23,7 @@ from tests.service.api.family import family_study
 from tests.service.api.harness import ApiServer, finished_study
 from tests.service.paths_study import plain_study
 from tests.service.site import LocalPreflight
-from tests.service.web.driving import Visit, axe_violations, signed, visit
+from tests.service.web.driving import Visit, axe_violations, check_view, signed, visit
 
 BIN = Path(sys.executable).parent
 # Trials of the shipped family's study: an average, which mergekit can compute, and TIES, which it computes differently.
@@ -108,6 +108,16 @@ def test_why_a_trial_was_stopped(visitor: Visit, searched: JobRecord, http: http
     expect(figure).to_contain_text(signed(stop["looks"][0]["differences"]["text"]["value"]))
     section.get_by_role("link", name="answers of both, side by side").click()
     expect(page).to_have_url(re.compile(rf"/trials/{stop['trial']}/samples\?against={stop['rival']}"))
+
+
+def test_views_of_stopped_trials_are_accessible(
+    browser: Browser, server: ApiServer, searched: JobRecord, http: httpx.Client
+) -> None:
+    """The page of a stopped trial, and the list of the trials that its rung stopped, light, dark and at 320 px."""
+    (stop, *_) = http.get(f"/v1/studies/{searched.id}/plots/stops?rung=1").json()["trials"]
+    bracket = http.get(f"/v1/studies/{searched.id}/trials/{stop['trial']}").json()["bracket"]
+    for view in (f"trials/{stop['trial']}", f"rungs?bracket={bracket}&rung=1"):
+        check_view(browser, server.url, f"/studies/{searched.id}/{view}")
 
 
 def test_a_trial_that_was_not_stopped_has_no_rival(visitor: Visit, searched: JobRecord) -> None:
