@@ -73,6 +73,13 @@ function Looks(props: { study: Study; trial: ShownTrial; rival: number; looks: r
 const isLess = (study: Study, name: string) =>
   study.objectives.find((each) => each.name === name)?.direction === 'minimize'
 
+/** The next number of two significant digits, so that the axis ends at a short one. */
+function outward(x: number, round: (x: number) => number): number {
+  if (x === 0) return 0
+  const unit = 10 ** (Math.floor(Math.log10(Math.abs(x))) - 1)
+  return Number((round(x / unit) * unit).toPrecision(3))
+}
+
 /** The difference at each rung, with its interval. */
 function Chart(props: { name: string; rival: number; looks: readonly Look[]; isLess: boolean }) {
   const { name, rival, looks, isLess: less } = props
@@ -89,7 +96,11 @@ function Chart(props: { name: string; rival: number; looks: readonly Look[]; isL
         data: shown.map((look) => count(look.samples)),
         splitLine: { show: false },
       }),
-      yAxis: axis(p, `${name} minus trial ${rival}`, { nameGap: 48 }),
+      yAxis: axis(p, `${name} minus trial ${rival}`, {
+        nameGap: 48,
+        min: ({ min }: { min: number }) => Math.min(0, outward(min, Math.floor)),
+        max: ({ max }: { max: number }) => Math.max(0, outward(max, Math.ceil)),
+      }),
       series: [
         {
           type: 'custom',
