@@ -99,7 +99,7 @@ export function Front({ study, front, heldOut }: { study: Study; front: FrontSer
             {picked && start !== undefined && <Price study={study} from={start} to={picked.trial} />}
           </div>
           {picked && start !== undefined && start !== picked.trial && (
-            <Button size="compact-xs" variant="default" mb={10} onClick={() => setStart(picked.trial)}>
+            <Button size="xs" variant="default" mr={8} onClick={() => setStart(picked.trial)}>
               Count from trial {picked.trial}
             </Button>
           )}

@@ -75,7 +75,7 @@ function Bracket({ bracket, places }: { bracket: number; places: Place[] }) {
                   {place.samples !== null && <span className="soft"> {count(place.samples)} samples</span>}
                 </span>
                 <Bar place={place} most={most} />
-                <span className="numbers">{numbers(place)}</span>
+                <span className="counts">{numbers(place)}</span>
               </button>
               {isOpen && <Ended place={place} isFirst={place.rung === first} />}
             </li>

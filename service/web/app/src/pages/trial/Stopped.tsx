@@ -33,9 +33,10 @@ export function Stopped({ study, trial }: { study: Study; trial: ShownTrial }) {
 function Looks(props: { study: Study; trial: ShownTrial; rival: number; looks: readonly Look[] }) {
   const { study, trial, rival, looks } = props
   const last = looks.at(-1)
-  const names = [...new Set(looks.flatMap((look) => Object.keys(look.differences)))]
+  const found = new Set(looks.flatMap((look) => Object.keys(look.differences)))
+  const names = [MEAN, ...study.objectives.map((each) => each.name)].filter((each) => found.has(each))
   const [chosen, setChosen] = useState<string>()
-  const name = chosen ?? (names.includes(MEAN) ? MEAN : names[0])
+  const name = chosen ?? names[0]
   const { id } = study
   const to = { id, number: `${rival}` }
   return (
