@@ -260,6 +260,9 @@ class TrialResult:
       only at the full budget, such as baselines.
     - `reason`: why the trial ended as PRUNED or FAIL.
     - `invalid`: reason why a user marked the trial as invalid; nothing selects an invalid trial. None if it is valid.
+    - `rival`: number of the trial against which a scheduler has stopped this one: in a race a trial that was ahead,
+      otherwise the last trial in the order of promotion that its rung promoted. None of other trials, and of those that
+      early versions stopped.
     - `rungs`: the trial's values at each rung that it has finished, in order.
     - `samples_scored`: the number of samples of search data that were scored for this trial.
     - `samples_reused`: the number of samples known from lower rungs or from trials with an equal recipe.
@@ -276,6 +279,7 @@ class TrialResult:
     bracket: int | None = None
     reason: str | None = None
     invalid: str | None = None
+    rival: int | None = None
     rungs: tuple[RungRecord, ...] = ()
     samples_scored: int = 0
     samples_reused: int = 0

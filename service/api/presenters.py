@@ -105,6 +105,7 @@ def job_document(
         "created_at": rfc_3339(job.created_at),
         "wall_clock_s": job.wall_clock_s,
         "attempt": job.attempt,
+        "heartbeat_at": None if job.heartbeat_at is None else rfc_3339(job.heartbeat_at),
         **view.fields,
         "job": _ray_job_document(job, cluster, sees_dashboard=sees_dashboard),
         "owner": job.owner,

@@ -78,6 +78,7 @@ def trial_document(
         "state": trial.state.value,
         "reason": trial.reason,
         "invalid": trial.invalid,
+        "rival": trial.rival,
         "bracket": trial.bracket,
         "configuration": None if trial.configuration is None else dict(trial.configuration),
         "recipe_digest": trial.recipe.digest,

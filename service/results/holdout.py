@@ -23,7 +23,7 @@ from service.results.statistics import (
 from service.types import Comparison, Estimate, Origin, TrialResult
 from workers.types import Split
 
-__all__ = ["FrontVolume", "HeldOut", "Samples", "Scored", "held_out_results", "sample_bounds"]
+__all__ = ["FrontVolume", "HeldOut", "Samples", "Scored", "held_out_results", "held_out_rows", "sample_bounds"]
 
 # Values of one recipe's samples by objective, in the order of their positions.
 Samples = Mapping[str, NDArray[np.float64]]
@@ -116,7 +116,6 @@ def held_out_results(
         failures: Reasons of trials that failed on holdout data, by trial number.
         seed: Seed of the hypervolume's bootstrap.
     """
-    exact = _exact_values(trials, objectives)
     scored = [objective for objective in objectives if objective.cost_of_recipe is None]
     final = finalists(trials, objectives)
     compared = compared_with(final, trials)
@@ -126,9 +125,33 @@ def held_out_results(
     if not rows or (reference is not None and reference not in rows):
         return HeldOut(failures=tuple(sorted(failed.items())))
     bounds = sample_bounds(objectives, rows.values())
-    labels = {trial.number: trial.label for trial in trials}
     best = best_trial(trials, objectives)
     bias, difference = _selection_bias(best, compared, objectives, rows, search=search, holdout=holdout)
+    return HeldOut(
+        rows=held_out_rows(compared, objectives, holdout, reference=reference),
+        reference=reference,
+        failures=tuple(sorted(failed.items())),
+        tests=rival_tests(final, trials, scored, rows, documents=holdout.documents, bounds=bounds),
+        selection_bias=bias,
+        split_difference=difference,
+        volume=_front_volume(final, objectives, rows, documents=holdout.documents, seed=seed),
+    )
+
+
+def held_out_rows(
+    compared: Sequence[TrialResult], objectives: Sequence[Objective], holdout: Scored, *, reference: int | None
+) -> tuple[Comparison, ...]:
+    """Describe the trials `compared` that were scored on all held-out samples, with differences from a reference trial.
+
+    The differences are paired, sample by sample. There are none if `reference` is None or the number of a trial that
+    was not scored on held-out data. `holdout` has the values of the held-out samples.
+    """
+    exact = _exact_values(compared, objectives)
+    rows = _complete(compared, holdout.samples, [objective.name for objective in objectives])
+    labels = {trial.number: trial.label for trial in compared}
+    if reference not in rows:
+        reference = None
+    bounds = sample_bounds(objectives, rows.values())
     described = (
         compare(
             labels[number],
@@ -141,15 +164,7 @@ def held_out_results(
         )
         for number, samples in rows.items()
     )
-    return HeldOut(
-        rows=tuple(_with_exact(row, exact, reference) for row in described),
-        reference=reference,
-        failures=tuple(sorted(failed.items())),
-        tests=rival_tests(final, trials, scored, rows, documents=holdout.documents, bounds=bounds),
-        selection_bias=bias,
-        split_difference=difference,
-        volume=_front_volume(final, objectives, rows, documents=holdout.documents, seed=seed),
-    )
+    return tuple(_with_exact(row, exact, reference) for row in described)
 
 
 def _exact_values(trials: Iterable[TrialResult], objectives: Sequence[Objective]) -> dict[int, dict[str, float]]:

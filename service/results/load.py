@@ -18,7 +18,7 @@ from service.resolved_study import ResolvedStudy
 from service.results.benchmarks import BenchmarkColumn, BenchmarkTable, benchmark_table
 from service.results.chunk_times import ChunkTimes
 from service.results.documents import has_directions
-from service.results.holdout import HeldOut, Samples, Scored, held_out_results
+from service.results.holdout import HeldOut, Samples, Scored, held_out_results, held_out_rows
 from service.results.ranges import OutOfRange, out_of_range
 from service.results.record import RunRecord, SearchFigures
 from service.results.selection import best_trial, compared_with, finalists, full_budget_trials
@@ -47,7 +47,7 @@ from service.store.steps import GradientStep, Step, UpdateStep
 from service.types import Estimate, EventKind, Origin, Steering, TrialRecord, TrialResult
 from workers.types import Split
 
-__all__ = ["RunReader", "held_out_estimates", "run_record"]
+__all__ = ["RunReader", "data_of", "held_out_differences", "held_out_estimates", "run_record"]
 
 # Events that results are made of.
 READ_EVENTS = (
@@ -249,6 +249,22 @@ def held_out_estimates(
     return next((dict(row.values) for row in stage.results.rows if row.trial == trial), None)
 
 
+def held_out_differences(
+    store: Store, study_id: str, reference: int, *, trials: Sequence[TrialResult], objectives: Sequence[Objective]
+) -> dict[int, Mapping[str, Estimate]]:
+    """Read the held-out samples of a study, and compute the differences of its trials from the trial `reference`.
+
+    The differences are paired, sample by sample, by objective and as "mean" of the accuracy objectives. The result has
+    them by the number of each trial that was scored on held-out data; it is empty if the trial `reference` was not.
+    `study_id` is the id of the study in `store`; `trials` and `objectives` are all of this study.
+    """
+    file = Study.model_validate(store.job(study_id).document)
+    compared = compared_with(finalists(trials, objectives), trials)
+    samples = store.sample_values(study_id, Split.HOLDOUT, recipes=[trial.recipe.digest for trial in compared])
+    rows = held_out_rows(compared, objectives, Scored(_arrays(samples), data_of(file.holdout)), reference=reference)
+    return {row.trial: row.differences for row in rows if row.differences}
+
+
 @dataclass(frozen=True)
 class _Inputs:
     """All data from which a study's held-out results are computed; equal data give equal results.
@@ -313,8 +329,8 @@ def _held_out(
         finalists=final,
         best=best,
         failures={event.payload["trial"]: event.payload["reason"] for event in failures},
-        search=Scored(search, _data_of(file.scored_objectives.values())),
-        holdout=Scored(holdout, _data_of(file.holdout)),
+        search=Scored(search, data_of(file.scored_objectives.values())),
+        holdout=Scored(holdout, data_of(file.holdout)),
     )
     if last is not None and inputs == last.inputs:
         return last
@@ -343,7 +359,7 @@ def _benchmark_table(
     `study_id` is the id of the study in `store`, and `file` its study file. `trials` and `objectives` are all trials
     and all objectives of this study. `failures` are the events of trials that could not be scored on a benchmark.
     """
-    specs, data = {spec.name: spec for spec in file.benchmarks}, _data_of(file.benchmarks)
+    specs, data = {spec.name: spec for spec in file.benchmarks}, data_of(file.benchmarks)
     facts = [facts for facts in read_benchmarks(store.document(study_id, BENCHMARKS)) if facts.name in specs]
     if not facts:
         return BenchmarkTable()
@@ -370,8 +386,8 @@ def _results(trial: TrialResult) -> dict[str, Any]:
     return {field.name: getattr(trial, field.name) for field in fields(TrialResult) if field.name != "recipe"}
 
 
-def _data_of(specs: Iterable[ScoredTask]) -> dict[str, str]:
-    """Identifiers of the documents of objectives or benchmarks, by their names in the study file.
+def data_of(specs: Iterable[ScoredTask]) -> dict[str, str]:
+    """Identifiers of the documents on which objectives or benchmarks are scored, by their names in the study file.
 
     `specs` are the objectives or benchmarks in the study file. An identifier contains the task and its split (the part
     of the task's data). If two identifiers are equal, both are scored on the same documents.

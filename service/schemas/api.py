@@ -183,6 +183,10 @@ class JobDocument(TypedDict):
     created_at: Time
     wall_clock_s: Annotated[float, Field(description="Seconds that drivers have worked on the job.")]
     attempt: Annotated[int, Field(description="Number of drivers that have worked on the job so far.")]
+    heartbeat_at: Annotated[
+        Time | None,
+        Field(description="Last sign of life of a driver, which sends one every 5 s; null before the first."),
+    ]
     job: RayJobDocument | None
     owner: Annotated[str | None, Field(description="User who created the job; null if there were no accounts.")]
     team: Annotated[str | None, Field(description="Team of the job; null if it is its owner's alone.")]
@@ -567,6 +571,21 @@ class TrialSamplesDocument(TypedDict):
     samples: list[SampleDocument]
     missing: Annotated[list[str], Field(description="Reasons why texts are null; empty if none is missing.")]
     next: Annotated[str | None, Field(description="Link to the next page; null on the last one.")]
+
+
+class HeldOutDifferenceDocument(TypedDict):
+    trial: Number
+    differences: Annotated[
+        dict[str, EstimateDocument],
+        Field(description='This trial minus `reference` on the same samples, by objective and as "mean".'),
+    ]
+
+
+class HeldOutDifferencesDocument(TypedDict):
+    """Differences of all trials that were scored on held-out data from one of them, the trial `reference`."""
+
+    reference: Number
+    rows: list[HeldOutDifferenceDocument]
 
 
 class TrialColumnsDocument(TypedDict):

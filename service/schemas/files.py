@@ -59,6 +59,13 @@ class TrialDocument(TypedDict):
     state: Literal["WAITING", "RUNNING", "COMPLETE", "PRUNED", "FAIL"]
     reason: str | None
     invalid: Annotated[str | None, Field(description="Why a user marked the trial as invalid; null if it is valid.")]
+    rival: Annotated[
+        int | None,
+        Field(
+            description="Trial against which a scheduler has stopped it: in a race one that was ahead, otherwise the "
+            "last one that its rung promoted. Null of other trials, and of those that early versions stopped."
+        ),
+    ]
     bracket: int | None
     configuration: dict[str, Any] | None
     recipe_digest: Digest

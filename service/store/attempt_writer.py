@@ -311,18 +311,20 @@ class JobWriter:
                 {"trial": trial, "rung": rung.rung, "values": dict(rung.values), "state": state and state.value},
             )
 
-    def finish_trials(self, trials: Sequence[int], state: TrialState, reason: str | None = None) -> None:
+    def finish_trials(
+        self, trials: Sequence[int], state: TrialState, reason: str | None = None, *, rival: int | None = None
+    ) -> None:
         """Store that trials have ended in `state` (PRUNED or FAIL) without another finished rung.
 
         A rung is one of the numbers of samples at which trials are compared. `trials` has the numbers of the trials.
-        `reason` says why they ended.
+        `reason` says why they ended. `rival` is the number of the trial against which a scheduler has stopped them.
         """
         table = schema.trials
         with self._transaction() as connection:
             connection.execute(
                 sa.update(table)
                 .where((table.c.study == self.job_id) & table.c.number.in_(list(trials)))
-                .values(state=state.value, reason=reason)
+                .values(state=state.value, reason=reason, rival=rival)
             )
             for trial in trials:
                 self._add_event(

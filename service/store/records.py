@@ -225,6 +225,7 @@ def _result_fields(row: sa.RowMapping, rungs: tuple[RungRecord, ...]) -> dict[st
         "bracket": row["bracket"],
         "reason": row["reason"],
         "invalid": row["invalid"],
+        "rival": row["rival"],
         "rungs": rungs,
         "samples_scored": row["samples_scored"],
         "samples_reused": row["samples_reused"],

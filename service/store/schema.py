@@ -65,7 +65,7 @@ __all__ = [
 
 # The newest migration in `migrations/versions`, which makes the tables below. Every change of the tables needs
 # a migration.
-REVISION = "0025"
+REVISION = "0026"
 
 # The revision of a database from before the migrations, and its `schema_version`.
 BASELINE = "0001"
@@ -162,6 +162,8 @@ trials = Table(
     Column("timings_s", JSON, nullable=False),
     # Why a user marked the trial as invalid: nothing selects it.
     Column("invalid", LosslessText),
+    # The trial against which a scheduler has stopped it; unknown of trials of early versions.
+    Column("rival", Integer),
     _in_study(),
     Index("trials_by_state", "study", "state", "number"),
 )

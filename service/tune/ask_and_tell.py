@@ -135,7 +135,7 @@ class AskAndTell:
             if pruned:
                 self._observer("promotion")
                 reason = decision.reason or f"not promoted from rung {decision.rung}"
-                self._trials.finish(pruned, TrialState.PRUNED, reason)
+                self._trials.finish(pruned, TrialState.PRUNED, reason, rival=decision.rival)
 
     def _know_lower_rungs(self, trial: TrialRecord) -> None:
         """Record a baseline's costs at every rung below the last, where other trials are compared with it.

@@ -90,8 +90,11 @@ class Trials(Mapping[int, TrialRecord]):
         self._writer.finish_rung(number, rung, samples_reused=reused, state=finished.state if is_last else None)
         self._trials[number] = finished
 
-    def finish(self, numbers: Sequence[int], state: TrialState, reason: str) -> None:
-        """End the trials `numbers` in the state `state`, such as PRUNED or FAIL, and store `reason` as the reason."""
-        self._writer.finish_trials(numbers, state, reason)
+    def finish(self, numbers: Sequence[int], state: TrialState, reason: str, *, rival: int | None = None) -> None:
+        """End the trials `numbers` in the state `state`, such as PRUNED or FAIL, and store `reason` as the reason.
+
+        `rival` is the number of the trial against which a scheduler has stopped them.
+        """
+        self._writer.finish_trials(numbers, state, reason, rival=rival)
         for number in numbers:
-            self._trials[number] = replace(self._trials[number], state=state, reason=reason)
+            self._trials[number] = replace(self._trials[number], state=state, reason=reason, rival=rival)

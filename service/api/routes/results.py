@@ -16,6 +16,7 @@ from search_spaces.errors import InvalidStudy, Problem
 from search_spaces.objectives import Objective
 from search_spaces.preferences import parse_preference
 from search_spaces.searchers import SEARCHERS
+from search_spaces.study.file import Study as StudyFile
 from search_spaces.study.file import parse_benchmarks
 from search_spaces.study.yaml import parse_document
 from service.api.conditional import NOT_MODIFIED, answer, answer_computed, answer_from_trials, tagged
@@ -40,21 +41,32 @@ from service.errors import InvalidQuery, NotFound
 from service.jobs.search.kind import SEARCH
 from service.resolved_study import ResolvedStudy
 from service.results.columns import MAX_PATTERNS, ColumnChoice, trial_columns
-from service.results.documents import benchmarks_document, estimate_document, has_directions, pareto, trial_document
+from service.results.documents import (
+    benchmarks_document,
+    estimate_document,
+    estimate_documents,
+    has_directions,
+    pareto,
+    trial_document,
+)
 from service.results.feasibility import has_constraints
 from service.results.importance import TITLE as IMPORTANCE
 from service.results.importance import ImportancePlot
+from service.results.load import data_of, held_out_differences
 from service.results.preference import choices
 from service.results.record import RunRecord
 from service.results.report import render_report
 from service.results.series import CHARTS, TRIAL_CHARTS
 from service.results.side_by_side import Kept, SideBySide, best_value, side_by_side
+from service.results.stops import TITLE as STOPS
+from service.results.stops import StopsPlot, stopped_trials, stops_json
 from service.results.summary import summary
 from service.results.timeline import EVENTS as TIMELINE_EVENTS
 from service.results.timeline import TITLE as TIMELINE
 from service.results.timeline import TimelinePlot, timeline, timeline_json
 from service.results.trial_table import DEFAULT_SORT, MAX_CONDITIONS, TrialTable
 from service.schemas.api import (
+    HeldOutDifferencesDocument,
     PlotsDocument,
     SampleCountsDocument,
     SampleDocument,
@@ -105,6 +117,8 @@ MAX_SAMPLES = 500
 MAX_TEXT_BYTES = 4 * 2**20
 # Samples whose texts are read from the store at a time.
 READ_SAMPLES = 50
+# Stopped trials that are compared with their rivals in one answer.
+MAX_STOPS = 100
 # Seconds since the epoch, some time after the year 3000.
 MAX_TIME = 2**35
 NO_VALUES = np.empty(0)
@@ -120,7 +134,7 @@ PlotDocument: Any = Union[*(chart.series_type for chart in CHARTS.values())]
 TrialPlotName: Any = Literal[*TRIAL_CHARTS]
 TrialPlotDocument: Any = Union[*(chart.series_type for chart in TRIAL_CHARTS.values())]
 # Plots with routes of their own, which have parameters, and their titles.
-ROUTED_PLOTS = {"timeline": TIMELINE, "importance": IMPORTANCE}
+ROUTED_PLOTS = {"timeline": TIMELINE, "importance": IMPORTANCE, "stops": STOPS}
 OriginName = Literal["source", "published", "user", "search", "refined"]
 StateName = Literal["WAITING", "RUNNING", "COMPLETE", "PRUNED", "FAIL"]
 
@@ -721,6 +735,37 @@ async def get_summary(study: Study, services: Context, request: Request) -> Resp
 
 
 @router.get(
+    "/studies/{study_id:segment}/holdout",
+    response_model=None,
+    responses={200: {"model": HeldOutDifferencesDocument}, **NOT_MODIFIED, **refusals(404, 422)},
+)
+async def get_holdout(
+    study: Study,
+    services: Context,
+    request: Request,
+    reference: Annotated[int, Query(description="Number of a trial with held-out values.", ge=0, le=MAX_NUMBER)],
+) -> Response:
+    """List the differences of all trials with held-out values from one of them, as paired differences with intervals.
+
+    The summary has the same differences from the best trial.
+    """
+
+    def differences(trials: tuple[TrialResult, ...]) -> bytes:
+        found = held_out_differences(
+            services.store, study.id, reference, trials=trials, objectives=ResolvedStudy.of(study).objectives
+        )
+        if not found:
+            raise Refusal(404, f"trial {reference} of study {study.name!r} has no values on held-out data (yet)")
+        document: HeldOutDifferencesDocument = {
+            "reference": reference,
+            "rows": [{"trial": n, "differences": estimate_documents(own)} for n, own in found.items()],
+        }
+        return Json.encode(document)
+
+    return await answer_from_trials(request, services.records, study.id, differences)
+
+
+@router.get(
     "/studies/{study_id:segment}/report",
     response_model=None,
     responses={200: {"description": "The report.", "content": {"text/html": {}}}, **NOT_MODIFIED, **refusals(404)},
@@ -804,6 +849,65 @@ async def get_importance(
     return await answer_computed(
         request, services.records, study.id, lambda: services.importances.plot(study, chosen, client=sender.name)
     )
+
+
+@router.get(
+    "/studies/{study_id:segment}/plots/stops",
+    response_model=None,
+    responses={200: {"model": StopsPlot}, **NOT_MODIFIED, **refusals(404, 422)},
+)
+async def get_stops(
+    study: Study,
+    services: Context,
+    request: Request,
+    trial: Annotated[int | None, Query(description="Only this trial, stopped or not.", ge=0, le=MAX_NUMBER)] = None,
+    against: Annotated[
+        int | None,
+        Query(description="Compare `trial` with this trial instead of its rival.", ge=0, le=MAX_NUMBER),
+    ] = None,
+    bracket: Annotated[int | None, Query(description="Only trials of this bracket.", ge=0, le=MAX_NUMBER)] = None,
+    rung: Annotated[
+        int | None, Query(description="Only trials that were stopped at this rung.", ge=0, le=MAX_NUMBER)
+    ] = None,
+) -> Response:
+    """Compare each stopped trial with its rival, the trial against which a scheduler has stopped it.
+
+    The differences are paired by sample, on the samples of each rung that the trial has finished. The first 100 trials
+    are listed. Under racing a rival is a trial that was ahead. Otherwise it is the last one that the rung promoted.
+    """
+    if against is not None and trial is None:
+        raise InvalidQuery("against", f"{against} is compared with one trial; give the other as trial")
+    for number in (trial, against):
+        if number is not None:
+            await run_in_threadpool(_trial, services, study, number)
+
+    def computed() -> bytes:
+        store = services.store
+        if trial is not None:
+            chosen: Sequence[TrialResult] = store.trial_results(study.id, {trial})
+        else:
+            ended = (each for each in store.trial_results(study.id) if each.state is TrialState.PRUNED)
+            chosen = [
+                each
+                for each in ended
+                if each.rungs and bracket in (None, each.bracket) and rung in (None, each.rungs[-1].rung)
+            ]
+        shown = chosen[:MAX_STOPS]
+        numbers = {each.number: each.rival if against is None else against for each in shown}
+        found = store.trial_results(study.id, {number for number in numbers.values() if number is not None})
+        known = {each.number: each for each in found}
+        resolved = ResolvedStudy.of(study)
+        file = StudyFile.model_validate(study.document)
+        trials = stopped_trials(
+            shown,
+            {own: known[number] for own, number in numbers.items() if number is not None and number in known},
+            resolved.objectives,
+            documents=data_of(file.scored_objectives.values()),
+            read=lambda digests: store.sample_values(study.id, Split.SEARCH, recipes=sorted(digests)),
+        )
+        return stops_json(StopsPlot("stops", len(chosen), trials))
+
+    return await tagged(request, services.records, study.id, computed, is_large=True)
 
 
 @router.get(

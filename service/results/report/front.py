@@ -16,7 +16,6 @@ from service.results.report.marks import MAX_POINTS, MAX_ROWS, SHAPES, evenly
 from service.results.report.scales import nice_scale
 from service.results.report.texts import number_text, point_name
 from service.results.series.front import FrontPoint, front
-from service.results.statistics import Z
 from service.types import Origin
 
 __all__ = ["front_section"]
@@ -71,7 +70,7 @@ def _ranking_chart(points: Sequence[FrontPoint], objective: Objective) -> Markup
     for point in ranked:
         if not Origin(point.origin).is_searched or point.trial in proposed:
             css = "best" if point.is_best else point.origin
-            ends = _ends(point, objective)
+            ends = point.intervals[objective.name]
             intervals.append(Interval(point_name(point), point.values[objective.name], ends[0], ends[1], css=css))
     scale = nice_scale([low, *(interval.high for interval in intervals)], bounds=(low, high))
     label = f"{objective.name} of the best trials and the baselines, with 95 % intervals"
@@ -84,7 +83,7 @@ def _pair_chart(points: Sequence[FrontPoint], x: Objective, y: Objective) -> Mar
     scales = [
         nice_scale(
             [point.values[o.name] for point in shown]
-            + [end for point in points if point.is_on_front for end in _ends(point, o)],
+            + [end for point in points if point.is_on_front for end in point.intervals[o.name]],
             bounds=o.bounds,
         )
         for o in (x, y)
@@ -100,7 +99,7 @@ def _pair_chart(points: Sequence[FrontPoint], x: Objective, y: Objective) -> Mar
     for point in sorted(shown, key=lambda point: (point.is_on_front, not Origin(point.origin).is_searched)):
         values = point.values[x.name], point.values[y.name]
         if point.is_on_front:
-            (left, right), (bottom, top) = _ends(point, x), _ends(point, y)
+            (left, right), (bottom, top) = point.intervals[x.name], point.intervals[y.name]
             plot.line(left, values[1], right, values[1], css="error")
             plot.line(values[0], bottom, values[0], top, css="error")
         css = point.origin if not Origin(point.origin).is_searched else "front" if point.is_on_front else "dominated"
@@ -112,18 +111,6 @@ def _pair_chart(points: Sequence[FrontPoint], x: Objective, y: Objective) -> Mar
         elif point.is_best:
             plot.text(*values, f"best, {point_name(point)}", css="note strong", dy=-11, is_movable=True)
     return plot.render()
-
-
-def _ends(point: FrontPoint, objective: Objective) -> tuple[float, float]:
-    """Ends of the 95 % interval of an objective's value for the trial `point`, clipped to the objective's range.
-
-    A value of a single sample has no standard error; its interval is the whole range.
-    """
-    value, error = point.values[objective.name], point.standard_errors.get(objective.name, 0.0)
-    low, high = objective.bounds
-    if error is None:  # a single sample leaves all values possible
-        return min(low, value), max(high, value)
-    return max(low, value - Z * error), min(high, value + Z * error)
 
 
 def _thinned(points: Sequence[FrontPoint]) -> list[FrontPoint]:

@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
+from pydantic import Field
+
+from search_spaces.objectives import Objective
 from service.results.documents import pareto
 from service.results.feasibility import violations
 from service.results.record import RunRecord
 from service.results.selection import full_budget_trials
 from service.results.series.base import chart
-from service.schemas.files import Number, ObjectiveDocument, StandardErrors, Values, Violations, VolumeDocument
+from service.results.statistics import Z
+from service.schemas.files import (
+    Interval,
+    Number,
+    ObjectiveDocument,
+    StandardErrors,
+    Values,
+    Violations,
+    VolumeDocument,
+)
+from service.types import TrialResult
 
 __all__ = ["FrontPlot", "FrontPoint", "front"]
 
@@ -23,6 +36,9 @@ class FrontPoint:
     values: Values
     standard_errors: StandardErrors
     violations: Violations
+    intervals: Annotated[
+        dict[str, Interval], Field(description="95 % interval of each value, clipped to the objective's range.")
+    ]
     is_on_front: bool
     is_best: bool
 
@@ -63,9 +79,22 @@ def front(run: RunRecord) -> FrontPlot:
                 values=dict(trial.values),
                 standard_errors=dict(trial.standard_errors),
                 violations=violations(trial.values, run.objectives, run.sources),
+                intervals={objective.name: list(_interval(trial, objective)) for objective in run.objectives},
                 is_on_front=trial.number in numbers,
                 is_best=best is not None and trial.number == best.number,
             )
             for trial in full_budget_trials(run.trials)
         ),
     )
+
+
+def _interval(trial: TrialResult, objective: Objective) -> tuple[float, float]:
+    """Ends of the 95 % interval of a trial's value on search data, clipped to the objective's range.
+
+    A value of a single sample has no standard error; its interval is the whole range.
+    """
+    value, error = trial.values[objective.name], trial.standard_errors.get(objective.name, 0.0)
+    low, high = objective.bounds
+    if error is None:  # a single sample leaves all values possible
+        return min(low, value), max(high, value)
+    return max(low, value - Z * error), min(high, value + Z * error)

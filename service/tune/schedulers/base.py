@@ -105,7 +105,9 @@ class Decision:
     """A decision at a rung of a bracket: the trials promoted to the next rung, and the trials that end as pruned.
 
     A rung is a number of samples at which trials are compared; a bracket is a ladder of rungs. `reason` says by which
-    rule trials are pruned, if the scheduler has several rules.
+    rule trials are pruned, if the scheduler has several rules. `rival` is the trial against which they are pruned: in a
+    race a trial that is ahead, otherwise the last trial in the order of promotion that the rung promotes. It is None if
+    no trial is pruned, or if the rung promotes none.
     """
 
     bracket: int
@@ -113,6 +115,7 @@ class Decision:
     promoted: tuple[int, ...]
     pruned: tuple[int, ...]
     reason: str = ""
+    rival: int | None = field(default=None, compare=False)
 
 
 class RungTable(ABC):
@@ -343,12 +346,14 @@ class RungTable(ABC):
         for rung, above in itertools.pairwise(self._rungs[bracket]):
             promoted = self._promote_early(rung, above)
             pruned: tuple[int, ...] = ()
+            rival = None
             if is_complete and not rung.is_closed and rung.num_decided == len(rung.members):
                 promoted += self._promote_last(bracket, rung, above)
                 pruned = self._prune(rung)
+                rival = self._last_promoted(bracket, rung) if pruned else None
                 rung.is_closed = True
             if promoted or pruned:
-                decisions.append(Decision(bracket, rung.index, promoted, pruned))
+                decisions.append(Decision(bracket, rung.index, promoted, pruned, rival=rival))
             is_complete = rung.is_closed
         return tuple(decisions)
 
@@ -531,6 +536,15 @@ class RungTable(ABC):
         # Failed trials are members of the rung: they are not promoted, but count in the number of trials that are.
         num_best = self._brackets[bracket].num_promoted(len(rung.members))
         return tuple(self._promote(rung, above, num_best, cause=self._members[bracket][-1]))
+
+    def _last_promoted(self, bracket: int, rung: Rung) -> int | None:
+        """The trial that is last in the order of promotion among those that a rung with all its trials promotes.
+
+        A rung is a number of samples at which trials are compared, and `bracket` the index of its bracket (a ladder of
+        rungs). None if all trials of the rung failed.
+        """
+        best = rung.ranking.best(self._brackets[bracket].num_promoted(len(rung.members)))
+        return best[-1] if best else None
 
     def _promote(self, rung: Rung, above: Rung, num_best: int, cause: int) -> list[int]:
         """Promote the best `num_best` trials of `rung` to the rung `above`, unless they were promoted before.

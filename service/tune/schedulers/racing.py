@@ -9,6 +9,7 @@ its results are worse. Therefore bad trials cost few samples, but a good trial t
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -47,10 +48,11 @@ class RacingTable(RungTable):
                 if rung.is_closed or rung.index not in entry.costs or not self._are_known(entry.number):
                     continue
                 rung.is_closed = True
-                if self._is_behind(entry, rung.index, tuple(self._rivals(entry.number, rung.index))):
+                rival = self._rival_ahead(entry, rung.index, tuple(self._rivals(entry.number, rung.index)))
+                if rival is not None:
                     self._end(entry)
                     reason = "" if self._bound is None else self._bound.reason(rung.index)
-                    decisions.append(Decision(bracket, rung.index, (), (entry.number,), reason))
+                    decisions.append(Decision(bracket, rung.index, (), (entry.number,), reason, rival))
                     break
                 above.add(entry.number, cause=entry.number)
                 if entry.is_waiting and entry.next_rung == rung.index:
@@ -58,12 +60,22 @@ class RacingTable(RungTable):
                     decisions.append(Decision(bracket, rung.index, (entry.number,), ()))
         return tuple(decisions)
 
-    def _is_behind(self, entry: Entry, rung: int, rivals: Sequence[Candidate]) -> bool:
+    def _rival_ahead(self, entry: Entry, rung: int, rivals: Sequence[Candidate]) -> int | None:
+        """The number of the first of `rivals` that is ahead of the trial of `entry` at a rung; None if none is.
+
+        A rung is a number of samples at which trials are compared, given by its index.
+        """
         if self._bound is None:
             own = self._candidate(entry, rung, entry.costs[rung])
-            return any(constrained_dominates(rival, own) for rival in rivals)
-        shares = {"candidate": entry.number - self._num_baselines + 1, "num_rivals": len(rivals)}
-        return any(self._bound.is_behind(entry.number, rival.number, rung, **shares) for rival in rivals)
+            return next((rival.number for rival in rivals if constrained_dominates(rival, own)), None)
+        is_behind = partial(
+            self._bound.is_behind,
+            entry.number,
+            rung=rung,
+            candidate=entry.number - self._num_baselines + 1,
+            num_rivals=len(rivals),
+        )
+        return next((rival.number for rival in rivals if is_behind(rival.number)), None)
 
     def _decide_for(self, entry: Entry) -> tuple[Decision, ...]:
         # When a search is resumed, results come in another order: those of rivals after those of the trials they stop.

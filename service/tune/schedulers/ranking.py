@@ -51,11 +51,16 @@ class Ranking:
             return self._infeasible.take(count)
         return self._feasible.take(count) + self._infeasible.take(count - len(self._feasible))
 
+    def best(self, count: int) -> list[int]:
+        """The numbers of the best `count` trials, or of all if there are fewer, in order of promotion."""
+        found = [] if self._feasible is None else self._feasible.best(count)
+        return found + self._infeasible.best(count - len(found))
+
 
 class _Order(Protocol):
     """Interface of classes that keep trials in the order of promotion, which their costs determine.
 
-    The method `take` returns the best trials that it has not returned before.
+    The method `take` returns the best trials that it has not returned before, and `best` also those.
     """
 
     def __len__(self) -> int: ...
@@ -63,6 +68,8 @@ class _Order(Protocol):
     def add(self, number: int, costs: Costs) -> None: ...
 
     def take(self, count: int) -> list[int]: ...
+
+    def best(self, count: int) -> list[int]: ...
 
 
 class _Line:
@@ -86,6 +93,9 @@ class _Line:
         stop = bisect_right(self._left, last)
         taken, self._left = self._left[:stop], self._left[stop:]
         return [number for _, number in taken]
+
+    def best(self, count: int) -> list[int]:
+        return [number for _, number in self._all[: max(0, count)]]
 
 
 class _Fronts:
@@ -136,10 +146,22 @@ class _Fronts:
             rank += 1
         return taken
 
-    def _take_of(self, front: NDArray[np.intp], count: int) -> list[int]:
+    def best(self, count: int) -> list[int]:
+        places: list[int] = []
+        rank = 0
+        while len(places) < count and rank < self._num_fronts(rank):
+            places += self._in_order(np.sort(self._fronts[rank])).tolist()
+            rank += 1
+        return [self._numbers[place] for place in places[: max(0, count)]]
+
+    def _in_order(self, front: NDArray[np.intp]) -> NDArray[np.intp]:
+        """Sort the trials of a front by crowding distance, the largest first, then by number."""
         distances = crowding_distances([tuple(costs) for costs in self._costs[front].tolist()])
         numbers = [self._numbers[place] for place in front.tolist()]
-        order = front[np.lexsort((numbers, -np.array(distances)))][:count]
+        return front[np.lexsort((numbers, -np.array(distances)))]
+
+    def _take_of(self, front: NDArray[np.intp], count: int) -> list[int]:
+        order = self._in_order(front)[:count]
         new = order[~self._is_taken[order]]
         self._is_taken[new] = True
         return [self._numbers[place] for place in new.tolist()]

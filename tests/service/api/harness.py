@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Self
@@ -204,8 +204,17 @@ def stored_study(store: Store, *, name: str = "math-text-lookup", key: str | Non
     )
 
 
-def finished_study(store: Store, *, num_trials: int = 12, name: str = "math-text-lookup") -> JobRecord:
-    """A study with sources, published recipes, trials of every end, a held-out stage and a verification."""
+def finished_study(
+    store: Store,
+    *,
+    num_trials: int = 12,
+    name: str = "math-text-lookup",
+    score: Callable[[JobWriter, TrialRecord], None] | None = None,
+) -> JobRecord:
+    """A study with sources, published recipes, trials of every end, a held-out stage and a verification.
+
+    `score` stores the samples of each trial of the held-out stage; by default all trials are equally good there.
+    """
     made = run_record(num_trials=num_trials)
     record = stored_study(store, name=name)
     store.record_submission(record.id, 1)
@@ -214,7 +223,7 @@ def finished_study(store: Store, *, num_trials: int = 12, name: str = "math-text
     for trial in made.whole_trials:
         write_trial(writer, trial)
     for trial in held_out(made.whole_trials, made.objectives):
-        write_holdout(writer, trial)
+        (score or write_holdout)(writer, trial)
     reports = tuple(TrialVerification(**vars(report), trial=number) for number, report in enumerate(made.verifications))
     writer.set_document_named(VERIFICATION, asdict(Verification(reports)))
     writer.heartbeat(wall_clock_s=312.4, progress=snapshot(made).to_json())
@@ -227,7 +236,7 @@ def write_trial(writer: JobWriter, trial: TrialRecord) -> None:
     writer.add_trial(begun)
     for rung in trial.rungs:
         writer.finish_rung(trial.number, rung, samples_reused=0)
-    writer.finish_trials([trial.number], trial.state, trial.reason)
+    writer.finish_trials([trial.number], trial.state, trial.reason, rival=trial.rival)
 
 
 def write_holdout(writer: JobWriter, trial: TrialRecord) -> None:

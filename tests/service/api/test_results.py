@@ -41,6 +41,7 @@ from service.types import EventKind, JobRecord, JobState, Origin, TrialResult, T
 from tests.service.api.harness import ApiServer, document, finished_study, resolved, rung, stored_study, write_trial
 from tests.service.paths_study import plain_study
 from tests.service.synthetic_run import run_record as made_up
+from tests.service.web.made import searched_study as drawn_study
 from workers.types import Split
 
 pytestmark = pytest.mark.slow  # whole searches
@@ -185,6 +186,53 @@ def test_the_timeline_has_every_chunk(server: ApiServer, study: JobRecord, get: 
     assert get("/plots/timeline?to=1e9")["replicas"] == []
     refused = http.get(f"/v1/studies/{study.id}/plots/timeline?from=5&to=5")
     assert refused.json()["problems"] == [{"field": "to", "message": "5 is not after from=5; give a later time"}]
+
+
+def test_stopped_trials_are_compared_with_their_rivals(server: ApiServer, http: httpx.Client) -> None:
+    """Each trial that a scheduler stopped has the paired differences from its rival; any pair can be compared."""
+    study = drawn_study(server.store, name="raced")
+    path = f"/v1/studies/{study.id}"
+    stopped = {t.number: t for t in server.store.trials(study.id) if t.rival is not None}
+    every = http.get(f"{path}/plots/stops").json()
+    assert every["total"] == len(stopped) == len(every["trials"]) > 0
+    assert {each["trial"]: each["rival"] for each in every["trials"]} == {n: t.rival for n, t in stopped.items()}
+    one = every["trials"][0]
+    trial = stopped[one["trial"]]
+    assert [look["samples"] for look in one["looks"]] == [rung.num_samples["math"] for rung in trial.rungs]
+    for look, own in zip(one["looks"], trial.rungs, strict=True):
+        rival = server.store.trial(study.id, one["rival"]).rungs[look["rung"]]
+        assert look["differences"]["math"]["value"] == pytest.approx(own.values["math"] - rival.values["math"])
+    chosen = http.get(f"{path}/plots/stops", params={"bracket": trial.bracket, "rung": one["rung"]}).json()
+    assert {each["rung"] for each in chosen["trials"]} == {one["rung"]}
+    assert one in chosen["trials"]
+    same = http.get(f"{path}/plots/stops", params={"trial": one["trial"]}).json()["trials"]
+    assert same == [one]
+    (other,) = http.get(f"{path}/plots/stops", params={"trial": one["trial"], "against": 1}).json()["trials"]
+    assert other["rival"] == 1
+    refused = http.get(f"{path}/plots/stops?against=1")
+    assert refused.json()["problems"] == [
+        {"field": "against", "message": "1 is compared with one trial; give the other as trial"}
+    ]
+    assert http.get(f"{path}/plots/stops?trial=9999").status_code == 404
+
+
+def test_held_out_differences_are_from_any_trial(server: ApiServer, http: httpx.Client) -> None:
+    """From the best trial they are those of the summary; turned around, they change their sign."""
+    path = f"/v1/studies/{drawn_study(server.store, name='priced').id}"
+    summary = http.get(f"{path}/summary").json()
+    best = summary["holdout_reference"]
+    found = http.get(f"{path}/holdout", params={"reference": best}).json()
+    assert found["reference"] == best
+    rows = {row["trial"]: row["differences"] for row in summary["holdout"]}
+    assert {row["trial"]: row["differences"] for row in found["rows"]} == rows
+    other = next(number for number in rows if number != best)
+    turned = http.get(f"{path}/holdout", params={"reference": other}).json()["rows"]
+    (back,) = [row["differences"]["mean"] for row in turned if row["trial"] == best]
+    assert back["value"] == pytest.approx(-rows[other]["mean"]["value"])
+    assert back["ci95"] == pytest.approx([-end for end in reversed(rows[other]["mean"]["ci95"])])
+    missing = http.get(f"{path}/holdout", params={"reference": 9999})
+    assert missing.status_code == 404
+    assert "trial 9999" in missing.json()["detail"]
 
 
 # Samples side by side.
@@ -423,7 +471,7 @@ def test_report_is_the_result_files_page(http: httpx.Client, server: ApiServer, 
 
 def test_every_plot_there_is_can_be_had(get: Any, http: httpx.Client) -> None:
     plots = get("/plots")["plots"]
-    assert [plot["name"] for plot in plots] == [*CHARTS, "timeline", "importance"]
+    assert [plot["name"] for plot in plots] == [*CHARTS, "timeline", "importance", "stops"]
     for plot in plots:
         assert plot["title"]
         assert http.get(plot["link"]).json()["plot"] == plot["name"]

@@ -262,6 +262,7 @@ def trial_list(store: Store, study_id: str) -> list[tuple[Any, ...]]:
             trial.samples_scored,
             trial.samples_reused,
             trial.reason,
+            trial.rival,
         )
         for trial in store.trials(study_id)
     ]

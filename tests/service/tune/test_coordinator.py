@@ -285,6 +285,7 @@ def test_race_by_the_bound_is_resumed(tmp_path: Path) -> None:
     reasons = {trial.reason for trial in searched if trial.state is TrialState.PRUNED}
     assert {f"behind at rung {rung}, by the bound for an error rate of 0.5" for rung in (0, 1)} >= reasons > set()
     assert any(trial.state is TrialState.COMPLETE for trial in searched)
+    assert all((trial.rival is None) == (trial.state is not TrialState.PRUNED) for trial in searched)
     (tmp_path / "one").mkdir()
     store, study = new_study(tmp_path / "one")
     for kill_at in range(1000):

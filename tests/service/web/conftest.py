@@ -12,7 +12,7 @@ from service.types import JobRecord
 from tests.browser import has_browser
 from tests.service.api.harness import ApiServer, finished_study
 from tests.service.web.driving import Visit, chromium, is_built, visit
-from tests.service.web.made import searched_study
+from tests.service.web.made import searched_study, write_drawn
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -42,7 +42,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
 @pytest.fixture(scope="module")
 def study(server: ApiServer) -> JobRecord:
     """A study that has ended, with sources, published recipes, pruned and failed trials, and held-out values."""
-    return finished_study(server.store, num_trials=40)
+    return finished_study(server.store, num_trials=40, score=write_drawn)
 
 
 @pytest.fixture(scope="module")

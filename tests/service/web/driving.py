@@ -12,7 +12,18 @@ from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, R
 from service.web.pages import STATIC
 from tests.browser import browser_path
 
-__all__ = ["APP", "SCHEMES", "Visit", "axe_violations", "check_view", "chromium", "is_built", "screenshot", "visit"]
+__all__ = [
+    "APP",
+    "SCHEMES",
+    "Visit",
+    "axe_violations",
+    "check_view",
+    "chromium",
+    "is_built",
+    "screenshot",
+    "signed",
+    "visit",
+]
 
 APP = STATIC.parent / "app"
 AXE = APP / "node_modules" / "axe-core" / "axe.min.js"
@@ -151,3 +162,8 @@ def check_view(browser: Browser, url: str, path: str, *, expected: tuple[str, ..
 def screenshot(page: Page, file: Path) -> None:
     """Write a picture of the whole page to `file`."""
     page.screenshot(path=file, full_page=True)
+
+
+def signed(value: float) -> str:
+    """A difference as the page writes it."""
+    return f"{'−' if value < 0 else '+'}{abs(value):.3f}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,20 +12,23 @@ import sqlalchemy as sa
 from service.results.selection import held_out
 from service.store import JobWriter, Store, schema
 from service.store.prompts import SampleText
-from service.types import EventKind, JobRecord, JobState, Origin, TrialRecord
+from service.types import EventKind, JobRecord, JobState, Origin, TrialRecord, TrialState
 from tests.service.api.harness import stored_study, write_trial
 from tests.service.synthetic_run import EXPERTS, RUNGS, draw, random_recipe, run_record, scored_trial, skill
 from workers.types import Evidence, SampleResult, ScoreResult, Split
 
-__all__ = ["NUM_SAMPLES", "searched_study"]
+__all__ = ["NUM_HOLDOUT", "searched_study", "write_drawn"]
 
-NUM_SAMPLES = 45
+NUM_HOLDOUT = 45
 LONG_PROMPT = "Examples of sums follow. " * 30
 METHODS = ("task_arithmetic", "ties")
 
 
 def searched_study(store: Store, *, num_full: int = 0, name: str = "searched") -> JobRecord:
     """A COMPLETE study: trials of every end, `num_full` more at full budget, and texts of search and held-out samples.
+
+    A sample is right with a probability that follows from the recipe, and the samples of the search have the trials'
+    values at each rung.
 
     Two drivers worked on it. Trials were scored by two replicas over 20 minutes; one of them then failed a check.
     """
@@ -35,16 +39,18 @@ def searched_study(store: Store, *, num_full: int = 0, name: str = "searched") -
     writer.set_state(JobState.RUNNING)
     rng = np.random.default_rng(7)
     trials = [_searched(trial, rng) for trial in made.whole_trials]
+    trials = [replace(trial, rival=_rival(trial, trials)) for trial in trials]
     trials += [_full(number, rng) for number in range(len(trials), len(trials) + num_full)]
     for trial in trials:
         write_trial(writer, trial)
+        if trial.rungs:
+            _write_samples(writer, trial, Split.SEARCH)
     chosen = held_out(trials, made.objectives)
     for trial in chosen:
-        for split in (Split.SEARCH, Split.HOLDOUT):
-            _write_samples(writer, trial, split)
-    for split in (Split.SEARCH, Split.HOLDOUT):
+        _write_samples(writer, trial, Split.HOLDOUT)
+    for split, number in ((Split.SEARCH, RUNGS[-1]), (Split.HOLDOUT, NUM_HOLDOUT)):
         for objective in EXPERTS:
-            writer.add_prompts(split, objective, [_text(position) for position in range(NUM_SAMPLES)])
+            writer.add_prompts(split, objective, [_text(position) for position in range(number)])
     for trial in chosen:
         writer.add_event(EventKind.HOLDOUT_SCORED, {"trial": trial.number})
     writer = store.open_attempt(record.id, because="the driver's node was lost")
@@ -60,6 +66,15 @@ def searched_study(store: Store, *, num_full: int = 0, name: str = "searched") -
 def _searched(trial: TrialRecord, rng: np.random.Generator) -> TrialRecord:
     """The trial with a configuration of several parameters if the search has proposed it."""
     return replace(trial, configuration=_configuration(rng)) if trial.origin is Origin.SEARCH else trial
+
+
+def _rival(trial: TrialRecord, trials: Sequence[TrialRecord]) -> int | None:
+    """The trial against which a trial was stopped: the last one that its rung promoted, by the mean of the values."""
+    if trial.state is not TrialState.PRUNED:
+        return None
+    rung = trial.rungs[-1].rung
+    promoted = [each for each in trials if each.origin is Origin.SEARCH and len(each.rungs) > rung + 1]
+    return min(promoted, key=lambda each: sum(each.rungs[rung].values.values())).number
 
 
 def _configuration(rng: np.random.Generator) -> dict[str, Any]:
@@ -91,21 +106,53 @@ def _text(position: int) -> SampleText:
     return SampleText(f"{examples}What is {position} plus 1?", str(position + 1))
 
 
-def _write_samples(writer: JobWriter, trial: TrialRecord, split: Split) -> None:
-    """Answers of a trial: wrong ones, at every third or fourth place, give another number."""
+def write_drawn(writer: JobWriter, trial: TrialRecord) -> None:
+    """Store what a trial of the held-out stage was scored with: samples of the search and held-out ones."""
+    for split in (Split.SEARCH, Split.HOLDOUT):
+        _write_samples(writer, trial, split)
+    writer.add_event(EventKind.HOLDOUT_SCORED, {"trial": trial.number})
 
-    def result(name: str, position: int) -> SampleResult:
-        is_right = (trial.number + position) % (3 + trial.number % 2) > 0
+
+def _write_samples(writer: JobWriter, trial: TrialRecord, split: Split) -> None:
+    """Answers of a trial to sums; a wrong one gives another number."""
+
+    def result(name: str, position: int, is_right: bool) -> SampleResult:
         answer = position + (1 if is_right else 2)
         text = f"The sum of {position} and 1 is {answer}, so the answer is {answer}."
         return SampleResult(name, position, f"d{position}", float(is_right), text)
 
-    samples = tuple(result(name, position) for name in EXPERTS for position in range(NUM_SAMPLES))
+    drawn = _searched_values(trial) if split is Split.SEARCH else _held_out_values(trial)
+    samples = tuple(
+        result(name, position, bool(is_right))
+        for name, values in drawn.items()
+        for position, is_right in enumerate(values)
+    )
     replica = f"replica-{1 + trial.number % 2}"
     prompts = {f"{split} {name}": "0" for name in EXPERTS}
     evidence = Evidence(trial.recipe.digest, "bank", prompts, "sum", replica, trial.number, "fake")
     timings = {"materialise": 2.0, "swap": 1.0, "score": 20.0}
     writer.record_chunk(trial.number, split, ScoreResult(samples, evidence, timings))
+
+
+def _searched_values(trial: TrialRecord) -> dict[str, list[bool]]:
+    """Right and wrong samples by objective, whose means over each rung's samples are the trial's values there."""
+    rng = np.random.default_rng((trial.number, 1))
+    found: dict[str, list[bool]] = {name: [] for name in EXPERTS}
+    for rung in trial.rungs:
+        for name, values in found.items():
+            num_right = round(rung.values[name] * rung.num_samples[name]) - sum(values)
+            values += rng.permutation(np.arange(rung.num_samples[name] - len(values)) < num_right).tolist()
+    return found
+
+
+def _held_out_values(trial: TrialRecord) -> dict[str, list[bool]]:
+    """Right and wrong samples by objective: a recipe with more skill has more right; some are hard for all."""
+    rng, of_trial = np.random.default_rng(2), np.random.default_rng((trial.number, 2))
+    skills = skill(trial.read_recipe())
+    return {
+        name: (0.4 * rng.random(NUM_HOLDOUT) + 0.6 * of_trial.random(NUM_HOLDOUT) < skills[name]).tolist()
+        for name in EXPERTS
+    }
 
 
 def _spread_over_time(store: Store, study_id: str) -> None:

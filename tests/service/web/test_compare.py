@@ -11,13 +11,9 @@ from playwright.sync_api import Page, expect
 
 from service.types import JobRecord
 from tests.service.api.harness import ApiServer, stored_study
-from tests.service.web.driving import Visit
+from tests.service.web.driving import Visit, signed
 
 A, B = 3, 8
-
-
-def signed(value: float) -> str:
-    return f"{'−' if value < 0 else '+'}{abs(value):.3f}"
 
 
 def open_pair(visitor: Visit, study: JobRecord, a: int = A, b: int = B) -> Page:
@@ -77,11 +73,11 @@ def test_trials_are_picked_by_keyboard(visitor: Visit, searched: JobRecord, http
     expect(page.get_by_text("Give a number.")).to_be_visible()
 
 
-def test_trials_without_held_out_values(visitor: Visit, searched: JobRecord, http: httpx.Client) -> None:
+def test_trials_without_held_out_values(visitor: Visit, study: JobRecord, http: httpx.Client) -> None:
     """Without held-out values the values are those of the search; without samples there is no difference."""
-    trials = http.get(f"/v1/studies/{searched.id}/trials", params={"state": "PRUNED", "limit": 2}).json()["trials"]
+    trials = http.get(f"/v1/studies/{study.id}/trials", params={"state": "PRUNED", "limit": 2}).json()["trials"]
     a, b = trials
-    page = open_pair(visitor, searched, a["number"], b["number"])
+    page = open_pair(visitor, study, a["number"], b["number"])
     row = page.get_by_role("region", name="Values of the two trials").get_by_role("row").filter(has_text="math")
     expect(row).to_contain_text(f"{a['rungs'][-1]['values']['math']:.3f}")
     expect(row).to_contain_text("none: no sample is stored for both")

@@ -42,9 +42,9 @@ ADDRESSES = (
 
 
 @pytest.mark.parametrize("address", ADDRESSES)
-def test_a_view_is_accessible(browser: Browser, server: ApiServer, study: JobRecord, address: str) -> None:
+def test_a_view_is_accessible(browser: Browser, server: ApiServer, searched: JobRecord, address: str) -> None:
     """Each view, light and dark, violates no rule of axe, and does not scroll sideways at 320 px."""
-    check_view(browser, server.url, address.replace("ID", study.id))
+    check_view(browser, server.url, address.replace("ID", searched.id))
 
 
 def test_below_a_prefix(browser: Browser, tmp_path: Path) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
+import sqlalchemy as sa
 from playwright.sync_api import Browser, Locator, Page, expect
 
-from service.store import JobWriter
+from service.store import JobWriter, schema
 from service.types import EventKind, JobState
 from tests.service.api.harness import ApiServer, snapshot, stored_study, write_trial
 from tests.service.synthetic_run import run_record
@@ -69,3 +71,38 @@ def test_a_closed_tab_leaves_the_others_live(browser: Browser, tmp_path: Path) -
         progress = snapshot(run_record(num_trials=4)).to_json()
         writer.heartbeat(wall_clock_s=1.0, progress={**progress, "samples_scored": 9876})
         expect(figure(second, "samples scored")).to_contain_text("9,876")
+
+
+def test_a_table_waits_for_the_reader(browser: Browser, tmp_path: Path) -> None:
+    """Rows of a table do not move while they are read: a button says how many trials are new, and shows them."""
+    made = run_record(num_trials=40)
+    with ApiServer(tmp_path) as server, visit(browser, server.url) as opened:
+        writer = begun(server)
+        page = opened.goto(f"/studies/{writer.job_id}/trials")
+        expect(page.get_by_text("9 trials", exact=True)).to_be_visible()
+        expect(page.get_by_label("Connection")).to_have_text("live")
+        for trial in made.whole_trials[9:12]:
+            write_trial(writer, trial)
+        chip = page.get_by_role("button", name="3 new trials: show")
+        expect(chip).to_be_visible(timeout=15_000)
+        expect(page.get_by_text("9 trials", exact=True)).to_be_visible()
+        chip.press("Enter")
+        expect(page.get_by_text("12 trials", exact=True)).to_be_visible()
+        expect(chip).to_have_count(0)
+
+
+def test_a_silent_driver_is_said(browser: Browser, tmp_path: Path) -> None:
+    """A running study whose driver has not been heard of for more than 30 s says for how long."""
+    with ApiServer(tmp_path) as server, visit(browser, server.url) as opened:
+        writer = begun(server)
+        writer.heartbeat(wall_clock_s=1.0)
+        page = opened.goto(f"/studies/{writer.job_id}")
+        expect(page.get_by_label("Connection")).to_have_text("live")
+        expect(page.get_by_text("no sign of life")).to_have_count(0)
+        with server.store.engine.begin() as connection:
+            jobs = schema.studies
+            late = sa.update(jobs).where(jobs.c.id == writer.job_id).values(heartbeat_at=jobs.c.heartbeat_at - 190)
+            connection.execute(late)
+        page.reload()
+        said = page.get_by_role("status", name="Driver")
+        expect(said).to_contain_text(re.compile(r"no sign of life for 3m1\ds"))

@@ -11,7 +11,7 @@ from playwright.sync_api import expect
 
 from service.types import JobRecord
 from tests.service.api.harness import ApiServer, stored_study
-from tests.service.web.driving import Visit
+from tests.service.web.driving import Visit, signed
 
 BINS = 300
 
@@ -50,9 +50,15 @@ def test_enter_lists_who_was_stopped(visitor: Visit, searched: JobRecord, http: 
     for row, trial in enumerate([*stopped, *failed], 1):
         expect(rows.nth(row).get_by_role("rowheader")).to_have_text(str(trial["number"]))
         expect(rows.nth(row)).to_contain_text(rules[trial["number"]])
-    best = http.get(f"/v1/studies/{searched.id}/summary").json()["best"]["trial"]
-    rows.nth(1).get_by_role("link", name=f"beside trial {best}").click()
-    expect(page).to_have_url(re.compile(rf"/trials/{stopped[0]['number']}/samples\?against={best}"))
+    compared = http.get(f"/v1/studies/{searched.id}/plots/stops?bracket=1&rung=0").json()["trials"]
+    assert [each["trial"] for each in compared] == [trial["number"] for trial in stopped]
+    for row, each in enumerate(compared, 1):
+        expect(rows.nth(row).get_by_role("link", name=str(each["rival"]), exact=True)).to_be_visible()
+        lead = each["looks"][-1]["differences"]["mean"]
+        low, high = lead["ci95"]
+        expect(rows.nth(row)).to_contain_text(f"mean {signed(lead['value'])} {signed(low)} to {signed(high)}")
+    rows.nth(1).get_by_role("link", name=f"beside trial {compared[0]['rival']}").click()
+    expect(page).to_have_url(re.compile(rf"/trials/{stopped[0]['number']}/samples\?against={compared[0]['rival']}"))
 
 
 def test_the_timeline_has_the_shares(visitor: Visit, searched: JobRecord, http: httpx.Client) -> None:

@@ -10,9 +10,9 @@ import pytest
 from playwright.sync_api import Locator, Page, expect
 
 from service.types import JobRecord
-from tests.service.web.driving import Visit
+from tests.service.web.driving import Visit, signed
 
-A, B = 3, 8
+A, B = 4, 8
 QUERY = {"split": "holdout", "objective": "math"}
 
 
@@ -39,8 +39,8 @@ def test_two_trials_are_side_by_side(visitor: Visit, searched: JobRecord, answer
         expect(page.get_by_test_id(name)).to_have_text(str(answer["counts"][name]))
     low, high = answer["difference"]["ci95"]
     said = page.get_by_text(f"trial {A} minus trial {B}")
-    expect(said).to_contain_text(f"+{answer['difference']['value']:.3f}")
-    expect(said).to_contain_text(f"−{abs(low):.3f} to +{high:.3f}")
+    expect(said).to_contain_text(signed(answer["difference"]["value"]))
+    expect(said).to_contain_text(f"{signed(low)} to {signed(high)}")
     expect(page.get_by_text(f"20 of {answer['total']} samples")).to_be_visible()
     sample = next(each for each in answer["samples"] if each["a"]["value"] != each["b"]["value"])
     row = rows(page).nth(sample["position"])
@@ -142,7 +142,8 @@ def test_the_other_trial_is_chosen_by_its_number(visitor: Visit, searched: JobRe
 
 def test_missing_samples_and_texts_are_said(visitor: Visit, study: JobRecord, http: httpx.Client) -> None:
     """Without samples, and without prompts, the page says so, with the API's reason."""
-    page = visitor.goto(f"/studies/{study.id}/trials/0/samples")
+    stopped = http.get(f"/v1/studies/{study.id}/trials?state=PRUNED&limit=1").json()["trials"][0]["number"]
+    page = visitor.goto(f"/studies/{study.id}/trials/{stopped}/samples")
     expect(page.get_by_text("No sample of the data of the search was scored for this trial.")).to_be_visible()
     found = http.get(f"/v1/studies/{study.id}/trials/0/samples?split=holdout").json()
     assert found["missing"]

@@ -116,7 +116,7 @@ def test_a_study_is_deleted_by_its_name(visitor: Visit, server: ApiServer, http:
     page = visitor.goto(f"/studies/{study.id}/events")
     dialog = choose(page, study, "Delete")
     button = dialog.get_by_role("button", name="Delete")
-    name = dialog.get_by_role("textbox", name="Type the study's name")
+    name = dialog.get_by_role("textbox", name="Type the name")
     name.fill("to-del")
     expect(button).to_be_disabled()
     name.press("Enter")

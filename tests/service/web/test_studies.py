@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import asdict, replace
 from typing import Any
 
 import httpx
@@ -11,10 +12,14 @@ import pytest
 from playwright.sync_api import expect
 
 from search_spaces.objectives import Objective
+from search_spaces.study.file import Study as StudyFile
+from service.resolved_study import ChainedSource, ResolvedStudy
 from service.results.preference import Choices
+from service.store.documents import CONTAMINATION, Overlap
 from service.types import JobRecord
-from tests.service.api.harness import ApiServer, stored_study
-from tests.service.web.driving import APP, Visit
+from tests.service.api.harness import ApiServer, document, stored_study
+from tests.service.web.driving import APP, Visit, signed
+from tests.service.web.made import searched_study
 from workers.types import Split
 
 CASES = json.loads((APP / "src" / "preference.cases.json").read_text())
@@ -93,6 +98,82 @@ def test_sliders_pick_the_trial_that_the_server_picks(visitor: Visit, study: Job
         expect(page.get_by_test_id("picked")).to_contain_text(re.compile(rf"Trial {wanted['trial']}\b"))
         seen.add(wanted["trial"])
     assert len(seen) > 1, "the weights make a difference"
+
+
+def test_a_choice_has_its_price(visitor: Visit, study: JobRecord, http: httpx.Client) -> None:
+    """Moving the sliders says what the new pick costs and gains on held-out data, paired, against the first pick."""
+    names = [each["name"] for each in http.get(f"/v1/studies/{study.id}/pareto").json()["objectives"]]
+    page = visitor.goto(f"/studies/{study.id}")
+    picked = page.get_by_test_id("picked")
+    expect(picked).to_contain_text("Move a slider")
+    weights = ",".join(f"{name}={1 / len(names)}" for name in names)
+    path = f"/v1/studies/{study.id}/pareto"
+    first = http.get(path, params={"prefer": weights}).json()["preferred"]["trial"]
+    found = {}
+    for name in names:
+        alone = ",".join(f"{other}={int(other == name)}" for other in names)
+        found[name] = http.get(path, params={"prefer": alone}).json()["preferred"]["trial"]
+    name = next(name for name, trial in found.items() if trial != first)
+    for other in names:
+        page.get_by_role("slider", name=f"Importance of {other}").press("End" if other == name else "Home")
+    rows = http.get(f"/v1/studies/{study.id}/holdout", params={"reference": first}).json()["rows"]
+    wanted = next(row["differences"] for row in rows if row["trial"] == found[name])
+    expect(picked).to_contain_text(f"Minus trial {first}")
+    for each in (*names, "mean"):
+        low, high = wanted[each]["ci95"]
+        price = page.get_by_test_id("price").locator("div").filter(has_text=re.compile(f"^{each}"))
+        expect(price).to_contain_text(f"{signed(wanted[each]['value'])} {signed(low)} to {signed(high)}")
+    page.get_by_role("button", name=f"Count from trial {found[name]}").press("Enter")
+    expect(picked).to_contain_text("Move a slider")
+
+
+def test_the_front_has_intervals_and_pairs(visitor: Visit, study: JobRecord, http: httpx.Client) -> None:
+    """Points say their intervals; a small front of another pair of objectives is shown large by the keyboard."""
+    front = http.get(f"/v1/studies/{study.id}/plots/front").json()
+    best = max((point for point in front["points"] if point["is_on_front"]), key=lambda point: point["values"]["math"])
+    page = visitor.goto(f"/studies/{study.id}")
+    chart = page.get_by_role("group", name="math and text of the trials at full budget")
+    chart.press("ArrowRight")
+    said = page.get_by_role("region", name="Pareto front").get_by_role("status")
+    low, high = best["intervals"]["math"]
+    expect(said).to_contain_text(f"trial {best['trial']}")
+    expect(said).to_contain_text(f"math {best['values']['math']:.3f} ({low:.3f} to {high:.3f})")
+    pairs = page.get_by_role("group", name="Fronts of each pair of objectives").get_by_role("button")
+    expect(pairs).to_have_count(3)
+    expect(pairs.first).to_have_attribute("aria-pressed", "true")
+    pairs.nth(2).press("Enter")
+    expect(page.get_by_role("group", name="text and lookup of the trials at full budget")).to_be_visible()
+
+
+def test_the_overview_lists_checks(visitor: Visit, server: ApiServer, http: httpx.Client) -> None:
+    """Failures with their first reasons, and overlaps with the search data, are those of the summary."""
+    study = searched_study(server.store, name="checked")
+    overlap = Overlap("holdout", "math", 45, 2, 3, {"math": 3}, ("4",))
+    server.store.open_attempt(study.id).set_document_named(CONTAMINATION, [asdict(overlap)])
+    failures = http.get(f"/v1/studies/{study.id}/summary").json()["failures"]
+    assert failures
+    page = visitor.goto(f"/studies/{study.id}")
+    checks = page.get_by_role("region", name="Checks")
+    expect(checks.get_by_role("link", name=f"{len(failures)} trials failed")).to_be_visible()
+    expect(checks).to_contain_text(f"{failures[0]['reason']} ({len(failures)} trials, first {failures[0]['trial']})")
+    expect(checks).to_contain_text("Held-out data math: 3 of 45 items (7 %) overlap with the search data, 2 of them")
+    expect(page.get_by_role("link", name="⚠ 2 more to look at")).to_have_attribute("href", "#checks")
+    checks.get_by_role("link", name=f"{len(failures)} trials failed").click()
+    expect(page.get_by_text(f"{len(failures)} trials", exact=True)).to_be_visible()
+
+
+def test_a_study_says_what_it_continues(visitor: Visit, server: ApiServer, study: JobRecord) -> None:
+    """An expert that is a merge of another study is a link to its trial."""
+    resolved = ResolvedStudy.of(stored_study(server.store, name="first"))
+    source = ChainedSource(study.id, study.name, 5, "0" * 64, "somewhere")
+    accepted = replace(resolved, chained={"math": source}).to_json()
+    file = StudyFile.model_validate(document("continued"))
+    job = server.store.create_job(kind="search", name="continued", document=file.canonical(), accepted=accepted)
+    page = visitor.goto(f"/studies/{job.id}")
+    lineage = page.get_by_role("region", name="Lineage")
+    expect(lineage.get_by_role("listitem")).to_have_text(f"math is trial 5 of {study.name}.")
+    lineage.get_by_role("link", name=f"trial 5 of {study.name}").click()
+    expect(page.get_by_role("heading", level=1)).to_have_text("Trial 5")
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case["name"] for case in CASES])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ from tests.service.api.family import family_study
 from tests.service.api.harness import ApiServer, finished_study
 from tests.service.paths_study import plain_study
 from tests.service.site import LocalPreflight
-from tests.service.web.driving import Visit, axe_violations, visit
+from tests.service.web.driving import Visit, axe_violations, check_view, signed, visit
 
 BIN = Path(sys.executable).parent
 # Trials of the shipped family's study: an average, which mergekit can compute, and TIES, which it computes differently.
@@ -83,6 +84,46 @@ def test_cost_and_provenance_are_those_of_the_api(visitor: Visit, study: JobReco
     expect(facts).to_contain_text(models["math"])
     verification = trial["provenance"]["verification"]
     expect(facts).to_contain_text(f"{verification['samples']} samples of 1 trial were scored again")
+
+
+def test_why_a_trial_was_stopped(visitor: Visit, searched: JobRecord, http: httpx.Client) -> None:
+    """A stopped trial names its rival, with the paired difference and its interval at every rung."""
+    every = http.get(f"/v1/studies/{searched.id}/plots/stops").json()["trials"]
+    stop = next(each for each in every if len(each["looks"]) == 2)
+    page = visitor.goto(f"/studies/{searched.id}/trials/{stop['trial']}")
+    section = page.get_by_role("region", name="Why it was stopped")
+    expect(section.get_by_role("link", name=f"trial {stop['rival']}")).to_be_visible()
+    for look in stop["looks"]:
+        lead = look["differences"]["mean"]
+        figure = section.get_by_role("figure", name=f"Difference from trial {stop['rival']} at each rung: mean")
+        if look is stop["looks"][0]:
+            figure.get_by_text("Show as table").press("Enter")
+        row = figure.get_by_role("row").filter(has=page.get_by_role("cell", name=str(look["samples"]), exact=True))
+        low, high = lead["ci95"]
+        expect(row).to_contain_text(signed(lead["value"]))
+        expect(row).to_contain_text(f"{signed(low)} to {signed(high)}")
+    expect(section.get_by_test_id("lead")).to_contain_text(signed(stop["looks"][-1]["differences"]["mean"]["value"]))
+    section.get_by_text("text", exact=True).click()
+    figure = section.get_by_role("figure", name=f"Difference from trial {stop['rival']} at each rung: text")
+    expect(figure).to_contain_text(signed(stop["looks"][0]["differences"]["text"]["value"]))
+    section.get_by_role("link", name="answers of both, side by side").click()
+    expect(page).to_have_url(re.compile(rf"/trials/{stop['trial']}/samples\?against={stop['rival']}"))
+
+
+def test_views_of_stopped_trials_are_accessible(
+    browser: Browser, server: ApiServer, searched: JobRecord, http: httpx.Client
+) -> None:
+    """The page of a stopped trial, and the list of the trials that its rung stopped, light, dark and at 320 px."""
+    (stop, *_) = http.get(f"/v1/studies/{searched.id}/plots/stops?rung=1").json()["trials"]
+    bracket = http.get(f"/v1/studies/{searched.id}/trials/{stop['trial']}").json()["bracket"]
+    for view in (f"trials/{stop['trial']}", f"rungs?bracket={bracket}&rung=1"):
+        check_view(browser, server.url, f"/studies/{searched.id}/{view}")
+
+
+def test_a_trial_that_was_not_stopped_has_no_rival(visitor: Visit, searched: JobRecord) -> None:
+    page = visitor.goto(f"/studies/{searched.id}/trials/1")
+    expect(page.get_by_role("heading", name="Scores")).to_be_visible()
+    expect(page.get_by_role("heading", name="Why it was stopped")).to_have_count(0)
 
 
 def test_the_recipe_has_runs_of_layers(visitor: Visit, study: JobRecord, http: httpx.Client) -> None:

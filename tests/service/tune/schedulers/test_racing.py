@@ -41,7 +41,8 @@ def test_rival_ahead_stops_a_trial() -> None:
     assert (going_on.promoted, going_on.pruned) == ((2,), ())
     assert list(table.ready()) == [(2, 1)]
     (stopped,) = table.record(2, 1, (0.2,))
-    assert (stopped.rung, stopped.promoted, stopped.pruned) == (1, (), (2,))
+    assert (stopped.rung, stopped.promoted, stopped.pruned, stopped.rival) == (1, (), (2,), 0)
+    assert going_on.rival is None
     assert list(table.ready()) == []
 
 
@@ -67,6 +68,7 @@ def test_dominating_rival_stops_a_trial() -> None:
         assert propose(table) == number
         (decision,) = table.record(number, 0, costs)
         assert decision.promoted == ((number,) if goes_on else ())
+        assert decision.rival == {2: None, 3: 0, 4: 1}[number]
         if goes_on:
             table.record(number, 1, (0.9, 0.9))
 

@@ -28,6 +28,7 @@ def test_kept_order_is_the_sorted_one(num_objectives: int, num_levels: int, shar
         count = len(candidates) // 3
         expected = [number for number in promotion_order(candidates)[:count] if number not in promoted]
         assert ranking.take(count) == expected
+        assert ranking.best(count) == list(promotion_order(candidates))[:count]
         promoted.update(expected)
     assert ranking.take(10 * len(candidates)) == [n for n in promotion_order(candidates) if n not in promoted]
 

@@ -90,6 +90,7 @@ def test_rung_promotes_one_in_eta() -> None:
     *earlier, last = decisions(table, [9, 2, 8, 1, 7, 3, 6, 5, 4], rung=0)
     assert earlier == [()] * 8
     assert last == (Decision(bracket=0, rung=0, promoted=(3, 1, 5), pruned=(0, 2, 4, 6, 7, 8)),)
+    assert last[0].rival == 5, "the last one that is promoted"
     assert sorted(table.ready()) == [(1, 1), (3, 1), (5, 1)]
 
 
@@ -501,7 +502,9 @@ def test_asha_counts_in_order_of_trials() -> None:
 def test_asha_prunes_a_rung_when_nobody_can_come_to_it_any_more() -> None:
     table = asha_of(6)
     costs: list[float | None] = [5, 3, 4, 6, 7, 2]
-    assert decisions(table, costs, rung=0)[-1] == (Decision(0, 0, promoted=(5,), pruned=(0, 2, 3, 4)),)
+    (last,) = decisions(table, costs, rung=0)[-1]
+    assert last == Decision(0, 0, promoted=(5,), pruned=(0, 2, 3, 4))
+    assert last.rival == 1, "promoted early, and the last one of the two best"
     assert table.record(5, 1, (2.0,)) == ()
     # The second rung holds two: one in three of them is none, so the best goes on at the end.
     assert table.record(1, 1, (3.0,)) == (Decision(0, 1, promoted=(5,), pruned=(1,)),)

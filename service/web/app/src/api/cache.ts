@@ -2,11 +2,7 @@
 import { MutationCache, QueryCache, QueryClient } from '@tanstack/react-query'
 import { Refused } from './client'
 import { session } from './queries'
-
-// Milliseconds between tries of a query that has failed, until the server answers it.
-const RETRY_MS = 3000
-
-const isRefused = (error: Error | null) => error instanceof Refused && error.problem.status < 500
+import { afterFailure, isRefused } from './retry'
 
 /** After a request without a valid session the page is that of nobody; its shell leads to the login. */
 function failed(error: Error) {
@@ -27,7 +23,7 @@ export const cache = new QueryClient({
       networkMode: 'always',
       staleTime: 10_000,
       retry: (failures, error) => failures < 2 && !isRefused(error),
-      refetchInterval: ({ state }) => state.status === 'error' && !isRefused(state.error) && RETRY_MS,
+      refetchInterval: ({ state }) => afterFailure(state),
     },
   },
 })

@@ -31,7 +31,7 @@ const refusals: Middleware = {
   async onResponse({ response }) {
     const isProblem = response.headers.get('content-type')?.startsWith('application/problem+json')
     // A proxy answers in place of a server that is away.
-    if (response.ok || isProblem) answered()
+    if (response.ok || isProblem) answered(response.headers.get('date'))
     else lost()
     if (isProblem) throw new Refused(await response.json())
     if (!response.ok) throw new Unreachable(`the server answered ${response.status} ${response.statusText}`)

@@ -16,8 +16,18 @@ function set(changed: Connection) {
   if (isNew) for (const listener of listeners) listener()
 }
 
-/** The server has answered a request, also if it has refused it. */
-export const answered = () => set({ isLost: false, answeredAt: Date.now() })
+// Milliseconds by which the server's clock is ahead of the browser's.
+let ahead = 0
+
+/** The server has answered a request, also if it has refused it; `date` is the server's time, as its header says. */
+export function answered(date: string | null): void {
+  const time = date === null ? NaN : Date.parse(date)
+  if (!Number.isNaN(time)) ahead = time - Date.now()
+  set({ isLost: false, answeredAt: Date.now() })
+}
+
+/** The time of the server's clock, in milliseconds since the epoch. */
+export const serverNow = () => Date.now() + ahead
 
 /** The server could not be reached. */
 export const lost = () => set({ ...connection, isLost: true })

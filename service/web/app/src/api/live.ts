@@ -1,4 +1,4 @@
-import { useQueryClient } from '@tanstack/react-query'
+import { type Query, useQueryClient } from '@tanstack/react-query'
 import { useEffect, useState } from 'react'
 import { BASE } from './client'
 import type { Heard, Said } from './events.worker'
@@ -55,17 +55,30 @@ function listenAlone(address: string, after: number, on: Listener): () => void {
   }
 }
 
+/** What tables that are not refetched miss: trials that are new, and others that have changed. */
+export interface Changes {
+  newTrials: number
+}
+
+// Kinds of events that change a table of trials.
+const TRIAL_KINDS = new Set(['trial', 'rung', 'trial_state'])
+
 /**
  * Follows a job: its latest progress, and the state of the connection. Queries whose key begins with `key` are
  * refetched after events, at most once in two seconds and not while they are fetched. `after` is the id of the last
  * event that the page knows; undefined as long as the page does not follow the job.
+ *
+ * Tables that are shown, whose keys go on with the word `held`, are not refetched: rows would move under the reader.
+ * Then `changes` says what they miss, and `show` refetches them.
  */
 export function useLive<P = Progress>(
   path: string,
   key: readonly unknown[],
   after: number | undefined,
-): { progress: P | null; connection: Connection } {
+  held?: string,
+): { progress: P | null; connection: Connection; changes: Changes | null; show: () => void } {
   const client = useQueryClient()
+  const [changes, setChanges] = useState<Changes | null>(null)
   const [told, setTold] = useState<{ path: string; progress: P }>()
   const [connection, setConnection] = useState<Connection>('connecting')
   // The stream continues from its own position, so that a later `after` does not begin another one, unless the stream
@@ -77,12 +90,13 @@ export function useLive<P = Progress>(
   useEffect(() => {
     if (start === undefined) return
     const queryKey = JSON.parse(name)
+    const isHeld = (query: Query) => held !== undefined && query.queryKey[queryKey.length] === held && query.isActive()
     let timer: number | undefined
     const refetch = () => {
       timer = undefined
       // A query that is invalidated while it is fetched begins anew; a slow one would never end.
       if (client.isFetching({ queryKey }) > 0) outdate()
-      else client.invalidateQueries({ queryKey })
+      else client.invalidateQueries({ queryKey, predicate: (query) => !isHeld(query) })
     }
     const outdate = () => {
       timer ??= window.setTimeout(refetch, REFETCH_MS)
@@ -93,12 +107,20 @@ export function useLive<P = Progress>(
         setConnection(data as Connection)
         if (data === 'live' || data === 'ended') outdate()
       } else if (kind === 'progress') setTold({ path: start.path, progress: JSON.parse(data) })
-      else outdate()
+      else {
+        outdate()
+        if (TRIAL_KINDS.has(kind) && client.getQueryCache().findAll({ queryKey, predicate: isHeld }).length > 0)
+          setChanges((old) => ({ newTrials: (old?.newTrials ?? 0) + (kind === 'trial' ? 1 : 0) }))
+      }
     })
     return () => {
       stop()
       window.clearTimeout(timer)
     }
-  }, [client, start, name])
-  return { progress: told?.path === path ? told.progress : null, connection }
+  }, [client, start, name, held])
+  const show = () => {
+    setChanges(null)
+    client.invalidateQueries({ queryKey: [...key, held] })
+  }
+  return { progress: told?.path === path ? told.progress : null, connection, changes, show }
 }

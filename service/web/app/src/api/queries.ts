@@ -1,6 +1,8 @@
 /** Queries of the API: each has one key, under which all views share its answer. */
 import { queryOptions } from '@tanstack/react-query'
 import { api, useCsrfToken } from './client'
+import { isFinished } from './jobs'
+import { afterFailure } from './retry'
 import type { paths } from './schema'
 import type { Columns } from './types'
 
@@ -17,10 +19,15 @@ export const session = queryOptions({
 
 const at = (id: string) => ({ params: { path: { study_id: id } } })
 
+// Milliseconds between requests for a job that runs, which show whether its driver is alive.
+const RUNNING_MS = 15_000
+
 export const study = (id: string) =>
   queryOptions({
     queryKey: ['study', id],
     queryFn: async ({ signal }) => (await api.GET('/v1/studies/{study_id}', { ...at(id), signal })).data!,
+    // A driver that is silent sends no events.
+    refetchInterval: ({ state }) => afterFailure(state) || (state.data?.state === 'RUNNING' && RUNNING_MS),
   })
 
 /** Everything but parameters of every trial, for charts. */
@@ -58,6 +65,28 @@ export const plot = <N extends PlotName>(id: string, name: N) =>
       const path = { study_id: id, name }
       const found = (await api.GET('/v1/studies/{study_id}/plots/{name}', { params: { path }, signal })).data!
       return found as Extract<Plots, { plot: N }>
+    },
+  })
+
+type StopsQuery = NonNullable<paths['/v1/studies/{study_id}/plots/stops']['get']['parameters']['query']>
+
+/** Stopped trials with the paired differences from their rivals at each rung. */
+export const stops = (id: string, query: StopsQuery) =>
+  queryOptions({
+    queryKey: ['study', id, 'plots', 'stops', query],
+    queryFn: async ({ signal }) =>
+      (await api.GET('/v1/studies/{study_id}/plots/stops', { params: { path: { study_id: id }, query }, signal }))
+        .data!,
+  })
+
+/** Paired differences of all trials with held-out values from the trial `reference`, by trial. */
+export const heldOutFrom = (id: string, reference: number) =>
+  queryOptions({
+    queryKey: ['study', id, 'holdout', reference],
+    queryFn: async ({ signal }) => {
+      const params = { path: { study_id: id }, query: { reference } }
+      const { rows } = (await api.GET('/v1/studies/{study_id}/holdout', { params, signal })).data!
+      return new Map(rows.map((row) => [row.trial, row.differences]))
     },
   })
 
@@ -134,6 +163,18 @@ export const finetune = (id: string) =>
     queryFn: async ({ signal }) => (await api.GET('/v1/finetunes/{finetune_id}', { ...tuned(id), signal })).data!,
   })
 
+/** The fine-tuning that has created a study of its experts; null if none has. */
+export const finetuneOf = (id: string) =>
+  queryOptions({
+    queryKey: ['finetunes', 'of', id],
+    queryFn: async ({ signal }) => {
+      const params = { query: { sort: '-created', limit: 200 } as const }
+      const found = (await api.GET('/v1/finetunes', { params, signal })).data!.finetunes
+      return found.find((each) => each.links.study?.endsWith(`/${id}`)) ?? null
+    },
+    staleTime: Infinity,
+  })
+
 /** Losses and evaluations of each expert, at most 1000 points a curve. */
 export const curves = (id: string) =>
   queryOptions({
@@ -167,8 +208,6 @@ export const served = (id: string) =>
     },
   })
 
-const ENDED = new Set(['COMPLETE', 'FAILED', 'CANCELLED'])
-
 /** Jobs that serve a study now, newest first. */
 export const servedStudies = (id: string) =>
   queryOptions({
@@ -176,6 +215,6 @@ export const servedStudies = (id: string) =>
     queryFn: async ({ signal }) => {
       const params = { query: { sort: '-created', limit: 200 } as const }
       const found = (await api.GET('/v1/served', { params, signal })).data!.served
-      return found.filter((job) => job.study === id && !ENDED.has(job.state))
+      return found.filter((job) => job.study === id && !isFinished(job))
     },
   })

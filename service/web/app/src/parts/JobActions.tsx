@@ -5,10 +5,13 @@ import { type ReactNode, useState } from 'react'
 import { api } from '../api/client'
 import { useMay } from '../api/rights'
 import type { Study } from '../api/types'
+import { isFinished } from '../api/jobs'
+import { type Steered, VERBS, type VerbName } from '../api/verbs'
 import { Failure } from './Answer'
 import { Confirm } from './Confirm'
 
-type Verb = 'pause' | 'resume' | 'cancel'
+// Searches alone are stopped early.
+type Verb = Exclude<VerbName, 'stop'>
 
 /** Kinds of jobs: the noun for one, and the page that is left for when it is deleted. */
 const KINDS = {
@@ -17,18 +20,7 @@ const KINDS = {
 } as const
 
 type Kind = keyof typeof KINDS
-type Job = Pick<Study, 'id' | 'name' | 'state' | 'rights'>
-
-/** Verbs that the server accepts in each state of a job. */
-const VERBS: Record<Study['state'], readonly (Verb | 'delete')[]> = {
-  CREATED: ['pause', 'cancel'],
-  RUNNING: ['pause', 'cancel'],
-  STOPPED: ['pause', 'cancel'],
-  PAUSED: ['resume', 'cancel'],
-  COMPLETE: ['delete'],
-  FAILED: ['resume', 'delete'],
-  CANCELLED: ['delete'],
-}
+type Job = Steered & Pick<Study, 'id' | 'name' | 'rights'>
 
 const WORDS = { pause: 'Pause', resume: 'Resume', cancel: 'Cancel', delete: 'Delete' }
 
@@ -42,6 +34,12 @@ async function send(kind: Kind, id: string, verb: Verb | 'delete') {
     if (verb === 'delete') await api.DELETE('/v1/served/{served_id}', { params })
     else await api.POST(`/v1/served/{served_id}:${verb}`, { params })
   }
+}
+
+/** Verbs that the server accepts in the state of a job. */
+function permitted(job: Job): (Verb | 'delete')[] {
+  const verbs = VERBS.filter(({ isPermitted }) => isPermitted(job)).map(({ name }) => name)
+  return [...verbs.filter((name) => name !== 'stop'), ...(isFinished(job) ? (['delete'] as const) : [])]
 }
 
 /**
@@ -80,7 +78,7 @@ export function JobActions(props: {
     <>
       <div className="row">
         {mayChange &&
-          VERBS[job.state].map((verb) => (
+          permitted(job).map((verb) => (
             <Button
               key={verb}
               size="xs"

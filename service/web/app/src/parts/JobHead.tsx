@@ -1,6 +1,9 @@
-import type { ReactNode } from 'react'
+import { type ReactNode, useEffect, useState } from 'react'
+import { serverNow } from '../api/connection'
+import { silence } from '../api/jobs'
 import type { Connection } from '../api/live'
 import type { Study } from '../api/types'
+import { duration } from '../format'
 import { State } from './State'
 
 const WORDS: Record<Connection, string> = {
@@ -29,10 +32,37 @@ export function JobHead(props: { job: Pick<Study, 'state' | 'tags'>; connection:
   )
 }
 
+/** That the driver of a running job has given no sign of life for some time; the seconds are not announced. */
+function Silence({ job }: { job: Pick<Study, 'state' | 'heartbeat_at'> }) {
+  const [now, setNow] = useState(serverNow)
+  useEffect(() => {
+    const timer = window.setInterval(() => setNow(serverNow()), 1000)
+    return () => window.clearInterval(timer)
+  }, [])
+  const seconds = silence(job, now)
+  return (
+    <div role="status" aria-label="Driver">
+      {seconds !== undefined && (
+        <p>
+          ⚠ The driver gives no sign of life{' '}
+          <span role="timer" aria-live="off">
+            for {duration(seconds)}
+          </span>
+          . If it has ended, the server starts another one.
+        </p>
+      )}
+    </div>
+  )
+}
+
 /** What a job is for, why it ended, and what it waits for; below the name. */
-export function JobNotes({ job }: { job: Pick<Study, 'description' | 'reason' | 'waiting_for'> }) {
+export function JobNotes(props: {
+  job: Pick<Study, 'description' | 'reason' | 'waiting_for' | 'state' | 'heartbeat_at'>
+}) {
+  const { job } = props
   return (
     <>
+      <Silence job={job} />
       {job.description && <p className="soft">{job.description}</p>}
       {job.reason && <p>{job.reason}</p>}
       {job.waiting_for && <p>Waits: {job.waiting_for}</p>}

@@ -15,8 +15,8 @@ import { Page } from '../../parts/Page'
 import { servedRoute } from '../../router'
 import type { Turn } from './completions'
 import { useChat } from './useChat'
+import { isFinished } from '../../api/jobs'
 
-const ENDED = new Set(['COMPLETE', 'FAILED', 'CANCELLED'])
 const RETRY_MS = 5000
 const NONE: readonly Turn[] = []
 
@@ -44,7 +44,7 @@ export function Chat() {
               Study
             </Link>
           </JobActions>
-          {ENDED.has(served.state) ? (
+          {isFinished(served) ? (
             <Nothing>Serving has ended. To chat, serve a trial of the study again.</Nothing>
           ) : (
             <>

@@ -12,6 +12,7 @@ import type { Palette } from '../../charts/palette'
 import { count, signed, value } from '../../format'
 import { Answer, Nothing } from '../../parts/Answer'
 import { Difference, Interval } from '../../parts/Interval'
+import { WithError } from '../../parts/WithError'
 import { type Cell, differences } from '../../recipes'
 import { useStudy } from './StudyLayout'
 
@@ -147,8 +148,7 @@ function OwnValue(props: { trial: Trial; name: string; summary: Summary; isHeldO
   if (last?.values[name] === undefined) return <span className="soft">not scored</span>
   return (
     <span title={`${count(last.samples[name] ?? 0)} samples`}>
-      {value(last.values[name])}
-      {error != null && <small>± {value(error)}</small>}
+      <WithError value={last.values[name]} error={error} />
     </span>
   )
 }

@@ -1,13 +1,18 @@
-import { NativeSelect, Slider } from '@mantine/core'
+import './front.css'
+import { Button, NativeSelect, Slider } from '@mantine/core'
 import { useNavigate } from '@tanstack/react-router'
+import { useQuery } from '@tanstack/react-query'
 import { useCallback, useMemo, useState } from 'react'
+import { heldOutFrom } from '../../api/queries'
 import type { FrontSeries, Objective, Study, Summary } from '../../api/types'
 import { escaped } from '../../charts/escaped'
 import { EChart } from '../../charts/EChart'
+import { drawCross } from '../../charts/intervals'
 import { type Palette, axis } from '../../charts/palette'
-import { percent, value } from '../../format'
+import { interval, percent, value } from '../../format'
 import { Nothing } from '../../parts/Answer'
 import { ExportButton } from '../../parts/ExportButton'
+import { Difference } from '../../parts/Interval'
 import { preferred } from '../../preference'
 
 type Point = FrontSeries['points'][number]
@@ -35,6 +40,9 @@ export function Front({ study, front, heldOut }: { study: Study; front: FrontSer
     // oxlint-disable-next-line react-hooks/exhaustive-deps
   }, [onFront, held, isHeld, objectives, JSON.stringify(shares)])
   const picked = points.find((point) => point.trial === trial)
+  // The pick from which prices are counted: the first one, until another is chosen.
+  const [start, setStart] = useState<number>()
+  if (start === undefined && isHeld && trial !== undefined) setStart(trial)
   const navigate = useNavigate()
   const open = useCallback(
     (number: number) => navigate({ to: '/studies/$id/trials/$number', params: { id: study.id, number: `${number}` } }),
@@ -51,7 +59,25 @@ export function Front({ study, front, heldOut }: { study: Study; front: FrontSer
         </div>
       )}
       <div className="two">
-        <Chart points={points} objectives={objectives} across={across!} up={up!} picked={picked} onPick={open} />
+        <div>
+          <Chart
+            points={points}
+            objectives={objectives}
+            across={across!}
+            up={up!}
+            picked={picked}
+            held={picked && held.get(picked.trial)}
+            onPick={open}
+          />
+          <p className="soft">
+            Points are on the samples of the search. Cross-hairs are 95 % intervals: of the picked trial, of the best
+            one and, as a diamond, of the picked trial on held-out data. The line is the front of the two objectives.
+            Orange points are baselines: sources are circles, published recipes squares.
+          </p>
+          {objectives.length > 2 && (
+            <Pairs points={points} objectives={objectives} chosen={[across!, up!]} picked={trial} onChoose={setAxes} />
+          )}
+        </div>
         <div>
           <p style={{ marginTop: 0 }}>How much does each objective matter?</p>
           {objectives.map(({ name }, k) => (
@@ -70,7 +96,13 @@ export function Front({ study, front, heldOut }: { study: Study; front: FrontSer
           ))}
           <div aria-live="polite" data-testid="picked">
             {picked && <Picked point={picked} objectives={objectives} row={held.get(picked.trial)} />}
+            {picked && start !== undefined && <Price study={study} from={start} to={picked.trial} />}
           </div>
+          {picked && start !== undefined && start !== picked.trial && (
+            <Button size="xs" variant="default" mr={8} onClick={() => setStart(picked.trial)}>
+              Count from trial {picked.trial}
+            </Button>
+          )}
           {picked && (
             <ExportButton
               study={study}
@@ -121,15 +153,115 @@ function Picked(props: { point: Point; objectives: Objective[]; row: Summary['ho
   )
 }
 
+/** What the choice of trial `to` costs and gains against the pick `from`, on held-out data. */
+function Price({ study, from, to }: { study: Study; from: number; to: number }) {
+  const differences = useQuery({ ...heldOutFrom(study.id, from), enabled: from !== to })
+  if (from === to)
+    return <p className="soft">Move a slider to see what another choice costs and gains on held-out data.</p>
+  const own = differences.data?.get(to)
+  if (differences.isError) return <p className="soft">{differences.error.message}</p>
+  if (own === undefined) return null
+  return (
+    <>
+      <p style={{ margin: '4px 0' }}>Minus trial {from}, on the same held-out samples:</p>
+      <dl className="price" data-testid="price">
+        {Object.entries(own).map(([name, difference]) => (
+          <div key={name}>
+            <dt className="soft">{name}</dt>
+            <dd>
+              <Difference of={difference} />
+            </dd>
+          </div>
+        ))}
+      </dl>
+    </>
+  )
+}
+
+// Points of a small front; those on the front are all shown.
+const MAX_SMALL = 200
+const SMALL = 100
+
+/** A small front for each pair of objectives; a click shows it large. */
+function Pairs(props: {
+  points: Point[]
+  objectives: Objective[]
+  chosen: [number, number]
+  picked: number | undefined
+  onChoose: (pair: [number, number]) => void
+}) {
+  const { points, objectives, chosen, picked, onChoose } = props
+  const shown = useMemo(() => {
+    const rest = points.filter((point) => !point.is_on_front)
+    const step = Math.max(1, Math.ceil(rest.length / MAX_SMALL))
+    return [...rest.filter((_, k) => k % step === 0), ...points.filter((point) => point.is_on_front)]
+  }, [points])
+  const pairs = objectives.flatMap((_, i) => objectives.slice(i + 1).map((__, k): [number, number] => [i, i + 1 + k]))
+  return (
+    <div className="pairs" role="group" aria-label="Fronts of each pair of objectives">
+      {pairs.map(([i, j]) => {
+        const [x, y] = [objectives[i]!.name, objectives[j]!.name]
+        const isChosen = chosen.includes(i) && chosen.includes(j)
+        const line = stairs(shown, objectives[i]!, objectives[j]!)
+        const [across, up] = [scale(shown, x), scale(shown, y)]
+        const at = (a: number, b: number) => `${across(a).toFixed(1)},${(SMALL - up(b)).toFixed(1)}`
+        return (
+          <button key={`${x} ${y}`} type="button" aria-pressed={isChosen} onClick={() => onChoose([i, j])}>
+            <svg viewBox={`-6 -6 ${SMALL + 12} ${SMALL + 12}`} aria-hidden="true">
+              {shown.map((point) => (
+                <circle
+                  key={point.trial}
+                  className={point.is_on_front ? (isBaseline(point) ? 'baseline' : 'on-front') : 'rest'}
+                  r={point.trial === picked ? 5 : point.is_on_front ? 3 : 2}
+                  cx={across(point.values[x]!)}
+                  cy={SMALL - up(point.values[y]!)}
+                />
+              ))}
+              <polyline points={line.map(([a, b]) => at(a!, b!)).join(' ')} />
+            </svg>
+            {y} over {x}
+          </button>
+        )
+      })}
+    </div>
+  )
+}
+
+/** Maps the values of an objective to lengths in a small front. */
+function scale(points: Point[], name: string): (x: number) => number {
+  const all = points.map((point) => point.values[name]!)
+  const [low, high] = [Math.min(...all), Math.max(...all)]
+  return (x) => (high > low ? ((x - low) / (high - low)) * SMALL : SMALL / 2)
+}
+
+/** The front of two objectives as corners of a step line, from the best of the first to the best of the second. */
+function stairs(points: readonly Point[], x: Objective, y: Objective): number[][] {
+  const cost = (point: Point, { name, direction }: Objective) =>
+    (direction === 'maximize' ? -1 : 1) * point.values[name]!
+  const found: number[][] = []
+  let best = Infinity
+  for (const point of points
+    .filter((each) => each.is_on_front)
+    .toSorted((a, b) => cost(a, x) - cost(b, x) || cost(a, y) - cost(b, y))) {
+    if (cost(point, y) >= best) continue
+    best = cost(point, y)
+    const last = found.at(-1)
+    if (last) found.push([point.values[x.name]!, last[1]!])
+    found.push([point.values[x.name]!, point.values[y.name]!])
+  }
+  return found
+}
+
 function Chart(props: {
   points: Point[]
   objectives: Objective[]
   across: number
   up: number
   picked: Point | undefined
+  held: Summary['holdout'][number] | undefined
   onPick: (trial: number) => void
 }) {
-  const { points, objectives, across, up, picked, onPick } = props
+  const { points, objectives, across, up, picked, held, onPick } = props
   const x = objectives[across]!
   const y = objectives[up]!
   const front = useMemo(() => {
@@ -144,12 +276,24 @@ function Chart(props: {
       const rest = points.filter((point) => !point.is_on_front)
       const byTrial = new Map(points.map((point) => [point.trial, point]))
       const ring = picked ? [data(picked)] : []
+      const cross = (point: Point) => [...data(point), ...point.intervals[x.name]!, ...point.intervals[y.name]!]
+      const best = points.find((point) => point.is_best && point.trial !== picked?.trial)
+      const [heldX, heldY] = [held?.values[x.name], held?.values[y.name]]
+      const heldOut = heldX && heldY ? [heldX.value, heldY.value, held!.trial, ...heldX.ci95, ...heldY.ci95] : undefined
+      const hair = (each: (number | undefined)[][], color: string) => ({
+        type: 'custom',
+        silent: true,
+        itemStyle: { color },
+        encode: { x: [0, 3, 4], y: [1, 5, 6] },
+        data: each,
+        renderItem: drawCross,
+      })
       return {
         grid: { left: 52, right: 16, top: 12, bottom: 42 },
         tooltip: {
           trigger: 'item',
           confine: true,
-          formatter: (hovered: { data: number[] }) => say(byTrial.get(hovered.data[2]!), objectives, escaped),
+          formatter: (hovered: { data: number[] }) => sayAll(byTrial.get(hovered.data[2]!), objectives, escaped),
         },
         xAxis: axis(p, x.name),
         yAxis: axis(p, y.name, { nameGap: 38 }),
@@ -164,12 +308,37 @@ function Chart(props: {
             data: rest.filter(isMerge).map(data),
           },
           { type: 'scatter', symbolSize: 10, itemStyle: { color: p.accent }, data: front.filter(isMerge).map(data) },
-          { type: 'scatter', symbolSize: 10, itemStyle: { color: p.warm }, data: front.filter(isSource).map(data) },
           {
             type: 'scatter',
+            symbol: symbolOf(byTrial),
+            symbolSize: 10,
+            itemStyle: { color: p.warm },
+            data: front.filter(isBaseline).map(data),
+          },
+          {
+            type: 'scatter',
+            symbol: symbolOf(byTrial),
             symbolSize: 9,
             itemStyle: { color: 'transparent', borderColor: p.warm, borderWidth: 1.5 },
-            data: rest.filter(isSource).map(data),
+            data: rest.filter(isBaseline).map(data),
+          },
+          {
+            type: 'line',
+            silent: true,
+            symbol: 'none',
+            lineStyle: { color: p.accent, width: 1 },
+            data: stairs(points, x, y),
+          },
+          hair(best ? [cross(best)] : [], p.middle),
+          hair(picked ? [cross(picked)] : [], p.ink),
+          hair(heldOut ? [heldOut] : [], p.good),
+          {
+            type: 'scatter',
+            silent: true,
+            symbol: 'diamond',
+            symbolSize: 14,
+            itemStyle: { color: p.good },
+            data: heldOut ? [heldOut.slice(0, 3)] : [],
           },
           {
             type: 'scatter',
@@ -181,14 +350,14 @@ function Chart(props: {
         ],
       }
     },
-    [points, front, objectives, x, y, picked],
+    [points, front, objectives, x, y, picked, held],
   )
   const stops = useMemo(
     () =>
       front.map((point) => {
-        const own = front.filter(isSource(point) ? isSource : isMerge)
-        const series = isSource(point) ? 2 : 1
-        return { series, index: own.indexOf(point), text: say(point, objectives), trial: point.trial }
+        const own = front.filter(isBaseline(point) ? isBaseline : isMerge)
+        const series = isBaseline(point) ? 2 : 1
+        return { series, index: own.indexOf(point), text: sayAll(point, objectives), trial: point.trial }
       }),
     [front, objectives],
   )
@@ -200,11 +369,14 @@ function Chart(props: {
       points={stops}
       onPick={onPick}
       table={() => ({
-        head: ['trial', 'label', ...objectives.map(({ name }) => name), 'on the front'],
+        head: ['trial', 'label', ...objectives.flatMap(({ name }) => [name, '95 % interval']), 'on the front'],
         rows: points.map((point) => [
           point.trial,
           point.label,
-          ...objectives.map(({ name }) => value(point.values[name])),
+          ...objectives.flatMap(({ name }) => [
+            value(point.values[name]),
+            interval(...(point.intervals[name] as [number, number])),
+          ]),
           point.is_on_front ? 'yes' : 'no',
         ]),
       })}
@@ -212,14 +384,24 @@ function Chart(props: {
   )
 }
 
-const isSource = (point: Point) => point.origin === 'source'
-const isMerge = (point: Point) => !isSource(point)
+const isBaseline = (point: Point) => point.origin === 'source' || point.origin === 'published'
+const isMerge = (point: Point) => !isBaseline(point)
 
-function say(point: Point | undefined, objectives: Objective[], safe = (text: string) => text): string {
+const symbolOf = (byTrial: Map<number, Point>) => (at: number[]) =>
+  byTrial.get(at[2]!)?.origin === 'published' ? 'rect' : 'circle'
+
+/** The values of a trial with their intervals, and the constraints that it violates. */
+function sayAll(point: Point | undefined, objectives: Objective[], safe = (text: string) => text): string {
   if (!point) return ''
-  const values = objectives.map(({ name }) => `${safe(name)} ${value(point.values[name])}`).join(', ')
+  const values = objectives
+    .map(
+      ({ name }) =>
+        `${safe(name)} ${value(point.values[name])} (${interval(...(point.intervals[name] as [number, number]))})`,
+    )
+    .join(', ')
   const violated = Object.keys(point.violations).map(safe)
-  return `trial ${point.trial}: ${values}${violated.length ? `; violates ${violated.join(', ')}` : ''}`
+  const label = point.label === `trial ${point.trial}` ? '' : ` (${safe(point.label)})`
+  return `trial ${point.trial}${label}: ${values}${violated.length ? `; violates ${violated.join(', ')}` : ''}`
 }
 
 /** In place of a front: with one objective there is one best trial. */

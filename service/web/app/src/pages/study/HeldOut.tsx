@@ -2,6 +2,7 @@ import { Link } from '@tanstack/react-router'
 import { useCallback, useMemo, useState } from 'react'
 import type { Estimate, Objective, Study, Summary } from '../../api/types'
 import { EChart } from '../../charts/EChart'
+import { drawInterval } from '../../charts/intervals'
 import { type Palette, axis } from '../../charts/palette'
 import { interval, value } from '../../format'
 import { Nothing } from '../../parts/Answer'
@@ -84,23 +85,7 @@ function Forest({ name, shown, reference }: { name: string; shown: Shown; refere
               itemStyle: { color: color(row) },
             })),
             encode: { x: [0, 2, 3], y: 1 },
-            renderItem: (_: unknown, item: Drawing) => {
-              const [x, y] = item.coord([item.value(0), item.value(1)]) as [number, number]
-              const low = item.coord([item.value(2), item.value(1)])[0]!
-              const high = item.coord([item.value(3), item.value(1)])[0]!
-              const fill = item.visual('color')
-              return {
-                type: 'group',
-                children: [
-                  {
-                    type: 'line',
-                    shape: { x1: low, y1: y, x2: high, y2: y },
-                    style: { stroke: fill, lineWidth: 2 },
-                  },
-                  { type: 'circle', shape: { cx: x, cy: y, r: 4 }, style: { fill } },
-                ],
-              }
-            },
+            renderItem: drawInterval('x'),
           },
         ],
       }
@@ -126,12 +111,6 @@ function Forest({ name, shown, reference }: { name: string; shown: Shown; refere
       })}
     />
   )
-}
-
-interface Drawing {
-  coord: (at: number[]) => number[]
-  value: (dimension: number) => number
-  visual: (name: string) => string
 }
 
 function HeldOutTable(props: {

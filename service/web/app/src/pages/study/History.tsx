@@ -3,7 +3,8 @@ import { useCallback, useMemo, useState } from 'react'
 import type { Columns, FrontSeries, Objective, Study } from '../../api/types'
 import { EChart } from '../../charts/EChart'
 import { type Palette, axis } from '../../charts/palette'
-import { count, value } from '../../format'
+import { count, interval, value } from '../../format'
+import { drawInterval } from '../../charts/intervals'
 import { escaped } from '../../charts/escaped'
 import { ChooseObjective } from '../../parts/Choose'
 
@@ -27,6 +28,8 @@ interface Row {
   isFull: boolean
   isFeasible: boolean
   isBaseline: boolean
+  /** 95 % interval of the value of a trial at full budget; there is none of a mean. */
+  ends: number[] | undefined
 }
 
 function rowsOf(trials: Columns, front: FrontSeries['points'] | undefined, names: readonly string[]): Row[] {
@@ -45,6 +48,7 @@ function rowsOf(trials: Columns, front: FrontSeries['points'] | undefined, names
       samples: trials.samples![i] as number,
       isFull: full.has(number as number),
       isFeasible: Object.keys(full.get(number as number)?.violations ?? {}).length === 0,
+      ends: names.length === 1 ? full.get(number as number)?.intervals[names[0]!] : undefined,
       isBaseline: BASELINES.includes(trials.origin![i] as string),
     })
   })
@@ -126,6 +130,15 @@ export function History(props: { study: Study; trials: Columns; front: FrontSeri
             lineStyle: { color: p.ink, width: 1.5 },
             data: line,
           },
+          {
+            type: 'custom',
+            name: 'intervals of the best so far',
+            silent: true,
+            itemStyle: { color: p.ink },
+            encode: { x: 0, y: [1, 2, 3] },
+            data: record.flatMap(({ trial, value: at, ends }) => (ends ? [[trial, at, ...ends]] : [])),
+            renderItem: drawInterval('y'),
+          },
         ],
       }
     },
@@ -170,8 +183,9 @@ export function History(props: { study: Study; trials: Columns; front: FrontSeri
       />
       <p className="soft">
         A darker point was scored on more samples. Values on different numbers of samples are not comparable; the line
-        is the best at full budget. Orange rings are baselines: sources and published recipes. Values are on the samples
-        of the search, which overestimate the best trial; <a href="#held-out">held-out values</a> do not.
+        is the best at full budget, with the 95 % interval of each best trial of one objective. Orange rings are
+        baselines: sources and published recipes. Values are on the samples of the search, which overestimate the best
+        trial; <a href="#held-out">held-out values</a> do not.
       </p>
     </>
   )
@@ -180,5 +194,7 @@ export function History(props: { study: Study; trials: Columns; front: FrontSeri
 function text(row: Row | undefined, name: string, safe: (text: string) => string = (given) => given): string {
   if (!row) return ''
   const label = row.label && row.label !== `trial ${row.trial}` ? ` (${safe(row.label)})` : ''
-  return `trial ${row.trial}${label}: ${safe(name)} ${value(row.value)} ± ${value(row.error)} on ${count(row.samples)} samples`
+  const [low, high] = row.ends ?? []
+  const within = low === undefined || high === undefined ? '' : ` (${interval(low, high)})`
+  return `trial ${row.trial}${label}: ${safe(name)} ${value(row.value)} ± ${value(row.error)}${within} on ${count(row.samples)} samples`
 }

@@ -2,10 +2,10 @@ import { Checkbox } from '@mantine/core'
 import { useQuery } from '@tanstack/react-query'
 import { useEffect, useMemo, useRef, useState } from 'react'
 import { api } from '../../api/client'
+import { isFinished } from '../../api/jobs'
 import { count } from '../../format'
 import { Answer, Nothing } from '../../parts/Answer'
 import { Download } from '../../parts/Download'
-import { isFinished } from './actions/verbs'
 import { useStudy } from './StudyLayout'
 
 const REFETCH_MS = 3000

@@ -6,10 +6,12 @@ import { Answer } from '../../parts/Answer'
 import { Figures } from '../../parts/Figures'
 import { Interval } from '../../parts/Interval'
 import { verified } from '../../parts/verified'
+import { Checks } from './Checks'
 import { Front } from './Front'
 import { HeldOut } from './HeldOut'
 import { History } from './History'
 import { Hypervolume } from './Hypervolume'
+import { Lineage } from './Lineage'
 import { useStudy } from './StudyLayout'
 
 const FIELDS = 'number,label,state,origin,rung,samples,value.*,standard_error.*'
@@ -27,7 +29,7 @@ export function Overview() {
           <>
             <p style={{ fontSize: 18 }}>{found.finding.text}</p>
             <Key study={study} progress={progress} summary={found} />
-            <Checks summary={found} />
+            <Careful summary={found} />
           </>
         )}
       </Answer>
@@ -48,6 +50,12 @@ export function Overview() {
         <h2 id="held-out">Held-out data</h2>
         <Answer of={results}>{(found) => <HeldOut study={study} summary={found} />}</Answer>
       </section>
+      {results.data && (
+        <>
+          <Checks study={study} summary={results.data} />
+          <Lineage study={study} summary={results.data} />
+        </>
+      )}
     </>
   )
 }
@@ -88,17 +96,16 @@ function heldOutNote(row: Summary['holdout'][number]): string {
   return `trial ${row.trial}${row.mean ? ', mean' : ''}: ${values.join(', ')}`
 }
 
-/** What was verified, and what to be careful about. */
-function Checks({ summary: found }: { summary: Summary }) {
-  const { verification, warnings } = found
+/** Whether the checks at the end of the page found anything, so that nobody has to look there for it. */
+function Careful({ summary: found }: { summary: Summary }) {
+  const overlaps = found.contamination.filter((each) => each.overlapping > 0).length
+  const number =
+    overlaps +
+    [found.warnings, found.failures, found.invalid, found.holdout_failures].filter((each) => each.length > 0).length
   return (
-    <ul style={{ listStyle: 'none', padding: 0 }}>
-      <li>{verified(verification)}</li>
-      {warnings.map((warning) => (
-        <li key={`${warning.trial} ${warning.objective}`}>
-          ⚠ trial {warning.trial}, {warning.objective}: {warning.message}
-        </li>
-      ))}
-    </ul>
+    <p>
+      {verified(found.verification)}.{' '}
+      <a href="#checks">{number === 0 ? 'All checks' : `⚠ ${number} more to look at`}</a>
+    </p>
   )
 }

@@ -2,16 +2,19 @@ import './rungs.css'
 import { useQuery } from '@tanstack/react-query'
 import { Link } from '@tanstack/react-router'
 import { api } from '../../api/client'
-import { plot, summary } from '../../api/queries'
+import { plot, stops, summary } from '../../api/queries'
 import type { components } from '../../api/schema'
 import type { Trial } from '../../api/types'
-import { count, value } from '../../format'
-import { Answer, Nothing } from '../../parts/Answer'
+import { count } from '../../format'
+import { Answer, Failure, Nothing } from '../../parts/Answer'
+import { WithError } from '../../parts/WithError'
 import { State } from '../../parts/State'
 import { rungsRoute } from '../../router'
+import { Lead } from '../../parts/Lead'
 import { useStudy } from './StudyLayout'
 
 type Place = components['schemas']['RungPlace']
+type StoppedTrial = components['schemas']['StoppedTrial']
 
 // What becomes of a trial at a rung, in the order of the bar.
 const ENDS = ['finished', 'promoted', 'running', 'stopped', 'failed'] as const
@@ -72,7 +75,7 @@ function Bracket({ bracket, places }: { bracket: number; places: Place[] }) {
                   {place.samples !== null && <span className="soft"> {count(place.samples)} samples</span>}
                 </span>
                 <Bar place={place} most={most} />
-                <span className="numbers">{numbers(place)}</span>
+                <span className="counts">{numbers(place)}</span>
               </button>
               {isOpen && <Ended place={place} isFirst={place.rung === first} />}
             </li>
@@ -114,6 +117,7 @@ function Ended({ place, isFirst }: { place: Place; isFirst: boolean }) {
   const failed = useQuery({ ...trialsIn(study.id, 'FAIL', `bracket=${bracket}`), enabled: place.failed > 0 })
   const races = useQuery(plot(study.id, 'races'))
   const results = useQuery(summary(study.id))
+  const compared = useQuery(stops(study.id, { bracket, rung }))
   const rules = new Map(races.data?.trials.map((each) => [each.trial, each.rule]))
   if (place.stopped + place.failed === 0) return <Nothing>No trial was stopped here, and none has failed.</Nothing>
   const hasFailedHere = ({ rungs }: Trial) => (rungs.length ? rungs.at(-1)!.rung + 1 === rung : isFirst)
@@ -121,12 +125,13 @@ function Ended({ place, isFirst }: { place: Place; isFirst: boolean }) {
     <Answer of={stopped}>
       {({ trials, total }) => {
         const all = [...trials, ...(failed.data?.trials.filter(hasFailedHere) ?? [])]
-        const rival = results.data?.best?.trial
+        const best = results.data?.best?.trial
+        const comparisons = new Map(compared.data?.trials.map((each) => [each.trial, each]))
         return (
           <>
             {/* oxlint-disable-next-line jsx-a11y/no-noninteractive-tabindex */}
             <div className="wide" tabIndex={0} role="region" aria-label={`Trials that ended at rung ${rung}`}>
-              <EndedTable trials={all} rules={rules} rival={rival} />
+              <EndedTable trials={all} rules={rules} best={best} comparisons={comparisons} />
             </div>
             <p className="soft">
               {total > trials.length && `The first ${count(trials.length)} of ${count(total)} stopped trials. `}
@@ -137,9 +142,9 @@ function Ended({ place, isFirst }: { place: Place; isFirst: boolean }) {
               >
                 The stopped trials in the table
               </Link>
-              {rival !== undefined &&
-                '. The link to samples shows the paired difference from the best trial on the samples that both have.'}
+              . {RIVALS}
             </p>
+            {compared.error && <Failure error={compared.error} retry={() => compared.refetch()} />}
           </>
         )
       }}
@@ -147,8 +152,17 @@ function Ended({ place, isFirst }: { place: Place; isFirst: boolean }) {
   )
 }
 
-function EndedTable(props: { trials: Trial[]; rules: Map<number, string | null>; rival: number | undefined }) {
-  const { trials, rules, rival } = props
+const RIVALS =
+  'A rival is the trial against which a trial was stopped: in a race one that was ahead, otherwise the last one that ' +
+  'the rung promoted. Differences are paired, on the samples of the rung; grey where the 95 % interval contains 0.'
+
+function EndedTable(props: {
+  trials: Trial[]
+  rules: Map<number, string | null>
+  best: number | undefined
+  comparisons: Map<number, StoppedTrial>
+}) {
+  const { trials, rules, best, comparisons } = props
   const { study } = useStudy()
   const names = [...new Set(trials.flatMap((trial) => Object.keys(trial.rungs.at(-1)?.values ?? {})))]
   return (
@@ -167,16 +181,19 @@ function EndedTable(props: { trials: Trial[]; rules: Map<number, string | null>;
           <th scope="col" className="l">
             why
           </th>
-          {rival !== undefined && (
-            <th scope="col" className="l">
-              samples
-            </th>
-          )}
+          <th scope="col">rival</th>
+          <th scope="col">minus its rival</th>
+          <th scope="col" className="l">
+            samples
+          </th>
         </tr>
       </thead>
       <tbody>
         {trials.map((trial) => {
           const last = trial.rungs.at(-1)
+          const stop = comparisons.get(trial.number)
+          const rival = stop?.rival ?? undefined
+          const beside = rival ?? best
           return (
             <tr key={trial.number}>
               <th scope="row">
@@ -189,27 +206,34 @@ function EndedTable(props: { trials: Trial[]; rules: Map<number, string | null>;
               </td>
               {names.map((name) => (
                 <td key={name}>
-                  {value(last?.values[name])}
-                  {last?.standard_errors[name] != null && <small>± {value(last.standard_errors[name])}</small>}
+                  <WithError value={last?.values[name]} error={last?.standard_errors[name]} />
                 </td>
               ))}
               <td className="l wrap" style={{ minWidth: 220 }}>
                 {rules.get(trial.number) ?? trial.reason}
               </td>
-              {rival !== undefined && (
-                <td className="l">
-                  {last && (
-                    <Link
-                      to="/studies/$id/trials/$number/samples"
-                      params={{ id: study.id, number: `${trial.number}` }}
-                      search={{ against: `${rival}` }}
-                      aria-label={`beside trial ${rival}: samples of trial ${trial.number}`}
-                    >
-                      beside trial {rival}
-                    </Link>
-                  )}
-                </td>
-              )}
+              <td>
+                {rival !== undefined && (
+                  <Link to="/studies/$id/trials/$number" params={{ id: study.id, number: `${rival}` }}>
+                    {rival}
+                  </Link>
+                )}
+              </td>
+              <td>
+                <Lead look={stop?.looks.at(-1)} />
+              </td>
+              <td className="l">
+                {last && beside !== undefined && (
+                  <Link
+                    to="/studies/$id/trials/$number/samples"
+                    params={{ id: study.id, number: `${trial.number}` }}
+                    search={{ against: `${beside}` }}
+                    aria-label={`beside trial ${beside}: samples of trial ${trial.number}`}
+                  >
+                    beside trial {beside}
+                  </Link>
+                )}
+              </td>
             </tr>
           )
         })}

@@ -1,9 +1,11 @@
+import { Button } from '@mantine/core'
 import { useQuery } from '@tanstack/react-query'
-import { Link, Outlet } from '@tanstack/react-router'
-import { createContext, useContext } from 'react'
+import { Link, Outlet, useLocation } from '@tanstack/react-router'
+import { createContext, useContext, useEffect } from 'react'
 import { servedStudies, study as studyQuery } from '../../api/queries'
 import { type Connection, useLive } from '../../api/live'
 import type { Progress, Study } from '../../api/types'
+import { count } from '../../format'
 import { Answer } from '../../parts/Answer'
 import { JobHead, JobNotes } from '../../parts/JobHead'
 import { Page } from '../../parts/Page'
@@ -41,7 +43,17 @@ const VIEWS = [
 export function StudyLayout() {
   const { id } = studyRoute.useParams()
   const query = useQuery(studyQuery(id))
-  const { progress, connection } = useLive(`/v1/studies/${id}`, ['study', id], query.data?.last_event_id)
+  const { progress, connection, changes, show } = useLive(
+    `/v1/studies/${id}`,
+    ['study', id],
+    query.data?.last_event_id,
+    'trials',
+  )
+  const pathname = useLocation({ select: (location) => location.pathname })
+  useEffect(() => {
+    if (changes) show() // another view begins with what is true now
+    // oxlint-disable-next-line react-hooks/exhaustive-deps
+  }, [pathname])
   return (
     <Answer of={query}>
       {(study) => (
@@ -63,6 +75,16 @@ export function StudyLayout() {
               ))}
               <ChatLink study={id} />
             </nav>
+            <div role="status" aria-label="Changes">
+              {changes && (
+                <Button size="compact-xs" variant="light" mb="sm" onClick={show}>
+                  {changes.newTrials === 0
+                    ? 'Trials have changed'
+                    : `${count(changes.newTrials)} new ${changes.newTrials === 1 ? 'trial' : 'trials'}`}
+                  : show
+                </Button>
+              )}
+            </div>
             <Outlet />
           </Page>
         </Context>

@@ -1,7 +1,8 @@
 import type { ShownTrial, Study, Summary } from '../../api/types'
-import { count, value } from '../../format'
+import { count } from '../../format'
 import { Nothing } from '../../parts/Answer'
 import { Difference, Interval } from '../../parts/Interval'
+import { WithError } from '../../parts/WithError'
 
 /** The trial's values on search and held-out data side by side, and its values at each rung. */
 export function Scores({ study, trial, summary }: { study: Study; trial: ShownTrial; summary: Summary }) {
@@ -149,15 +150,5 @@ function Rungs({ trial }: { trial: ShownTrial }) {
         </tbody>
       </table>
     </div>
-  )
-}
-
-/** A value with one standard error. */
-function WithError({ value: x, error }: { value: number | undefined; error: number | null | undefined }) {
-  return (
-    <>
-      {value(x)}
-      {error != null && <small>± {value(error)}</small>}
-    </>
   )
 }

@@ -12,6 +12,7 @@ import { CopyAs } from './CopyAs'
 import { Merge } from './Merge'
 import { Provenance } from './Provenance'
 import { Scores } from './Scores'
+import { Stopped } from './Stopped'
 
 /** One trial: its merge, its values on search and held-out data, what they cost and where they come from. */
 export function TrialPage() {
@@ -45,6 +46,7 @@ export function TrialPage() {
                     </>
                   )}
                 </Answer>
+                {found.rival !== null && <Stopped study={whole} trial={found} />}
                 <Merge study={whole} trial={found} />
                 <Provenance trial={found} study={whole} />
                 <CopyAs key={found.number} study={whole} trial={found} />

@@ -3,10 +3,11 @@ import { useQuery } from '@tanstack/react-query'
 import { useState } from 'react'
 import { api, Refused } from '../../../api/client'
 import { sentenceOf } from '../eventSentence'
+import { isFinished } from '../../../api/jobs'
 import type { Study, StudyEvent } from '../../../api/types'
 import { Answer, Failure } from '../../../parts/Answer'
-import { Dialog, useChange } from './Dialog'
-import { isFinished } from './verbs'
+import { Dialog } from '../../../parts/Dialog'
+import { useChange } from './useChange'
 
 /** What may be edited, as the texts of its inputs. */
 interface Edited {
@@ -113,7 +114,8 @@ function Fields({ read: found, again, onClose }: { read: Read; again: () => void
       title={`Edit ${study.name}`}
       action="Edit"
       isReady={Object.keys(body).length > 0}
-      change={change}
+      isPending={change.isPending}
+      error={change.error}
       send={() => change.mutate(body)}
       onClose={onClose}
       failure={isOutdated ? <Meanwhile study={study} again={again} /> : undefined}

@@ -3,7 +3,8 @@ import { useState } from 'react'
 import { api } from '../../../api/client'
 import { teamsOf } from '../../../api/rights'
 import type { Session, Study } from '../../../api/types'
-import { Dialog, useChange } from './Dialog'
+import { Dialog } from '../../../parts/Dialog'
+import { useChange } from './useChange'
 
 const SHARING = [
   { value: 'private', label: 'private: its owner and administrators' },
@@ -31,7 +32,8 @@ export function ShareDialog(props: { study: Study; session: Session; onClose: ()
     <Dialog
       title={`Share ${study.name}`}
       action="Share"
-      change={change}
+      isPending={change.isPending}
+      error={change.error}
       send={() => change.mutate({ sharing, ...(team !== study.team && { team }) })}
       onClose={onClose}
     >

@@ -2,8 +2,9 @@ import { TextInput } from '@mantine/core'
 import { useState } from 'react'
 import { api } from '../../../api/client'
 import type { Study } from '../../../api/types'
-import { Dialog, useChange } from './Dialog'
-import type { Verb } from './verbs'
+import { Dialog } from '../../../parts/Dialog'
+import { useChange } from './useChange'
+import type { Verb } from '../../../api/verbs'
 
 /** Asks for the reason of a pause, resume, stop or cancel, and says what it does. */
 export function VerbDialog({ study, verb, onClose }: { study: Study; verb: Verb; onClose: () => void }) {
@@ -23,7 +24,8 @@ export function VerbDialog({ study, verb, onClose }: { study: Study; verb: Verb;
       title={`${word} ${study.name}`}
       action={word}
       isDangerous={name === 'cancel'}
-      change={change}
+      isPending={change.isPending}
+      error={change.error}
       send={() => change.mutate(reason)}
       onClose={onClose}
     >

@@ -1,38 +1,25 @@
 import { Button, Modal } from '@mantine/core'
-import { type UseMutationResult, useMutation, useQueryClient } from '@tanstack/react-query'
 import type { ReactNode } from 'react'
-import type { Study } from '../../../api/types'
-import { Failure } from '../../../parts/Answer'
-
-/** A request that changes a study; afterwards what is shown of it is read again. */
-export function useChange<T>(study: Study, request: (given: T) => Promise<unknown>, onDone: () => unknown) {
-  const client = useQueryClient()
-  return useMutation<unknown, Error, T>({
-    mutationFn: request,
-    onSuccess: async () => {
-      await onDone()
-      await Promise.all([
-        client.invalidateQueries({ queryKey: ['study', study.id] }),
-        client.invalidateQueries({ queryKey: ['studies'] }),
-      ])
-    },
-  })
-}
+import { Failure } from './Answer'
 
 /** A dialog with one action, and the server's words if it is refused. */
-export function Dialog<T>(props: {
+export function Dialog(props: {
   title: string
   action: string
   isDangerous?: boolean
   isReady?: boolean
-  change: UseMutationResult<unknown, Error, T>
+  isPending: boolean
+  /** What the server answered, if it refused. */
+  error: Error | null
   send: () => void
   onClose: () => void
+  /** The button that leaves everything as it is. */
+  keep?: string
   /** What is shown of a failure in place of the server's words. */
   failure?: ReactNode
   children: ReactNode
 }) {
-  const { title, action, isDangerous, isReady = true, change, send, onClose, failure, children } = props
+  const { title, action, isDangerous, isReady = true, isPending, error, send, onClose, keep, failure, children } = props
   return (
     <Modal.Root opened onClose={onClose} transitionProps={{ duration: 0 }}>
       <Modal.Overlay />
@@ -51,18 +38,13 @@ export function Dialog<T>(props: {
             }}
           >
             {children}
-            {failure ?? (change.isError && <Failure error={change.error} />)}
+            {failure ?? (error && <Failure error={error} />)}
             <div className="row">
-              <Button
-                type="submit"
-                color={isDangerous ? 'red.8' : undefined}
-                loading={change.isPending}
-                disabled={!isReady}
-              >
+              <Button type="submit" color={isDangerous ? 'red.8' : undefined} loading={isPending} disabled={!isReady}>
                 {action}
               </Button>
               <Button variant="default" onClick={onClose}>
-                Close
+                {keep ?? 'Close'}
               </Button>
             </div>
           </form>

@@ -1,17 +1,18 @@
-import type { Study } from '../../../api/types'
+import { isFinished } from './jobs'
+import type { Study } from './types'
+
+/** What of a job says which verbs the server accepts. */
+export type Steered = Pick<Study, 'state' | 'waiting_for' | 'reason'>
+
+export type VerbName = 'pause' | 'resume' | 'stop' | 'cancel'
 
 /** A request that changes how a study continues; the same words as in the API and the commands. */
 export interface Verb {
-  name: 'pause' | 'resume' | 'stop' | 'cancel'
+  name: VerbName
   /** What the verb does. */
   says: string
-  isPermitted: (study: Study) => boolean
+  isPermitted: (job: Steered) => boolean
 }
-
-const FINISHED: readonly Study['state'][] = ['COMPLETE', 'FAILED', 'CANCELLED']
-
-/** Whether a study has ended. One that failed can be resumed. */
-export const isFinished = ({ state }: Study) => FINISHED.includes(state)
 
 export const VERBS: readonly Verb[] = [
   {

@@ -1,0 +1,11 @@
+"""Migration: adds the trial against which a scheduler has stopped a trial."""
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0026"
+down_revision = "0025"
+
+
+def upgrade() -> None:
+    op.add_column("trials", sa.Column("rival", sa.Integer()))
