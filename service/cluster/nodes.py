@@ -66,7 +66,7 @@ def nodes_in_use(dashboard: RayDashboard) -> tuple[NodeUse, ...]:
         answer.raise_for_status()
         found = answer.json()["data"]["summary"]
         nodes = [_node(each) for each in found]
-    except (httpx.HTTPError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (httpx.HTTPError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ConnectionError(f"Ray's dashboard does not list its nodes: {error!r}") from error
     return tuple(sorted(nodes, key=lambda node: (not node.is_head, not node.is_alive, node.host, node.id)))
 

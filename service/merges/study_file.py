@@ -58,6 +58,7 @@ def study_from_mergekit(document: Any, *, name: str, warn: Callable[[str], None]
         "name": name,
         "models": {"base": base, "experts": experts},
         "search": {"recipes": [{"name": name, "recipe": _renamed(document, aliases)}]},
+        "fidelity": {"scheduler": "none"},
         "objectives": [{"name": "task", "task": "", "metric": ""}],
     }
 
@@ -69,4 +70,6 @@ def _renamed(part: Any, aliases: Mapping[str, str]) -> Any:
             key: aliases.get(value, value) if key in MODEL_KEYS and isinstance(value, str) else _renamed(value, aliases)
             for key, value in part.items()
         }
-    return [_renamed(each, aliases) for each in part] if isinstance(part, list) else part
+    if isinstance(part, list):
+        return [_renamed(each, aliases) for each in part]
+    return part if isinstance(part, str | int | float | bool | None) else str(part)  # such as a date

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from search_spaces.errors import InvalidRecipe, InvalidStudy, Problem
+from search_spaces.section import NAME
 from search_spaces.study.yaml import parse_document
 from service.api.dependencies import Context, Reader, Submitter
 from service.api.problems import InvalidRequest, Json, refusals
@@ -36,9 +37,6 @@ BODY: dict[str, Any] = {
         "content": {media: {"schema": {"type": "object"}} for media in (*JSON_TYPES, *YAML_TYPES)},
     }
 }
-
-# Names of studies, as `search_spaces.section.Name` accepts them.
-NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 
 STUDY = {"$ref": f"#/components/schemas/{SEARCH.schema_name}"}
 
@@ -76,9 +74,7 @@ class BegunStudyDocument(TypedDict):
 async def begin_from_mergekit(
     request: Request,
     _: Submitter,
-    name: Annotated[
-        str, Query(description="Name of the study.", min_length=1, max_length=63, pattern=NAME_PATTERN)
-    ] = "mergekit",
+    name: Annotated[str, Query(description="Name of the study.", pattern=NAME)] = "mergekit",
 ) -> Response:
     """Begin a study file with the models of a mergekit configuration and with its merge; nothing is stored.
 

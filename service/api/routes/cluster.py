@@ -16,7 +16,7 @@ from typing_extensions import TypedDict
 
 from service.api.dependencies import Context
 from service.api.permissions import needs
-from service.api.problems import Json, refusals
+from service.api.problems import Json
 from service.cluster.nodes import NodeUse, nodes_in_use
 from service.disk import existing
 from service.store.schema import REVISION
