@@ -11,7 +11,7 @@ export function ColumnMenu(props: {
   return (
     <details
       ref={menu}
-      className="menu"
+      className="menu left"
       onKeyDown={(event) => {
         if (event.key !== 'Escape' || !menu.current?.open) return
         menu.current.open = false
