@@ -17,11 +17,13 @@ __all__ = ["ChainedSource", "ResolvedStudy"]
 
 @dataclass(frozen=True)
 class ChainedSource:
-    """Source model of a study that is an exported merge of another study.
+    """Source model of a study that is an exported merge of another study, or an expert of a fine-tuning.
 
-    `study` and `name` are the other study's id and name. `trial` is the number of the merge's trial in that study, and
-    `recipe_digest` the hash of its recipe. The merge was exported to `directory`, which may also be the URL of the
-    merge in an object store.
+    `study` and `name` are the other job's id and name. `trial` is the number of the merge's trial in that study, and
+    `recipe_digest` the hash of its recipe. The model is in `directory`, which may also be its URL in an object store.
+
+    `expert` is the name of a fine-tuning's expert; None for a merge. For an expert, `trial` is 0 and `recipe_digest`
+    the hash of its files.
     """
 
     study: str
@@ -29,6 +31,7 @@ class ChainedSource:
     trial: int
     recipe_digest: str
     directory: str
+    expert: str | None = None
 
 
 @dataclass(frozen=True)

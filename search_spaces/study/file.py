@@ -23,7 +23,7 @@ from search_spaces.study.benchmarks import AddedBenchmarks, BenchmarkSpec, Conta
 from search_spaces.study.checks import HINTS, ValidParts, contradictions, without_consequences
 from search_spaces.study.engine import Engine
 from search_spaces.study.fidelity import Fidelity
-from search_spaces.study.models import Chained, Models
+from search_spaces.study.models import Chained, Models, Trained
 from search_spaces.study.objectives import AnyObjective, CostSpec, InlineTask, ObjectiveSpec, ScoredTask
 from search_spaces.study.search import DEFAULT_SPACE, Search, SearchSpaceSpec
 from search_spaces.study.validation import at_most, in_file_order, problems_of
@@ -294,10 +294,7 @@ def _resolved(study: Study, directory: Path) -> Study:
             for each in search.recipes
         )
         search = search.model_copy(update={"recipes": given})
-    experts = {
-        alias: resolved_model(value, directory) if isinstance(value, str) else _run(value, directory)
-        for alias, value in models.experts.items()
-    }
+    experts = {alias: _resolved_expert(value, directory) for alias, value in models.experts.items()}
     path_of = models.path_of
     if path_of is not None and path_of.dir is not None:
         path_of = path_of.model_copy(update={"dir": _absolute(path_of.dir, directory)})
@@ -327,6 +324,13 @@ def resolved_model(value: str, directory: Path) -> str:
     file = _absolute(value, directory)
     looks_like_path = value.startswith(("/", ".", "~")) or value.endswith("/") or value.count("/") > 1
     return file if looks_like_path or os.path.isdir(file) else value
+
+
+def _resolved_expert(value: str | Chained | Trained, directory: Path) -> str | Chained | Trained:
+    """Copy an expert of a study file; relative paths in it are relative to `directory` and become absolute."""
+    if isinstance(value, str):
+        return resolved_model(value, directory)
+    return _run(value, directory) if isinstance(value, Chained) else value
 
 
 def _run(value: Chained, directory: Path) -> Chained:

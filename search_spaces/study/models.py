@@ -9,7 +9,7 @@ from pydantic import Discriminator, Field, Tag
 
 from search_spaces.section import Line, Name, Section
 
-__all__ = ["AnotherStudy", "Chained", "FromStudy", "Models"]
+__all__ = ["AnotherStudy", "Chained", "FromFinetune", "FromStudy", "Models", "Trained"]
 
 
 class AnotherStudy(Section):
@@ -43,20 +43,39 @@ class Chained(Section):
     from_study: FromStudy
 
 
+class FromFinetune(Section):
+    """A reference to an expert that a fine-tuning on the same server has trained."""
+
+    id: Line
+    """The id of the fine-tuning on the server."""
+    expert: Name | None = None
+    """The expert's name in the fine-tuning. If it is missing, it is the name (alias) that the expert has here."""
+
+
+class Trained(Section):
+    """An expert that a fine-tuning on the same server has trained."""
+
+    from_finetune: FromFinetune
+
+
 def _tag_of_expert(value: object) -> str | None:
+    if isinstance(value, Trained) or (isinstance(value, Mapping) and "from_finetune" in value):
+        return "<from_finetune>"
     return "<name>" if isinstance(value, str) else "<from_study>" if isinstance(value, Mapping | Chained) else None
 
 
 if TYPE_CHECKING:
-    Expert = str | Chained
+    Expert = str | Chained | Trained
 else:
     Expert = Annotated[
-        Annotated[Line, Tag("<name>")] | Annotated[Chained, Tag("<from_study>")],
+        Annotated[Line, Tag("<name>")]
+        | Annotated[Chained, Tag("<from_study>")]
+        | Annotated[Trained, Tag("<from_finetune>")],
         Discriminator(
             _tag_of_expert,
             custom_error_type="union",
-            custom_error_message="give a directory, a hub id, s3://BUCKET/FOLDER "
-            "or {from_study: {dir: DIR, trial: best}}",
+            custom_error_message="give a directory, a hub id, s3://BUCKET/FOLDER, "
+            "{from_study: {dir: DIR, trial: best}} or {from_finetune: {id: ID}}",
         ),
     ]
 
@@ -66,7 +85,8 @@ class Models(Section):
     """The base model: a directory, or a hub id, which may name a tag or commit: owner/name@commit."""
     experts: Annotated[dict[Name, Expert], Field(min_length=1)]
     """Models fine-tuned from the base, PEFT LoRA adapters for it, or merges of other studies: alias to directory, hub
-    id or {from_study: {dir: DIR, trial: best}}. The base's alias is "base".
+    id or {from_study: {dir: DIR, trial: best}}. On a server also experts of a fine-tuning: {from_finetune: {id: ID}}.
+    The base's alias is "base".
     """
     tokenizer: Name = "base"
     """The tokenizer of the merges, if the models' tokenizers differ: base, an expert's alias, or union, which has the
@@ -82,10 +102,15 @@ class Models(Section):
         return {alias: e.from_study for alias, e in self.experts.items() if isinstance(e, Chained)}
 
     @property
-    def named(self) -> dict[str, str]:
-        """Experts that are given as directories or hub ids, by name, without experts from other studies.
+    def trained(self) -> dict[str, FromFinetune]:
+        """References to experts that fine-tunings have trained, by the name of the expert in this study."""
+        return {alias: e.from_finetune for alias, e in self.experts.items() if isinstance(e, Trained)}
 
-        Once the merges of other studies have been exported (`service.studies.chains`), all experts are directories or
-        hub ids.
+    @property
+    def named(self) -> dict[str, str]:
+        """Experts that are given as directories or hub ids, by name, without experts from other jobs.
+
+        Once the merges of other studies have been exported, and the experts of fine-tunings been found
+        (`service.studies.chains`), all experts are directories or hub ids.
         """
         return {alias: expert for alias, expert in self.experts.items() if isinstance(expert, str)}

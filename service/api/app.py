@@ -36,6 +36,7 @@ from service.api.request_tracing import TraceRequests
 from service.api.routes import accounts as account_routes
 from service.api.routes import (
     checks,
+    cluster,
     events,
     exports,
     finetunes,
@@ -232,6 +233,7 @@ def _router() -> APIRouter:
     for part in (
         *jobs.routers(),
         checks.router,
+        cluster.router,
         events.router,
         models.router,
         finetunes.router,

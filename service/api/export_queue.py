@@ -407,7 +407,15 @@ def _export(
     store = Store(url)
     try:
         job = store.job(export.study)
-        export_trial(store, job, str(export.trial), directory, dtype=export.dtype, alignments_in=alignments_in)
+        export_trial(
+            store,
+            job,
+            str(export.trial),
+            directory,
+            dtype=export.dtype,
+            alignments_in=alignments_in,
+            has_directories=False,  # the reader's machine has others
+        )
         if artifacts_in is not None:
             ArtifactStore(store, artifacts_in).put(export.study, artifact_name(export.id), directory)
             shutil.rmtree(directory.parent)

@@ -226,7 +226,7 @@ class PreflightProcess:
         return await self._of_models(client, check_enqueued, stored, label, **given)
 
     async def mergekit_file(self, stored: JobRecord, recipe: Mapping[str, Any], *, client: str = "") -> str:
-        return await self._of_models(client, mergekit_file, stored, recipe)
+        return await self._of_models(client, mergekit_file, stored, recipe, has_directories=False)
 
     async def find_models(
         self, *, under: str | None, text: str | None, limit: int, client: str = "", reader: Account | None = None

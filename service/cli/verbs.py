@@ -658,7 +658,10 @@ def recipe(options: argparse.Namespace) -> int:
     with read_run(Path(options.run)) as (store, study):
         document = store.trial(study.id, options.trial).read_recipe().to_json()
         if not options.mergekit:
-            print_json(document)
+            from search_spaces.study.file import Study
+            from service.studies.preflight.dtype import engine_dtype
+
+            print_json({**document, "dtype": engine_dtype(Study.model_validate(study.document))})
             return 0
         from service.studies.mergekit import mergekit_file
 

@@ -33,6 +33,7 @@ __all__ = [
     "correlations",
     "estimate",
     "independent_difference",
+    "interval_of_mean",
     "mean_of",
     "paired_difference",
 ]
@@ -87,6 +88,25 @@ def estimate(values: ArrayLike, *, bounds: Bounds | None = None) -> Estimate:
         if bounds is not None:
             ci95 = (max(low, ci95[0]), min(high, ci95[1]))
     return Estimate(mean, standard_error, n, (ci95[0], ci95[1]))
+
+
+def interval_of_mean(mean: float, standard_error: float, n: int, *, bounds: Bounds) -> Bounds:
+    """Compute the 95 % interval of a mean of which only the standard error is known, and not the samples.
+
+    The interval is Student's t, cut to `bounds`, the range that the metric cannot leave. If all samples are equal to a
+    bound, it is Wilson's, as in `estimate`. `n` is the number of samples, at least 1. A single sample has the whole
+    range. A mean outside `bounds` has an interval that is not cut.
+    """
+    low, high = bounds
+    if not low <= mean <= high:
+        return _students_t(mean, standard_error, max(n, 2))
+    if mean in (low, high):
+        limits = _wilson((mean - low) / (high - low), n)
+        return low + (high - low) * limits[0], low + (high - low) * limits[1]
+    if n == 1:
+        return bounds
+    found = _students_t(mean, standard_error, n)
+    return max(low, found[0]), min(high, found[1])
 
 
 def paired_difference(

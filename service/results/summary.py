@@ -131,6 +131,7 @@ def _lineage_documents(chained: Mapping[str, ChainedSource]) -> dict[str, Lineag
     return {
         alias: {"study": own.study, "name": own.name, "trial": own.trial, "recipe_digest": own.recipe_digest}
         for alias, own in chained.items()
+        if own.expert is None  # not an expert that a fine-tuning has trained
     }
 
 

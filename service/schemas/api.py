@@ -122,6 +122,12 @@ class ProgressDocument(TypedDict):
     rungs: Annotated[list[int], Field(description="Samples at each rung, of the objective with the most samples.")]
     best_trial: int | None
     best: Values
+    best_ci95: NotRequired[
+        Annotated[
+            dict[str, list[float]],
+            Field(description="95 % intervals of `best`, without those of exact values, such as numbers of layers."),
+        ]
+    ]
     samples_scored: Number
     samples_planned: Number
     samples_used: NotRequired[

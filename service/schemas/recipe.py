@@ -99,3 +99,9 @@ class RecipeDocument(TypedDict):
             Field(description="Shares of task vectors are kept of the whole model; if absent, of each tensor."),
         ]
     ]
+    dtype: NotRequired[
+        Annotated[
+            Literal["float32", "bfloat16", "float16"],
+            Field(description="Dtype of the merged model; if absent, `mergesearch merge` writes bfloat16."),
+        ]
+    ]

@@ -1,10 +1,13 @@
-"""Chains of studies: merged models of one study as sources of another study.
+"""Chains of jobs: merged models of one study, and experts of a fine-tuning, as sources of another study.
 
 A source that is a trial of another study is exported to a checkpoint in the data directory, in the same way as by
 `service.studies.export`. From then on the source is a directory like any other source. If artifacts are in an object
 store, the checkpoint is stored there as an artifact of the other study. The source is then a model at a URL. The trial
 and its recipe are fixed when the study is created. The checkpoint's fingerprint is checked like the fingerprint of
 every source.
+
+A source that is an expert of a fine-tuning is an artifact of the fine-tuning already. It is used at its URL or, if
+artifacts are in a directory, copied to the directory of sources.
 
 In a study with `path_of`, the models get the layers of a trial's layer path: for each model, a checkpoint is written
 with the model's own layers in the order of the layer path. Searchers that search coefficients of whole models,
@@ -25,7 +28,7 @@ from typing import Any, TypeAlias
 from search_spaces.errors import InvalidStudy, Problem
 from search_spaces.recipe import COMPONENTS, Component, LayerRecipe, Merge, Recipe, Source
 from search_spaces.study.file import Study
-from search_spaces.study.models import AnotherStudy, FromStudy
+from search_spaces.study.models import AnotherStudy, FromFinetune, FromStudy
 from service.disk import artifacts_dir
 from service.errors import Conflict, NotFound
 from service.resolved_study import ChainedSource, ResolvedStudy
@@ -35,18 +38,32 @@ from service.store.artifacts import ArtifactStore
 from service.studies.export import export_trial, write_model
 from service.studies.preflight.dtype import DTYPE_BYTES, engine_dtype
 from service.studies.preflight.models import with_revisions
-from service.types import Account, JobRecord
+from service.types import Account, ArtifactRecord, JobRecord
 from workers.directories import turn
 from workers.errors import InvalidModel
 from workers.models.family import resolve_family
 from workers.object_store import is_object_url
 
-__all__ = ["SOURCES", "OpenStudy", "keep_sources", "on_server", "with_exported_sources"]
+__all__ = [
+    "COPY",
+    "SOURCES",
+    "OpenStudy",
+    "keep_sources",
+    "on_server",
+    "place_of_expert",
+    "with_exported_sources",
+]
 
 logger = logging.getLogger(__name__)
 
 # The directory of exported sources, in the directory of a run or a server.
 SOURCES = "sources"
+
+# Beginning of the names of copied experts of fine-tunings, in the directory of exported sources.
+COPY = "expert-"
+
+# Kind of the jobs that train experts (`service.jobs.finetune.kind`).
+FINETUNE = "finetune"
 
 DIGEST_DIGITS = 16
 
@@ -103,9 +120,9 @@ def with_exported_sources(
     before: ResolvedStudy | None = None,
     note: Callable[[str], None] = logger.info,
 ) -> tuple[Study, dict[str, ChainedSource]]:
-    """Export those sources of a study that are merged models of other studies.
+    """Export those sources of a study that are merged models of other studies, and find experts of fine-tunings.
 
-    Returns the study with directories or URLs in place of the exported sources, and the exported sources by alias.
+    Returns the study with directories or URLs in place of these sources, and the sources by alias.
 
     - `open_study`: opens the study that a source names
     - `directory`: the directory below which merges are written
@@ -131,6 +148,12 @@ def with_exported_sources(
                 found[alias] = _exported(store, record, source, known, places)
         except (NotFound, Conflict, InvalidModel, InvalidStudy) as error:
             problems.append(Problem(f"models.experts.{alias}.from_study", str(error)))
+    for alias, expert in study.models.trained.items():
+        try:
+            stored = None if before is None else before.chained.get(alias)
+            found[alias] = _trained(expert, expert.expert or alias, stored, open_study, places, note)
+        except (NotFound, Conflict) as error:
+            problems.append(Problem(f"models.experts.{alias}.from_finetune", str(error)))
     if study.models.path_of is not None:
         try:
             found |= _along_path(study, study.models.path_of, open_study, places, before, note)
@@ -139,6 +162,48 @@ def with_exported_sources(
     if problems:
         raise InvalidStudy(tuple(problems))
     return _with_directories(study, found), found
+
+
+def place_of_expert(artifacts: ArtifactStore, record: ArtifactRecord, directory: Path) -> str:
+    """URL of a trained expert, which a fine-tuning stored as the artifact `record`, or else the directory of a copy.
+
+    The copy is made in the directory of sources below `directory`, the server's data directory, unless it is there.
+    """
+    out = directory / SOURCES / f"{COPY}{record.digest[:DIGEST_DIGITS]}"
+    return artifacts.url(record) or str(out if out.is_dir() else artifacts.write_to(record, out))
+
+
+def _trained(
+    source: FromFinetune,
+    expert: str,
+    known: ChainedSource | None,
+    open_study: OpenStudy,
+    places: _Places,
+    note: Callable[[str], None],
+) -> ChainedSource:
+    """Find an expert that a fine-tuning has trained.
+
+    `expert` is its name in the fine-tuning that `source` names and `open_study` opens. `known` was stored when the
+    study was created, if the study is resumed; a source that is still there is used again. `note` receives lines of
+    progress. Raises NotFound if there is no such fine-tuning or expert, and Conflict if the expert's files are others
+    than those of `known`.
+    """
+    if known is not None and (is_object_url(known.directory) or Path(known.directory).is_dir()):
+        return known
+    with open_study(AnotherStudy(id=source.id)) as (store, record):
+        if record.kind != FINETUNE:
+            raise NotFound(f"job {source.id!r} is no fine-tuning; give the id of one")
+        artifacts = ArtifactStore(store, places.artifacts_in)
+        stored = {each.name: each for each in artifacts.of(record.id)}
+        if expert not in stored:
+            trained = ", ".join(stored) or "none yet"
+            raise NotFound(f"fine-tuning {record.name!r}: has trained no expert {expert!r}; its experts: {trained}")
+        digest = stored[expert].digest
+        if known is not None and known.recipe_digest != digest:
+            raise Conflict(f"fine-tuning {record.name!r}: {expert} is not the one that this study was created with")
+        note(f"Using the expert {expert} of fine-tuning {record.name!r} ...")
+        place = place_of_expert(artifacts, stored[expert], places.directory.resolve())
+        return ChainedSource(record.id, record.name, 0, digest, place, expert=expert)
 
 
 def keep_sources(artifacts: ArtifactStore, job_id: str, models: Iterable[str]) -> None:

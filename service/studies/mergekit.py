@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import yaml
-
 from search_spaces.errors import InvalidStudy, Problem
 from search_spaces.recipe import Recipe
 from service.resolved_study import ResolvedStudy
@@ -14,16 +12,18 @@ from service.studies.preflight.dtype import engine_dtype
 from service.studies.preflight.files import check_files
 from service.studies.preflight.models import unchanged_models
 from service.types import JobRecord
-from workers.mergekit.exporter import Inexpressible, family_config
+from workers.mergekit.exporter import Inexpressible, configuration_text, family_config
 
 __all__ = ["mergekit_file"]
 
 
-def mergekit_file(stored: JobRecord, recipe: Mapping[str, Any]) -> str:
+def mergekit_file(stored: JobRecord, recipe: Mapping[str, Any], *, has_directories: bool = True) -> str:
     """Convert a recipe of a stored study to a mergekit configuration, as YAML.
 
     mergekit computes the tensors of the recipe's merge from it, up to float32 rounding, and stores them in the dtype of
-    the study's engines. `stored` is the job of the study, and `recipe` the document of the recipe.
+    the study's engines. `stored` is the job of the study, and `recipe` the document of the recipe. Models without a hub
+    id are named by their directories. If `has_directories` is False, they are named as in the study, and a comment says
+    what a reader fills in, because the file is for another machine.
 
     Raises:
         InvalidStudy: The models cannot be read, or have changed since the study was created (problems with the place
@@ -32,7 +32,9 @@ def mergekit_file(stored: JobRecord, recipe: Mapping[str, Any]) -> str:
     study, sources = unchanged_models(stored)
     check_files(study, ResolvedStudy.of(stored).access, section="models")
     try:
-        document = family_config(Recipe.from_json(recipe), sources, dtype=engine_dtype(study))
+        document = family_config(
+            Recipe.from_json(recipe), sources, dtype=engine_dtype(study), has_directories=has_directories
+        )
     except Inexpressible as error:
         raise InvalidStudy(tuple(Problem("recipe", reason) for reason in error.reasons)) from error
-    return yaml.safe_dump(document, sort_keys=False)
+    return configuration_text(document, sources, has_directories=has_directories)

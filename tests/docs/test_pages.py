@@ -24,6 +24,7 @@ from service.api.openapi import install_openapi
 from service.api.routes import (
     accounts,
     checks,
+    cluster,
     events,
     exports,
     finetunes,
@@ -366,7 +367,20 @@ def test_every_route_is_in_the_table_and_no_other() -> None:
     from fastapi import FastAPI
 
     app = FastAPI()
-    others = (checks, events, models, finetunes, results, exports, accounts, login, queue, notifications, served)
+    others = (
+        checks,
+        cluster,
+        events,
+        models,
+        finetunes,
+        results,
+        exports,
+        accounts,
+        login,
+        queue,
+        notifications,
+        served,
+    )
     for router in (*jobs.routers(), *(module.router for module in others)):
         app.include_router(router, prefix="/v1")
     app.include_router(operations.router)

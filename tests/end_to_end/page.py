@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
 import tarfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,7 +17,7 @@ from playwright.sync_api import Page, expect
 
 from tests.service.web.driving import chromium, visit
 
-__all__ = ["download", "pick", "submit", "tab", "watch"]
+__all__ = ["download", "fetch_recipe", "merge", "pick", "submit", "tab", "watch", "weights"]
 
 
 @contextmanager
@@ -65,3 +68,28 @@ def download(page: Page, trial: int, directory: Path, *, timeout_s: float) -> di
     (file,) = directory.rglob("recipe.json")
     recipe: dict[str, Any] = json.loads(file.read_text())
     return {**recipe, "directory": str(file.parent)}
+
+
+def fetch_recipe(page: Page, url: str, study: str, trial: int, directory: Path) -> Path:
+    """Store the recipe that the page of a trial offers with `curl` in `directory`, and return the file."""
+    page.goto(f"{url}/studies/{study}/trials/{trial}")
+    page.get_by_role("combobox", name="Copy as").select_option("curl")
+    command = page.get_by_role("textbox", name="curl").input_value()
+    (address,) = re.findall(r"http\S+", command)
+    file = directory / "fetched.json"
+    file.write_bytes(page.request.get(address).body())
+    return file
+
+
+def merge(file: Path, models: Mapping[str, Path], out: Path) -> dict[str, Any]:
+    """Merge a downloaded file with `mergesearch merge`; returns the recipe.json of the result, with its `weights`."""
+    options = [word for alias, place in models.items() for word in ("--model", f"{alias}={place}")]
+    command = [sys.executable, "-m", "service.cli.main", "merge", str(file), "--out", str(out), *options]
+    subprocess.run(command, check=True, timeout=300)
+    recipe: dict[str, Any] = json.loads((out / "recipe.json").read_text())
+    return {**recipe, "weights": weights(out)}
+
+
+def weights(directory: Path) -> dict[str, bytes]:
+    """Bytes of the files of a model's tensors, by name."""
+    return {file.name: file.read_bytes() for file in directory.glob("*.safetensors")}

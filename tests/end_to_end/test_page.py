@@ -18,7 +18,7 @@ TIMEOUT_S = 200.0
 
 @pytest.mark.timeout(600)
 def test_a_merge_is_searched_picked_and_taken_home(tmp_path: Path) -> None:
-    """A study is submitted, watched, its front picked from by sliders, and the download has that trial's recipe."""
+    """A study is submitted, watched, and picked from by sliders; what is downloaded merges to the same weights."""
     (tmp_path / "models").mkdir()
     document = yaml.safe_load(
         write_small_study(tmp_path / "models", name="by-page", rungs=[20, 60], max_trials=8).read_text()
@@ -37,4 +37,17 @@ def test_a_merge_is_searched_picked_and_taken_home(tmp_path: Path) -> None:
         assert trial == client.pareto(study, prefer={"sums": 0.0, "words": 1.0})["preferred"]["trial"]
         taken = web.download(page, trial, tmp_path / "taken", timeout_s=TIMEOUT_S)
         assert taken["digest"] == client.trial(study, trial)["recipe_digest"]
-        assert list(Path(taken["directory"]).glob("*.safetensors")), "the weights are there"
+        exported, digest = Path(taken["directory"]), client.trial(study, trial)["recipe_digest"]
+        files = {
+            "exported": exported / "recipe.json",
+            "fetched": web.fetch_recipe(page, server.url, study, trial, tmp_path),
+        }
+        tensors = web.weights(exported)
+        assert tensors, "the weights are there"
+        for name, file in files.items():
+            models = {alias: tmp_path / "models" / alias for alias in json.loads(file.read_text())["models"]}
+            merged = web.merge(file, models, tmp_path / f"merged-{name}")
+            assert merged["digest"] == digest, name
+            assert merged["dtype"] == taken["dtype"] == "float32", name
+            assert merged["weights"] == tensors, f"{name}: other bits than those of the exported merge"
+        assert str(tmp_path) not in "".join(file.read_text() for file in exported.glob("*.yml")), "paths of the server"

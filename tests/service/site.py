@@ -117,7 +117,7 @@ class LocalPreflight:
         return recipe
 
     async def mergekit_file(self, stored: JobRecord, recipe: Mapping[str, Any], *, client: str = "") -> str:
-        return mergekit_file(stored, recipe)
+        return mergekit_file(stored, recipe, has_directories=False)
 
     async def find_models(
         self, *, under: str | None, text: str | None, limit: int, client: str = "", reader: Account | None = None

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from search_spaces.recipe import Recipe
 from workers.alignments.export import MODELING_FILE, aligned_parts
@@ -28,7 +27,7 @@ from workers.alignments.recipes import unaligned
 from workers.directories import appearing, partial_directories
 from workers.export.model_card import Score, lineage, model_card
 from workers.export.shards import DTYPES, Progress, plan_shards, write_shards
-from workers.mergekit.exporter import Inexpressible, family_config
+from workers.mergekit.exporter import Inexpressible, configuration_text, family_config
 from workers.merging.bank import Bank
 from workers.merging.plan import merged_names
 from workers.models.chat_templates import write_template
@@ -52,6 +51,7 @@ def export(
     study: str | None = None,
     chat_template: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    has_directories: bool = True,
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> Path:
     """Write the merged model of a recipe as a Hugging Face checkpoint to `out_dir`, and return the directory.
@@ -64,7 +64,8 @@ def export(
     The tensors are bit for bit the result of `merged_tensors` for `dtype`, in files of at most `max_shard_bytes`. The
     tokenizer is that of the vocabulary to which `bank` has converted the models. `scores` maps an objective to its
     value on held-out samples, and `study` is the name of the study; both are shown in the model card, README.md.
-    `chat_template` replaces the tokenizer's chat template. `progress` is called for every tensor. An existing export of
+    `chat_template` replaces the tokenizer's chat template. If `has_directories` is False, mergekit_config.yml has no
+    directories of this machine, but the models' aliases. `progress` is called for every tensor. An existing export of
     the same recipe, dtype and template is left unchanged. If an earlier export was killed or interrupted, its complete
     files of tensors are checked and kept.
 
@@ -111,8 +112,10 @@ def export(
         )
         configuration: dict[str, Any] | str
         try:
-            configuration = family_config(recipe, bank.sources, dtype=_name(dtype)) | template
-            text = yaml.safe_dump(configuration, sort_keys=False)
+            configuration = (
+                family_config(recipe, bank.sources, dtype=_name(dtype), has_directories=has_directories) | template
+            )
+            text = configuration_text(configuration, bank.sources, has_directories=has_directories)
             (directory / "mergekit_config.yml").write_text(text)
         except Inexpressible as error:
             configuration = str(error) if aligned is None else "it has no alignments between layers"

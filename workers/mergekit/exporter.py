@@ -12,7 +12,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from search_spaces.methods import METHODS
 from search_spaces.methods.base import MergeMethod
@@ -20,9 +23,9 @@ from search_spaces.recipe import COMPONENTS, Merge, Recipe
 from workers.merging.residual_scales import BranchFactors
 from workers.models.components import Layout
 from workers.models.family import ResolvedFamily
-from workers.models.remote import source_name
+from workers.models.remote import id_of, source_name
 
-__all__ = ["Inexpressible", "family_config", "mergekit_config"]
+__all__ = ["Inexpressible", "configuration_text", "family_config", "mergekit_config"]
 
 # Methods that compute each element from one element of each source, so that experts may be stacked or not.
 ELEMENT_BY_ELEMENT = {"passthrough", "linear", "weighted_sum", "task_arithmetic", "nearswap"}
@@ -108,16 +111,17 @@ def mergekit_config(
     return document
 
 
-def family_config(recipe: Recipe, sources: ResolvedFamily, *, dtype: str) -> dict[str, Any]:
+def family_config(
+    recipe: Recipe, sources: ResolvedFamily, *, dtype: str, has_directories: bool = True
+) -> dict[str, Any]:
     """Convert a recipe over the models `sources` to a mergekit configuration that computes the same merge.
 
-    The merge is stored in `dtype`. Models are named by their hub ids, or by directories if they have no hub id; an
-    adapter is named with its base, as BASE+ADAPTER. Raises Inexpressible if mergekit would compute other tensors.
+    The merge is stored in `dtype`. Models are named by their hub ids. A model without a hub id is named by its
+    directory or, if `has_directories` is False, by its alias. An adapter is named with its base, as BASE+ADAPTER.
+    Raises Inexpressible if mergekit would compute other tensors.
     """
-    held = {}
-    for alias, checkpoint in sources.checkpoints.items():
-        parts = (checkpoint,) if checkpoint.base is None else (checkpoint.base, checkpoint)
-        held[alias] = "+".join(source_name(part.directory.resolve()) for part in parts)
+    names = _names(sources, has_directories=has_directories)
+    held = {alias: "+".join(parts) for alias, parts in names.items()}
     aliases = {content: alias for alias, content in sources.fingerprints.items()}
     directories = {alias: held[aliases.get(content, alias)] for alias, content in recipe.models.items()}
     alignment, stacks = sources.token_alignment, sources.layout.stacks
@@ -143,6 +147,55 @@ def family_config(recipe: Recipe, sources: ResolvedFamily, *, dtype: str) -> dic
     if alignment.tensors or sources.tokenizer != "base":
         document["tokenizer_source"] = held.get(sources.tokenizer, sources.tokenizer)
     return document
+
+
+def configuration_text(document: Mapping[str, Any], sources: ResolvedFamily, *, has_directories: bool = True) -> str:
+    """YAML text of a mergekit configuration from `family_config`.
+
+    If `has_directories` is False, a comment lists the models that the configuration names by their aliases, because
+    they have no hub id: a reader replaces the aliases by directories.
+    """
+    text = yaml.safe_dump(dict(document), sort_keys=False)
+    if has_directories:
+        return text
+    places = {part for parts in _names(sources, has_directories=True).values() for part in parts}
+    aliases = {part for parts in _names(sources, has_directories=False).values() for part in parts} - places
+    if not (used := sorted(aliases & _named_models(document))):
+        return text
+    options = " ".join(f"--model {alias}=DIR" for alias in used)
+    return (
+        f"# {', '.join(used)}: put the directory of the model in place of {'each name' if used[1:] else 'the name'},\n"
+        f"# or keep the file as it is: mergesearch merge FILE {options} --out DIR\n{text}"
+    )
+
+
+def _names(sources: ResolvedFamily, *, has_directories: bool) -> dict[str, tuple[str, ...]]:
+    """Names of the models `sources` in a mergekit configuration, by alias; those of an adapter are (BASE, ADAPTER).
+
+    A model without a hub id is named by its directory or, if `has_directories` is False, by its alias. The alias of a
+    model that only an adapter changes is ADAPTER-base.
+    """
+    aliases = {checkpoint.directory.resolve(): alias for alias, checkpoint in sources.checkpoints.items()}
+
+    def name(directory: Path, alias: str) -> str:
+        place = directory.resolve()
+        return source_name(place) if has_directories or id_of(place) else aliases.get(place, alias)
+
+    return {
+        alias: (name(checkpoint.directory, alias),)
+        if checkpoint.base is None
+        else (name(checkpoint.base.directory, f"{alias}-base"), name(checkpoint.directory, alias))
+        for alias, checkpoint in sources.checkpoints.items()
+    }
+
+
+def _named_models(document: Any) -> set[str]:
+    """Names of all models in a mergekit configuration or a part of it; of BASE+ADAPTER both."""
+    if isinstance(document, Mapping):
+        texts = [document.get(key) for key in ("model", "base_model", "tokenizer_source")]
+        own = {part for text in texts if isinstance(text, str) for part in text.split("+")}
+        return own.union(*map(_named_models, document.values()))
+    return set().union(*map(_named_models, document)) if isinstance(document, list) else set()
 
 
 def _general_reasons(recipe: Recipe) -> list[str]:

@@ -1,6 +1,7 @@
 """Tiny model family, shipped for tests and tutorials: a base and three experts of 0.9M parameters, with tasks.
 
-`study.yaml` merges the experts. `retrain.yaml` trains new experts from the base and merges them. The script that
+`study.yaml` merges the experts, `front.yaml` searches a front of three objectives, and `lfs.yaml` searches by scores
+alone. `retrain.yaml` trains new experts from the base and merges them. The script that
 trained the shipped models is in the repository (tests/benchmarks/family_training.py).
 """
 
@@ -10,9 +11,12 @@ import json
 import pathlib
 import re
 
-__all__ = ["RETRAIN_FILE", "STUDY_FILE", "family_dir", "study_text"]
+__all__ = ["EXAMPLES", "RETRAIN_FILE", "STUDY_FILE", "family_dir", "study_text"]
 
 STUDY_FILE, RETRAIN_FILE = "study.yaml", "retrain.yaml"
+
+# Study files that merge the shipped experts, by name; the first is the usual example.
+EXAMPLES = {"study": STUDY_FILE, "front": "front.yaml", "lfs": "lfs.yaml"}
 
 
 def family_dir() -> pathlib.Path:
@@ -24,9 +28,12 @@ def family_dir() -> pathlib.Path:
     return pathlib.Path(__file__).resolve().parent
 
 
-def study_text() -> str:
-    """Text of study.yaml, with its comments, and with absolute paths, as servers need them."""
-    text = (family_dir() / STUDY_FILE).read_text("utf-8")
+def study_text(name: str = "study") -> str:
+    """Text of the shipped study file `name`, with its comments, and with absolute paths, as servers need them.
+
+    Raises KeyError if `name` is none of EXAMPLES.
+    """
+    text = (family_dir() / EXAMPLES[name]).read_text("utf-8")
     # A string of JSON is one of YAML, whatever characters the path has.
     return re.sub(
         r"(?<=: )(base|(?:experts|tasks)/[\w.]+)(?=[,}\n])", lambda path: json.dumps(str(family_dir() / path[1])), text

@@ -1,21 +1,27 @@
-"""Routes for those who write a study file: a check without creating a study, and an example to begin with."""
+"""Routes for those who write a study file: a check without creating a study, and what a file begins with."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, Literal, cast
 
 from fastapi import APIRouter, Query, Request
 from fastapi.concurrency import run_in_threadpool
+from pydantic import Field
 from starlette.responses import Response
 
-from search_spaces.errors import InvalidStudy
+# pydantic reads typing's own TypedDict only from Python 3.12 on.
+from typing_extensions import TypedDict
+
+from search_spaces.errors import InvalidRecipe, InvalidStudy, Problem
+from search_spaces.section import NAME
 from search_spaces.study.yaml import parse_document
 from service.api.dependencies import Context, Reader, Submitter
-from service.api.problems import Json, refusals
+from service.api.problems import InvalidRequest, Json, refusals
 from service.api.requests import JSON_TYPES, YAML_TYPES, read_body, sent_as_json
 from service.jobs.search.checks import CHECKS, Level
 from service.jobs.search.kind import SEARCH
+from service.merges.study_file import study_from_mergekit
 from service.schemas.api import CheckDocument, CheckedPlanDocument
 from workers.tiny_family import study_text
 
@@ -40,9 +46,50 @@ STUDY = {"$ref": f"#/components/schemas/{SEARCH.schema_name}"}
     response_class=Response,
     responses={200: {"description": "The study file.", "content": {YAML_TYPES[0]: {"schema": STUDY}}}},
 )
-def example_study(_: Reader) -> Response:
+def example_study(
+    _: Reader,
+    name: Annotated[
+        Literal["study", "front", "lfs"],
+        Query(
+            description="`study`: gradient descent of task-arithmetic coefficients; `front`: a front of three "
+            "objectives from few samples; `lfs`: a search by scores alone, with Hyperband."
+        ),
+    ] = "study",
+) -> Response:
     """A complete study file with comments, as YAML: it merges the tiny models that are shipped with mergesearch."""
-    return Response(study_text(), media_type=YAML_TYPES[0])
+    return Response(study_text(name), media_type=YAML_TYPES[0])
+
+
+class BegunStudyDocument(TypedDict):
+    study: Annotated[dict[str, Any], Field(description="Content of the study file, whose objectives are empty.")]
+    warnings: Annotated[list[str], Field(description="Settings of the configuration that have no effect.")]
+
+
+@router.post(
+    "/studies:from_mergekit",
+    response_model=None,
+    responses={200: {"model": BegunStudyDocument}, **refusals(413, 415, 422)},
+    openapi_extra={"requestBody": {**BODY["requestBody"], "description": "A mergekit configuration."}},
+)
+async def begin_from_mergekit(
+    request: Request,
+    _: Submitter,
+    name: Annotated[str, Query(description="Name of the study.", pattern=NAME)] = "mergekit",
+) -> Response:
+    """Begin a study file with the models of a mergekit configuration and with its merge; nothing is stored.
+
+    The study has the configuration's base and experts, and the merge among `search.recipes`, so that it is scored
+    beside the merges that the search proposes. The objectives are left to be filled in.
+    """
+    is_json = sent_as_json(request.headers, accepted=(*JSON_TYPES, *YAML_TYPES))
+    content = await read_body(request)
+    document = await run_in_threadpool(parse_document, content, "the request's body", is_json=is_json)
+    warnings: list[str] = []
+    try:
+        study = await run_in_threadpool(study_from_mergekit, document, name=name, warn=warnings.append)
+    except InvalidRecipe as error:
+        raise InvalidRequest(tuple(Problem("", line) for line in str(error).splitlines())) from error
+    return Json(BegunStudyDocument(study=study, warnings=warnings))
 
 
 @router.post(

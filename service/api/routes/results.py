@@ -289,14 +289,18 @@ def get_trial(study: Study, number: TrialNumber, services: Context) -> Response:
 @router.get(
     "/studies/{study_id:segment}/trials/{number:segment}/recipe",
     response_model=None,
-    responses={200: {"model": RecipeDocument}, **refusals(404)},
+    responses={200: {"model": RecipeDocument}, **refusals(404, 503)},
 )
-def get_recipe(study: Study, number: TrialNumber, services: Context) -> Response:
+async def get_recipe(study: Study, number: TrialNumber, services: Context, sender: Sender) -> Response:
     """The recipe of a trial's merge, in the format that `mergesearch merge` reads.
 
-    The recipe says which source models are merged, and how.
+    The recipe says which source models are merged, how, and in which dtype the study's engines have the merge.
     """
-    return Json(_trial(services, study, number).read_recipe().to_json())
+    trial = await run_in_threadpool(_trial, services, study, number)
+    stated = study.document.get("engine", {}).get("dtype", "auto")
+    if stated == "auto":
+        stated = await services.preflight.engine_dtype(study.document, client=sender.name)
+    return Json({**trial.read_recipe().to_json(), "dtype": stated})
 
 
 @router.get(
@@ -309,6 +313,9 @@ def get_recipe(study: Study, number: TrialNumber, services: Context) -> Response
 )
 async def get_mergekit(study: Study, number: TrialNumber, services: Context, sender: Sender) -> Response:
     """A mergekit configuration (YAML) that computes the same merge as a trial, up to float32 rounding.
+
+    Models are named by their hub ids. A model without a hub id has its name in the study, and a comment lists these
+    models: the server's directories are not on the reader's machine.
 
     If mergekit would compute other tensors, or the models cannot be read or have changed since the study was created,
     the request is refused (409). It is refused too (503) if reading the models takes more than a request may.

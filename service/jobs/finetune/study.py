@@ -15,15 +15,12 @@ from service.jobs.search.prepare import prepared
 from service.store import JobWriter, Store
 from service.store.accounts import AccountStore
 from service.store.artifacts import ArtifactStore
-from service.studies.chains import SOURCES, on_server
+from service.studies.chains import COPY, SOURCES, on_server, place_of_expert
 from service.types import EventKind, JobRecord
 from workers.telemetry import tracing
 from workers.training.finetuning.fleet import STUDY, Pipeline
 
 __all__ = ["begin_study", "collect_sources", "study_of"]
-
-DIGEST_DIGITS = 16
-COPY = "expert-"
 
 
 def study_of(store: Store, finetune_id: str) -> JobRecord | None:
@@ -52,12 +49,9 @@ def begin_study(
     """
     if (known := study_of(store, writer.job_id)) is not None:
         return known
-    root = data_dir / SOURCES
-    experts: dict[str, Path | str] = {}
-    for record in artifacts.of(writer.job_id):
-        out = root / f"{COPY}{record.digest[:DIGEST_DIGITS]}"
-        url = artifacts.url(record)
-        experts[record.name] = url or (out if out.is_dir() else artifacts.write_to(record, out))
+    experts: dict[str, Path | str] = {
+        record.name: place_of_expert(artifacts, record, data_dir) for record in artifacts.of(writer.job_id)
+    }
     job = store.job(writer.job_id)
     access, reader = access_of(job), AccountStore(store).account_of(job)
     if access is not None:
@@ -94,13 +88,13 @@ def begin_study(
 def collect_sources(store: Store, data_dir: Path) -> None:
     """Delete those copies of trained experts, in the server's data directory `data_dir`, that no stored study merges.
 
-    The copies are made for the studies that follow fine-tunings. While a fine-tuning that has such a study is
+    The copies are made for studies of the experts of fine-tunings. While a fine-tuning that has such a study is
     unfinished, nothing is deleted, because its study may be about to use a copy.
     """
     if any(STUDY in job.document and not job.state.is_finished for job in store.jobs()):
         return
     # Compared by name, which has the digest: the same path may be written in several ways.
-    used = json.dumps([job.document["models"] for job in store.jobs(SEARCH.name)])
+    used = json.dumps([[job.document["models"], job.accepted.get("chained")] for job in store.jobs(SEARCH.name)])
     for place in (data_dir / SOURCES).glob(f"{COPY}*"):
         if place.name not in used:
             shutil.rmtree(place, ignore_errors=True)

@@ -24,6 +24,7 @@ from service.jobs.search.progress import PaceMeter, ProgressReporter, ProgressSn
 from service.jobs.search.verification import verify_trials
 from service.resolved_study import ResolvedStudy
 from service.results.selection import best_trial, chosen_trials, held_out
+from service.results.statistics import interval_of_mean
 from service.store import JobWriter, SampleText, Store
 from service.store.artifacts import ArtifactStore
 from service.store.documents import (
@@ -56,7 +57,7 @@ from service.types import JobRecord, JobState, Origin, TrialRecord, TrialState
 from workers.errors import EngineFault, EngineUnavailable, EvidenceMismatch, InvalidModel, InvalidTask
 from workers.types import CanaryReport, Scorer, Split, TaskSpec
 
-__all__ = ["ALIGNMENTS", "described_recipes", "execute", "stored_alignments", "with_alignments"]
+__all__ = ["ALIGNMENTS", "described_recipes", "execute", "stored_alignments", "values_ci95", "with_alignments"]
 
 logger = logging.getLogger(__name__)
 
@@ -472,6 +473,7 @@ class _Snapshots:
             rungs=tuple(max(samples.values(), default=0) for samples in self._preflight.budget.rung_samples),
             best_trial=leader.number if leader else None,
             best=leader.values if leader else {},
+            best_ci95=values_ci95(leader, self._preflight.tasks.objectives) if leader else {},
             samples_scored=scored,
             samples_planned=max(self._planned, scored),
             samples_used=self._coordinator.num_samples_used,
@@ -479,6 +481,19 @@ class _Snapshots:
             steps=self._coordinator.num_steps,
             steps_planned=max(self._planned_steps, self._coordinator.num_steps),
         )
+
+
+def values_ci95(trial: TrialRecord, objectives: Sequence[Objective]) -> dict[str, tuple[float, float]]:
+    """95 % intervals of a trial's values at its highest rung, by objective; exact values have none."""
+    last = trial.rungs[-1]
+    found = {}
+    for objective in objectives:
+        error = last.standard_errors.get(objective.name)
+        n = last.num_samples.get(objective.name, 0)
+        if error is not None and n > 0 and objective.cost_of_recipe is None:
+            value = last.values[objective.name]
+            found[objective.name] = interval_of_mean(value, error, n, bounds=objective.bounds)
+    return found
 
 
 def _reason_to_fail(error: Exception, record: JobRecord, preflight: PreflightResult) -> str | None:

@@ -53,7 +53,7 @@ class ProgressSnapshot:
     - `num_brackets`: the number of brackets; None if it is not known.
     - `rungs`: the samples at each rung, of the objective with the most samples.
     - `best_trial`: the number of the best trial so far, among those scored on all samples; `best`: its values by
-      objective.
+      objective, and `best_ci95` their 95 % intervals, without those of exact values.
     - `samples_planned`: the expected total number of samples, including the `samples_scored`.
     - `samples_used`: the number of samples that the search has scored, plus the charge for its steps.
     - `max_samples`: the limit of `samples_used`; None if there is none.
@@ -71,6 +71,7 @@ class ProgressSnapshot:
     rungs: tuple[int, ...] = ()
     best_trial: int | None = None
     best: Mapping[str, float] = field(default_factory=dict)
+    best_ci95: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     samples_scored: int = 0
     samples_planned: int = 0
     samples_used: int = 0

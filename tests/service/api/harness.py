@@ -20,12 +20,13 @@ from service.disk import artifacts_dir
 from service.jobs.base import Accepted, JobKind, RequestContext
 from service.jobs.finetune.request import check_finetune_files, check_server_paths
 from service.jobs.registry import KINDS
+from service.jobs.search.attempt import values_ci95
 from service.jobs.search.progress import ProgressSnapshot
 from service.jobs.search.request import read_study
 from service.jobs.serving.request import ServingRequest
 from service.resolved_study import ResolvedStudy
 from service.results.record import RunRecord
-from service.results.selection import held_out
+from service.results.selection import best_trial, held_out
 from service.retention.limits import Limit
 from service.schemas.api import (
     FitDocument,
@@ -256,9 +257,13 @@ def rung(number: int, value: float = 0.5) -> RungRecord:
 
 
 def snapshot(run: RunRecord) -> ProgressSnapshot:
+    best = best_trial(run.trials, run.objectives)
     return ProgressSnapshot(
         study=run.study.name,
         stage="held-out",
+        best_trial=None if best is None else best.number,
+        best={} if best is None else best.values,
+        best_ci95={} if best is None else values_ci95(best, run.objectives),
         trials={TrialState.COMPLETE: len(run.trials)},
         max_trials=len(run.trials),
         rungs=RUNGS,

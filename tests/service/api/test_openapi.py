@@ -100,6 +100,7 @@ def schema(server: ApiServer, chat: Served) -> Any:
 
     pages = itertools.cycle(("api/jobs/", None))
     numbers = itertools.count()
+    configurations = itertools.cycle((True, False))
 
     def disposable() -> tuple[str, str]:
         """A study that has ended, and a complete export of it, to be deleted."""
@@ -213,6 +214,8 @@ def schema(server: ApiServer, chat: Served) -> Any:
 
     @schema.hook
     def map_body(context: Any, body: Any) -> Any:
+        if context.operation.path == "/v1/studies:from_mergekit" and isinstance(body, dict) and next(configurations):
+            return {"merge_method": "linear", "models": [{"model": "a/b"}, {"model": "a/c"}]}
         is_move = context.operation.path == "/v1/queue:move" and isinstance(body, dict)
         if is_move and isinstance(body.get("job"), str) and len(body["job"]) == 32:  # a job that waits
             body["job"] = stored_study(server.store).id

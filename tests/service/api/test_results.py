@@ -360,7 +360,7 @@ def test_a_trial_and_its_recipe(get: Any, server: ApiServer, study: JobRecord) -
     shown = get("/trials/17")
     del shown["provenance"]
     assert shown == as_json(trial_document(trial))
-    assert get("/trials/17/recipe") == as_json(trial.read_recipe().to_json())
+    assert get("/trials/17/recipe") == as_json({**trial.read_recipe().to_json(), "dtype": "float32"})
     jsonschema.validate(get("/trials/17/recipe"), schemas()["recipe"])
 
 
@@ -644,7 +644,9 @@ def test_a_study_of_any_space_is_told_over_http_as_in_its_files(
         assert http.get(f"{url}/plots/{name}").status_code == 200, name
     best = run.best
     assert best is not None
-    assert http.get(f"{url}/trials/{best.number}/recipe").json() == as_json(best.read_recipe().to_json())
+    assert http.get(f"{url}/trials/{best.number}/recipe").json() == as_json(
+        {**best.read_recipe().to_json(), "dtype": "float32"}
+    )
     told = http.get(f"{url}/events", headers={"Accept": "application/json"}).json()["events"]
     assert [event["id"] for event in told] == [event.id for event in server.store.events(study)]
     assert {event["kind"] for event in told} >= {"trial", "rung", EventKind.HOLDOUT_SCORED}

@@ -33,9 +33,11 @@ from tests.service.api.harness import (
 )
 from tests.service.synthetic_run import run_record
 from workers.object_store import ObjectStore
-from workers.tiny_family import STUDY_FILE, family_dir
+from workers.tiny_family import EXAMPLES, STUDY_FILE, family_dir, study_text
 
 UNKNOWN = "0" * 32
+
+ROOT = Path(__file__).parents[3]
 
 
 def test_a_study_is_created_and_found_where_its_location_says(http: httpx.Client, server: ApiServer) -> None:
@@ -162,6 +164,46 @@ def test_the_example_is_accepted(http: httpx.Client) -> None:
     assert http.post(url, content=example.content, headers=headers).json()["is_valid"]
     shipped = load_study(family_dir() / STUDY_FILE)
     assert parse_study(yaml.safe_load(example.text)).canonical() == shipped.canonical()
+
+
+def test_every_example_is_accepted(http: httpx.Client) -> None:
+    """Each shipped example is another study without a problem, and differs from the docs' by its paths alone."""
+    url, headers = "/v1/studies:check?level=syntax", {"Content-Type": "application/yaml"}
+    names = set()
+    for name in EXAMPLES:
+        example = http.get("/v1/studies:example", params={"name": name})
+        assert example.text == study_text(name)
+        assert http.post(url, content=example.content, headers=headers).json()["is_valid"]
+        names.add(yaml.safe_load(example.text)["name"])
+        docs = ROOT / "docs" / "examples" / f"{name}.yaml"
+        if docs.is_file():
+            own = (family_dir() / EXAMPLES[name]).read_text()
+            assert docs.read_text().replace("../../workers/tiny_family/", "") == own
+    assert len(names) == len(EXAMPLES) == 3
+    assert http.get("/v1/studies:example", params={"name": "other"}).status_code == 422
+
+
+def test_a_study_begins_with_a_mergekit_configuration(http: httpx.Client) -> None:
+    """The file has the configuration's models and its merge; with objectives it is valid."""
+    configuration = {
+        "merge_method": "ties",
+        "base_model": "owner/base",
+        "models": [{"model": f"owner/{name}", "parameters": {"weight": 0.5, "density": 0.4}} for name in "ab"],
+        "dtype": "bfloat16",
+    }
+    begun = http.post("/v1/studies:from_mergekit", json=configuration, params={"name": "mine"}).json()
+    study = begun["study"]
+    assert study["models"] == {"base": "owner/base", "experts": {"a": "owner/a", "b": "owner/b"}}
+    assert study["search"]["recipes"][0]["recipe"]["models"][1]["model"] == "b"
+    study["objectives"] = document()["objectives"]
+    assert http.post("/v1/studies:check?level=syntax", json=study).json()["problems"] == []
+    for wrong, message in (
+        ({"format": "mergesearch-recipe/1"}, "is no mergekit configuration: it has no merge_method"),
+        ({**configuration, "merge_method": "tise"}, "tise"),
+    ):
+        refused = http.post("/v1/studies:from_mergekit", json=wrong)
+        assert refused.status_code == 422
+        assert message in refused.json()["problems"][0]["message"]
 
 
 def test_events_are_listed_a_page_at_a_time(http: httpx.Client, server: ApiServer) -> None:

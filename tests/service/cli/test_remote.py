@@ -215,9 +215,12 @@ def test_weights_pick_the_trial_on_the_server(
 def test_a_recipe_is_printed_or_written_for_mergekit(site: Site, finished: str, terminal: ServerTerminal) -> None:
     """The recipe is JSON, mergekit's file YAML; `--json` wraps it."""
     trial = next(trial for trial in site.store.trials(finished) if trial.label == "uniform average")
-    assert terminal.document("recipe", finished, trial.number) == trial.read_recipe().to_json()
+    recipe = {**trial.read_recipe().to_json(), "dtype": "float32"}
+    assert terminal.document("recipe", finished, trial.number) == recipe
     shown = terminal.shown("recipe", finished, trial.number, "--mergekit")
-    assert shown.startswith("merge_method: linear\n")
+    assert shown.startswith("# math, text: put the directory of the model in place of each name,\n")
+    assert "\nmerge_method: linear\n" in shown
+    assert str(site.models) not in shown
     assert terminal.document("recipe", finished, trial.number, "--mergekit") == {"mergekit": shown}
     writer = site.begin(site.new_name())
     ties = next(recipe for _, label, recipe in site.preflight.baselines() if "TIES" in label)

@@ -107,8 +107,10 @@ def test_a_recipe_of_a_run_is_printed(place: Workplace) -> None:
     place.begin(scored=True)
     code, out, _ = place.run("recipe", place.run_dir, "1")
     assert (code, json.loads(out)["format"].split("/")[0]) == (0, "mergesearch-recipe")
+    assert json.loads(out)["dtype"] == "float32"
     code, out, _ = place.run("recipe", place.run_dir, "1", "--mergekit")
     assert (code, out.startswith("merge_method: linear\n")) == (0, True)
+    assert str(place.models / "math") in out
     assert "trial 99" in place.refused("recipe", place.run_dir, "99")
 
 

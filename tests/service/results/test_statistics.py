@@ -18,6 +18,7 @@ from service.results.statistics import (
     correlations,
     estimate,
     independent_difference,
+    interval_of_mean,
     mean_of,
     paired_difference,
 )
@@ -276,3 +277,25 @@ def test_bootstrap_interval_covers_the_truth() -> None:
         low, high = bootstrap(best_of_two, {"a": (rng.random((2, 150)) < 0.6) * 1.0}, {"a": "data"}).ci95
         hits += low <= 0.6 <= high
     assert hits / rounds > 0.85
+
+
+@pytest.mark.parametrize(("n", "bounds"), [(9, (0.0, 1.0)), (40, (0.0, 100.0))])
+def test_an_interval_of_a_mean_is_that_of_its_samples(n: int, bounds: tuple[float, float]) -> None:
+    """Of samples that are no two values, it is the interval of `estimate`."""
+    rng = np.random.default_rng(3)
+    samples = rng.uniform(*bounds, n)
+    wanted = estimate(samples, bounds=bounds)
+    found = interval_of_mean(wanted.value, wanted.standard_error, n, bounds=bounds)
+    assert found == pytest.approx(wanted.ci95)
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_an_interval_at_a_bound_is_wilsons(value: float) -> None:
+    """If all samples are right, or none is, the standard error is 0 and the interval is not."""
+    assert interval_of_mean(value, 0.0, 30, bounds=(0.0, 1.0)) == pytest.approx(estimate([value] * 30).ci95)
+
+
+def test_an_interval_stays_in_the_range() -> None:
+    assert interval_of_mean(0.95, 0.1, 5, bounds=(0.0, 1.0))[1] == 1.0
+    assert interval_of_mean(0.5, 0.5, 1, bounds=(0.0, 1.0)) == (0.0, 1.0)
+    assert interval_of_mean(1.5, 0.1, 5, bounds=(0.0, 1.0))[1] > 1.5

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +20,12 @@ from search_spaces.spaces import SPACES
 from search_spaces.spaces.base import DifferentiableSpace
 from search_spaces.spaces.layerwise import LayerwiseSection
 from search_spaces.study.file import Study, parse_study
+from search_spaces.study.models import AnotherStudy
 from service.cli.main import main
 from service.disk import alignments_dir
 from service.engine_machines import VARIABLE
 from service.jobs.base import RequestContext
+from service.jobs.finetune.study import collect_sources
 from service.jobs.search.local_run import DATABASE, open_run
 from service.jobs.search.request import read_study, studies_of
 from service.resolved_study import ChainedSource, ResolvedStudy
@@ -31,7 +35,7 @@ from service.store.artifacts import ArtifactStore
 from service.studies.chains import SOURCES, keep_sources, on_server, with_exported_sources
 from service.studies.export import write_model
 from service.studies.preflight.models import searched_models, with_revisions
-from service.types import JobState, Origin
+from service.types import JobRecord, JobState, Origin
 from tests.s3_server import S3, failing
 from tests.service.resolved import resolved_study
 from tests.service.tune.harness import InlineProposer, coordinator_of, drive
@@ -420,3 +424,106 @@ def test_aligned_trial_is_no_source(
 def test_another_vocabulary_along_a_path_is_refused(tied_family: Family, tmp_path: Path) -> None:
     with pytest.raises(InvalidStudy, match=r"models\.path_of: needs tokenizer: base; the study has union"):
         along(tied_family, tmp_path, 0, tokenizer="union")
+
+
+# Experts of fine-tunings.
+
+
+def tuned(store: Store, artifacts: ArtifactStore, family: Family, *aliases: str) -> str:
+    """Id of a fine-tuning that has trained the experts `aliases` of the family."""
+    job = store.create_job(kind="finetune", name="tuned", document={"base": family.base.directory}, accepted={})
+    for expert in family.experts:
+        if expert.alias in aliases:
+            artifacts.put(job.id, expert.alias, Path(expert.directory))
+    return job.id
+
+
+def study_of_tuned(family: Family, job: str, **experts: Any) -> Study:
+    trained = {alias: {"from_finetune": {"id": job, **own}} for alias, own in experts.items()}
+    return parse_study(document(family, trained))
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Iterator[tuple[Store, ArtifactStore]]:
+    store = Store(f"sqlite:///{tmp_path / DATABASE}")
+    yield store, ArtifactStore(store, tmp_path / "artifacts")
+    store.close()
+
+
+def test_experts_of_a_fine_tuning_are_sources(
+    tied_family: Family, trainer: tuple[Store, ArtifactStore], tmp_path: Path
+) -> None:
+    """Each expert is a directory with its files, under its own alias or another one, and is found again on resume."""
+    store, artifacts = trainer
+    first, second = (expert.alias for expert in tied_family.experts)
+    job = tuned(store, artifacts, tied_family, first, second)
+    study = study_of_tuned(tied_family, job, **{first: {}, "mine": {"expert": second}})
+    options: dict[str, Any] = {"directory": tmp_path, "artifacts_in": artifacts.location}
+    started, chained = with_exported_sources(study, open_study=on_server(store, reader=None), **options)
+    assert set(started.models.named) == {first, "mine"}
+    by_alias = {expert.alias: Path(expert.directory) for expert in tied_family.experts}
+    for alias, expert in ((first, first), ("mine", second)):
+        found, weights = Path(started.models.named[alias]), "model.safetensors"
+        assert found.parent == tmp_path / SOURCES
+        assert (found / weights).read_bytes() == (by_alias[expert] / weights).read_bytes()
+        assert (chained[alias].study, chained[alias].expert) == (job, expert)
+    resolved = replace(resolved_study(), chained=chained)
+    assert ResolvedStudy.from_json(resolved.to_json()).chained == chained
+
+    def closed(_: AnotherStudy) -> AbstractContextManager[tuple[Store, JobRecord]]:
+        raise AssertionError("a source that is there is not looked for")
+
+    assert with_exported_sources(study, open_study=closed, before=resolved, **options)[1] == chained
+    shutil.rmtree(chained[first].directory)
+    again = with_exported_sources(study, open_study=on_server(store, reader=None), before=resolved, **options)
+    assert again[1] == chained
+    assert (Path(chained[first].directory) / "config.json").is_file()
+
+
+def test_a_trained_expert_that_is_missing_is_named(
+    finished: Finished, tied_family: Family, trainer: tuple[Store, ArtifactStore], tmp_path: Path
+) -> None:
+    """An expert that is not trained yet, a job of another kind, and a job that is not there are each said."""
+    store, artifacts = trainer
+    first, second = (expert.alias for expert in tied_family.experts)
+    job = tuned(store, artifacts, tied_family, first)
+    other = store.create_job(kind="search", name="other", document={}, accepted={}).id
+    for name, reason in (
+        (job, f"has trained no expert '{second}'; its experts: {first}"),
+        (other, "is no fine-tuning; give the id of one"),
+        ("0" * 32, "no such job"),
+    ):
+        with pytest.raises(InvalidStudy) as refused:
+            with_exported_sources(
+                study_of_tuned(tied_family, name, **{second: {}}),
+                open_study=on_server(store, reader=None),
+                directory=tmp_path,
+                artifacts_in=artifacts.location,
+            )
+        (problem,) = refused.value.problems
+        assert problem.field == f"models.experts.{second}.from_finetune"
+        assert reason in problem.message
+
+
+def test_a_copy_of_an_expert_stays_while_a_study_merges_it(
+    tied_family: Family, trainer: tuple[Store, ArtifactStore], tmp_path: Path
+) -> None:
+    """The copy is deleted with the last study that names its fine-tuning's expert, and not before."""
+    store, artifacts = trainer
+    alias = tied_family.experts[0].alias
+    study = study_of_tuned(tied_family, tuned(store, artifacts, tied_family, alias), **{alias: {}})
+    _, chained = with_exported_sources(
+        study, open_study=on_server(store, reader=None), directory=tmp_path, artifacts_in=artifacts.location
+    )
+    job = store.create_job(
+        kind="search",
+        name="s",
+        document=study.canonical(),
+        accepted=replace(resolved_study(), chained=chained).to_json(),
+    )
+    collect_sources(store, tmp_path)
+    assert Path(chained[alias].directory).is_dir()
+    store.open_attempt(job.id).set_state(JobState.CANCELLED)
+    store.delete_job(job.id)
+    collect_sources(store, tmp_path)
+    assert not Path(chained[alias].directory).exists()

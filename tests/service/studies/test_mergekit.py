@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from search_spaces.errors import InvalidStudy
 from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
 from search_spaces.study.file import parse_study
+from service.merges.merge import merge_file
 from service.resolved_study import ResolvedStudy
 from service.studies.mergekit import mergekit_file
 from service.types import JobRecord, JobState
@@ -89,6 +90,26 @@ def test_mergekit_computes_the_same_tensors(
     for name, tensor in ours.items():
         assert theirs[name].dtype == torch.float32
         torch.testing.assert_close(theirs[name], tensor, rtol=1e-6, atol=1e-6, msg=(name + ": {}").format)
+
+
+def test_a_file_for_another_machine_has_no_directories(
+    stored: JobRecord, sources: ResolvedFamily, tmp_path: Path
+) -> None:
+    """Models have their names in the study; with their directories, the file merges to the same tensors."""
+    recipe = recipe_of(sources, "linear", weight=(0.3, 0.7))
+    text = mergekit_file(stored, recipe.to_json(), has_directories=False)
+    assert text.startswith(
+        "# math, text: put the directory of the model in place of each name,\n"
+        "# or keep the file as it is: mergesearch merge FILE --model math=DIR --model text=DIR --out DIR\n"
+    )
+    assert str(family_dir()) not in text
+    assert [source["model"] for source in yaml.safe_load(text)["slices"][0]["sources"]] == ["math", "text"]
+    file = tmp_path / "mergekit.yml"
+    file.write_text(text)
+    merge_file(file, {name: Path(place) for name, place in EXPERTS.items()}, tmp_path / "merged")
+    found = load_file(tmp_path / "merged" / "model.safetensors")
+    for name, tensor in merged_tensors(recipe, Bank(sources, keeps_statistics=False), torch.float32):
+        torch.testing.assert_close(found[name], tensor, rtol=1e-6, atol=1e-6, msg=(name + ": {}").format)
 
 
 def reasons(stored: JobRecord, recipe: Recipe) -> list[str]:

@@ -15,6 +15,8 @@ from service.cluster.reconciler import QueueState
 from service.types import JobRecord, Sharing
 from tests.service.api.accounts import OPERATOR, Company
 from tests.service.api.harness import ApiServer, stored_study
+from tests.service.api.ray_dashboard.upstream import upstream
+from tests.service.api.test_cluster import node
 from tests.service.web.driving import SCHEMES, Visit, axe_violations, visit
 
 
@@ -69,7 +71,7 @@ def links(page: Page) -> list[str]:
 
 @pytest.mark.parametrize(
     ("user", "more"),
-    [("root", ["Teams", "Users", "Audit log"]), ("member", ["Teams"]), ("loner", [])],
+    [("root", ["Teams", "Users", "Audit log", "Cluster"]), ("member", ["Teams"]), ("loner", [])],
 )
 def test_views_that_a_user_may_not_use_are_absent(
     browser: Browser, company: Company, user: str, more: list[str]
@@ -82,6 +84,8 @@ def test_views_that_a_user_may_not_use_are_absent(
             expect(page.get_by_text("Only administrators of the server see its users.")).to_be_visible()
             opened.goto("/admin/audit")
             expect(page.get_by_text("Only administrators of the server read its audit log.")).to_be_visible()
+            opened.goto("/admin/cluster")
+            expect(page.get_by_text("Only administrators of the server see its cluster.")).to_be_visible()
 
 
 # -- users -------------------------------------------------------------------------------------------------------------
@@ -112,11 +116,16 @@ def test_a_user_is_added_and_gets_a_token(root: Visit, company: Company) -> None
 def test_the_last_administrator_stays(root: Visit, company: Company) -> None:
     """The server refuses to disable or demote the last administrator, and the page shows its words."""
     root.expected = ("409",)
-    page = root.goto("/admin/users")
-    for verb in ("Disable", "Demote"):
-        page.get_by_role("button", name=f"{verb}: root").click()
-        expect(page.get_by_role("alert")).to_contain_text("user 'root': is the last administrator")
-    assert company.accounts.user("root").is_admin
+    for verb, body in (("Disable", {"is_disabled": True}), ("Demote", {"is_admin": False})):
+        page = root.goto("/admin/users")  # anew, without the words of an earlier refusal
+        with page.expect_response("**/v1/users/root") as answered:
+            page.get_by_role("button", name=f"{verb}: root").click()
+        assert answered.value.request.post_data_json == body
+        assert answered.value.status == 409
+        expect(page.get_by_role("alert")).to_contain_text(answered.value.json()["detail"])
+        assert "user 'root': is the last administrator" in answered.value.json()["detail"]
+    user = company.accounts.user("root")
+    assert (user.is_admin, user.is_disabled) == (True, False)
 
 
 # -- teams -------------------------------------------------------------------------------------------------------------
@@ -240,10 +249,40 @@ def test_the_audit_log_is_filtered_and_paged(root: Visit, company: Company) -> N
     expect(table.get_by_role("row")).to_have_count(51)
 
 
+# -- the cluster -------------------------------------------------------------------------------------------------------
+
+
+def test_the_cluster_is_that_of_the_api(root: Visit, company: Company) -> None:
+    """Each node has its processors, memory, disk and GPUs; the server its disk, database and versions."""
+    told = [node("head", is_head=True), node("gone", state="DEAD", gpus=None)]
+    with upstream({"/nodes": {"data": {"summary": told}}}) as ray:
+        before, company.server.cluster.ray = company.server.cluster.ray, ray.dashboard
+        try:
+            with company.http("root") as http:
+                found = http.get("/v1/cluster").json()
+            page = root.goto("/admin/cluster")
+            rows = page.get_by_role("region", name="Table of nodes").get_by_role("row")
+            expect(rows).to_have_count(3)
+        finally:
+            company.server.cluster.ray = before
+    expect(page.get_by_text("1 of 2 nodes alive, with 1 GPU.")).to_be_visible()
+    memory = found["nodes"][0]["memory"]
+    expect(rows.nth(1)).to_contain_text(f"{memory['used'] / 1e9:.1f} GB of {memory['total'] / 1e9:.1f} GB")
+    expect(rows.nth(1)).to_contain_text("10.0.0.4, head")
+    expect(rows.nth(1)).to_contain_text("NVIDIA H100 71 % busy")
+    expect(rows.nth(2)).to_contain_text("dead")
+    expect(page.get_by_role("main")).to_contain_text(f"schema {found['database']['revision']}")
+    for name, number in found["versions"].items():
+        row = page.locator("dl.facts > div").filter(has=page.get_by_text(name, exact=True))
+        expect(row.get_by_role("definition")).to_have_text(number)
+
+
 # -- all of them -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("address", ["/admin/users", "/admin/audit?target=team+red", "/teams", "/queue", "/settings"])
+@pytest.mark.parametrize(
+    "address", ["/admin/users", "/admin/audit?target=team+red", "/teams", "/queue", "/settings", "/admin/cluster"]
+)
 def test_views_of_administrators_are_accessible(
     browser: Browser, company: Company, queued: dict[str, JobRecord], address: str
 ) -> None:

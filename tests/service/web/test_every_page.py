@@ -38,6 +38,9 @@ ADDRESSES = (
     "/studies/ID/benchmarks",
     "/finetunes",
     "/finetunes/new",
+    "/admin/cluster",
+    "/studies/new?example=lfs",
+    "/studies/ID/trials?columns=trial,label,math,recipe,time&at=30",
 )
 
 

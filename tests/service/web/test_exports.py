@@ -63,8 +63,14 @@ def test_an_export_is_deleted_after_a_question(visitor: Visit, exported: JobReco
     page.keyboard.press("Escape")
     expect(dialog).to_have_count(0)
     expect(delete).to_be_focused()
+    deleted: list[str] = []
+    page.on("request", lambda request: deleted.append(request.url) if request.method == "DELETE" else None)
     delete.click()
     dialog.get_by_role("button", name="Keep").click()
+    expect(dialog).to_have_count(0)
+    expect(delete).to_be_focused()
+    page.wait_for_load_state("networkidle")  # a request would have been sent by now
+    assert deleted == []
     assert len(http.get(f"/v1/studies/{exported.id}/exports").json()["exports"]) == 2
     delete.click()
     dialog.get_by_role("button", name="Delete").click()

@@ -202,10 +202,17 @@ def test_verbs_steer_a_fine_tuning(visitor: Visit, server: ApiServer, http: http
     page.get_by_role("button", name="Pause").press("Enter")
     page.get_by_role("button", name="Resume").press("Enter")
     expect(page.get_by_role("button", name="Pause")).to_be_visible()
-    page.get_by_role("button", name="Cancel").click()
+    cancelled: list[str] = []
+    page.on("request", lambda request: cancelled.append(request.url) if request.url.endswith(":cancel") else None)
+    cancel_button = page.get_by_role("button", name="Cancel")
+    cancel_button.click()
     expect(page.get_by_role("dialog")).to_contain_text("Experts that are trained are kept.")
     page.keyboard.press("Escape")
     expect(page.get_by_role("dialog")).to_have_count(0)
+    expect(cancel_button).to_be_focused()
+    page.get_by_role("button", name="Pause").press("Enter")  # a request after the one that Escape could have sent
+    expect(page.get_by_role("button", name="Resume")).to_be_visible()
+    assert cancelled == []
     assert state() != "CANCELLED"
     page.get_by_role("button", name="Cancel").click()
     page.get_by_role("dialog").get_by_role("button", name="Cancel").click()

@@ -15,7 +15,7 @@ from playwright.sync_api import Browser, Locator, Page, Route, expect
 
 from service.types import JobRecord, Scope
 from tests.service.api.accounts import Company, bearer
-from tests.service.api.harness import ApiServer, finished_study, stored_finetune
+from tests.service.api.harness import ApiServer, finished_finetune, finished_study
 from tests.service.web.driving import Visit, visit
 
 FINE = "✓ The file has no problem that is seen without models and tasks."
@@ -186,13 +186,79 @@ def test_a_study_is_cloned(visitor: Visit, study: JobRecord, http: httpx.Client)
     expect(text_of(page)).to_have_value(http.get("/v1/studies:example").text)
 
 
-def test_experts_of_a_fine_tuning_are_filled_in(visitor: Visit, server: ApiServer) -> None:
-    """The base and the aliases are those of the fine-tuning; the directories are asked for."""
-    fleet = stored_finetune(server.store)
+def test_experts_of_a_fine_tuning_are_filled_in(visitor: Visit, server: ApiServer, http: httpx.Client) -> None:
+    """The base and the experts are those of the fine-tuning; with an objective, the server finds them."""
+    fleet = finished_finetune(server.store, server.data_dir, name="for-a-study")
     page = visitor.goto(f"/studies/new?finetune={fleet.id}")
     expect(field(page, "models.base")).to_have_value(fleet.document["base"])
-    assert list(written(page)["models"]["experts"]) == ["math", "text"]
-    assert fleet.id in text_of(page).input_value()
+    experts = {alias: {"from_finetune": {"id": fleet.id}} for alias in ("math", "text")}
+    assert written(page)["models"]["experts"] == experts
+    expect(page.get_by_text("expert of a fine-tuning: edited in the text")).to_have_count(2)
+    for part, text in (("name", "sums"), ("task", "gsm8k"), ("metric", "exact_match")):
+        field(page, f"objectives.0.{part}").fill(text)
+    expect(page.get_by_test_id("check")).to_have_text(FINE)
+    page.get_by_role("button", name="Submit").click()
+    expect(page.get_by_role("heading", level=1)).to_have_text("for-a-study-merge")
+    (study,) = studies_named(http, "for-a-study-merge")
+    file = http.get(f"/v1/studies/{study['id']}/study").json()
+    assert {name: each["from_finetune"]["id"] for name, each in file["models"]["experts"].items()} == dict.fromkeys(
+        experts, fleet.id
+    )
+
+
+def test_models_of_the_server_are_offered(visitor: Visit, http: httpx.Client) -> None:
+    """While a model is written, the server's directories with that text are offered; one is chosen by keys."""
+    models = http.get("/v1/models").json()["models"]
+    page = visitor.goto("/studies/new")
+    expect(text_of(page)).not_to_have_value("")
+    base = field(page, "models.base")
+    base.fill("/experts/")
+    wanted = [model["path"] for model in models if "/experts/" in model["path"] and not model["is_adapter"]]
+    assert wanted
+    options = page.get_by_role("option")
+    expect(options).to_have_count(min(50, len(wanted)))
+    for option, path in zip(options.all(), wanted, strict=False):
+        expect(option).to_contain_text(path)
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("Enter")
+    expect(base).to_have_value(wanted[0])
+    assert written(page)["models"]["base"] == wanted[0]
+
+
+def test_examples_are_offered(visitor: Visit, http: httpx.Client) -> None:
+    """Each shipped example is a choice and an address."""
+    page = visitor.goto("/studies/new")
+    picker = page.get_by_role("combobox", name="Start from")
+    for name in ("front", "lfs"):
+        picker.select_option(f"example {name}")
+        expect(text_of(page)).to_have_value(http.get("/v1/studies:example", params={"name": name}).text)
+        assert page.url.endswith(f"?example={name}")
+    expect(page.get_by_test_id("check")).to_have_text(FINE)
+
+
+def test_a_study_begins_with_a_mergekit_file(visitor: Visit, http: httpx.Client, tmp_path: Path) -> None:
+    """The models and the merge are those of the file; what the server refuses is said in its words."""
+    visitor.expected = ("422",)
+    configuration = {
+        "merge_method": "ties",
+        "base_model": "owner/base",
+        "models": [{"model": f"owner/{name}", "parameters": {"weight": 0.5, "density": 0.4}} for name in "ab"],
+    }
+    file = tmp_path / "my merge.yml"
+    file.write_text(yaml.safe_dump(configuration))
+    begun = http.post("/v1/studies:from_mergekit", json=configuration, params={"name": "my-merge"}).json()
+    page = visitor.goto("/studies/new")
+    with page.expect_file_chooser() as chooser:
+        page.get_by_role("button", name="A mergekit file").click()
+    chooser.value.set_files(file)
+    expect(field(page, "name")).to_have_value("my-merge")
+    assert written(page) == begun["study"]
+    assert written(page)["search"]["recipes"][0]["recipe"]["merge_method"] == "ties"
+    file.write_text("merge_method: tise\n")
+    with page.expect_file_chooser() as chooser:
+        page.get_by_role("button", name="A mergekit file").click()
+    chooser.value.set_files(file)
+    expect(page.get_by_role("alert")).to_contain_text("tise")
 
 
 def test_a_recipe_is_enqueued(visitor: Visit, server: ApiServer, http: httpx.Client) -> None:

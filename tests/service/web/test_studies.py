@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import re
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from playwright.sync_api import expect
+from playwright.sync_api import Browser, expect
 
 from search_spaces.objectives import Objective
 from search_spaces.study.file import Study as StudyFile
 from service.resolved_study import ChainedSource, ResolvedStudy
 from service.results.preference import Choices
 from service.store.documents import CONTAMINATION, Overlap
-from service.types import JobRecord
-from tests.service.api.harness import ApiServer, document, stored_study
-from tests.service.web.driving import APP, Visit, signed
+from service.types import JobRecord, JobState
+from tests.service.api.harness import ApiServer, document, snapshot, stored_study
+from tests.service.synthetic_run import run_record
+from tests.service.web.driving import APP, Visit, signed, visit
 from tests.service.web.made import searched_study
 from workers.types import Split
 
@@ -223,3 +226,115 @@ def test_what_is_missing_is_said(visitor: Visit, server: ApiServer) -> None:
     expect(page.get_by_role("alert")).to_contain_text("study")
     visitor.goto("/nowhere")
     expect(page.get_by_role("heading", level=1)).to_have_text("No such page")
+
+
+def test_the_list_names_the_best_values(visitor: Visit, study: JobRecord, http: httpx.Client) -> None:
+    """Each best value has its objective and its interval; samples a second are over the time worked."""
+    listed = next(each for each in http.get("/v1/studies").json()["studies"] if each["id"] == study.id)
+    row = visitor.goto("/studies").get_by_role("row").filter(has_text=study.name).first
+    progress = listed["progress"]
+    assert progress["best"]
+    for name, value in progress["best"].items():
+        low, high = progress["best_ci95"][name]
+        expect(row).to_contain_text(f"{name} {value:.3f}{low:.3f} to {high:.3f}")
+    rate = progress["samples_scored"] / listed["wall_clock_s"]
+    expect(row.get_by_role("cell", name=f"{rate:.3g}", exact=True)).to_be_visible()
+
+
+def test_the_list_follows_its_jobs(browser: Browser, tmp_path: Path) -> None:
+    """Without a reload, a new study, its progress and its end appear; the page asks for the list only after events."""
+    with ApiServer(tmp_path) as server, visit(browser, server.url) as opened:
+        page = opened.goto("/studies")
+        expect(page.get_by_text("There are no studies yet.")).to_be_visible()
+        examples = page.get_by_role("list", name="Examples").get_by_role("link")
+        expect(examples).to_have_count(3)
+        writer = server.store.open_attempt(stored_study(server.store, name="fresh").id)
+        row = page.get_by_role("row").filter(has_text="fresh")
+        expect(row).to_be_visible(timeout=15_000)
+        expect(page.get_by_label("Connection")).to_have_text("live")
+        writer.set_state(JobState.RUNNING)
+        expect(row).to_contain_text("running", timeout=15_000)
+        progress = {**snapshot(run_record(num_trials=9)).to_json(), "best": {"math": 0.625}, "best_ci95": {}}
+        writer.heartbeat(wall_clock_s=10.0, progress=progress)
+        expect(row).to_contain_text("math 0.625", timeout=15_000)
+        writer.set_state(JobState.COMPLETE)
+        expect(row).to_contain_text("complete", timeout=15_000)
+        assert sum(path.startswith("/v1/studies?") for path in opened.requests) < 20
+
+
+def test_columns_of_trials_are_chosen(visitor: Visit, study: JobRecord, http: httpx.Client, tmp_path: Path) -> None:
+    """Chosen columns are in the address and in the file, which has every trial that the filters leave."""
+    page = visitor.goto(f"/studies/{study.id}/trials?where=rung%3D1&sort=-value.math")
+    table = page.get_by_role("region", name="Trials")
+    menu = page.locator("details").filter(has_text="Shown columns")
+    menu.locator("summary").press("Enter")
+    page.get_by_role("checkbox", name="origin", exact=True).press("Space")
+    page.get_by_role("checkbox", name="recipe", exact=True).press("Space")
+    page.keyboard.press("Escape")
+    expect(menu.locator("summary")).to_be_focused()
+    heads = ["trial", "compare", "label", "state", "rung", "samples", "math", "text", "recipe"]
+    expect(table.get_by_role("columnheader")).to_have_count(len(heads))
+    found = [text.rstrip(" ▲▼") for text in table.get_by_role("columnheader").all_inner_texts()]
+    assert found == heads
+    with page.expect_download() as downloading:
+        page.get_by_role("button", name="CSV of what is shown").click()
+    with Path(downloading.value.path()).open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    query = {"where": "rung=1", "sort": "-value.math", "limit": 1000}
+    trials = http.get(f"/v1/studies/{study.id}/trials", params=query).json()["trials"]
+    assert list(rows[0]) == [head for head in heads if head != "compare"]
+    assert [int(row["trial"]) for row in rows] == [trial["number"] for trial in trials]
+    assert [float(row["math"]) for row in rows] == [trial["rungs"][-1]["values"]["math"] for trial in trials]
+    assert [row["recipe"] for row in rows] == [trial["recipe_digest"] for trial in trials]
+
+
+def test_a_trial_is_jumped_to_by_its_number(visitor: Visit, study: JobRecord) -> None:
+    """The row of the number is scrolled to and its link has the focus; a number that is none is explained."""
+    page = visitor.goto(f"/studies/{study.id}/trials?where=rung%3D1")
+    page.get_by_role("textbox", name="Number of a trial").fill("37")
+    page.get_by_role("button", name="Jump").click()
+    link = page.get_by_role("region", name="Trials").get_by_role("link", name="37", exact=True)
+    expect(link).to_be_focused()
+    expect(page.locator("tr[aria-current=true]").get_by_role("rowheader")).to_have_text("37")
+    assert page.url.endswith("/trials?at=37")
+    page.get_by_role("textbox", name="Number of a trial").fill("4711")
+    page.get_by_role("button", name="Jump").click()
+    expect(page.get_by_text("Give a number from 0 to ")).to_be_visible()
+
+
+def test_selected_trials_are_compared(visitor: Visit, study: JobRecord) -> None:
+    """Two selected trials lead to their comparison; a third takes the place of the first."""
+    page = visitor.goto(f"/studies/{study.id}/trials")
+    said = page.get_by_role("status", name="Selected trials")
+    for number in (1, 2, 5):
+        page.get_by_role("checkbox", name=f"Compare trial {number}", exact=True).check()
+    expect(page.get_by_role("checkbox", name="Compare trial 1", exact=True)).not_to_be_checked()
+    said.get_by_role("link", name="Compare trials 2 and 5").click()
+    expect(page).to_have_url(re.compile("/compare[?]trials=2%2C5$"))
+    expect(page.get_by_role("textbox", name="Against trial")).to_have_value("5")
+
+
+def test_views_name_the_tab_and_get_the_focus(visitor: Visit, study: JobRecord) -> None:
+    """Each view of a study has its own title, and its heading the focus after a click; so has a page."""
+    page = visitor.goto(f"/studies/{study.id}")
+    expect(page).to_have_title(f"{study.name} · mergesearch")
+    views = page.get_by_role("navigation", name="Views of the study")
+    for name in ("Trials", "Timeline", "Exports", "Events", "File"):
+        views.get_by_role("link", name=name).click()
+        expect(page).to_have_title(f"{name} · {study.name} · mergesearch")
+        heading = page.locator("main h2").first
+        expect(heading).to_be_focused()
+    page.get_by_role("link", name="Queue", exact=True).click()
+    expect(page).to_have_title("Queue · mergesearch")
+    expect(page.get_by_role("heading", level=1)).to_be_focused()
+
+
+def test_decimals_are_those_of_the_settings(visitor: Visit, study: JobRecord, http: httpx.Client) -> None:
+    """The number of decimals that is chosen in the settings holds in other views, and after a reload."""
+    page = visitor.goto("/settings")
+    page.get_by_role("radiogroup", name="Decimals of values").get_by_text("5", exact=True).click()
+    expect(page.get_by_text("A value with its interval: 0.78432")).to_be_visible()
+    trial = http.get(f"/v1/studies/{study.id}/trials", params={"sort": "-value.math"}).json()["trials"][0]
+    visitor.goto(f"/studies/{study.id}/trials?sort=-value.math")
+    row = page.get_by_role("region", name="Trials").get_by_role("row").nth(1)
+    expect(row).to_contain_text(f"{trial['rungs'][-1]['values']['math']:.5f}")

@@ -318,9 +318,19 @@ def test_copied_texts_work(browser: Browser, real: tuple[ApiServer, JobRecord], 
     assert fetched == httpx.get(f"{server.url}/v1/studies/{study.id}/trials/{AVERAGE}/recipe").json()
     run(merge, tmp_path)
     assert json.loads(recipe.read_text()) == fetched
-    assert (tmp_path / f"trial-{AVERAGE}" / "model.safetensors").stat().st_size > 10**5
+    merged = tmp_path / f"trial-{AVERAGE}"
+    assert (merged / "model.safetensors").stat().st_size > 10**5
+    written = json.loads((merged / "recipe.json").read_text())
+    assert written["digest"] == server.store.trial(study.id, AVERAGE).recipe.digest
+    assert written["dtype"] == fetched["dtype"]
     (tmp_path / "mergekit.yml").write_text(mergekit)
-    plans = check_merges(tmp_path / "mergekit.yml", {}, tmp_path / "other", dtype=None, strict=True, note=pytest.fail)
+    models = study.document["models"]
+    places = {name: Path(place) for name, place in models["experts"].items()}
+    assert not any(str(place) in mergekit for place in (*places.values(), models["base"])), "paths of the server"
+    assert f"# {', '.join(sorted(places))}: put the directory of the model in place of each name" in mergekit
+    plans = check_merges(
+        tmp_path / "mergekit.yml", places, tmp_path / "other", dtype=None, strict=True, note=pytest.fail
+    )
     assert list(plans) == [""]
     accepted = accept(json.loads(continuing), RequestContext(store_url=server.database, data_dir=server.data_dir))
     assert accepted.document["models"]["experts"][f"trial-{AVERAGE}"] == {

@@ -1,10 +1,25 @@
 /** Texts of numbers, as all tables and charts write them. */
 
-/** A metric with three decimals; nothing for a missing value. */
-export const value = (x: number | null | undefined) => (x == null ? '' : minus(x.toFixed(3)))
+// Where this browser keeps the number of decimals.
+const DECIMALS = 'decimals'
+
+/** The numbers of decimals of a metric that a reader may choose. */
+export const MIN_DECIMALS = 1
+export const MAX_DECIMALS = 6
+
+/** The number of decimals of a metric: as chosen in the settings, or 3. */
+export function decimals(): number {
+  const chosen = Number(localStorage.getItem(DECIMALS) ?? NaN)
+  return Number.isInteger(chosen) && chosen >= MIN_DECIMALS && chosen <= MAX_DECIMALS ? chosen : 3
+}
+
+export const setDecimals = (chosen: number) => localStorage.setItem(DECIMALS, `${chosen}`)
+
+/** A metric with three decimals, or as many as are chosen; nothing for a missing value. */
+export const value = (x: number | null | undefined) => (x == null ? '' : minus(x.toFixed(decimals())))
 
 /** A difference with its sign. */
-export const signed = (x: number) => `${x < 0 ? '−' : '+'}${Math.abs(x).toFixed(3)}`
+export const signed = (x: number) => `${x < 0 ? '−' : '+'}${Math.abs(x).toFixed(decimals())}`
 
 export const count = (x: number) => x.toLocaleString('en-US')
 

@@ -62,13 +62,15 @@ const overview = createRoute({
 export const trialsRoute = createRoute({
   getParentRoute: () => studyRoute,
   path: '/trials',
-  validateSearch: texts('sort', 'state', 'origin', 'where', 'q'),
+  staticData: { view: 'Trials' },
+  validateSearch: texts('sort', 'state', 'origin', 'where', 'q', 'columns', 'at'),
   component: lazyRouteComponent(() => import('./pages/study/Trials'), 'Trials'),
 })
 
 export const parametersRoute = createRoute({
   getParentRoute: () => studyRoute,
   path: '/parameters',
+  staticData: { view: 'Parameters' },
   validateSearch: texts('objective', 'axes', 'against'),
   component: lazyRouteComponent(() => import('./pages/study/Parameters'), 'Parameters'),
 })
@@ -76,6 +78,7 @@ export const parametersRoute = createRoute({
 export const rungsRoute = createRoute({
   getParentRoute: () => studyRoute,
   path: '/rungs',
+  staticData: { view: 'Rungs' },
   validateSearch: texts('bracket', 'rung'),
   component: lazyRouteComponent(() => import('./pages/study/Rungs'), 'Rungs'),
 })
@@ -83,6 +86,7 @@ export const rungsRoute = createRoute({
 export const timelineRoute = createRoute({
   getParentRoute: () => studyRoute,
   path: '/timeline',
+  staticData: { view: 'Timeline' },
   validateSearch: texts('from', 'to'),
   component: lazyRouteComponent(() => import('./pages/study/Timeline'), 'Timeline'),
 })
@@ -90,12 +94,14 @@ export const timelineRoute = createRoute({
 export const benchmarksRoute = createRoute({
   getParentRoute: () => studyRoute,
   path: '/benchmarks',
+  staticData: { view: 'Benchmarks' },
   component: lazyRouteComponent(() => import('./pages/study/Benchmarks'), 'Benchmarks'),
 })
 
 export const compareRoute = createRoute({
   getParentRoute: () => studyRoute,
   path: '/compare',
+  staticData: { view: 'Compare' },
   validateSearch: texts('trials', 'with'),
   component: lazyRouteComponent(() => import('./pages/study/Compare'), 'Compare'),
 })
@@ -103,6 +109,7 @@ export const compareRoute = createRoute({
 export const eventsRoute = createRoute({
   getParentRoute: () => studyRoute,
   path: '/events',
+  staticData: { view: 'Events' },
   validateSearch: texts('kind', 'sort'),
   component: lazyRouteComponent(() => import('./pages/study/Events'), 'Events'),
 })
@@ -110,18 +117,21 @@ export const eventsRoute = createRoute({
 export const logRoute = createRoute({
   getParentRoute: () => studyRoute,
   path: '/log',
+  staticData: { view: 'Log' },
   component: lazyRouteComponent(() => import('./pages/study/Log'), 'Log'),
 })
 
 export const fileRoute = createRoute({
   getParentRoute: () => studyRoute,
   path: '/file',
+  staticData: { view: 'File' },
   component: lazyRouteComponent(() => import('./pages/study/File'), 'File'),
 })
 
 export const exportsRoute = createRoute({
   getParentRoute: () => studyRoute,
   path: '/exports',
+  staticData: { view: 'Exports' },
   component: lazyRouteComponent(() => import('./pages/study/Exports'), 'Exports'),
 })
 
@@ -141,7 +151,7 @@ export const samplesRoute = createRoute({
 export const newStudyRoute = createRoute({
   getParentRoute: () => root,
   path: '/studies/new',
-  validateSearch: texts('from', 'recipe', 'finetune'),
+  validateSearch: texts('from', 'recipe', 'finetune', 'example'),
   component: lazyRouteComponent(() => import('./pages/studies/NewStudy'), 'NewStudy'),
 })
 
@@ -211,6 +221,12 @@ export const auditRoute = createRoute({
   component: lazyRouteComponent(() => import('./pages/admin/Audit'), 'Audit'),
 })
 
+export const clusterRoute = createRoute({
+  getParentRoute: () => root,
+  path: '/admin/cluster',
+  component: lazyRouteComponent(() => import('./pages/admin/Cluster'), 'Cluster'),
+})
+
 const routeTree = root.addChildren([
   index,
   studiesRoute,
@@ -240,6 +256,7 @@ const routeTree = root.addChildren([
   teamsRoute,
   usersRoute,
   auditRoute,
+  clusterRoute,
 ])
 
 // Texts as they are: the router's own form would read 12 as a number, and write the text 12 in quotation marks.
@@ -261,5 +278,9 @@ export const router = createRouter({
 declare module '@tanstack/react-router' {
   interface Register {
     router: typeof router
+  }
+  interface StaticDataRouteOption {
+    /** The name of a view within a page, which names the browser's tab with the page. */
+    view?: string
   }
 }

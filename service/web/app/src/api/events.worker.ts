@@ -4,7 +4,7 @@ import { follow } from './stream'
  * Holds one event stream per job for all tabs of a browser, which opens at most six connections to a server over
  * HTTP/1.1. A tab says `{ join: address, after }` or `{ leave: address }`; it receives `{ address, kind, data }`.
  */
-export type Said = { join: string; after: number } | { leave: string }
+export type Said = { join: string; after: number | undefined } | { leave: string }
 export type Heard = { address: string; kind: string; data: string }
 
 interface Stream {
@@ -15,7 +15,7 @@ interface Stream {
 
 const streams = new Map<string, Stream>()
 
-function opened(address: string, after: number): Stream {
+function opened(address: string, after: number | undefined): Stream {
   const stream: Stream = { ports: new Set(), state: 'connecting', close: () => {} }
   streams.set(address, stream)
   stream.close = follow(address, after, (kind, data) => {
@@ -28,7 +28,7 @@ function opened(address: string, after: number): Stream {
 }
 
 // A tab that joins a stream later has read the job later, and reads it again when it hears that the stream is live.
-function join(address: string, after: number, port: MessagePort) {
+function join(address: string, after: number | undefined, port: MessagePort) {
   const stream = streams.get(address) ?? opened(address, after)
   stream.ports.add(port)
   port.postMessage({ address, kind: 'connection', data: stream.state } satisfies Heard)

@@ -1,7 +1,8 @@
 import { type Query, useQueryClient } from '@tanstack/react-query'
-import { useEffect, useState } from 'react'
+import { useEffect, useRef, useState } from 'react'
 import { BASE } from './client'
 import type { Heard, Said } from './events.worker'
+import type { components } from './schema'
 import { type Listener, follow } from './stream'
 import type { Progress } from './types'
 
@@ -14,7 +15,7 @@ const REFETCH_MS = 2000
 let port: MessagePort | undefined
 
 /** Calls `on` with every event after `after` of the stream at `address`, until the returned function is called. */
-function listen(address: string, after: number, on: Listener): () => void {
+function listen(address: string, after: number | undefined, on: Listener): () => void {
   if (typeof SharedWorker === 'undefined') return listenAlone(address, after, on)
   port ??= new SharedWorker(new URL('./events.worker.ts', import.meta.url), { type: 'module', name: 'events' }).port
   const own = port
@@ -41,7 +42,7 @@ function listen(address: string, after: number, on: Listener): () => void {
 }
 
 /** The same without a SharedWorker: a stream of this tab, only while the tab is visible. */
-function listenAlone(address: string, after: number, on: Listener): () => void {
+function listenAlone(address: string, after: number | undefined, on: Listener): () => void {
   let close: (() => void) | undefined
   const update = () => {
     close?.()
@@ -62,6 +63,48 @@ export interface Changes {
 
 // Kinds of events that change a table of trials.
 const TRIAL_KINDS = new Set(['trial', 'rung', 'trial_state'])
+
+/** What the stream of all jobs tells of one job's progress. */
+type JobProgress = components['schemas']['JobProgressDocument']
+
+/**
+ * Follows all jobs: queries whose key begins with `key` are refetched after events, at most once in two seconds, and
+ * `onProgress` gets the progress of a job of the given kind. Returns the state of the connection.
+ */
+export function useLiveJobs(kind: string, key: string, onProgress: (told: JobProgress) => void): Connection {
+  const client = useQueryClient()
+  const [connection, setConnection] = useState<Connection>('connecting')
+  const told = useRef(onProgress)
+  useEffect(() => {
+    told.current = onProgress
+  })
+  useEffect(() => {
+    const queryKey = [key]
+    let timer: number | undefined
+    const refetch = () => {
+      timer = undefined
+      if (client.isFetching({ queryKey }) > 0) outdate()
+      else client.invalidateQueries({ queryKey })
+    }
+    const outdate = () => {
+      timer ??= window.setTimeout(refetch, REFETCH_MS)
+    }
+    const stop = listen(new URL(`${BASE}/v1/events`, location.href).href, undefined, (heard, data) => {
+      if (heard === 'connection') {
+        setConnection(data as Connection)
+        if (data === 'live') outdate()
+      } else if (heard === 'progress') {
+        const found: JobProgress = JSON.parse(data)
+        if (found.job_kind === kind) told.current(found)
+      } else if (heard !== 'start') outdate()
+    })
+    return () => {
+      stop()
+      window.clearTimeout(timer)
+    }
+  }, [client, key, kind])
+  return connection
+}
 
 /**
  * Follows a job: its latest progress, and the state of the connection. Queries whose key begins with `key` are

@@ -8,14 +8,14 @@ const REOPEN_MS = 3000
 
 /**
  * Follows the events of a job after the event `after`, until the job has ended or the returned function is called. A
- * lost connection is opened again from where it was.
+ * lost connection is opened again from where it was. With `after` undefined, new events follow: those of all jobs.
  */
-export function follow(address: string, after: number, on: Listener): () => void {
+export function follow(address: string, after: number | undefined, on: Listener): () => void {
   let source: EventSource | undefined
   let timer: ReturnType<typeof setTimeout> | undefined
   let last = after
   const open = () => {
-    const opened = new EventSource(`${address}?after=${last}`)
+    const opened = new EventSource(last === undefined ? address : `${address}?after=${last}`)
     source = opened
     opened.onopen = () => on('connection', 'live')
     opened.onerror = () => {

@@ -7,13 +7,17 @@ export function Choose(props: {
   value: string | undefined
   /** The words for "no choice"; without them one is always chosen. */
   any?: string
+  /** With a description, the label is shown above the field. */
+  description?: string
   onChange: (chosen: string | undefined) => void
 }) {
-  const { label, options, value, any, onChange } = props
+  const { label, options, value, any, description, onChange } = props
   const data = options.map((each) => (typeof each === 'string' ? { value: each, label: each } : each))
   return (
     <NativeSelect
-      aria-label={label}
+      label={description === undefined ? undefined : label}
+      aria-label={description === undefined ? label : undefined}
+      description={description}
       data={any === undefined ? data : [{ value: '', label: any }, ...data]}
       value={value ?? ''}
       onChange={(event) => onChange(event.currentTarget.value || undefined)}

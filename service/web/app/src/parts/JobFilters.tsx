@@ -1,5 +1,4 @@
 import type { Study } from '../api/types'
-import { count } from '../format'
 import { Choose } from './Choose'
 import { Filter } from './Filter'
 
@@ -51,16 +50,5 @@ export function JobFilters(props: { search: JobSearch; onChange: (changed: JobSe
         onChange={(chosen) => onChange({ sort: chosen })}
       />
     </div>
-  )
-}
-
-/** The number of jobs that a list has, and how many of them it shows. */
-export function JobCount(props: { total: number; shown: number; one: string; many: string }) {
-  const { total, shown, one, many } = props
-  return (
-    <p className="soft" role="status">
-      {total === 1 ? `1 ${one}` : `${count(total)} ${many}`}
-      {total > shown && `, of which the first ${shown} are shown; search to find others`}
-    </p>
   )
 }

@@ -6,7 +6,8 @@ import type { Study } from '../api/types'
 import { duration } from '../format'
 import { State } from './State'
 
-const WORDS: Record<Connection, string> = {
+/** The words for the state of a connection. */
+export const CONNECTIONS: Record<Connection, string> = {
   connecting: 'connecting',
   live: 'live',
   reconnecting: 'reconnecting: what is shown may be old',
@@ -20,7 +21,7 @@ export function JobHead(props: { job: Pick<Study, 'state' | 'tags'>; connection:
     <div className="row">
       <State state={job.state} />
       <span className="soft" role="status" aria-label="Connection">
-        {WORDS[connection]}
+        {CONNECTIONS[connection]}
       </span>
       {job.tags.map((tag) => (
         <span key={tag} className="soft">

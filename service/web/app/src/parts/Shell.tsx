@@ -66,6 +66,7 @@ function Navigation({ session }: { session: Session }) {
       {user && (administers || Object.keys(user.teams).length > 0) && <Link to="/teams">Teams</Link>}
       {administers && <Link to="/admin/users">Users</Link>}
       {administers && <Link to="/admin/audit">Audit log</Link>}
+      {(user === null || administers) && <Link to="/admin/cluster">Cluster</Link>}
     </nav>
   )
 }

@@ -3,6 +3,7 @@ import { useVirtualizer } from '@tanstack/react-virtual'
 import { type ReactNode, useEffect, useRef, useState } from 'react'
 import { count } from '../format'
 import { Failure } from './Answer'
+import { Status } from './Status'
 
 export interface Column<T> {
   /** Name of the field in the query parameter `sort`; columns without one are not sorted. */
@@ -10,9 +11,11 @@ export interface Column<T> {
   head: string
   isText?: boolean
   cell: (row: T) => ReactNode
+  /** The cell as a text, for a file of the table; columns without it are not in the file. */
+  text?: (row: T) => string | number | null | undefined
 }
 
-interface Page<T> {
+export interface Page<T> {
   rows: T[]
   total: number
 }
@@ -32,8 +35,10 @@ export function VirtualTable<T>(props: {
   sort: string
   onSort: (sort: string) => void
   noun: string
+  /** The index of a row that is scrolled to, marked, and whose first cell's link gets the focus. */
+  at?: number
 }) {
-  const { label, columns, queryKey, load, sort, onSort, noun } = props
+  const { label, columns, queryKey, load, sort, onSort, noun, at } = props
   const box = useRef<HTMLDivElement>(null)
   const [top, setTop] = useState(0)
   const page = (offset: number) => ({
@@ -53,10 +58,18 @@ export function VirtualTable<T>(props: {
   const start = items[0]?.index ?? 0
   useEffect(() => setTop(Math.floor(start / PAGE) * PAGE), [start])
   const rowAt = (index: number) => {
-    const at = index - top
-    const found = pages[Math.floor(at / PAGE)]
-    return found && !found.isPlaceholderData ? found.data?.rows[at % PAGE] : undefined
+    const k = index - top
+    const found = pages[Math.floor(k / PAGE)]
+    return found && !found.isPlaceholderData ? found.data?.rows[k % PAGE] : undefined
   }
+  const isThere = at !== undefined && at < total
+  useEffect(() => {
+    if (isThere) virtual.scrollToIndex(at, { align: 'center' })
+  }, [virtual, at, isThere])
+  const isLoaded = isThere && items.some(({ index }) => index === at) && rowAt(at) !== undefined
+  useEffect(() => {
+    if (isLoaded) box.current?.querySelector<HTMLElement>('.picked th a')?.focus()
+  }, [at, isLoaded])
   const error = pages.find((each) => each.error)?.error
   const failure = error && (
     <Failure error={error} isOld={pages[0]!.data !== undefined} retry={() => pages.forEach((each) => each.refetch())} />
@@ -65,9 +78,10 @@ export function VirtualTable<T>(props: {
   return (
     <>
       {failure}
-      <p role="status" className="soft">
-        {pages[0]!.data ? `${count(total)} ${total === 1 ? noun : `${noun}s`}` : 'Loading'}
-      </p>
+      <Status
+        text={pages[0]!.data ? `${count(total)} ${total === 1 ? noun : `${noun}s`}` : 'Loading'}
+        cause={JSON.stringify(queryKey)}
+      />
       {/* oxlint-disable-next-line jsx-a11y/no-noninteractive-tabindex */}
       <div className="scroll" ref={box} tabIndex={0} role="region" aria-label={label}>
         <table className="data" aria-rowcount={total + 1}>
@@ -83,7 +97,13 @@ export function VirtualTable<T>(props: {
             {items.map((item) => {
               const row = rowAt(item.index)
               return (
-                <tr key={item.index} aria-rowindex={item.index + 2} style={{ height: ROW_PX }}>
+                <tr
+                  key={item.index}
+                  aria-rowindex={item.index + 2}
+                  aria-current={item.index === at ? true : undefined}
+                  className={item.index === at ? 'picked' : undefined}
+                  style={{ height: ROW_PX }}
+                >
                   {columns.map((column, k) =>
                     k === 0 ? (
                       <th key={column.head} scope="row" className={column.isText ? 'l' : ''}>

@@ -4,7 +4,8 @@ import { useState } from 'react'
 import { api } from '../../api/client'
 import { useChange, useSession } from '../../api/session'
 import { localTime } from '../../format'
-import { Answer, Failure, Nothing } from '../../parts/Answer'
+import { Answer, Nothing } from '../../parts/Answer'
+import { Fields } from '../../parts/Fields'
 import { Notices } from './Notices'
 import { type Notice, USUAL } from './notices'
 
@@ -37,12 +38,30 @@ export function Mail({ user }: { user: string }) {
                 address enables it again.
               </p>
             )}
-            <form
-              className="fields"
-              onSubmit={(event) => {
-                event.preventDefault()
-                set.mutate({ address, events })
-              }}
+            <Fields
+              action="Set address"
+              isPending={set.isPending}
+              error={set.error ?? remove.error}
+              onSubmit={() => set.mutate({ address, events })}
+              after={
+                <>
+                  {found.address !== null && (
+                    <Button
+                      variant="default"
+                      loading={remove.isPending}
+                      onClick={() => {
+                        setTyped(undefined)
+                        remove.mutate(undefined)
+                      }}
+                    >
+                      Remove address
+                    </Button>
+                  )}
+                  <span role="status" className="soft">
+                    {set.isSuccess && found.address === address && 'Mails are sent to this address.'}
+                  </span>
+                </>
+              }
             >
               <TextInput
                 label="Address"
@@ -54,26 +73,7 @@ export function Mail({ user }: { user: string }) {
                 onChange={(event) => setTyped(event.currentTarget.value)}
               />
               <Notices value={events} onChange={setChosen} />
-              <Button type="submit" loading={set.isPending}>
-                Set address
-              </Button>
-              {found.address !== null && (
-                <Button
-                  variant="default"
-                  loading={remove.isPending}
-                  onClick={() => {
-                    setTyped(undefined)
-                    remove.mutate(undefined)
-                  }}
-                >
-                  Remove address
-                </Button>
-              )}
-              <span role="status" className="soft">
-                {set.isSuccess && found.address === address && 'Mails are sent to this address.'}
-              </span>
-            </form>
-            {(set.error ?? remove.error) && <Failure error={(set.error ?? remove.error)!} />}
+            </Fields>
           </>
         )
       }}

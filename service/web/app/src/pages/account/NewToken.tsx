@@ -1,10 +1,10 @@
-import { Button, NativeSelect, TextInput } from '@mantine/core'
+import { NativeSelect, TextInput } from '@mantine/core'
 import { useState } from 'react'
 import { api } from '../../api/client'
 import { useChange } from '../../api/session'
 import type { Token } from '../../api/types'
-import { Failure } from '../../parts/Answer'
 import { CopyField } from '../../parts/CopyField'
+import { Fields, Once } from '../../parts/Fields'
 
 const SCOPES = [
   { value: 'read', label: 'read: changes nothing' },
@@ -30,47 +30,37 @@ export function NewToken({ user }: { user: string }) {
   }, ['tokens'])
   if (create.data)
     return (
-      <div className="narrow">
+      <Once onDone={() => create.reset()}>
         <CopyField label={`Token ${create.data.name} of ${user}, which is shown once`} text={create.data.token} />
-        <Button size="xs" variant="default" mt="xs" onClick={() => create.reset()}>
-          Done
-        </Button>
-      </div>
+      </Once>
     )
   return (
-    <>
-      <form
-        className="fields"
-        onSubmit={(event) => {
-          event.preventDefault()
-          create.mutate(undefined)
-        }}
-      >
-        <TextInput
-          label="Name of the new token"
-          placeholder="laptop"
-          required
-          withAsterisk={false}
-          value={name}
-          onChange={(event) => setName(event.currentTarget.value)}
-        />
-        <NativeSelect
-          label="Scope"
-          data={SCOPES}
-          value={scope}
-          onChange={(event) => setScope(event.currentTarget.value as Token['scope'])}
-        />
-        <NativeSelect
-          label="It expires"
-          data={EXPIRY}
-          value={days}
-          onChange={(event) => setDays(event.currentTarget.value)}
-        />
-        <Button type="submit" loading={create.isPending}>
-          Create token
-        </Button>
-      </form>
-      {create.error && <Failure error={create.error} />}
-    </>
+    <Fields
+      action="Create token"
+      isPending={create.isPending}
+      error={create.error}
+      onSubmit={() => create.mutate(undefined)}
+    >
+      <TextInput
+        label="Name of the new token"
+        placeholder="laptop"
+        required
+        withAsterisk={false}
+        value={name}
+        onChange={(event) => setName(event.currentTarget.value)}
+      />
+      <NativeSelect
+        label="Scope"
+        data={SCOPES}
+        value={scope}
+        onChange={(event) => setScope(event.currentTarget.value as Token['scope'])}
+      />
+      <NativeSelect
+        label="It expires"
+        data={EXPIRY}
+        value={days}
+        onChange={(event) => setDays(event.currentTarget.value)}
+      />
+    </Fields>
   )
 }

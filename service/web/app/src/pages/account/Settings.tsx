@@ -1,12 +1,13 @@
 import { SegmentedControl, useMantineColorScheme } from '@mantine/core'
+import { useState } from 'react'
 import { useSession } from '../../api/session'
-import { localTime } from '../../format'
+import { MAX_DECIMALS, MIN_DECIMALS, decimals, interval, localTime, setDecimals, value } from '../../format'
 import { Page } from '../../parts/Page'
 import { Mail } from './Mail'
 import { Tokens } from './Tokens'
 import { Webhooks } from './Webhooks'
 
-/** What a user sets for oneself: tokens, webhooks, the e-mail address, and the colours of the page. */
+/** What a user sets for oneself: tokens, webhooks, the e-mail address, and the colours and numbers of the page. */
 export function Settings() {
   const { user } = useSession()
   return (
@@ -30,6 +31,8 @@ export function Settings() {
       )}
       <h2>Colours</h2>
       <Colours />
+      <h2>Numbers</h2>
+      <Decimals />
     </Page>
   )
 }
@@ -55,6 +58,28 @@ mergesearch tokens create --user NAME --scope admin`}</pre>
       . The session has the scope {scope}
       {expires_at && `, and ends at ${localTime(expires_at)}`}.
     </p>
+  )
+}
+
+/** How many decimals values have in all views of this browser. */
+function Decimals() {
+  const [chosen, setChosen] = useState(decimals)
+  const choices = Array.from({ length: MAX_DECIMALS - MIN_DECIMALS + 1 }, (_, k) => `${MIN_DECIMALS + k}`)
+  return (
+    <>
+      <SegmentedControl
+        aria-label="Decimals of values"
+        data={choices}
+        value={`${chosen}`}
+        onChange={(text) => {
+          setDecimals(Number(text))
+          setChosen(Number(text))
+        }}
+      />
+      <p className="soft">
+        A value with its interval: {value(0.7843217)} <span className="interval">{interval(0.7561982, 0.8114309)}</span>
+      </p>
+    </>
   )
 }
 

@@ -9,6 +9,7 @@ import { Answer, Failure, Nothing } from '../../parts/Answer'
 import { Choose } from '../../parts/Choose'
 import { CopyField } from '../../parts/CopyField'
 import { Confirm } from '../../parts/Confirm'
+import { Fields, Once } from '../../parts/Fields'
 import { Notices } from './Notices'
 import { type Notice, USUAL } from './notices'
 
@@ -154,40 +155,25 @@ function NewWebhook() {
   ]
   if (add.data)
     return (
-      <div className="narrow">
+      <Once onDone={() => add.reset()}>
         <CopyField label="Secret that signs the requests, which is shown once" text={add.data.secret} />
-        <Button size="xs" variant="default" mt="xs" onClick={() => add.reset()}>
-          Done
-        </Button>
-      </div>
+      </Once>
     )
   return (
-    <>
-      <form
-        className="fields"
-        onSubmit={(event) => {
-          event.preventDefault()
-          add.mutate(undefined)
-        }}
-      >
-        <TextInput
-          label="URL of the new webhook"
-          type="url"
-          placeholder="https://ci.example.org/"
-          required
-          withAsterisk={false}
-          value={url}
-          onChange={(event) => setUrl(event.currentTarget.value)}
-        />
-        {choices.length > 1 && (
-          <Choose label="Jobs" options={choices} value={covers} onChange={(chosen) => setCovers(chosen ?? 'own')} />
-        )}
-        <Notices value={events} onChange={setEvents} />
-        <Button type="submit" loading={add.isPending}>
-          Add webhook
-        </Button>
-      </form>
-      {add.error && <Failure error={add.error} />}
-    </>
+    <Fields action="Add webhook" isPending={add.isPending} error={add.error} onSubmit={() => add.mutate(undefined)}>
+      <TextInput
+        label="URL of the new webhook"
+        type="url"
+        placeholder="https://ci.example.org/"
+        required
+        withAsterisk={false}
+        value={url}
+        onChange={(event) => setUrl(event.currentTarget.value)}
+      />
+      {choices.length > 1 && (
+        <Choose label="Jobs" options={choices} value={covers} onChange={(chosen) => setCovers(chosen ?? 'own')} />
+      )}
+      <Notices value={events} onChange={setEvents} />
+    </Fields>
   )
 }

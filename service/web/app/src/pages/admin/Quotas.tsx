@@ -5,7 +5,8 @@ import { api } from '../../api/client'
 import { useChange, useSession } from '../../api/session'
 import type { Team, TeamUsage } from '../../api/types'
 import { bytes, count } from '../../format'
-import { Answer, Failure } from '../../parts/Answer'
+import { Answer } from '../../parts/Answer'
+import { Fields } from '../../parts/Fields'
 
 type Limits = Team['limits']
 
@@ -128,12 +129,16 @@ function Editor({ team, onDone }: { team: Team; onDone: () => void }) {
     ['usage'],
   )
   return (
-    <form
-      className="fields"
-      onSubmit={(event) => {
-        event.preventDefault()
-        save.mutate(undefined)
-      }}
+    <Fields
+      action="Save"
+      isPending={save.isPending}
+      error={save.error}
+      onSubmit={() => save.mutate(undefined)}
+      after={
+        <Button variant="default" onClick={onDone}>
+          Keep
+        </Button>
+      }
     >
       {fields.map(({ limit, name }) => (
         <TextInput
@@ -149,13 +154,6 @@ function Editor({ team, onDone }: { team: Team; onDone: () => void }) {
           onChange={({ currentTarget }) => setTyped({ ...typed, [limit]: currentTarget.value })}
         />
       ))}
-      <Button type="submit" loading={save.isPending}>
-        Save
-      </Button>
-      <Button variant="default" onClick={onDone}>
-        Keep
-      </Button>
-      {save.error && <Failure error={save.error} />}
-    </form>
+    </Fields>
   )
 }

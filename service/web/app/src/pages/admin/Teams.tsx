@@ -7,6 +7,7 @@ import type { Role, Team } from '../../api/types'
 import { Answer, Failure, Nothing } from '../../parts/Answer'
 import { Choose } from '../../parts/Choose'
 import { Confirm } from '../../parts/Confirm'
+import { Fields } from '../../parts/Fields'
 import { Page } from '../../parts/Page'
 import { Quotas } from './Quotas'
 
@@ -153,10 +154,10 @@ function NewMember({ team, onAdd }: { team: string; onAdd: (member: string, role
   const [member, setMember] = useState('')
   const [role, setRole] = useState<Role>('member')
   return (
-    <form
-      className="fields"
-      onSubmit={(event) => {
-        event.preventDefault()
+    <Fields
+      action="Add member"
+      isQuiet
+      onSubmit={() => {
         onAdd(member, role)
         setMember('')
       }}
@@ -175,10 +176,7 @@ function NewMember({ team, onAdd }: { team: string; onAdd: (member: string, role
         value={role}
         onChange={(chosen) => setRole(chosen as Role)}
       />
-      <Button type="submit" variant="default">
-        Add member
-      </Button>
-    </form>
+    </Fields>
   )
 }
 
@@ -191,13 +189,7 @@ function NewTeam() {
   return (
     <>
       <h2>Add a team</h2>
-      <form
-        className="fields"
-        onSubmit={(event) => {
-          event.preventDefault()
-          add.mutate(undefined)
-        }}
-      >
+      <Fields action="Add team" isPending={add.isPending} error={add.error} onSubmit={() => add.mutate(undefined)}>
         <TextInput
           label="Name"
           required
@@ -205,11 +197,7 @@ function NewTeam() {
           value={name}
           onChange={(event) => setName(event.currentTarget.value)}
         />
-        <Button type="submit" loading={add.isPending}>
-          Add team
-        </Button>
-      </form>
-      {add.error && <Failure error={add.error} />}
+      </Fields>
     </>
   )
 }

@@ -6,6 +6,7 @@ import { useChange, useSession } from '../../api/session'
 import type { User } from '../../api/types'
 import { localTime } from '../../format'
 import { Answer, Failure, Nothing } from '../../parts/Answer'
+import { Fields } from '../../parts/Fields'
 import { Page } from '../../parts/Page'
 import { NewToken } from '../account/NewToken'
 
@@ -131,13 +132,7 @@ function NewUser() {
   return (
     <>
       <h2>Add a user</h2>
-      <form
-        className="fields"
-        onSubmit={(event) => {
-          event.preventDefault()
-          add.mutate(undefined)
-        }}
-      >
+      <Fields action="Add user" isPending={add.isPending} error={add.error} onSubmit={() => add.mutate(undefined)}>
         <TextInput
           label="Name"
           required
@@ -145,11 +140,7 @@ function NewUser() {
           value={name}
           onChange={(event) => setName(event.currentTarget.value)}
         />
-        <Button type="submit" loading={add.isPending}>
-          Add user
-        </Button>
-      </form>
-      {add.error && <Failure error={add.error} />}
+      </Fields>
       <p className="soft">
         A user logs in with a token, which an administrator creates, or with the identity provider under the same name.
         A user who leaves is disabled: names are never given to others.

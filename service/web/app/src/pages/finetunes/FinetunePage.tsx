@@ -15,7 +15,7 @@ import { finetuneRoute } from '../../router'
 import { AnalysisOfExperts } from './AnalysisOfExperts'
 import { Curves } from './Curves'
 import { Experts } from './Experts'
-import { shareDone } from './progress'
+import { shareDone, withProgress } from './progress'
 
 /** One fine-tuning: its experts, their losses and evaluations, and the analysis of their merges. */
 export function FinetunePage() {
@@ -48,15 +48,6 @@ export function FinetunePage() {
       }}
     </Answer>
   )
-}
-
-/** A fine-tuning with the progress that its event stream has brought since it was read. */
-function withProgress(stored: Finetune, progress: TrainingProgress | null): Finetune {
-  if (progress === null) return stored
-  const experts = Object.entries(stored.experts).map(
-    ([alias, expert]) => [alias, { ...expert, progress: progress.experts[alias] ?? expert.progress }] as const,
-  )
-  return { ...stored, experts: Object.fromEntries(experts) }
 }
 
 function Links({ finetune }: { finetune: Finetune }) {

@@ -1,20 +1,20 @@
-import { useQuery } from '@tanstack/react-query'
+import { Button, FileButton } from '@mantine/core'
+import { useMutation, useQuery } from '@tanstack/react-query'
 import { Link } from '@tanstack/react-router'
+import { useState } from 'react'
 import { api, BASE } from '../../api/client'
 import { session as sessionQuery } from '../../api/queries'
 import { maySubmit } from '../../api/rights'
 import type { Session } from '../../api/types'
-import { Answer, Nothing } from '../../parts/Answer'
-import { Choose } from '../../parts/Choose'
+import { Answer, Failure, Nothing } from '../../parts/Answer'
 import { Page } from '../../parts/Page'
+import { StudyPicker } from '../../parts/StudyPicker'
 import { newStudyRoute } from '../../router'
+import { EXAMPLES } from './examples'
 import { EnqueueRecipe } from './new/EnqueueRecipe'
 import { StudyEditor } from './new/StudyEditor'
 import type { Schemas } from './new/schema'
 import { asYaml } from './new/yamlText'
-
-// Studies that are offered to begin with.
-const LIMIT = 100
 
 /** A study file to write and submit, from an example, a former study or the experts of a fine-tuning. */
 export function NewStudy() {
@@ -51,63 +51,125 @@ function Begun({ session }: { session: Session }) {
   const search = newStudyRoute.useSearch()
   const navigate = newStudyRoute.useNavigate()
   const { from, finetune } = search
-  const name = `${from} ${finetune}`
+  const example = EXAMPLES.find(({ name }) => name === search.example)?.name
+  const [merge, setMerge] = useState<BegunStudy>()
+  const name = merge ? `mergekit ${merge.number}` : `${from} ${finetune} ${example}`
   const schemas = useQuery(schemasQuery)
   const start = useQuery({
-    queryKey: ['start', from, finetune],
+    queryKey: ['start', from, finetune, example],
     queryFn: ({ signal }) =>
       finetune !== undefined
         ? ofFinetune(finetune, signal)
         : from !== undefined
           ? ofStudy(from, signal)
-          : example(signal),
+          : shipped(example, signal),
     staleTime: Infinity,
     gcTime: 0, // a file that is edited and left begins anew
     refetchOnMount: false,
   })
-  const studies = useQuery({
-    queryKey: ['studies', 'to start from'],
-    queryFn: async ({ signal }) =>
-      (await api.GET('/v1/studies', { params: { query: { sort: '-created', limit: LIMIT } }, signal })).data!.studies,
-  })
-  const options = (studies.data ?? []).map(({ id, name }) => ({
-    value: id,
-    label: `study ${name} (${id.slice(0, 8)})`,
-  }))
+  const editor = (text: string) => (
+    <Answer of={schemas}>
+      {(found) => <StudyEditor key={name} name={name} start={text} schemas={found} session={session} />}
+    </Answer>
+  )
   return (
     <>
       <div className="row">
-        <span id="start">Start from</span>
-        <Choose
+        <span>Start from</span>
+        <StudyPicker
           label="Start from"
-          any="the shipped example"
-          options={from === undefined || options.some(({ value }) => value === from) ? options : [from, ...options]}
-          value={from}
-          onChange={(chosen) => navigate({ search: { from: chosen } })}
+          any={EXAMPLES[0]!.label}
+          more={EXAMPLES.slice(1).map(({ name: value, label }) => ({ value: `example ${value}`, label }))}
+          value={from ?? (example && example !== EXAMPLES[0]!.name ? `example ${example}` : undefined)}
+          onChange={(chosen) => {
+            setMerge(undefined)
+            const [, shippedName] = /^example (.*)$/.exec(chosen ?? '') ?? []
+            navigate({ search: shippedName === undefined ? { from: chosen } : { example: shippedName } })
+          }}
         />
+        <FromMergekit onBegun={setMerge} />
       </div>
-      {finetune !== undefined && (
-        <p>
-          Base and experts are those of{' '}
-          <Link to="/finetunes/$id" params={{ id: finetune }}>
-            a fine-tuning
-          </Link>
-          .
-        </p>
+      {merge !== undefined ? (
+        <>
+          <p>
+            Models and a recipe are those of {merge.file}: its merge is scored beside those that the search proposes.
+            Give the objectives.
+          </p>
+          {merge.warnings.length > 0 && (
+            <ul aria-label="Warnings about the mergekit file">
+              {merge.warnings.map((warning) => (
+                <li key={warning}>{warning}</li>
+              ))}
+            </ul>
+          )}
+          {editor(merge.text)}
+        </>
+      ) : (
+        <>
+          {finetune !== undefined && (
+            <p>
+              Base and experts are those of{' '}
+              <Link to="/finetunes/$id" params={{ id: finetune }}>
+                a fine-tuning
+              </Link>
+              . Give the objectives.
+            </p>
+          )}
+          <Answer of={start}>{editor}</Answer>
+        </>
       )}
-      <Answer of={schemas}>
-        {(found) => (
-          <Answer of={start}>
-            {(text) => <StudyEditor key={name} name={name} start={text} schemas={found} session={session} />}
-          </Answer>
-        )}
-      </Answer>
     </>
   )
 }
 
-async function example(signal: AbortSignal): Promise<string> {
-  return (await api.GET('/v1/studies:example', { signal, parseAs: 'text' })).data!
+/** The beginning of a study from a mergekit file. */
+interface BegunStudy {
+  file: string
+  text: string
+  warnings: string[]
+  number: number
+}
+
+let numFiles = 0
+
+/** A button that reads a mergekit file of the reader's machine; the server makes the beginning of a study from it. */
+function FromMergekit({ onBegun }: { onBegun: (begun: BegunStudy) => void }) {
+  const begin = useMutation({
+    mutationFn: async (file: File): Promise<BegunStudy> => {
+      const name =
+        file.name
+          .replace(/\.[^.]*$/, '')
+          .replace(/[^\w.-]+/g, '-')
+          .replace(/^[^A-Za-z0-9]+/, '') || 'mergekit'
+      const { study, warnings } = (
+        await api.POST('/v1/studies:from_mergekit', {
+          params: { query: { name: name.slice(0, 63) } },
+          headers: { 'Content-Type': 'application/yaml' },
+          body: (await file.text()) as never,
+          bodySerializer: (body: unknown) => body as string,
+        })
+      ).data!
+      numFiles += 1
+      return { file: file.name, text: asYaml(study), warnings, number: numFiles }
+    },
+    onSuccess: onBegun,
+  })
+  return (
+    <>
+      <FileButton accept=".yml,.yaml,.json" onChange={(file) => file && begin.mutate(file)}>
+        {(props) => (
+          <Button {...props} size="xs" variant="default" loading={begin.isPending}>
+            A mergekit file
+          </Button>
+        )}
+      </FileButton>
+      {begin.error && <Failure error={begin.error} />}
+    </>
+  )
+}
+
+async function shipped(name: (typeof EXAMPLES)[number]['name'] | undefined, signal: AbortSignal): Promise<string> {
+  return (await api.GET('/v1/studies:example', { params: { query: { name } }, signal, parseAs: 'text' })).data!
 }
 
 /** The file of a former study, under another name. */
@@ -123,13 +185,20 @@ export function another(name: string): string {
   return number ? `${name.slice(0, number.index)}-${Number(number[1]) + 1}` : `${name}-2`
 }
 
-/** A study of the experts of a fine-tuning: the example's search, with the models that the fine-tuning has. */
+/** A study of the experts of a fine-tuning, which the server finds by its id. */
 async function ofFinetune(id: string, signal: AbortSignal): Promise<string> {
   const params = { path: { finetune_id: id } }
   const file = (await api.GET('/v1/finetunes/{finetune_id}/specification', { params, signal })).data!
   const { name, base, experts } = file as { name: string; base: string; experts?: Record<string, unknown> }
   const aliases = Object.keys(experts ?? { [name]: null })
-  const models = { base, experts: Object.fromEntries(aliases.map((alias) => [alias, ''])) }
-  const note = `# Experts of fine-tuning ${name} (${id}).\n# Download each from its page, and give the directory on the server here.\n`
-  return note + asYaml({ name: `${name}-merge`, models, objectives: [{ name: 'task', task: '', metric: '' }] })
+  const trained = aliases.map((alias) => [alias, { from_finetune: { id } }] as const)
+  return (
+    `# Experts of the fine-tuning ${name}.\n` +
+    asYaml({
+      name: `${name}-merge`,
+      models: { base, experts: Object.fromEntries(trained) },
+      fidelity: { scheduler: 'none' },
+      objectives: [{ name: 'task', task: '', metric: '' }],
+    })
+  )
 }

@@ -1,150 +1,122 @@
 import { Progress } from '@mantine/core'
-import { keepPreviousData, useQuery } from '@tanstack/react-query'
+import { useQuery } from '@tanstack/react-query'
 import { Link } from '@tanstack/react-router'
 import { Suspense, lazy } from 'react'
 import { api } from '../../api/client'
 import { session as sessionQuery } from '../../api/queries'
 import { maySubmit } from '../../api/rights'
-import type { Study } from '../../api/types'
-import { count, duration, localTime, value } from '../../format'
-import { Answer, Nothing } from '../../parts/Answer'
-import { JobCount, JobFilters, jobQuery } from '../../parts/JobFilters'
+import type { Progress as StudyProgress, Study } from '../../api/types'
+import { count, interval, value } from '../../format'
+import { type JobColumn, JobList, SubmitCommand } from '../../parts/JobList'
+import { jobQuery } from '../../parts/JobFilters'
 import { Page } from '../../parts/Page'
-import { State } from '../../parts/State'
 import { studiesRoute } from '../../router'
+import { EXAMPLES } from './examples'
 
 // Loaded after the list: menus and dialogs would be in the first script otherwise.
 const StudyMenu = lazy(async () => ({ default: (await import('../study/actions/StudyMenu')).StudyMenu }))
 const UNFINISHED = new Set(['RUNNING', 'WAITING'])
 
+const COLUMNS: JobColumn<Study>[] = [
+  { head: 'searcher', isText: true, cell: ({ algorithm }) => algorithm },
+  { head: 'best so far', isText: true, cell: ({ progress }) => <Best progress={progress} /> },
+  { head: 'trials', cell: ({ trials }) => count(finished(trials)) },
+  {
+    head: 'progress',
+    isText: true,
+    width: 120,
+    cell: ({ name, progress }) =>
+      progress &&
+      progress.samples_planned > 0 && (
+        <Progress
+          aria-label={`Progress of ${name}`}
+          value={Math.min(100, (100 * progress.samples_scored) / progress.samples_planned)}
+        />
+      ),
+  },
+  {
+    head: 'samples/s',
+    title: () => 'samples scored, over the time that the study has worked',
+    cell: ({ progress, wall_clock_s }) =>
+      progress && wall_clock_s > 0 && (progress.samples_scored / wall_clock_s).toPrecision(3),
+  },
+]
+
 /** All studies that the user may read. */
 export function StudyList() {
   const search = studiesRoute.useSearch()
   const navigate = studiesRoute.useNavigate()
-  const change = (changed: Partial<typeof search>) => navigate({ search: { ...search, ...changed }, replace: true })
   const isSubmitter = maySubmit(useQuery(sessionQuery).data)
-  const studies = useQuery({
-    queryKey: ['studies', search],
-    queryFn: async ({ signal }) =>
-      (await api.GET('/v1/studies', { params: { query: jobQuery(search) }, signal })).data!,
-    refetchInterval: 5000,
-    placeholderData: keepPreviousData,
-  })
   return (
     <Page title="Studies">
-      <div className="row">
-        <JobFilters search={search} onChange={change} />
-        {isSubmitter && (
-          <Link to="/studies/new" style={{ marginLeft: 'auto' }}>
-            New study
+      <JobList<Study>
+        kind="search"
+        listKey="studies"
+        noun={{ one: 'study', many: 'studies' }}
+        search={search}
+        onSearch={(changed) => navigate({ search: { ...search, ...changed }, replace: true })}
+        load={async (signal) => {
+          const found = (await api.GET('/v1/studies', { params: { query: jobQuery(search) }, signal })).data!
+          return { jobs: found.studies, total: found.total }
+        }}
+        withProgress={(study, progress) => ({ ...study, progress: progress as unknown as StudyProgress })}
+        link={({ id, name }) => (
+          <Link to="/studies/$id" params={{ id }}>
+            {name}
           </Link>
         )}
-      </div>
-      <Answer of={studies}>
-        {({ studies: found, total }) =>
-          found.length > 0 ? (
-            <Table studies={found} total={total} />
-          ) : search.q || search.state ? (
-            <Nothing>No study matches.</Nothing>
-          ) : (
-            <Empty />
-          )
+        columns={COLUMNS}
+        beside={isSubmitter && <Link to="/studies/new">New study</Link>}
+        actions={
+          isSubmitter
+            ? (study) => (
+                <Suspense>
+                  <StudyMenu study={study} isSmall />
+                </Suspense>
+              )
+            : undefined
         }
-      </Answer>
+        empty={<Empty isSubmitter={isSubmitter} />}
+      />
     </Page>
   )
 }
 
-function Table({ studies, total }: { studies: Study[]; total: number }) {
-  const hasMenu = maySubmit(useQuery(sessionQuery).data)
-  return (
-    <>
-      {/* oxlint-disable-next-line jsx-a11y/no-noninteractive-tabindex */}
-      <div className="wide" tabIndex={0} role="region" aria-label="Table of studies">
-        <table className="data">
-          <thead>
-            <tr>
-              <th scope="col" className="l">
-                name
-              </th>
-              <th scope="col" className="l">
-                state
-              </th>
-              <th scope="col" className="l">
-                searcher
-              </th>
-              <th scope="col">best so far</th>
-              <th scope="col">trials</th>
-              <th scope="col" className="l">
-                progress
-              </th>
-              <th scope="col" className="l">
-                owner
-              </th>
-              <th scope="col">time</th>
-              <th scope="col">created</th>
-              {hasMenu && <th scope="col">actions</th>}
-            </tr>
-          </thead>
-          <tbody>
-            {studies.map((study) => (
-              <Row key={study.id} study={study} hasMenu={hasMenu} />
-            ))}
-          </tbody>
-        </table>
+const finished = (trials: Study['trials']) =>
+  Object.entries(trials).reduce((sum, [state, n]) => sum + (UNFINISHED.has(state) ? 0 : n), 0)
+
+/** The best trial's value of each objective, named, with its 95 % interval. */
+function Best({ progress }: { progress: StudyProgress | null }) {
+  if (progress === null) return null
+  return Object.entries(progress.best).map(([name, x]) => {
+    const limits = progress.best_ci95?.[name]
+    return (
+      <div key={name}>
+        <span className="soft">{name}</span> {value(x)}
+        {limits && <span className="interval">{interval(limits[0]!, limits[1]!)}</span>}
       </div>
-      <JobCount total={total} shown={studies.length} one="study" many="studies" />
-    </>
-  )
+    )
+  })
 }
 
-function Row({ study, hasMenu }: { study: Study; hasMenu: boolean }) {
-  const { progress } = study
-  const done = Object.entries(study.trials).reduce((sum, [state, n]) => sum + (UNFINISHED.has(state) ? 0 : n), 0)
-  const best = Object.entries(progress?.best ?? {})
-  return (
-    <tr>
-      <td className="l">
-        <Link to="/studies/$id" params={{ id: study.id }}>
-          {study.name}
-        </Link>
-      </td>
-      <td className="l">
-        <State state={study.state} />
-        {study.waiting_for && <small>{study.waiting_for}</small>}
-      </td>
-      <td className="l">{study.algorithm}</td>
-      <td title={best.map(([name, x]) => `${name} ${value(x)}`).join(', ')}>
-        {best.map(([, x]) => value(x)).join('  ')}
-      </td>
-      <td>{count(done)}</td>
-      <td className="l" style={{ minWidth: 120 }}>
-        {progress && progress.samples_planned > 0 && (
-          <Progress
-            aria-label={`Progress of ${study.name}`}
-            value={Math.min(100, (100 * progress.samples_scored) / progress.samples_planned)}
-          />
-        )}
-      </td>
-      <td className="l">{study.owner}</td>
-      <td>{duration(study.wall_clock_s)}</td>
-      <td title={study.created_at}>{localTime(study.created_at)}</td>
-      {hasMenu && (
-        <td>
-          <Suspense>
-            <StudyMenu study={study} isSmall />
-          </Suspense>
-        </td>
-      )}
-    </tr>
-  )
-}
-
-function Empty() {
+function Empty({ isSubmitter }: { isSubmitter: boolean }) {
   return (
     <>
-      <Nothing>There are no studies yet. This command submits a study file:</Nothing>
-      <pre>{`mergesearch submit study.yaml --server ${new URL(document.baseURI).href}`}</pre>
+      <SubmitCommand noun="There are no studies yet. This command submits a study file:" file="study.yaml" />
+      {isSubmitter && (
+        <>
+          <p>Or begin with an example, which merges the models that are shipped:</p>
+          <ul aria-label="Examples">
+            {EXAMPLES.map(({ name, label }) => (
+              <li key={name}>
+                <Link to="/studies/new" search={{ example: name }}>
+                  {label}
+                </Link>
+              </li>
+            ))}
+          </ul>
+        </>
+      )}
     </>
   )
 }

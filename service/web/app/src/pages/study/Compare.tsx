@@ -1,19 +1,15 @@
 import { Button, TextInput } from '@mantine/core'
 import { useQuery } from '@tanstack/react-query'
 import { type FormEvent, useState } from 'react'
-import { api } from '../../api/client'
 import { summary } from '../../api/queries'
 import { trialNumber } from '../../api/samples'
 import type { Summary } from '../../api/types'
 import { Answer, Nothing } from '../../parts/Answer'
-import { Choose } from '../../parts/Choose'
+import { StudyPicker } from '../../parts/StudyPicker'
 import { compareRoute } from '../../router'
 import { CompareStudies } from './CompareStudies'
 import { CompareTrials } from './CompareTrials'
 import { useStudy } from './StudyLayout'
-
-// Studies in the list to choose from.
-const MAX_STUDIES = 200
 
 /** Two trials of the study, or the study and another one. */
 export function Compare() {
@@ -91,35 +87,19 @@ function Studies({ summary: found }: { summary: Summary }) {
   const { study } = useStudy()
   const other = compareRoute.useSearch().with
   const navigate = compareRoute.useNavigate()
-  const list = useQuery({
-    queryKey: ['studies', 'names'],
-    queryFn: async ({ signal }) => {
-      const query = { sort: '-created', limit: MAX_STUDIES } as const
-      return (await api.GET('/v1/studies', { params: { query }, signal })).data!
-    },
-  })
   return (
     <section aria-labelledby="studies">
       <h2 id="studies">Another study</h2>
-      <Answer of={list}>
-        {({ studies }) => {
-          const others = studies.filter((each) => each.id !== study.id)
-          if (others.length === 0 && other === undefined) return <Nothing>There is no other study.</Nothing>
-          const options = others.map((each) => ({ value: each.id, label: `${each.name} (${each.id.slice(0, 8)})` }))
-          const isListed = other === undefined || others.some((each) => each.id === other)
-          return (
-            <div className="row">
-              <Choose
-                label="Another study"
-                any="none"
-                options={isListed ? options : [{ value: other, label: other }, ...options]}
-                value={other}
-                onChange={(id) => navigate({ search: (old) => ({ ...old, with: id }), replace: true })}
-              />
-            </div>
-          )
-        }}
-      </Answer>
+      <div className="row">
+        <StudyPicker
+          label="Another study"
+          any="none"
+          isOffered={(each) => each.id !== study.id}
+          none={<Nothing>There is no other study.</Nothing>}
+          value={other}
+          onChange={(id) => navigate({ search: (old) => ({ ...old, with: id }), replace: true })}
+        />
+      </div>
       {other !== undefined && <CompareStudies study={study} summary={found} other={other} />}
     </section>
   )

@@ -1,4 +1,4 @@
-import { Button, NativeSelect, TextInput } from '@mantine/core'
+import { Button, TextInput } from '@mantine/core'
 import { useMutation, useQuery, useQueryClient } from '@tanstack/react-query'
 import { Link, useNavigate } from '@tanstack/react-router'
 import { useState } from 'react'
@@ -6,8 +6,7 @@ import { api } from '../../../api/client'
 import { may } from '../../../api/rights'
 import type { Session } from '../../../api/types'
 import { Answer, Failure, Nothing } from '../../../parts/Answer'
-
-const LIMIT = 200
+import { StudyPicker, studiesToChoose } from '../../../parts/StudyPicker'
 
 /** The recipe of a trial, given as ID/TRIAL, to be evaluated by a study as a new trial at the full budget. */
 export function EnqueueRecipe({ recipe, session }: { recipe: string; session: Session }) {
@@ -19,11 +18,7 @@ export function EnqueueRecipe({ recipe, session }: { recipe: string; session: Se
       return (await api.GET('/v1/studies/{study_id}/trials/{number}/recipe', { params, signal })).data!
     },
   })
-  const studies = useQuery({
-    queryKey: ['studies', 'to enqueue to'],
-    queryFn: async ({ signal }) =>
-      (await api.GET('/v1/studies', { params: { query: { sort: '-created', limit: LIMIT } }, signal })).data!.studies,
-  })
+  const studies = useQuery(studiesToChoose)
   return (
     <>
       <p>
@@ -40,12 +35,8 @@ export function EnqueueRecipe({ recipe, session }: { recipe: string; session: Se
             {(all) => {
               const own = all.filter((study) => may(session, study, 'change'))
               if (own.length === 0) return <Nothing>There is no study to which you may add a trial.</Nothing>
-              const options = own.map((study) => ({
-                value: study.id,
-                label: `${study.name} (${study.id.slice(0, 8)})`,
-              }))
               const first = own.find((study) => study.id === id) ?? own[0]!
-              return <Enqueue recipe={found} label={`trial ${number}`} studies={options} first={first.id} />
+              return <Enqueue recipe={found} label={`trial ${number}`} first={first.id} session={session} />
             }}
           </Answer>
         )}
@@ -54,13 +45,8 @@ export function EnqueueRecipe({ recipe, session }: { recipe: string; session: Se
   )
 }
 
-function Enqueue(props: {
-  recipe: Record<string, unknown>
-  label: string
-  studies: { value: string; label: string }[]
-  first: string
-}) {
-  const { recipe, studies, first } = props
+function Enqueue(props: { recipe: Record<string, unknown>; label: string; first: string; session: Session }) {
+  const { recipe, first, session } = props
   const [study, setStudy] = useState(first)
   const [label, setLabel] = useState(props.label)
   const [reason, setReason] = useState('')
@@ -85,12 +71,12 @@ function Enqueue(props: {
         enqueue.mutate()
       }}
     >
-      <NativeSelect
+      <StudyPicker
         label="study"
         description="It must have the models of the recipe."
-        data={studies}
         value={study}
-        onChange={(event) => setStudy(event.currentTarget.value)}
+        isOffered={(each) => may(session, each, 'change')}
+        onChange={(id) => setStudy(id!)}
       />
       <TextInput label="label" required value={label} onChange={(event) => setLabel(event.currentTarget.value)} />
       <TextInput

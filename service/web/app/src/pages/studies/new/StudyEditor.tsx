@@ -9,6 +9,7 @@ import type { Check, FieldProblem, Session } from '../../../api/types'
 import { Failure } from '../../../parts/Answer'
 import { Choose } from '../../../parts/Choose'
 import { idOf } from './Field'
+import { ModelsOffered } from './ModelField'
 import { Plan } from './Plan'
 import { type Form, StudyForm } from './StudyForm'
 import { type Editor, TextEditor } from './TextEditor'
@@ -86,7 +87,9 @@ export function StudyEditor(props: { name: string; start: string; schemas: Schem
       <section aria-label="Form">
         <h2>Form</h2>
         {error === undefined ? (
-          <StudyForm form={form} />
+          <ModelsOffered>
+            <StudyForm form={form} />
+          </ModelsOffered>
         ) : (
           <p>The form follows when the text is YAML again: {error.message.split('\n')[0]}</p>
         )}

@@ -1,6 +1,7 @@
 import { Button, NativeSelect } from '@mantine/core'
 import { type ReactNode, useId } from 'react'
 import { Draft, Elsewhere, Field, idOf } from './Field'
+import { ModelField } from './ModelField'
 import { type Schema, type Schemas, inputOf, kindsOf, property, resolved } from './schema'
 import { type Path, changed, renamed, valueAt } from './yamlText'
 
@@ -19,7 +20,7 @@ export function StudyForm({ form }: Part) {
   return (
     <div className="form">
       <Value form={form} path={['name']} />
-      <Value form={form} path={['models', 'base']} />
+      <Base form={form} />
       <Experts form={form} />
       <Space form={form} />
       <Group title="Search">
@@ -82,6 +83,22 @@ function Group({ title, help, children }: { title: string; help?: string; childr
 const entriesOf = (value: unknown): [string, unknown][] =>
   typeof value === 'object' && value !== null ? Object.entries(value) : []
 
+function Base({ form }: Part) {
+  const path = ['models', 'base']
+  const value = valueAt(form.content, path)
+  return (
+    <ModelField
+      id={idOf('models.base')}
+      label="base"
+      description={schemaAt(form, studyOf(form), path).description}
+      isBase
+      value={typeof value === 'string' ? value : ''}
+      error={form.errorOf('models.base')}
+      onChange={(text) => set(form, path, text)}
+    />
+  )
+}
+
 function Experts({ form }: Part) {
   const path = ['models', 'experts']
   const help = schemaAt(form, studyOf(form), path).description
@@ -107,9 +124,9 @@ function Experts({ form }: Part) {
               onChange={(to) => to !== '' && !names.has(to) && form.change((text) => renamed(text, path, alias, to))}
             />
             {typeof model === 'object' && model !== null ? (
-              <Elsewhere id={idOf(field)} label="model" error={form.errorOf(field)} />
+              <Elsewhere id={idOf(field)} label={fromOf(model)} error={form.errorOf(field)} />
             ) : (
-              <Draft
+              <ModelField
                 id={idOf(field)}
                 label="model"
                 value={typeof model === 'string' ? model : ''}
@@ -124,6 +141,12 @@ function Experts({ form }: Part) {
       <Add onClick={add}>Add an expert</Add>
     </Group>
   )
+}
+
+/** What an expert that another job has made is called. */
+function fromOf(model: object): string {
+  if ('from_finetune' in model) return 'expert of a fine-tuning'
+  return 'from_study' in model ? 'merge of another study' : 'model'
 }
 
 function Space({ form }: Part) {
