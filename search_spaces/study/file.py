@@ -24,7 +24,7 @@ from search_spaces.study.checks import HINTS, ValidParts, contradictions, withou
 from search_spaces.study.engine import Engine
 from search_spaces.study.fidelity import Fidelity
 from search_spaces.study.models import Chained, Models
-from search_spaces.study.objectives import AnyObjective, CostSpec, InlineTask, ObjectiveSpec, ScoredTask
+from search_spaces.study.objectives import AnyObjective, CostSpec, DescribedTask, ObjectiveSpec, ScoredTask
 from search_spaces.study.search import DEFAULT_SPACE, Search, SearchSpaceSpec
 from search_spaces.study.validation import at_most, in_file_order, problems_of
 from search_spaces.study.yaml import read_document
@@ -346,8 +346,9 @@ def resolved_objective(spec: AnyTask, directory: Path) -> AnyTask:
 
     `spec` is an objective, a holdout entry or a benchmark. Relative paths are relative to `directory`.
     """
-    if isinstance(spec.task, InlineTask):
-        task: InlineTask | str = spec.task.model_copy(update={"file": resolved_file(spec.task.file, directory)})
+    task: DescribedTask | str
+    if isinstance(spec.task, DescribedTask):
+        task = spec.task.at(resolved_file(spec.task.place, directory))
     else:
         is_file = spec.task.endswith((".yaml", ".yml"))
         task = resolved_file(spec.task, directory) if is_file else spec.task

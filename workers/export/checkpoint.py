@@ -34,7 +34,6 @@ from workers.merging.plan import merged_names
 from workers.models.chat_templates import write_template
 from workers.models.checkpoints import open_checkpoint
 from workers.models.merged_files import merged_config
-from workers.models.tokenizers import TOKENIZER_FILES
 from workers.types import digest_of
 
 __all__ = ["MAX_SHARD_BYTES", "check_place", "export", "is_written", "left_behind_bytes"]
@@ -92,7 +91,7 @@ def export(
         if aligned is not None:
             shutil.copyfile(MODELING_FILE, directory / MODELING_FILE.name)
         source = Path(bank.sources.result_dir)
-        for name in (*TOKENIZER_FILES, "generation_config.json"):
+        for name in (*bank.sources.modality.files, "generation_config.json"):
             if (source / name).is_file():
                 shutil.copyfile(source / name, directory / name)
         if chat_template is not None:

@@ -13,7 +13,7 @@ from search_spaces.errors import InvalidStudy, Problem
 from search_spaces.objectives import Objective
 from search_spaces.study.benchmarks import BenchmarkSpec
 from search_spaces.study.file import Study
-from search_spaces.study.objectives import CostSpec, InlineTask, ScoredTask
+from search_spaces.study.objectives import CostSpec, DescribedTask, InlineTask, ScoredTask
 from service.store.documents import BenchmarkFacts
 from service.tune.plan import Benchmark
 from workers.errors import InvalidTask
@@ -23,6 +23,7 @@ from workers.evaluation.judging import judged_items
 from workers.evaluation.lm_eval_tasks import content_hash
 from workers.evaluation.prompts import Prompts
 from workers.evaluation.sample_metrics import LENGTH
+from workers.evaluation.task_reader import reader_of
 from workers.evaluation.tasks import check_task
 from workers.file_access import FileAccess
 from workers.models.tokenizers import check_tokenizer
@@ -76,9 +77,9 @@ def task_spec(spec: ScoredTask, *, seed: int, access: FileAccess | None) -> Task
     """
     content = None
     task: str | dict[str, Any]
-    if isinstance(spec.task, InlineTask):
+    if isinstance(spec.task, DescribedTask):
         task = spec.task.description()
-        content = content_hash(spec.task.file)
+        content = reader_of(task).content(task)
     else:
         task = spec.task
         if Path(task).suffix in (".yaml", ".yml"):

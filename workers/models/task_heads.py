@@ -1,0 +1,91 @@
+"""Heads of classifiers: the part of a model that maps features to the classes of one task.
+
+Heads are not merged. A merge is scored on a task with the head of the model that the task names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from workers.errors import InvalidTask
+from workers.models.checkpoints import Checkpoint
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["HeadTensors", "TaskHead", "head_tensors", "task_head", "task_heads"]
+
+WEIGHT, BIAS = "classifier.weight", "classifier.bias"
+
+
+@dataclass(frozen=True)
+class TaskHead:
+    """A classifier's head: the model that has it, the number of its classes, and their names.
+
+    `labels` has a name for each class, in the order of the head's outputs. It is None if the model's configuration
+    names none: transformers then calls them LABEL_0, LABEL_1 and so on.
+    """
+
+    alias: str
+    num_classes: int
+    labels: tuple[str, ...] | None
+
+    def order_of(self, classes: Sequence[str], *, is_ordered: bool, where: str) -> tuple[int, ...]:
+        """The head's output for each of the task's `classes`.
+
+        With `is_ordered`, the classes are given in the order of the outputs. Otherwise they are found by name; if the
+        head's classes have no names, the order of `classes` is that of the outputs. Raises InvalidTask if the numbers
+        of classes differ, or a class is not one of the head's.
+        """
+        if len(classes) != self.num_classes:
+            raise InvalidTask(
+                f"{where}: has {len(classes)} classes, the head of {self.alias!r} has {self.num_classes}; name the "
+                "model that was trained on this task",
+                "task.head",
+            )
+        if is_ordered or self.labels is None:
+            return tuple(range(len(classes)))
+        places = {label: index for index, label in enumerate(self.labels)}
+        if unknown := sorted(set(classes) - places.keys()):
+            raise InvalidTask(
+                f"{where}: has the class {unknown[0]!r}, which the head of {self.alias!r} does not know; its classes "
+                f"are {', '.join(self.labels[:10])}{' ...' if len(self.labels) > 10 else ''}; give `classes`, in the "
+                "order of the head's outputs",
+                "task.classes",
+            )
+        return tuple(places[name] for name in classes)
+
+
+@dataclass(frozen=True)
+class HeadTensors:
+    """Weight and bias of a head: [num_classes, hidden_size] and [num_classes], in their stored dtype."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor
+
+
+def task_head(alias: str, checkpoint: Checkpoint) -> TaskHead | None:
+    """The head of the model `alias`; None if it has none, as an encoder that was stored alone."""
+    weight = checkpoint.tensors.get(WEIGHT)
+    if weight is None or WEIGHT not in checkpoint.layout.task_heads:
+        return None
+    stated = checkpoint.config.get("id2label")
+    labels = None
+    if isinstance(stated, Mapping) and len(stated) == weight.shape[0]:
+        names = [str(stated.get(str(index), stated.get(index))) for index in range(len(stated))]
+        if names != [f"LABEL_{index}" for index in range(len(names))]:
+            labels = tuple(names)
+    return TaskHead(alias, weight.shape[0], labels)
+
+
+def task_heads(checkpoints: Mapping[str, Checkpoint]) -> dict[str, TaskHead]:
+    """The heads of those models, by alias, that have one."""
+    found = {alias: task_head(alias, checkpoint) for alias, checkpoint in checkpoints.items()}
+    return {alias: head for alias, head in found.items() if head is not None}
+
+
+def head_tensors(checkpoint: Checkpoint) -> HeadTensors:
+    """Read the head's weight and bias. Raises InvalidModel if the model has no head."""
+    return HeadTensors(checkpoint.read(WEIGHT), checkpoint.read(BIAS))
