@@ -13,7 +13,7 @@ import torch
 from workers.models.family import open_family
 from workers.types import Family
 
-__all__ = ["CLASSES", "image_folder", "image_lines", "tiny_vit", "vit_family"]
+__all__ = ["CLASSES", "clip_tokenizer", "image_folder", "image_lines", "tiny_clip", "tiny_vit", "vit_family"]
 
 CLASSES = ("circle", "line", "square")
 SIZE = 28
@@ -54,6 +54,50 @@ def tiny_vit(
             parameter.add_(0.05 * torch.randn_like(parameter))
     model.save_pretrained(directory)
     ViTImageProcessorPil(**{"size": {"height": SIZE, "width": SIZE}, **(processor or {})}).save_pretrained(directory)
+    return Path(directory)
+
+
+WORDS = ("<pad>", "<start>", "<end>", "a", "photo", "of", "the", *CLASSES, "cat", "dog", "sea", "ice", ".")
+
+
+def clip_tokenizer() -> Any:
+    """A tokenizer of whole words, with the marks of beginning and end that CLIP's text tower reads."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    made = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<pad>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.post_processor = processors.TemplateProcessing(
+        single="<start> $A <end>", special_tokens=[("<start>", 1), ("<end>", 2)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", bos_token="<start>", eos_token="<end>")
+
+
+def tiny_clip(directory: str | Path, seed: int = 0, *, kind: str = "CLIPModel", layers: int = 2) -> Path:
+    """A CLIP model for images of 28 x 28, with an image processor and a tokenizer.
+
+    `kind` is the class of transformers that is stored: the whole model, or one of the vision towers.
+    """
+    import transformers
+
+    tower = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": layers, "num_attention_heads": 4}
+    text = {**tower, "vocab_size": len(WORDS), "max_position_embeddings": 12, "bos_token_id": 1, "eos_token_id": 2}
+    config = transformers.CLIPConfig(
+        text_config={**text, "pad_token_id": 0},
+        vision_config={**tower, "image_size": SIZE, "patch_size": 7, "projection_dim": 16},
+        projection_dim=16,
+    )
+    torch.manual_seed(seed)
+    made = getattr(transformers, kind)(config if kind == "CLIPModel" else config.vision_config)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    made.save_pretrained(directory)
+    sides = {"height": SIZE, "width": SIZE}
+    processor = transformers.CLIPImageProcessorPil(size={"shortest_edge": SIZE}, crop_size=sides)
+    processor.save_pretrained(directory)
+    if kind == "CLIPModel":
+        clip_tokenizer().save_pretrained(directory)
     return Path(directory)
 
 

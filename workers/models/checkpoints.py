@@ -17,7 +17,7 @@ from workers.errors import InvalidModel
 from workers.models.adapters import AdaptedBase, is_adapter, read_adapter
 from workers.models.components import Layout
 from workers.models.computed_tensors import SourceTensor, Stacked
-from workers.models.config import in_common_names
+from workers.models.config import MERGED_TOWERS, in_common_names
 from workers.models.headers import TensorInfo, read_headers
 from workers.models.modalities import Modality, modality_of
 from workers.models.modalities.text import BY_CONFIG
@@ -236,7 +236,8 @@ def _read_config(path: Path, problems: list[str]) -> dict[str, Any]:
     if quantised := config.get("quantization_config"):
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
         problems.append(f"{file}: the model is quantised ({method}); merge the float32, float16 or bfloat16 original")
-    if config.get("is_encoder_decoder") or config.get("vision_config") is not None:
+    has_towers = config.get("vision_config") is not None and config.get("model_type") not in MERGED_TOWERS
+    if config.get("is_encoder_decoder") or has_towers:
         kind = "an encoder-decoder" if config.get("is_encoder_decoder") else "a vision-language"
         problems.append(f"{file}: {kind} model ({config.get('model_type')}); only decoder-only text models are merged")
     else:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workers.errors import InvalidModel
+from workers.models.config import read_config
 
 if TYPE_CHECKING:
     import torch
@@ -56,7 +57,7 @@ def check_processor(directory: str | Path) -> None:
     """
     path = Path(directory)
     processor = load_processor(path)
-    wanted = json.loads((path / "config.json").read_bytes()).get("image_size")
+    wanted = read_config(path).get("image_size")
     size = processor.crop_size if getattr(processor, "do_center_crop", False) else getattr(processor, "size", None)
     found = tuple(size.get(side) for side in ("height", "width")) if size is not None else (None, None)
     if isinstance(wanted, int) and found != (wanted, wanted):

@@ -81,4 +81,5 @@ def class_embeddings(model: str | Path, classes: Sequence[str], templates: Seque
             each = torch.cat(features)
             mean = (each / each.norm(dim=-1, keepdim=True)).mean(dim=0)
             embedded.append(mean / mean.norm())
-        return (torch.stack(embedded) * tower.logit_scale.exp()).clone()
+        heads: torch.Tensor = torch.stack(embedded) * tower.logit_scale.exp()
+        return heads.clone()

@@ -1,9 +1,12 @@
-"""Images: classifiers with an encoder of layers (ViT), an image processor, and a head for each task.
+"""Images: classifiers with an encoder of layers (ViT, CLIP), an image processor, and a head for each task.
 
 The tensors of the encoder are merged. The head, which maps features to the classes of one task, belongs to the model
 that has it: a merge is scored on a task with the task's own head. Names of tensors are those that transformers stores
 for a classifier (`ViTForImageClassification`); an encoder that was stored alone (`ViTModel`) has the same names without
 a prefix, which is added.
+
+Of a whole CLIP model the vision tower is merged. Its zero-shot heads need the projection of images, the text tower and
+the tokenizer of the model that a task names as its head; these are not merged.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from workers.errors import InvalidModel
 from workers.models.components import NORM, Layout, TensorPlace, first_few
 from workers.models.image_processors import PROCESSOR_FILES, check_processor, processor_differences
 from workers.models.modalities.base import Modality
+from workers.models.tokenizers import TOKENIZER_FILES
 
 if TYPE_CHECKING:
     from workers.models.computed_tensors import SourceTensor
@@ -24,11 +28,15 @@ if TYPE_CHECKING:
 __all__ = ["HEAD", "IMAGE", "PREFIXES"]
 
 # The name of the encoder within a classifier, by model type.
-PREFIXES = {"vit": "vit."}
-HEAD = re.compile(r"^classifier\.(?:weight|bias)$")
+PREFIXES = {"vit": "vit.", "clip": "vision_model.", "clip_vision_model": "vision_model."}
+# A classifier's head, and the projection of CLIP to the space of images and texts, which its zero-shot heads use.
+HEAD = re.compile(r"^(?:classifier\.(?:weight|bias)|visual_projection\.weight)$")
 LAYER = re.compile(r"^(?P<prefix>(?:\w+\.)*?(?:layers?|blocks)\.)(?P<layer>\d+)\.(?P<suffix>.+)$")
 # The pooler of an encoder is not read by its classifier, and masked image modelling has a token of its own.
-UNUSED = re.compile(r"^(?:\w+\.)?pooler\.|\.mask_token$")
+# The text tower of CLIP makes zero-shot heads (`workers.models.zero_shot`) and is not merged.
+UNUSED = re.compile(
+    r"^(?:\w+\.)?pooler\.|\.mask_token$|(?:^|\.)position_ids$|^(?:text_model|text_projection)\.|^logit_scale$"
+)
 ATTENTION = re.compile(r"^(?:self_)?attn$|^attention$")
 MLP = re.compile(r"^(?:mlp|intermediate|output)$")
 
@@ -61,7 +69,8 @@ def _layout(config: Mapping[str, Any], names: Iterable[str]) -> Layout:
         elif "embeddings." in name:
             place = TensorPlace("embedding", None, name)
         elif any(NORM.search(module) for module in name.split(".")):
-            place = TensorPlace("head", None, name)
+            # CLIP has a norm between its embeddings and the first layer.
+            place = TensorPlace("embedding" if ".pre_" in name else "head", None, name)
         if place is None:
             unknown.append(name)
         else:
@@ -103,7 +112,7 @@ IMAGE = Modality(
     name="image",
     model_types=frozenset(PREFIXES),
     auto_class="AutoModelForImageClassification",
-    files=PROCESSOR_FILES,
+    files=(*PROCESSOR_FILES, *TOKENIZER_FILES),
     structure=("image_size", "patch_size", "num_channels", "qkv_bias", "layer_norm_eps"),
     has_vocabulary=False,
     runs_on_vllm=False,
