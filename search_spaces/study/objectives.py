@@ -110,6 +110,8 @@ class ImageTask(DescribedTask):
     """The model whose head scores the task: the alias of an expert, or base. Heads are not merged."""
     classes: Annotated[tuple[Line, ...], Field(min_length=2)] | None = None
     """The names of the classes in the order of the head's outputs. Default: as the head's id2label names them."""
+    templates: Annotated[tuple[Line, ...], Field(min_length=1)] | None = None
+    """Texts that describe a class to CLIP, with {} in place of its name. Default for CLIP: "a photo of a {}."."""
     image: Line = "image"
     """The key of a JSONL line with the path of the image, relative to the file's directory."""
     label: Line = "label"

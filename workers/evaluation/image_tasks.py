@@ -6,6 +6,7 @@ The description of a task in a study file has these keys:
 - `head`: the alias of the model whose head scores the task
 - `classes`: names of the classes in the order of the head's outputs; without it, classes are found by the names in the
   head's configuration, or, if that has none, are in alphabetical order
+- `templates`: texts that describe a class to the text tower of CLIP, with {} in place of the class's name
 - `image`, `label`: the keys of a JSONL line with the image's path, relative to the file's directory, and its label, a
   class's name or the index of an output
 
@@ -30,6 +31,7 @@ from workers.evaluation.built_tasks import permutation
 from workers.evaluation.sample_facts import Item, Lengths
 from workers.file_access import FileAccess
 from workers.models.image_processors import decoded
+from workers.models.zero_shot import check_templates
 from workers.object_store import is_object_url
 from workers.types import SampleTexts, TaskInfo, TaskSpec, digest_of
 
@@ -42,7 +44,7 @@ __all__ = ["IMAGE_METRICS", "IMAGE_TASKS", "ImageSample", "ImageSet", "ImageTask
 IMAGE_METRICS: Mapping[str, int] = {"acc": 1, "acc_top5": 5}
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 JSONL = (".jsonl", ".ndjson")
-KEYS = frozenset({"images", "head", "classes", "image", "label"})
+KEYS = frozenset({"images", "head", "classes", "templates", "image", "label"})
 # Options of a task's entry in the study file that only text tasks have.
 OF_TEXT = ("filter", "split", "num_fewshot", "max_tokens", "until", "template")
 NUM_THREADS = 8
@@ -138,6 +140,8 @@ def read_image_set(task: Mapping[str, Any], access: FileAccess | None = None) ->
     if not task.get("head"):
         raise InvalidTask("image task: names no head; give the alias of the model whose head scores it", "task.head")
     place = str(task["images"])
+    if task.get("templates") is not None:
+        check_templates(tuple(map(str, task["templates"])), where=place)
     if is_object_url(place):
         message = f"{place}: images are read from directories of this machine; give a folder or a JSONL file"
         raise InvalidTask(message, "task.images")
