@@ -26,7 +26,7 @@ from search_spaces.recipe import Recipe
 from workers.alignments.export import MODELING_FILE, aligned_parts
 from workers.alignments.recipes import unaligned
 from workers.directories import appearing, partial_directories
-from workers.export.heads import exported_heads
+from workers.export.heads import unmerged_parts
 from workers.export.model_card import Score, lineage, model_card
 from workers.export.shards import DTYPES, Progress, plan_shards, write_shards
 from workers.mergekit.exporter import Inexpressible, family_config
@@ -79,22 +79,22 @@ def export(
         raise ValueError(f"export: dtype {_name(dtype)}; expected one of {', '.join(map(_name, DTYPES))}")
     out = Path(out_dir).resolve()  # a symbolic link's target is what gets created
     aligned = aligned_parts(recipe, bank, dtype)
-    heads = exported_heads(bank, dtype)
+    unmerged = unmerged_parts(bank, dtype)
     added = {} if aligned is None else aligned.tensors()
-    added = added if heads is None else {**added, **heads.tensors[heads.main]}
+    added = added if unmerged is None else {**added, **unmerged.added}
     plain = unaligned(recipe)
     shapes = merged_names(plain, bank) | {name: tuple(tensor.shape) for name, tensor in added.items()}
     shards = plan_shards(shapes, dtype.itemsize, max_shard_bytes)
     config = merged_config(plain, bank.base, bank.views(recipe.models), dtype=_name(dtype))
-    config = config if heads is None else {**config, **heads.config}
+    config = config if unmerged is None else {**config, **unmerged.config}
     if is_written(recipe, out, dtype, chat_template=chat_template):
         return out
     with appearing(out, _content_key(recipe, bank, dtype, max_shard_bytes)) as directory:
         write_shards(shards, plain, bank, dtype, directory, progress, added=added)
         bank.sources.check_unchanged()  # a file may have changed while it was read
         _write_json(directory / "config.json", config if aligned is None else aligned.config(config))
-        if heads is not None:
-            heads.write(directory)
+        if unmerged is not None:
+            unmerged.write(directory)
         if aligned is not None:
             shutil.copyfile(MODELING_FILE, directory / MODELING_FILE.name)
         source = Path(bank.sources.result_dir)
@@ -129,7 +129,7 @@ def export(
             scores=scores or {},
             study=study,
             mergekit=configuration,
-            loading="" if heads is None else heads.loading,
+            loading="" if unmerged is None else unmerged.loading,
         )
         (directory / "README.md").write_text(card)
     return out

@@ -101,6 +101,16 @@ class Checkpoint:
         tensor: torch.Tensor = self._open[info.file].get_tensor(info.name)
         return tensor
 
+    def unmerged(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the stored tensors that no merge has, such as CLIP's text tower, by their stored names.
+
+        Tensors of task heads are among them. Raises InvalidModel if the model's weights are not on this machine.
+        """
+        problems: list[str] = []
+        for name, info in read_headers(self.directory, problems).items():
+            if self.modality.canonical(self.config, name) not in self.layout.places:
+                yield name, self.read_stored(info)
+
     @cached_property
     def is_here(self) -> bool:
         """Whether all weights of the checkpoint (and of an adapter's base) are on this machine.

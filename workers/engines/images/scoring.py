@@ -9,9 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,8 +18,9 @@ import torch
 from workers.engines.images.pixels import Pixels
 from workers.errors import InvalidTask, TrialFailed
 from workers.evaluation.image_tasks import IMAGE_TASKS, ImageTask, texts_of
+from workers.models.checkpoints import Checkpoint
 from workers.models.family import ResolvedFamily
-from workers.models.task_heads import TaskHead, head_tensors, task_heads
+from workers.models.task_heads import TaskHead, has_zero_shot_heads, logits_of, task_heads, zero_shot_head
 from workers.types import SampleResult, SampleTexts, Span, TaskInfo, TaskSpec
 
 __all__ = ["BATCH", "ImageEvaluator", "PreparedTask", "Response", "prepared_task"]
@@ -76,6 +76,12 @@ def prepared_task(spec: TaskSpec, sources: ResolvedFamily) -> PreparedTask:
     if task.head not in sources.checkpoints:
         message = f"{where}: head {task.head!r} is no model; expected one of {', '.join(heads) or 'none has a head'}"
         raise InvalidTask(message, "task.head")
+    if has_zero_shot_heads(sources.checkpoints[task.head]):
+        assert isinstance(spec.task, Mapping)
+        heads = {task.head: zero_shot_head(task.head, images.classes, spec.task.get("templates"), where=where)}
+    elif isinstance(spec.task, Mapping) and spec.task.get("templates") is not None:
+        message = f"{where}: templates are for heads of whole CLIP models, which {task.head!r} is not; leave them out"
+        raise InvalidTask(message, "task.templates")
     if task.head not in heads:
         having = f"; those with one are {', '.join(heads)}" if heads else ", nor has any other model"
         raise InvalidTask(f"{where}: the model {task.head!r} has no head{having}", "task.head")
@@ -118,14 +124,22 @@ class ImageEvaluator:
         self._pixels = pixels
         self._device = torch.device(device)
         self._tasks: OrderedDict[str, PreparedTask] = OrderedDict()
+        self._heads: OrderedDict[TaskHead, Callable[[torch.Tensor], torch.Tensor]] = OrderedDict()
 
-    @cached_property
-    def _heads(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        found = {}
-        for alias in task_heads(self._sources.checkpoints):
-            tensors = head_tensors(self._sources.checkpoints[alias])
-            found[alias] = tensors.weight.float().to(self._device), tensors.bias.float().to(self._device)
+    def _head(self, head: TaskHead) -> Callable[[torch.Tensor], torch.Tensor]:
+        """The function from features to logits that a head computes; the most recently used ones are kept."""
+        found = self._heads.get(head)
+        if found is None:
+            checkpoint = self._sources.checkpoints[head.alias]
+            found = self._heads[head] = logits_of(head, checkpoint, self._device)
+            if len(self._heads) > MOST_TASKS:
+                self._heads.popitem(last=False)
+        self._heads.move_to_end(head)
         return found
+
+    def checkpoint_of(self, head: TaskHead) -> Checkpoint | None:
+        """The model that has `head`; None if it is the base, whose parts exports have."""
+        return None if head.alias == self._sources.base_alias else self._sources.checkpoints[head.alias]
 
     def task(self, spec: TaskSpec) -> PreparedTask:
         """The task `spec`, read at its first use. Raises InvalidTask if it cannot be used."""
@@ -181,9 +195,7 @@ class ImageEvaluator:
     def logits(self, spec: TaskSpec, positions: Sequence[int]) -> torch.Tensor:
         """Logits of the task's classes for the images at `positions`, float32, [num_images, num_classes]."""
         prepared = self.task(spec)
-        weight, bias = self._heads[prepared.head.alias]
-        features = self._features(self._pixels.of(prepared.task, positions))
-        return torch.nn.functional.linear(features, weight, bias)
+        return self._head(prepared.head)(self._features(self._pixels.of(prepared.task, positions)))
 
     def _result(self, span: Span, prepared: PreparedTask, position: int, logprobs: torch.Tensor) -> SampleResult:
         count = min(max(NUM_SHOWN, prepared.task.num_largest), len(prepared.names))

@@ -8,9 +8,9 @@ stored classes agree within the tolerance for rounding.
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors.torch import load_file
@@ -19,7 +19,9 @@ from workers.engines.images.pixels import Pixels
 from workers.engines.images.scoring import ImageEvaluator, PreparedTask, Response
 from workers.errors import InvalidTask
 from workers.evaluation.prompts import LOGPROB_TOLERANCE
-from workers.models.task_heads import HEADS_DIR
+from workers.models.checkpoints import Checkpoint
+from workers.models.task_heads import HEADS_DIR, PROJECTION, TaskHead
+from workers.models.zero_shot import class_embeddings
 from workers.types import SampleDifference, SampleResult, Span, VerificationReport
 
 __all__ = ["verify_images"]
@@ -45,11 +47,7 @@ def verify_images(
     task; `evaluator` reads the tasks. `dtype` is the engine's dtype, which the tolerance depends on. Raises InvalidTask
     if a sample of a span is missing in `samples`.
     """
-    from transformers import AutoModelForImageClassification
-
-    model = AutoModelForImageClassification.from_pretrained(
-        directory, dtype=torch.float32, trust_remote_code=False
-    ).eval()
+    model = _loaded(directory)
     pixels = Pixels(str(directory))
     known = {(sample.objective, sample.position): sample for sample in samples}
     tolerance = LOGPROB_TOLERANCE[dtype]
@@ -57,8 +55,8 @@ def verify_images(
     largest, num_logprobs, num_samples = 0.0, 0, 0
     for span in spans:
         prepared = evaluator.task(span.task)
-        head = load_file(Path(directory) / HEADS_DIR / f"{prepared.head.alias}.safetensors")
-        logprobs = _logprobs(model, head, pixels, prepared, range(span.start, span.stop))
+        logits = _classifier(model, Path(directory), prepared.head, evaluator)
+        logprobs = _logprobs(logits, pixels, prepared, range(span.start, span.stop))
         for position, of_image in zip(range(span.start, span.stop), logprobs, strict=True):
             stored = known.get((span.objective, position))
             if stored is None:
@@ -81,18 +79,56 @@ def verify_images(
     )
 
 
+def _loaded(directory: str | Path) -> Any:
+    """The exported model, by the class that config.json names."""
+    from transformers import AutoConfig, AutoModelForImageClassification, CLIPModel
+
+    is_clip = AutoConfig.from_pretrained(directory).model_type == "clip"
+    loader = CLIPModel if is_clip else AutoModelForImageClassification
+    return loader.from_pretrained(directory, dtype=torch.float32, trust_remote_code=False).eval()
+
+
+def _classifier(
+    model: Any, directory: Path, head: TaskHead, evaluator: ImageEvaluator
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The function from preprocessed images to logits that the exported model and the head of a task are.
+
+    The text tower of a zero-shot head is the export's, unless the task names the head of another model than the base.
+    """
+    if head.templates is None:
+        found = load_file(directory / HEADS_DIR / f"{head.alias}.safetensors")
+        weight, bias = found["classifier.weight"].float(), found["classifier.bias"].float()
+        model.classifier = torch.nn.Linear(weight.shape[1], weight.shape[0])
+        model.classifier.load_state_dict({"weight": weight, "bias": bias})
+        return lambda batch: cast(torch.Tensor, model(pixel_values=batch).logits)
+    assert head.labels is not None
+    own = evaluator.checkpoint_of(head)
+    place, projection = (directory, model.visual_projection) if own is None else (own.directory, _projection(own))
+    classes = class_embeddings(place, head.labels, head.templates)
+
+    def logits(batch: torch.Tensor) -> torch.Tensor:
+        seen = projection(model.vision_model(pixel_values=batch).pooler_output)
+        return cast(torch.Tensor, seen / seen.norm(dim=-1, keepdim=True)) @ classes.T
+
+    return logits
+
+
+def _projection(checkpoint: Checkpoint) -> torch.nn.Module:
+    weight = checkpoint.read(PROJECTION).float()
+    made = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    made.load_state_dict({"weight": weight})
+    return made
+
+
 @torch.inference_mode()
 def _logprobs(
-    model: Any, head: Mapping[str, torch.Tensor], pixels: Pixels, prepared: PreparedTask, positions: range
+    logits: Callable[[torch.Tensor], torch.Tensor], pixels: Pixels, prepared: PreparedTask, positions: range
 ) -> torch.Tensor:
     """Log-probabilities of the task's classes by plain transformers, [num_images, num_classes]."""
-    weight, bias = head["classifier.weight"].float(), head["classifier.bias"].float()
-    model.classifier = torch.nn.Linear(weight.shape[1], weight.shape[0])
-    model.classifier.load_state_dict({"weight": weight, "bias": bias})
-    found = [torch.empty(0, weight.shape[0])]
+    found = [torch.empty(0, prepared.head.num_classes)]
     for start in range(positions.start, positions.stop, BATCH):
         batch = pixels.of(prepared.task, range(start, min(start + BATCH, positions.stop)))
-        found.append(model(pixel_values=batch).logits.log_softmax(-1))
+        found.append(logits(batch).log_softmax(-1))
     return torch.cat(found)
 
 

@@ -101,6 +101,8 @@ def _problems(settings: Mapping[str, Any], found: Layout, tensors: Mapping[str, 
     elif size % patch:
         yield f"image_size {size} is not divisible by patch_size {patch}; expected a multiple of {patch}"
     weight = tensors.get("classifier.weight")
+    if weight is not None and settings["model_type"] == "clip_vision_model":
+        yield "a CLIP model with a classifier; expected a whole CLIP model, or a vision tower, for zero-shot heads"
     labels = settings.get("id2label")
     if weight is not None and isinstance(labels, Mapping) and labels and weight.shape[0] != len(labels):
         yield f"its head has {weight.shape[0]} classes, id2label in config.json names {len(labels)}"
