@@ -52,4 +52,5 @@ TEXT = Modality(
     task_key=None,
     tasks="workers.evaluation.text_tasks:TEXT_TASKS",
     worker="workers.serving.engine_worker:EngineWorker",
+    copies_on_cpu=2,  # vLLM computes with a packed copy, besides the plain weights that merges are written into
 )
