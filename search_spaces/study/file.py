@@ -348,7 +348,7 @@ def resolved_objective(spec: AnyTask, directory: Path) -> AnyTask:
     """
     task: DescribedTask | str
     if isinstance(spec.task, DescribedTask):
-        task = spec.task.at(resolved_file(spec.task.place, directory))
+        task = spec.task if spec.task.is_on_hub else spec.task.at(resolved_file(spec.task.place, directory))
     else:
         is_file = spec.task.endswith((".yaml", ".yml"))
         task = resolved_file(spec.task, directory) if is_file else spec.task

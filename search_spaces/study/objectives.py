@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from search_spaces.objectives import Cost
 from search_spaces.section import Line, Name, Section, one_of
+from search_spaces.study.image_suites import HUB, IMAGE_SUITES
 
 __all__ = [
     "AnyObjective",
@@ -41,6 +42,11 @@ class DescribedTask(Section):
     def kind(self) -> str:
         """The kind of the task, for messages, such as "a JSONL task"."""
         raise NotImplementedError
+
+    @property
+    def is_on_hub(self) -> bool:
+        """Whether the data are a data set of the hub, and not files that the study names."""
+        return False
 
     @property
     def may_be_folder(self) -> bool:
@@ -105,7 +111,13 @@ class ImageTask(DescribedTask):
     """
 
     images: Line
-    """A folder with a directory of images for each class, or a JSONL file whose lines name an image and its label."""
+    """A folder with a directory of images for each class, a JSONL file whose lines name an image and its label, or a
+    data set of the hub, as hub:OWNER/NAME.
+    """
+    split: Line | None = None
+    """The split of a data set of the hub, in the notation of the package datasets, such as test[:70%]."""
+    config: Line | None = None
+    """The configuration of a data set of the hub that has several."""
     head: Name
     """The model whose head scores the task: the alias of an expert, or base. Heads are not merged."""
     classes: Annotated[tuple[Line, ...], Field(min_length=2)] | None = None
@@ -130,8 +142,22 @@ class ImageTask(DescribedTask):
         return "an image task"
 
     @property
+    def is_on_hub(self) -> bool:
+        return self.images.startswith(HUB)
+
+    @property
     def may_be_folder(self) -> bool:
         return True
+
+    @model_validator(mode="after")
+    def _splits_are_of_data_sets(self) -> Self:
+        if self.is_on_hub and self.split is None:
+            raise ValueError(f"{self.images} has no split; name the split to score, such as `split: test`")
+        for key in ("split", "config"):
+            if not self.is_on_hub and getattr(self, key) is not None:
+                stated = f"{key} is {getattr(self, key)!r} and images {self.images!r}"
+                raise ValueError(f"{stated}; only data sets of the hub ({HUB}OWNER/NAME) have a {key}: leave it out")
+        return self
 
 
 def _tag_of_task(value: object) -> str | None:
@@ -164,6 +190,17 @@ class ScoredTask(Section):
     """The direction of optimisation. Default: as the task's metric says."""
     range: tuple[float, float] | None = None
     """The metric's lowest and highest value, if these are not 0 and 1."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _described_suite(cls, given: Any) -> Any:
+        """Replace the name of an image task by its description, which the stored study then has."""
+        name = given.get("task") if isinstance(given, Mapping) else None
+        suite = IMAGE_SUITES.get(name) if isinstance(name, str) else None
+        if suite is None:
+            return given
+        described = suite.description(given.get("split"))
+        return {**{key: value for key, value in given.items() if key != "split"}, "task": described}
 
 
 class ObjectiveSpec(ScoredTask):

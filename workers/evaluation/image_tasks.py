@@ -2,13 +2,14 @@
 
 The description of a task in a study file has these keys:
 
-- `images`: the folder, or the JSONL file
+- `images`: the folder, the JSONL file, or hub:OWNER/NAME, a data set that `data_sets` finds
+- `split`, `config`: the split and, if it has several, the configuration of a data set
 - `head`: the alias of the model whose head scores the task
 - `classes`: names of the classes in the order of the head's outputs; without it, classes are found by the names in the
   head's configuration, or, if that has none, are in alphabetical order
 - `templates`: texts that describe a class to the text tower of CLIP, with {} in place of the class's name
 - `image`, `label`: the keys of a JSONL line with the image's path, relative to the file's directory, and its label, a
-  class's name or the index of an output
+  class's name or the index of an output; of a data set, the columns with the image and the label
 
 The metrics are `acc` (the right class has the largest logit) and `acc_top5` (it is among the five largest).
 """
@@ -25,9 +26,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from search_spaces.study.image_suites import HUB
 from workers.cache import cached
 from workers.errors import InvalidTask
 from workers.evaluation.built_tasks import permutation
+from workers.evaluation.data_sets import load
 from workers.evaluation.sample_facts import Item, Lengths
 from workers.file_access import FileAccess
 from workers.models.image_processors import decoded
@@ -58,7 +61,7 @@ __all__ = [
 IMAGE_METRICS: Mapping[str, int] = {"acc": 1, "acc_top5": 5}
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 JSONL = (".jsonl", ".ndjson")
-KEYS = frozenset({"images", "head", "classes", "templates", "image", "label"})
+KEYS = frozenset({"images", "split", "config", "head", "classes", "templates", "image", "label"})
 # Options of a task's entry in the study file that only text tasks have.
 OF_TEXT = ("filter", "split", "num_fewshot", "max_tokens", "until", "template")
 NUM_THREADS = 8
@@ -68,13 +71,15 @@ NUM_THREADS = 8
 class ImageSample:
     """One image file and its label.
 
-    `name` is the path within the task's data, by which the sample is called. `label` is an index in the set's
+    `name` is the path within the task's data, by which the sample is called. The images of a data set have no files of
+    their own: `row` is the number of the row, and `file` a name for messages. `label` is an index in the set's
     `classes` or, without classes, the head's output.
     """
 
     file: Path
     name: str
     label: int
+    row: int | None = None
 
 
 @dataclass(frozen=True)
@@ -89,14 +94,19 @@ class ImageSet:
     classes: tuple[str, ...] | None
     is_ordered: bool
     where: str
+    rows: Sequence[Mapping[str, Any]] = ()
+    column: str = "image"
 
     def class_of(self, sample: ImageSample) -> str:
         return str(sample.label) if self.classes is None else self.classes[sample.label]
 
     def read(self, sample: ImageSample) -> bytes:
         """Read the bytes of a sample's file. Raises InvalidTask, which names the file, if it cannot be read."""
+        stored = None if sample.row is None else self.rows[sample.row][self.column]
+        if stored is not None and stored["bytes"] is not None:
+            return bytes(stored["bytes"])
         try:
-            return sample.file.read_bytes()
+            return (sample.file if stored is None else Path(stored["path"])).read_bytes()
         except OSError as error:
             raise InvalidTask(f"{sample.file}: cannot be read ({error.strerror})", "task.images") from error
 
@@ -170,13 +180,15 @@ def read_image_set(task: Mapping[str, Any], access: FileAccess | None = None) ->
     place = str(task["images"])
     if task.get("templates") is not None:
         check_templates(tuple(map(str, task["templates"])), where=place)
+    stated = tuple(map(str, task["classes"])) if task.get("classes") else None
+    if stated is not None and len(set(stated)) < len(stated):
+        raise InvalidTask(f"{place}: classes names {_repeated(stated)!r} twice; give each once", "task.classes")
+    if place.startswith(HUB):
+        return _of_data_set(place, task, stated)
     if is_object_url(place):
         message = f"{place}: images are read from directories of this machine; give a folder or a JSONL file"
         raise InvalidTask(message, "task.images")
     _check_access(Path(place), access)
-    stated = tuple(map(str, task["classes"])) if task.get("classes") else None
-    if stated is not None and len(set(stated)) < len(stated):
-        raise InvalidTask(f"{place}: classes names {_repeated(stated)!r} twice; give each once", "task.classes")
     if Path(place).suffix in JSONL:
         found = _of_lines(Path(place), task, stated, access)
     else:
@@ -353,6 +365,38 @@ def _of_lines(
         _check_access(image, access)
         samples.append(ImageSample(image, name, index))
     return ImageSet(tuple(samples), classes, stated is not None, str(file))
+
+
+def _of_data_set(place: str, task: Mapping[str, Any], stated: tuple[str, ...] | None) -> ImageSet:
+    """The images of a data set of the hub, from the first place that has it (`data_sets`)."""
+    import datasets
+
+    image, label = str(task.get("image") or "image"), str(task.get("label") or "label")
+    options = {"split": str(task["split"])}
+    config = None if task.get("config") is None else str(task["config"])
+    try:
+        rows = load(datasets.load_dataset, place.removeprefix(HUB), config, options)
+    except (ValueError, KeyError) as error:  # a configuration or split that the data set does not have
+        raise InvalidTask(f"{place}: {error}", "task.split") from error
+    for column in (image, label):
+        if column not in rows.features:
+            columns = ", ".join(rows.features)
+            key = "image" if column == image else "label"
+            raise InvalidTask(f"{place}: has no column {column!r}; its columns are {columns}", f"task.{key}")
+    rows = rows.cast_column(image, datasets.Image(decode=False))
+    labels = rows[label]
+    classes = stated or tuple(getattr(rows.features[label], "names", ())) or None
+    most = max(labels, default=0) if all(isinstance(each, int | bool) for each in labels) else None
+    if most is None or min(labels, default=0) < 0 or (classes is not None and most >= len(classes)):
+        wanted = "numbers" if classes is None else f"numbers from 0 to {len(classes) - 1}"
+        raise InvalidTask(f"{place}: its column {label!r} has other values than {wanted}", "task.label")
+    samples = tuple(
+        ImageSample(Path(f"{place}/{task['split']}/{number}"), f"{task['split']}/{number}", int(index), row=number)
+        for number, index in enumerate(labels)
+    )
+    if not samples:
+        raise InvalidTask(f"{place}: its split {task['split']} has no images", "task.split")
+    return ImageSet(samples, classes, stated is not None, f"{place} {task['split']}", rows, image)
 
 
 def _row(line: str, task: Mapping[str, Any], *, where: str) -> tuple[str, int | str]:

@@ -64,8 +64,8 @@ def _problems(study: Study, access: FileAccess) -> Iterator[Problem]:
     for place, spec in study.with_tasks():
         described = spec.task if isinstance(spec.task, DescribedTask) else None
         file = spec.task.place if isinstance(spec.task, DescribedTask) else spec.task
-        if described is None and Path(file).suffix not in (".yaml", ".yml"):
-            continue  # the name of one of lm-eval's tasks
+        if (described is None and Path(file).suffix not in (".yaml", ".yml")) or (described and described.is_on_hub):
+            continue  # the name of one of lm-eval's tasks, or of a data set of the hub
         if reason := access.refusal(file):
             yield Problem(f"{place}.task{'' if described is None else f'.{described.place_key}'}", reason)
 
@@ -89,7 +89,7 @@ def task_files(study: Study, *, folders: bool = True) -> Iterator[tuple[str, str
     """
     for place, spec in study.with_tasks():
         if isinstance(spec.task, DescribedTask):
-            if folders or not spec.task.may_be_folder:
+            if not spec.task.is_on_hub and (folders or not spec.task.may_be_folder):
                 yield f"{place}.task.{spec.task.place_key}", spec.task.place
         elif spec.task.endswith((".yaml", ".yml")):
             yield f"{place}.task", spec.task
