@@ -497,4 +497,4 @@ def _unreachable(constraint: Constraint, spec: ObjectiveSpec) -> str:
 
 
 def _data(spec: ObjectiveSpec) -> tuple[str, str | None]:
-    return (spec.task.place if isinstance(spec.task, DescribedTask) else spec.task, spec.split)
+    return (spec.task.place, spec.task.part) if isinstance(spec.task, DescribedTask) else (spec.task, spec.split)

@@ -40,12 +40,12 @@ class ImageSuite:
 
     def description(self, split: str | None) -> dict[str, Any]:
         """The task as a study file writes it, with the split `split`; None is the split `test`."""
-        optional = {"config": self.config, "classes": None if self.classes is None else list(self.classes)}
+        optional = {"config": self.config, "classes": self.classes}
         return {
             "images": HUB + self.data,
             "split": split or "test",
             "head": "base",
-            "templates": list(self.templates),
+            "templates": self.templates,
             **{key: value for key, value in optional.items() if value is not None},
         }
 

@@ -49,6 +49,11 @@ class DescribedTask(Section):
         return False
 
     @property
+    def part(self) -> str | None:
+        """The part of the data that the task has, such as a split; None if it has all."""
+        return None
+
+    @property
     def may_be_folder(self) -> bool:
         """Whether the data may be a folder; otherwise they are a file."""
         return False
@@ -144,6 +149,10 @@ class ImageTask(DescribedTask):
     @property
     def is_on_hub(self) -> bool:
         return self.images.startswith(HUB)
+
+    @property
+    def part(self) -> str | None:
+        return self.split
 
     @property
     def may_be_folder(self) -> bool:

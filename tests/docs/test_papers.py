@@ -31,7 +31,9 @@ from workers.types import TaskSpec
 
 PAPERS = Path(__file__).parents[2] / "docs" / "papers"
 FLEET = "mergopt_experts"
-NAMES = sorted(file.stem for file in PAPERS.glob("*.yaml") if file.stem != FLEET)
+NAMES = sorted(
+    file.stem for file in PAPERS.glob("*.yaml") if file.stem != FLEET and not file.stem.startswith("hm3_clip")
+)
 
 # Rows of data sets from which a rung takes more than others, or that have many parts.
 NUM_ROWS = 150
