@@ -87,10 +87,9 @@ def foreign(folder: Path) -> None:
     (folder / "line" / "002.png").write_text("not an image")
 
 
-def lines(*rows: Any) -> Callable[[Path], None]:
-    return lambda folder: (
-        (folder.parent / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows)) and None
-    )
+def lines(*rows: Any) -> Callable[[Path], object]:
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    return lambda folder: (folder.parent / "d.jsonl").write_text(text)
 
 
 WRONG: Mapping[str, tuple[Callable[[Path], object], dict[str, Any], str]] = {
@@ -133,7 +132,7 @@ def test_tasks_that_cannot_be_used_say_why(case: str, tmp_path: Path) -> None:
     place = tmp_path / "d.jsonl" if (tmp_path / "d.jsonl").exists() else folder
     task = {"images": str(place), "head": "a", **of_task}
     with pytest.raises(InvalidTask, match=message):
-        check_task(TaskSpec(**{"task": task, "metric": "acc", **of_spec}))
+        check_task(replace(TaskSpec(task, "acc"), **of_spec))
 
 
 def test_no_other_files_are_read(tmp_path: Path) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,10 +16,11 @@ from search_spaces.recipe import Merge, Recipe, Source
 from search_spaces.study.engine import EngineOptions
 from tests.vision import CLASSES, image_folder, tiny_vit
 from workers.engines.images import verification
+from workers.engines.images.pixels import Pixels
 from workers.engines.images.scoring import Response
 from workers.engines.source_recipes import source_recipe
 from workers.errors import InvalidPrompt, InvalidTask, TrialFailed
-from workers.evaluation.image_tasks import load_image_task
+from workers.evaluation.image_tasks import ImageTask, load_image_task
 from workers.export.checkpoint import export, is_written
 from workers.merging.materialize import merged_tensors
 from workers.models.checkpoints import open_checkpoint
@@ -276,9 +277,9 @@ def test_verification_sees_another_preprocessing(
     recipe = average(family)
     samples = score(worker, recipe, spans)
 
-    class Darker(verification.Pixels):
-        def of(self, *arguments: Any) -> torch.Tensor:
-            return 0.5 * super().of(*arguments)
+    class Darker(Pixels):
+        def of(self, task: ImageTask, positions: Sequence[int]) -> torch.Tensor:
+            return 0.5 * super().of(task, positions)
 
     monkeypatch.setattr(verification, "Pixels", Darker)
     assert worker.verify(recipe, samples, spans).num_beyond > 10

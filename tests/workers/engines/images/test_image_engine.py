@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +19,9 @@ from workers.engines.images.pixels import Pixels
 from workers.engines.source_recipes import source_recipe
 from workers.errors import EngineFault, EngineUnavailable, EvidenceMismatch, InvalidTask, TrialFailed
 from workers.evaluation.image_tasks import load_image_task
-from workers.merging.materialize import merged_tensors
+from workers.merging.bank import Bank
+from workers.merging.materialize import merge_into, merged_tensors
+from workers.merging.plan import TensorPlan
 from workers.types import Family, TaskSpec
 
 LAYERS = 3
@@ -117,14 +120,11 @@ def test_a_tensor_that_is_not_written_is_found(
     image_engine: ImageEngine, merges: dict[str, Recipe], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A swap that leaves a tensor out passes the checksum, and fails the comparison with transformers."""
-    import workers.engines.images.engine as module
 
-    write = module.merge_into
+    def careless(plan: TensorPlan, bank: Bank, destinations: Mapping[str, torch.Tensor]) -> dict[str, str]:
+        return merge_into(plan, bank, {name: to for name, to in destinations.items() if "layer.1.output" not in name})
 
-    def careless(plan, bank, destinations):  # type: ignore[no-untyped-def]
-        return write(plan, bank, {name: each for name, each in destinations.items() if "layer.1.output" not in name})
-
-    monkeypatch.setattr(module, "merge_into", careless)
+    monkeypatch.setattr("workers.engines.images.engine.merge_into", careless)
     image_engine.swap(merges["expert:left"])
     with pytest.raises(EngineFault, match="features of the engine and of transformers differ by"):
         image_engine.check()
