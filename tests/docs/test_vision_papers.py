@@ -19,8 +19,8 @@ from tests.workers.evaluation.test_image_data_sets import png
 
 FILE = PAPERS / "hm3_clip_b32.yaml"
 NUM_IMAGES = 200
-# Parameters of the vision tower of ViT-B/32, which transformers counts for CLIPVisionModel.
-PARAMETERS = 87_456_000
+# Parameters of the vision tower of ViT-B/32 with its projection, as transformers counts CLIPVisionModelWithProjection.
+PARAMETERS = 87_849_216
 
 
 def b32() -> dict[str, Any]:
@@ -64,9 +64,14 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             "label": [number % len(names) for number in range(NUM_IMAGES)],
         }
         made = Dataset.from_dict(rows, features=Features({"image": Image(), "label": ClassLabel(names=list(names))}))
-        place = root / suite.data / (suite.config or "")
-        place.mkdir(parents=True)
-        made.to_parquet(place / "test.parquet")
+        place = root / suite.data
+        (place / "data").mkdir(parents=True)
+        made.to_parquet(place / "data" / "test.parquet")
+        if suite.config is not None:  # as the hub's data sets name their configurations
+            files = (
+                f"configs: [{{config_name: {suite.config}, data_files: [{{split: test, path: data/test.parquet}}]}}]"
+            )
+            (place / "README.md").write_text(f"---\n{files}\n---\n")
     monkeypatch.setenv("MERGESEARCH_DATA", str(root))
 
 

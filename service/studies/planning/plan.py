@@ -86,7 +86,7 @@ def plan_of(
     speeds = engine_speeds(
         facts,
         profile,
-        config=sources.base.config,
+        config=sources.base.settings,
         dtype=dtype,
         ranks=study.engine.tensor_parallel_size,
         threads=threads,
@@ -96,13 +96,17 @@ def plan_of(
     size = preflight.models.size
     deepest = replace(speeds, facts=facts if size is None else facts.deepened(size.max_layers))
     host = engine_speeds(
-        facts, replace(profile, gpus=0), config=sources.base.config, dtype="float32", threads=max(1, profile.cores - 1)
+        facts,
+        replace(profile, gpus=0),
+        config=sources.base.settings,
+        dtype="float32",
+        threads=max(1, profile.cores - 1),
     )
     gradient_speeds = None
     if gradients is not None:
         on_gpu = gradients.device == "cuda"
         gradient_speeds = (
-            engine_speeds(facts, profile, config=sources.base.config, dtype=dtype, bank="mapped") if on_gpu else host
+            engine_speeds(facts, profile, config=sources.base.settings, dtype=dtype, bank="mapped") if on_gpu else host
         )
     phases = phases_of(
         preflight,
