@@ -23,6 +23,7 @@ from search_spaces.study.benchmarks import AddedBenchmarks, BenchmarkSpec, Conta
 from search_spaces.study.checks import HINTS, ValidParts, contradictions, without_consequences
 from search_spaces.study.engine import Engine
 from search_spaces.study.fidelity import Fidelity
+from search_spaces.study.image_suites import with_described_suites
 from search_spaces.study.models import Chained, Models
 from search_spaces.study.objectives import AnyObjective, CostSpec, DescribedTask, ObjectiveSpec, ScoredTask
 from search_spaces.study.search import DEFAULT_SPACE, Search, SearchSpaceSpec
@@ -142,6 +143,7 @@ def parse_study(document: Mapping[str, Any], directory: Path | None = None) -> S
     """
     if not isinstance(document, Mapping):
         raise InvalidStudy((Problem("", f"a study is a mapping (key: value), not {document!r:.60}"),))
+    document = with_described_suites(document)
     try:
         text = json.dumps(document)
     except (TypeError, ValueError, RecursionError) as error:
@@ -176,6 +178,7 @@ def parse_benchmarks(document: Mapping[str, Any], directory: Path | None = None)
     Relative paths are resolved against `directory`; with `directory` None they are left unchanged. Raises InvalidStudy
     with every problem found.
     """
+    document = with_described_suites(document)
     try:
         found = AddedBenchmarks.model_validate_json(json.dumps(document), strict=True)
     except ValidationError as error:

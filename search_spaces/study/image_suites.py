@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["HUB", "IMAGE_SUITES", "ImageSuite"]
+__all__ = ["HUB", "IMAGE_SUITES", "ImageSuite", "with_described_suites"]
 
 HUB = "hub:"  # the beginning of `images` that names a data set of the hub instead of files
 
@@ -40,12 +40,12 @@ class ImageSuite:
 
     def description(self, split: str | None) -> dict[str, Any]:
         """The task as a study file writes it, with the split `split`; None is the split `test`."""
-        optional = {"config": self.config, "classes": self.classes}
+        optional = {"config": self.config, "classes": None if self.classes is None else list(self.classes)}
         return {
             "images": HUB + self.data,
             "split": split or "test",
             "head": "base",
-            "templates": self.templates,
+            "templates": list(self.templates),
             **{key: value for key, value in optional.items() if value is not None},
         }
 
@@ -119,3 +119,22 @@ IMAGE_SUITES: Mapping[str, ImageSuite] = {
         ("lymph node", "lymph node containing metastatic tumor tissue"), licence="CC0-1.0 (card)", paper=ONLY_MERGOPT,
     ),
 }  # fmt: skip
+
+
+def with_described_suites(document: Mapping[str, Any]) -> dict[str, Any]:
+    """A study's `document` in which named image tasks are replaced by their descriptions, with their splits."""
+    found = dict(document)
+    for section in ("objectives", "holdout", "benchmarks"):
+        entries = document.get(section)
+        if isinstance(entries, list):
+            found[section] = [_described(entry) for entry in entries]
+    return found
+
+
+def _described(entry: Any) -> Any:
+    name = entry.get("task") if isinstance(entry, Mapping) else None
+    suite = IMAGE_SUITES.get(name) if isinstance(name, str) else None
+    if suite is None or not isinstance(entry.get("split"), str | None):
+        return entry
+    rest = {key: value for key, value in entry.items() if key != "split"}
+    return {**rest, "task": suite.description(entry.get("split"))}

@@ -9,7 +9,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from search_spaces.objectives import Cost
 from search_spaces.section import Line, Name, Section, one_of
-from search_spaces.study.image_suites import HUB, IMAGE_SUITES
+from search_spaces.study.image_suites import HUB
 
 __all__ = [
     "AnyObjective",
@@ -199,17 +199,6 @@ class ScoredTask(Section):
     """The direction of optimisation. Default: as the task's metric says."""
     range: tuple[float, float] | None = None
     """The metric's lowest and highest value, if these are not 0 and 1."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _described_suite(cls, given: Any) -> Any:
-        """Replace the name of an image task by its description, which the stored study then has."""
-        name = given.get("task") if isinstance(given, Mapping) else None
-        suite = IMAGE_SUITES.get(name) if isinstance(name, str) else None
-        if suite is None:
-            return given
-        described = suite.description(given.get("split"))
-        return {**{key: value for key, value in given.items() if key != "split"}, "task": described}
 
 
 class ObjectiveSpec(ScoredTask):

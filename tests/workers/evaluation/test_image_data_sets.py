@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from search_spaces.study.image_suites import IMAGE_SUITES
+from search_spaces.study.image_suites import IMAGE_SUITES, with_described_suites
 from search_spaces.study.objectives import ImageTask, ObjectiveSpec
 from workers.errors import InvalidTask
 from workers.evaluation.image_tasks import load_image_task, read_image_set
@@ -48,9 +48,9 @@ def eurosat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_named_task_reads_its_data_set(eurosat: Path) -> None:
     """The task's images, classes and order come from the data set and the suite; content digests are of the images."""
-    objective = ObjectiveSpec.model_validate(
-        {"name": "land", "task": "clip_eurosat", "metric": "acc", "split": "test[:20]"}
-    )
+    entry = {"name": "land", "task": "clip_eurosat", "metric": "acc", "split": "test[:20]"}
+    (described,) = with_described_suites({"objectives": [entry]})["objectives"]
+    objective = ObjectiveSpec.model_validate(described)
     assert isinstance(objective.task, ImageTask)
     assert (objective.split, objective.task.split, objective.task.head) == (None, "test[:20]", "base")
     description = objective.task.description()
