@@ -113,6 +113,7 @@ class Family:
     options of the vocabulary, such as the sources of embedding rows of single tokens (`workers.models.vocabulary`).
     `alignments_dir` is the directory, or the URL of the object store, that has the alignments which recipes name
     (`workers.alignments`); it is "" if there are none. Files may be added to this directory while engines run.
+    `modality` is the name of the kind of data that the models read (`workers.models.modalities`).
     """
 
     base: ModelSource
@@ -120,6 +121,7 @@ class Family:
     tokenizer: str = "base"
     vocabulary: Mapping[str, Any] = field(default_factory=dict, hash=False)
     alignments_dir: str = ""
+    modality: str = "text"
 
     @property
     def models(self) -> tuple[ModelSource, ...]:

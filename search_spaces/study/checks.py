@@ -20,7 +20,7 @@ from search_spaces.study.benchmarks import BenchmarkSpec, Contamination
 from search_spaces.study.fidelity import Fidelity
 from search_spaces.study.judge import WIN_RATE
 from search_spaces.study.models import AnotherStudy, Models
-from search_spaces.study.objectives import CostSpec, InlineTask, ObjectiveSpec, ScoredTask
+from search_spaces.study.objectives import CostSpec, DescribedTask, InlineTask, ObjectiveSpec, ScoredTask
 from search_spaces.study.search import MAX_PREFERENCES, Search, SearchSpaceSpec
 from search_spaces.study.validation import MessageHints
 
@@ -374,13 +374,14 @@ def _task_contradictions(section: str, specs: Mapping[int, ScoredTask]) -> Itera
         elif rungs is not None and not _is_increasing(rungs, may_stay=True):
             message = f"{list(rungs)} shrinks; give each rung at least as many samples as the one before"
             yield Problem(f"{place}.rungs", message)
-        if isinstance(spec.task, InlineTask):
-            for key in ("filter", "split", "num_fewshot"):
+        if isinstance(spec.task, DescribedTask):
+            own = [key for key in ("max_tokens", "until") if key in type(spec.task).model_fields]
+            for key in ("filter", "split", "num_fewshot", "max_tokens", "until"):
+                if getattr(spec, key) is not None and key not in own:
+                    yield Problem(f"{place}.{key}", f"is for lm-eval tasks; {spec.task.kind} has none; leave it out")
+            for key in own:
                 if getattr(spec, key) is not None:
-                    yield Problem(f"{place}.{key}", "is for lm-eval tasks; a JSONL task has none; leave it out")
-            for key in ("max_tokens", "until"):
-                if getattr(spec, key) is not None:
-                    yield Problem(f"{place}.{key}", f"is for lm-eval tasks; of a JSONL task it is task.{key}")
+                    yield Problem(f"{place}.{key}", f"is for lm-eval tasks; of {spec.task.kind} it is task.{key}")
 
 
 def _cost_contradictions(parts: ValidParts) -> Iterator[Problem]:
@@ -496,4 +497,4 @@ def _unreachable(constraint: Constraint, spec: ObjectiveSpec) -> str:
 
 
 def _data(spec: ObjectiveSpec) -> tuple[str, str | None]:
-    return (spec.task.file if isinstance(spec.task, InlineTask) else spec.task, spec.split)
+    return (spec.task.place, spec.task.part) if isinstance(spec.task, DescribedTask) else (spec.task, spec.split)

@@ -23,8 +23,9 @@ from search_spaces.study.benchmarks import AddedBenchmarks, BenchmarkSpec, Conta
 from search_spaces.study.checks import HINTS, ValidParts, contradictions, without_consequences
 from search_spaces.study.engine import Engine
 from search_spaces.study.fidelity import Fidelity
+from search_spaces.study.image_suites import with_described_suites
 from search_spaces.study.models import Chained, Models, Trained
-from search_spaces.study.objectives import AnyObjective, CostSpec, InlineTask, ObjectiveSpec, ScoredTask
+from search_spaces.study.objectives import AnyObjective, CostSpec, DescribedTask, ObjectiveSpec, ScoredTask
 from search_spaces.study.search import DEFAULT_SPACE, Search, SearchSpaceSpec
 from search_spaces.study.validation import at_most, in_file_order, problems_of
 from search_spaces.study.yaml import read_document
@@ -142,6 +143,7 @@ def parse_study(document: Mapping[str, Any], directory: Path | None = None) -> S
     """
     if not isinstance(document, Mapping):
         raise InvalidStudy((Problem("", f"a study is a mapping (key: value), not {document!r:.60}"),))
+    document = with_described_suites(document)
     try:
         text = json.dumps(document)
     except (TypeError, ValueError, RecursionError) as error:
@@ -176,6 +178,7 @@ def parse_benchmarks(document: Mapping[str, Any], directory: Path | None = None)
     Relative paths are resolved against `directory`; with `directory` None they are left unchanged. Raises InvalidStudy
     with every problem found.
     """
+    document = with_described_suites(document)
     try:
         found = AddedBenchmarks.model_validate_json(json.dumps(document), strict=True)
     except ValidationError as error:
@@ -350,8 +353,9 @@ def resolved_objective(spec: AnyTask, directory: Path) -> AnyTask:
 
     `spec` is an objective, a holdout entry or a benchmark. Relative paths are relative to `directory`.
     """
-    if isinstance(spec.task, InlineTask):
-        task: InlineTask | str = spec.task.model_copy(update={"file": resolved_file(spec.task.file, directory)})
+    task: DescribedTask | str
+    if isinstance(spec.task, DescribedTask):
+        task = spec.task if spec.task.is_on_hub else spec.task.at(resolved_file(spec.task.place, directory))
     else:
         is_file = spec.task.endswith((".yaml", ".yml"))
         task = resolved_file(spec.task, directory) if is_file else spec.task

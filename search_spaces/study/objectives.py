@@ -3,19 +3,74 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from search_spaces.objectives import Cost
 from search_spaces.section import Line, Name, Section, one_of
+from search_spaces.study.image_suites import HUB
 
-__all__ = ["AnyObjective", "CostSpec", "InlineTask", "ObjectiveSpec", "Rungs", "ScoredTask"]
+__all__ = [
+    "AnyObjective",
+    "CostSpec",
+    "DescribedTask",
+    "ImageTask",
+    "InlineTask",
+    "ObjectiveSpec",
+    "Rungs",
+    "ScoredTask",
+]
 
 Rungs = Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1)]
 
 
-class InlineTask(Section):
+class DescribedTask(Section):
+    """A task that the study file describes by its data, in place of a name."""
+
+    @property
+    def place(self) -> str:
+        """The file or folder with the data: a path, or a URL."""
+        raise NotImplementedError
+
+    @property
+    def place_key(self) -> str:
+        """The key under which the study file names the data."""
+        raise NotImplementedError
+
+    @property
+    def kind(self) -> str:
+        """The kind of the task, for messages, such as "a JSONL task"."""
+        raise NotImplementedError
+
+    @property
+    def is_on_hub(self) -> bool:
+        """Whether the data are a data set of the hub, and not files that the study names."""
+        return False
+
+    @property
+    def part(self) -> str | None:
+        """The part of the data that the task has, such as a split; None if it has all."""
+        return None
+
+    @property
+    def may_be_folder(self) -> bool:
+        """Whether the data may be a folder; otherwise they are a file."""
+        return False
+
+    def description(self) -> dict[str, Any]:
+        """The task as a JSON object, without keys that have no value.
+
+        The description of a task in a stored study therefore stays the same if a later version adds keys.
+        """
+        return self.model_dump(mode="json", exclude_none=True)
+
+    def at(self, place: str) -> Self:
+        """Copy of the task whose data are at `place`."""
+        return self.model_copy(update={self.place_key: place})
+
+
+class InlineTask(DescribedTask):
     """A task that consists of samples in a JSONL file, each a prompt and an answer.
 
     A sample is right if the whole greedy completion of the prompt equals the answer, apart from white space around it.
@@ -40,16 +95,86 @@ class InlineTask(Section):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     """With temperature: the probability mass of the tokens that are drawn from. Default: 1."""
 
-    def description(self) -> dict[str, Any]:
-        """The task as a JSON object, without keys that have no value.
+    @property
+    def place(self) -> str:
+        return self.file
 
-        The description of a task in a stored study therefore stays the same if a later version adds keys.
-        """
-        return self.model_dump(mode="json", exclude_none=True)
+    @property
+    def place_key(self) -> str:
+        return "file"
+
+    @property
+    def kind(self) -> str:
+        return "a JSONL task"
+
+
+class ImageTask(DescribedTask):
+    """A task of images with labels, in a folder or a JSONL file, which is scored with the head of one of the models.
+
+    The metric acc is the share of images whose class has the largest logit; acc_top5, of those whose class is among the
+    five largest.
+    """
+
+    images: Line
+    """A folder with a directory of images for each class, a JSONL file whose lines name an image and its label, or a
+    data set of the hub, as hub:OWNER/NAME.
+    """
+    split: Line | None = None
+    """The split of a data set of the hub, in the notation of the package datasets, such as test[:70%]."""
+    config: Line | None = None
+    """The configuration of a data set of the hub that has several."""
+    head: Name
+    """The model whose head scores the task: the alias of an expert, or base. Heads are not merged."""
+    classes: Annotated[tuple[Line, ...], Field(min_length=2)] | None = None
+    """The names of the classes in the order of the head's outputs. Default: as the head's id2label names them."""
+    templates: Annotated[tuple[Line, ...], Field(min_length=1)] | None = None
+    """Texts that describe a class to CLIP, with {} in place of its name. Default for CLIP: "a photo of a {}."."""
+    image: Line = "image"
+    """The key of a JSONL line with the path of the image, relative to the file's directory."""
+    label: Line = "label"
+    """The key of a JSONL line with the label: the name of a class, or the index of the head's output."""
+
+    @property
+    def place(self) -> str:
+        return self.images
+
+    @property
+    def place_key(self) -> str:
+        return "images"
+
+    @property
+    def kind(self) -> str:
+        return "an image task"
+
+    @property
+    def is_on_hub(self) -> bool:
+        return self.images.startswith(HUB)
+
+    @property
+    def part(self) -> str | None:
+        return self.split
+
+    @property
+    def may_be_folder(self) -> bool:
+        return True
+
+    @model_validator(mode="after")
+    def _splits_are_of_data_sets(self) -> Self:
+        if self.is_on_hub and self.split is None:
+            raise ValueError(f"{self.images} has no split; name the split to score, such as `split: test`")
+        for key in ("split", "config"):
+            if not self.is_on_hub and getattr(self, key) is not None:
+                stated = f"{key} is {getattr(self, key)!r} and images {self.images!r}"
+                raise ValueError(f"{stated}; only data sets of the hub ({HUB}OWNER/NAME) have a {key}: leave it out")
+        return self
 
 
 def _tag_of_task(value: object) -> str | None:
-    return "<name>" if isinstance(value, str) else "<inline>" if isinstance(value, Mapping | InlineTask) else None
+    if isinstance(value, str):
+        return "<name>"
+    if isinstance(value, ImageTask) or (isinstance(value, Mapping) and "images" in value):
+        return "<images>"
+    return "<inline>" if isinstance(value, Mapping | InlineTask) else None
 
 
 class ScoredTask(Section):
@@ -57,10 +182,10 @@ class ScoredTask(Section):
 
     name: Name
     task: Annotated[
-        Annotated[Line, Tag("<name>")] | Annotated[InlineTask, Tag("<inline>")],
+        Annotated[Line, Tag("<name>")] | Annotated[InlineTask, Tag("<inline>")] | Annotated[ImageTask, Tag("<images>")],
         one_of(_tag_of_task, "the name of an lm-eval task, a YAML file or {file: data.jsonl}"),
     ]
-    """An lm-eval task's name, an lm-eval YAML file, or a JSONL file written inline."""
+    """An lm-eval task's name, an lm-eval YAML file, a JSONL file written inline, or images with labels."""
     metric: Line
     filter: Line | None = None
     """The task's filter that is used; required if the task has several."""

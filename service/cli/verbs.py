@@ -21,7 +21,7 @@ from service.cli.accounts import NO_LIMIT
 from service.cli.chat import ChatOptions, read_prompt
 from service.cli.export_progress import ExportView
 from service.cli.finetune import finetune as finetune_experts
-from service.cli.tasks import fetch_task, list_tasks
+from service.cli.tasks import fetch_task, list_images, list_tasks
 from service.cli.terminal import (
     console,
     print_benchmarks,
@@ -65,6 +65,7 @@ __all__ = [
     "fetch_task",
     "finetune",
     "invalidate",
+    "list_images",
     "list_jobs",
     "list_tasks",
     "log",

@@ -13,7 +13,7 @@ import numpy as np
 
 from search_spaces.objectives import Objective
 from search_spaces.study.file import Study
-from search_spaces.study.objectives import InlineTask, ScoredTask
+from search_spaces.study.objectives import DescribedTask, ScoredTask
 from service.resolved_study import ResolvedStudy
 from service.results.benchmarks import BenchmarkColumn, BenchmarkTable, benchmark_table
 from service.results.chunk_times import ChunkTimes
@@ -393,7 +393,7 @@ def data_of(specs: Iterable[ScoredTask]) -> dict[str, str]:
     of the task's data). If two identifiers are equal, both are scored on the same documents.
     """
     return {
-        spec.name: json.dumps([spec.task.file if isinstance(spec.task, InlineTask) else spec.task, spec.split])
+        spec.name: json.dumps([spec.task.place if isinstance(spec.task, DescribedTask) else spec.task, spec.split])
         for spec in specs
     }
 

@@ -68,7 +68,8 @@ def check_added(document: Mapping[str, Any], stored: JobRecord, access: FileAcce
     _refuse(found | {place: model_path_problem(model) for place, model in attack_models(study)})
     for allowed in (access, before):
         check_files(study, allowed, section="benchmarks")
-    _refuse({place: no_file_problem(file) for place, file in of_benchmarks.items()})
+    of_files = {place for place, _ in task_files(study, folders=False)}
+    _refuse({place: no_file_problem(file) for place, file in of_benchmarks.items() if place in of_files})
     problems: list[Problem] = []
     try:
         specs = dict(enumerate(study.benchmarks))

@@ -4,33 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from importlib.metadata import version
 from pathlib import Path
 
 from workers.cache import cached
 from workers.evaluation.prompts import Generation, Prompts
+from workers.evaluation.sample_facts import Lengths
+from workers.evaluation.task_reader import reader_of
 from workers.models.tokenizers import tokenizer_digest
 from workers.types import TaskSpec, digest_of
 
-__all__ = ["Lengths", "lengths_of"]
+__all__ = ["Lengths", "lengths_of", "text_lengths"]
 
 LOOKED_AT = 50  # the first documents of each subtask
-
-
-@dataclass(frozen=True)
-class Lengths:
-    """Mean numbers of tokens that a model reads and generates for one sample of a task.
-
-    - `read`: the tokens that the model reads: the prompt, or all options with their prompts
-    - `answered`: the tokens that the model generates if completions are as long as the reference answers; equal to
-      `limit` without reference answers
-    - `limit`: the tokens that the model generates if completions end only at the task's limit
-    """
-
-    read: float
-    answered: float
-    limit: float
 
 
 def lengths_of(spec: TaskSpec, prompts: Prompts, *, cache: str | Path | None = None) -> Lengths:
@@ -41,6 +28,11 @@ def lengths_of(spec: TaskSpec, prompts: Prompts, *, cache: str | Path | None = N
     of the file, because importing the tokenizer takes seconds. `cache` is the directory of the cache, or None for the
     default one. Raises InvalidTask if the task cannot be built or one of these documents cannot be tokenized.
     """
+    return reader_of(spec.task).lengths(spec, prompts, cache=cache)
+
+
+def text_lengths(spec: TaskSpec, prompts: Prompts, *, cache: str | Path | None = None) -> Lengths:
+    """Measure the mean numbers of tokens of a task of prompts and answers (`lengths_of`)."""
     if spec.content is None or not isinstance(spec.task, Mapping):
         return _counted(spec, prompts)
     options = digest_of(prompts.options.document())

@@ -21,10 +21,12 @@ from numpy.typing import NDArray
 from workers.cache import cached
 from workers.evaluation.built_tasks import Document, PromptSettings, documents_of
 from workers.evaluation.lm_eval_tasks import inline_rows
+from workers.evaluation.sample_facts import Item
+from workers.evaluation.task_reader import reader_of
 from workers.evaluation.tasks import build_task
 from workers.types import TaskSpec, digest_of
 
-__all__ = ["Item", "OverlappingItems", "SearchItems", "items_of", "overlapping"]
+__all__ = ["Item", "OverlappingItems", "SearchItems", "items_of", "overlapping", "text_items"]
 
 NUM_WORDS = 13
 
@@ -39,14 +41,6 @@ VERSION = 2
 
 # Words, and single characters of scripts that do not separate words by spaces (kana, CJK ideographs).
 WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|[^\W\u3040-\u30ff\u3400-\u9fff]+")
-
-
-@dataclass(frozen=True)
-class Item:
-    """One sample of a task: its name in the task's data, and its text."""
-
-    name: str
-    text: str
 
 
 @dataclass(frozen=True)
@@ -130,6 +124,11 @@ def items_of(spec: TaskSpec) -> Iterator[Item]:
 
     Raises InvalidTask if the task cannot be built.
     """
+    return reader_of(spec.task).items(spec)
+
+
+def text_items(spec: TaskSpec) -> Iterator[Item]:
+    """Yield the items of a task of prompts and answers (`items_of`)."""
     if isinstance(spec.task, Mapping):
         for index, row in enumerate(inline_rows(spec)):
             yield Item(str(index), f"{row.prompt}\n{row.answer}")

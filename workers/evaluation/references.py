@@ -15,10 +15,11 @@ from workers.evaluation import built_tasks
 from workers.evaluation.built_tasks import Subtask
 from workers.evaluation.lm_eval import TaskEvaluator
 from workers.evaluation.prompts import Continuation, Generation
+from workers.evaluation.task_reader import reader_of
 from workers.evaluation.tasks import build_task
 from workers.types import TaskSpec
 
-__all__ = ["Reading", "References", "Target", "lack_of_references"]
+__all__ = ["Reading", "References", "Target", "lack_of_references", "lack_of_right_answers"]
 
 CHECKED = 100  # documents of each subtask whose targets are checked
 
@@ -160,6 +161,11 @@ def lack_of_references(spec: TaskSpec) -> str | None:
     Only the first samples are checked, and no tokenizer is needed. Raises InvalidTask if the task cannot be built or
     scored (`tasks.check_task`).
     """
+    return reader_of(spec.task).lack_of_references(spec)
+
+
+def lack_of_right_answers(spec: TaskSpec) -> str | None:
+    """Reason why a task of prompts and answers has no loss (`lack_of_references`); None if it has one."""
     with build_task(spec) as task:
         return built_tasks.lack_of_references(task, CHECKED)
 

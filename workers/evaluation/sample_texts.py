@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from workers.evaluation.built_tasks import Document, PromptSettings, documents_of
+from workers.evaluation.task_reader import reader_of
 from workers.evaluation.tasks import build_task
 from workers.types import SampleTexts, TaskSpec
 
-__all__ = ["sample_texts", "text_of"]
+__all__ = ["prompts_and_answers", "sample_texts", "text_of"]
 
 SEPARATOR = "\n"
 
@@ -17,6 +18,11 @@ def sample_texts(spec: TaskSpec, start: int, stop: int) -> SampleTexts:
     There is no chat template, since that needs a tokenizer. There are fewer samples if the task has fewer. Raises
     InvalidTask if the task cannot be built.
     """
+    return reader_of(spec.task).texts(spec, start, stop)
+
+
+def prompts_and_answers(spec: TaskSpec, start: int, stop: int) -> SampleTexts:
+    """Texts of the samples of a task of prompts and answers (`sample_texts`)."""
     with build_task(spec) as task:
         documents = documents_of(task, PromptSettings(None, None, ""))
         return tuple(text_of(documents[subtask][index]) for subtask, index in task.order[start:stop])

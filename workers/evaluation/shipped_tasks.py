@@ -9,8 +9,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from search_spaces.study.image_suites import IMAGE_SUITES, ImageSuite
 from workers.errors import InvalidTask
-from workers.evaluation.data_sets import is_on_hub, local_copy, place_of
+from workers.evaluation.data_sets import is_on_hub, load, local_copy, place_of
 from workers.task_pack import pack_dir
 from workers.types import TaskSpec
 
@@ -59,7 +60,8 @@ class FetchedData:
 
 def shipped_tasks() -> tuple[ShippedTask, ...]:
     """List all shipped tasks, sorted by paper and name, without loading them or asking the hub."""
-    return tuple(map(_shipped, sorted(pack_dir().glob("*/*.yaml"))))
+    of_text = map(_shipped, sorted(pack_dir().glob("*/*.yaml")))
+    return (*(_of_images(name, suite) for name, suite in IMAGE_SUITES.items()), *of_text)
 
 
 def fetch(task: str) -> tuple[FetchedData, ...]:
@@ -71,6 +73,8 @@ def fetch(task: str) -> tuple[FetchedData, ...]:
     """
     from workers.evaluation.lm_eval_tasks import prepare
 
+    if (suite := IMAGE_SUITES.get(task)) is not None:
+        return (_fetched_images(suite),)
     spec = TaskSpec(task, "")  # the metric does not matter for data
     found = prepare(spec).datasets
     with _offline():
@@ -84,6 +88,29 @@ def fetch(task: str) -> tuple[FetchedData, ...]:
         for key in found
         for path, part, _ in [json.loads(key)]
     )
+
+
+def _of_images(name: str, suite: ImageSuite) -> ShippedTask:
+    place = place_of(suite.data)
+    places = {suite.data: None if place is None else str(place)}
+    return ShippedTask(name, suite.paper, suite.licence, suite.sizes, "acc", (suite.data,), places)
+
+
+def _fetched_images(suite: ImageSuite) -> FetchedData:
+    """Download the data set of an image task, and check that it loads without the hub."""
+    import datasets
+
+    def loaded() -> Mapping[str, Any]:
+        found: Mapping[str, Any] = load(datasets.load_dataset, suite.data, suite.config, {})
+        return found
+
+    with _offline():
+        try:
+            found = loaded()
+        except InvalidTask:
+            _download({suite.data})
+            found = loaded()
+    return FetchedData(suite.data, suite.config, {str(split): len(rows) for split, rows in found.items()})
 
 
 def _shipped(file: Path) -> ShippedTask:

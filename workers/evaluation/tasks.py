@@ -9,14 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from workers.errors import InvalidTask
 from workers.evaluation.built_tasks import BuiltTask
 from workers.evaluation.confined_task import ConfinedTask
 from workers.evaluation.executed_task import ExecutedTask
 from workers.evaluation.lm_eval_tasks import build, inline_rows, inline_template
 from workers.evaluation.task_loading import OwnCode
+from workers.evaluation.task_reader import reader_of
+from workers.models.modalities import modality_of_task
 from workers.types import TaskInfo, TaskSpec
 
-__all__ = ["build_task", "check_task"]
+__all__ = ["build_task", "check_task", "check_text_task"]
 
 
 def check_task(spec: TaskSpec) -> TaskInfo:
@@ -28,7 +31,13 @@ def check_task(spec: TaskSpec) -> TaskInfo:
     - data are malformed or missing, or are in a file that `spec.access` does not allow
     - the metric is not a mean over samples
     - the task has its own code, and this machine has no sandbox for it
+    - the files of images are missing or broken
     """
+    return reader_of(spec.task).check(spec)
+
+
+def check_text_task(spec: TaskSpec) -> TaskInfo:
+    """Check a task of prompts and answers (`check_task`)."""
     if isinstance(spec.task, Mapping) and spec.task.get("program") is None:
         rows = inline_rows(spec)
         return TaskInfo(len(rows), higher_is_better=True, output_type="generate_until", template=inline_template(spec))
@@ -41,8 +50,11 @@ def build_task(spec: TaskSpec) -> BuiltTask:
 
     A task whose files name Python functions is built by a sandboxed process (`confined_task`). A task that executes
     completions has a sandboxed process for them (`executed_task`). The process lives as long as the returned object, or
-    until the object is closed. Raises InvalidTask if the task is unknown or cannot be scored.
+    until the object is closed. Raises InvalidTask if the task is unknown, cannot be scored, or has no prompts.
     """
+    modality = modality_of_task(spec.task)
+    if not modality.has_vocabulary:
+        raise InvalidTask(f"a task of the modality {modality.name} has no prompts; expected a task of text")
     try:
         task = build(spec)
     except OwnCode:

@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from workers.errors import InvalidModel
 from workers.models.adapters import AdaptedBase, is_adapter, read_adapter
-from workers.models.components import IGNORED, Layout, layout
+from workers.models.components import Layout
 from workers.models.computed_tensors import SourceTensor, Stacked
-from workers.models.config import in_common_names
+from workers.models.config import MERGED_TOWERS, in_common_names
 from workers.models.headers import TensorInfo, read_headers
+from workers.models.modalities import Modality, modality_of
+from workers.models.modalities.text import BY_CONFIG
 from workers.models.remote import is_metadata_only, locate, named
 from workers.models.tokenizers import TOKENIZER_FILES
 from workers.models.vocabulary import NO_OPTIONS, TokenAlignment, Vocabulary, VocabularyOptions, align, token_ids
@@ -30,8 +32,6 @@ __all__ = ["BY_CONFIG", "Checkpoint", "aligned", "open_checkpoint", "read_checkp
 
 # Configuration fields that hold ids of tokens.
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-
-BY_CONFIG = "(by config.json, or transformers' default where it is silent)"
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,13 @@ class Checkpoint:
         return in_common_names(self.config)
 
     @cached_property
+    def modality(self) -> Modality:
+        """The kind of data that the model reads, such as text."""
+        return modality_of(self.config)
+
+    @cached_property
     def layout(self) -> Layout:
-        return layout(self.settings, self.tensors)
+        return self.modality.layout(self.settings, self.tensors)
 
     @property
     def tokenizer_dir(self) -> Path:
@@ -95,6 +100,16 @@ class Checkpoint:
             self._open[info.file] = safe_open(info.file, framework="pt")
         tensor: torch.Tensor = self._open[info.file].get_tensor(info.name)
         return tensor
+
+    def unmerged(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the stored tensors that no merge has, such as CLIP's text tower, by their stored names.
+
+        Tensors of task heads are among them. Raises InvalidModel if the model's weights are not on this machine.
+        """
+        problems: list[str] = []
+        for name, info in read_headers(self.directory, problems).items():
+            if self.modality.canonical(self.config, name) not in self.layout.places:
+                yield name, self.read_stored(info)
 
     @cached_property
     def is_here(self) -> bool:
@@ -140,7 +155,8 @@ def read_checkpoint(directory: Path) -> Checkpoint:
     problems: list[str] = []
     config = _read_config(directory, problems)
     stored = read_headers(directory, problems)
-    tensors = {name: info for name, info in stored.items() if not IGNORED.search(name)}
+    canonical = modality_of(config).canonical
+    tensors = {name: info for key, info in stored.items() if (name := canonical(config, key)) is not None}
     files = tuple(sorted({info.file for info in tensors.values()}))
     checkpoint = Checkpoint(directory, config, tensors, files)
     if not problems:
@@ -182,6 +198,8 @@ def aligned(
     are aligned. The aligned base states the common vocabulary's size in its configuration, and, if `tokenizer` is the
     alias of an expert, the expert's special tokens.
     """
+    if not next(iter(checkpoints.values())).modality.has_vocabulary:
+        return dict(checkpoints), TokenAlignment(0, {})
     models = {
         alias: Vocabulary(
             checkpoint.directory,
@@ -228,7 +246,8 @@ def _read_config(path: Path, problems: list[str]) -> dict[str, Any]:
     if quantised := config.get("quantization_config"):
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
         problems.append(f"{file}: the model is quantised ({method}); merge the float32, float16 or bfloat16 original")
-    if config.get("is_encoder_decoder") or config.get("vision_config") is not None:
+    has_towers = config.get("vision_config") is not None and config.get("model_type") not in MERGED_TOWERS
+    if config.get("is_encoder_decoder") or has_towers:
         kind = "an encoder-decoder" if config.get("is_encoder_decoder") else "a vision-language"
         problems.append(f"{file}: {kind} model ({config.get('model_type')}); only decoder-only text models are merged")
     else:
@@ -249,5 +268,4 @@ def _checkpoint_problems(checkpoint: Checkpoint) -> Iterator[str]:
     stated = settings.get("num_hidden_layers", found.num_layers)
     if stated != found.num_layers:
         yield f"{path}: num_hidden_layers is {stated} {BY_CONFIG}, its tensors are of {found.num_layers} layers"
-    if found.is_tied and settings.get("tie_word_embeddings") is False:
-        yield f"{path}: tie_word_embeddings is false {BY_CONFIG}, but no output head (lm_head) is stored"
+    yield from (f"{path}: {problem}" for problem in checkpoint.modality.problems(settings, found, checkpoint.tensors))

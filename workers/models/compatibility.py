@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from workers.models.adapters import stated_base
@@ -14,7 +14,6 @@ __all__ = ["differences", "foreign_adapters"]
 
 # Configuration fields, in common names, that must agree for layers of two models to be interchangeable.
 STRUCTURE = (
-    "architectures",
     "model_type",
     "num_hidden_layers",
     "hidden_size",
@@ -77,7 +76,15 @@ def differences(base: Checkpoint, expert: Checkpoint, *, any_depth: bool = False
     With `any_depth` the models may have different numbers of layers, and only the layers that both have are compared.
     """
     where = str(expert.directory)
-    stated, wanted = _structure(expert.settings), _structure(base.settings)
+    if expert.modality is not base.modality:
+        yield (
+            f"{where}: is a model of the modality {expert.modality.name}, the base is one of {base.modality.name}; "
+            "expected models of one modality"
+        )
+        return
+    yield from base.modality.differences(base.directory, expert.directory)
+    own = base.modality.structure
+    stated, wanted = _structure(expert.settings, own), _structure(base.settings, own)
     for name in wanted:
         if any_depth and name in OF_DEPTH:
             continue
@@ -105,14 +112,15 @@ def differences(base: Checkpoint, expert: Checkpoint, *, any_depth: bool = False
         yield f"{where}: {len(shapes) - MAX_SHAPES} more tensors differ in shape from the base's"
 
 
-def _structure(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _structure(settings: Mapping[str, Any], of_modality: Sequence[str]) -> dict[str, Any]:
     """Settings in a configuration that must be equal for two models to be merged; absent settings are left out.
 
-    The settings include those of the rotary embeddings, because a merge has the rotary embeddings of the base.
+    `of_modality` are the names of settings that only models of one modality have. The settings include those of the
+    rotary embeddings, because a merge has the rotary embeddings of the base.
     """
     rope = settings.get("rope_parameters") or settings.get("rope_scaling")
     rope = rope if isinstance(rope, Mapping) else {}
-    fields = {name: settings.get(name) for name in (*STRUCTURE, "rope_theta")}
+    fields = {name: settings.get(name) for name in (*of_modality, *STRUCTURE, "rope_theta")}
     fields |= {"rope_type": rope.get("type"), **rope}
     return {name: value for name, value in fields.items() if value is not None}
 

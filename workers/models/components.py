@@ -63,12 +63,15 @@ class Layout:
     - `num_layers`: the number of decoder layers
     - `layer_prefix`: the text before the layer's index in names of tensors, such as "model.layers."
     - `tied_head`: the name of a tied output head that a file contains anyway; None if there is none
+    - `task_heads`: the names of tensors that belong to one task, such as the head of a classifier; they are never
+      merged, and are not in `places`
     """
 
     places: Mapping[str, TensorPlace]
     num_layers: int
     layer_prefix: str
     tied_head: str | None = None
+    task_heads: tuple[str, ...] = ()
 
     @property
     def is_tied(self) -> bool:
@@ -112,7 +115,7 @@ class Layout:
         for name, ((first, *_), *_) in self.stacks.items():
             of = self.places[first]
             places[name] = TensorPlace(of.component, of.layer, name[len(first) - len(of.suffix) :])
-        return Layout(places, self.num_layers, self.layer_prefix, self.tied_head)
+        return Layout(places, self.num_layers, self.layer_prefix, self.tied_head, self.task_heads)
 
     def suffixes(self, component: str, layer: int | None = None) -> tuple[str, ...]:
         """Names of a component's tensors within the layer `layer`, sorted.

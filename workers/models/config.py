@@ -19,11 +19,14 @@ from typing import Any
 from workers.cache import cached
 from workers.errors import InvalidModel
 
-__all__ = ["LAYERS_WITHOUT_EXPERTS", "in_common_names", "of_each_layer", "read_config"]
+__all__ = ["LAYERS_WITHOUT_EXPERTS", "MERGED_TOWERS", "in_common_names", "of_each_layer", "read_config"]
 
 
 # The configuration field with the numbers of the layers that have no experts, in a mixture of experts.
 LAYERS_WITHOUT_EXPERTS = "mlp_only_layers"
+
+# Model types of several towers, of which one is merged: the key of its configuration, and that tower's own model type.
+MERGED_TOWERS = {"clip": ("vision_config", "clip_vision_model")}
 
 
 def read_config(directory: str | Path) -> dict[str, Any]:
@@ -39,10 +42,14 @@ def read_config(directory: str | Path) -> dict[str, Any]:
 def in_common_names(config: Mapping[str, Any]) -> dict[str, Any]:
     """A config.json with added keys: names that all model types share, and the model type's defaults.
 
-    Shared names are, for example, num_hidden_layers, hidden_size, num_attention_heads and tie_word_embeddings. Raises
-    InvalidModel if transformers does not know the model type: code that comes with a model is never run.
+    Shared names are, for example, num_hidden_layers, hidden_size, num_attention_heads and tie_word_embeddings. Of a
+    model of several towers, such as a whole CLIP model, the result is the configuration of the tower that is merged.
+    Raises InvalidModel if transformers does not know the model type: code that comes with a model is never run.
     """
     model_type = config.get("model_type")
+    if isinstance(model_type, str) and model_type in MERGED_TOWERS:
+        key, model_type = MERGED_TOWERS[model_type]
+        config = {**config.get(key, {}), "model_type": model_type}
     common_names, defaults = _known(model_type if isinstance(model_type, str) else "")
     found = {**defaults, **config}
     return {common: found[own] for common, own in common_names.items() if own in found} | found

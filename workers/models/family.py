@@ -23,6 +23,7 @@ from workers.models.compatibility import differences, foreign_adapters
 from workers.models.components import Layout
 from workers.models.fingerprints import FileState, content_problems, file_states, fingerprint
 from workers.models.merged_files import make_result_dir
+from workers.models.modalities import Modality
 from workers.models.remote import absent_bytes, commit_of, fetched, id_of, lack_of_space, locate, named
 from workers.models.vocabulary import BASE, EMBEDDING_NAMES, UNION, TokenAlignment, VocabularyOptions, token_ids
 from workers.object_store import is_object_url
@@ -86,6 +87,11 @@ class ResolvedFamily:
     @property
     def layout(self) -> Layout:
         return self.base.layout
+
+    @property
+    def modality(self) -> Modality:
+        """The kind of data that the models read; it is the same for all."""
+        return self.base.modality
 
     @property
     def directories(self) -> Mapping[str, Path]:
@@ -198,7 +204,7 @@ class ResolvedFamily:
             )
             for alias, checkpoint in self.checkpoints.items()
         )
-        return Family(base, tuple(experts), self.tokenizer, self.vocabulary)
+        return Family(base, tuple(experts), self.tokenizer, self.vocabulary, modality=self.modality.name)
 
     def _origin(self, alias: str) -> str | None:
         """Location from which other machines get the model `alias`: hub id with commit, or object-store URL.
@@ -324,7 +330,10 @@ class LocatedFamily:
             else:
                 opened |= {alias: checkpoint} if checkpoint else {}
         views, alignment = opened, None
-        if base_alias in opened:
+        foreign = [alias for alias in experts if alias in opened and not _are_alike(opened, base_alias, alias)]
+        if foreign:  # nothing else about them can be compared
+            problems += [f"{names[a]}: {each}" for a in foreign for each in differences(opened[base_alias], opened[a])]
+        elif base_alias in opened:
             own = {alias: checkpoint for alias, checkpoint in opened.items() if alias not in self.adapted}
             problems += foreign_adapters(own, self.given) if base_alias in own else ()
             if tokenizer in (BASE, UNION, *opened):
@@ -340,6 +349,9 @@ class LocatedFamily:
             for alias in [alias for alias in experts if alias in views]:
                 found = differences(base, views[alias], any_depth=any_depth)
                 problems += [f"{names[alias]}: {problem}" for problem in found]
+        read = opened[base_alias].modality if base_alias in opened else None
+        if read is not None and not read.has_vocabulary and (tokenizer != BASE or vocabulary):
+            problems.append(f"tokenizer: models of the modality {read.name} have none; leave it out")
         if not problems and alignment is None:
             problems.append(f"tokenizer: {tokenizer!r}; expected {BASE}, {UNION}, or one of {', '.join(experts)}")
         if problems or alignment is None:
@@ -361,6 +373,11 @@ class LocatedFamily:
             known = (checkpoint for checkpoint in _wholes(opened.values()) if checkpoint.directory == whole)
             return read_expert(directory, next(known, None) or read_checkpoint(whole))
         return read_checkpoint(directory) if alias == base_alias else read_expert(directory, opened.get(base_alias))
+
+
+def _are_alike(opened: Mapping[str, Checkpoint], base_alias: str, alias: str) -> bool:
+    """Whether two of the `opened` models read the same kind of data; true if the base could not be opened."""
+    return base_alias not in opened or opened[base_alias].modality is opened[alias].modality
 
 
 def _wholes(checkpoints: Iterable[Checkpoint]) -> Iterator[Checkpoint]:

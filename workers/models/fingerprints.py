@@ -17,7 +17,6 @@ from workers.cache import cached
 from workers.models.adapters import ADAPTER_CONFIG
 from workers.models.checkpoints import Checkpoint
 from workers.models.remote import stated_hash
-from workers.models.tokenizers import TOKENIZER_FILES
 from workers.models.vocabulary import EMBEDDING_NAMES
 
 __all__ = ["FileState", "content_problems", "file_states", "fingerprint"]
@@ -72,10 +71,10 @@ def fingerprint(checkpoint: Checkpoint, *, base: str | None = None, cache: str |
     """Fingerprint of a checkpoint: sha256 (hex) of the names and contents of the files that define the model.
 
     The directory does not matter. The files of a whole model are its safetensors files, config.json,
-    generation_config.json and tokenizer files. The files of an adapter are its safetensors files, adapter_config.json
-    and tokenizer files; the fingerprint of its base is added to them. `base` is the base's fingerprint; if it is None,
-    it is computed. `cache` is the directory of the cache, or None for the default directory. Raises InvalidModel if a
-    file cannot be read.
+    generation_config.json and its modality's files, such as those of a tokenizer. The files of an adapter are its
+    safetensors files, adapter_config.json and its modality's files; the fingerprint of its base is added to them.
+    `base` is the base's fingerprint; if it is None, it is computed. `cache` is the directory of the cache, or None for
+    the default directory. Raises InvalidModel if a file cannot be read.
     """
     hashes = [(file.name, _file_hash(file, cache)) for file in _defining_files(checkpoint)]
     if checkpoint.base is not None:
@@ -120,7 +119,7 @@ def _bad_tensors(checkpoint: Checkpoint) -> Iterator[str]:
 
 def _defining_files(checkpoint: Checkpoint) -> list[Path]:
     others = [ADAPTER_CONFIG] if checkpoint.base is not None else ["config.json", "generation_config.json"]
-    files = [*checkpoint.files, *(checkpoint.directory / name for name in (*others, *TOKENIZER_FILES))]
+    files = [*checkpoint.files, *(checkpoint.directory / name for name in (*others, *checkpoint.modality.files))]
     return [file for file in files if file.is_file()]
 
 

@@ -16,7 +16,7 @@ from search_spaces.errors import InvalidRecipe
 from search_spaces.recipe import Recipe
 from workers.errors import InvalidModel
 from workers.models.checkpoints import Checkpoint
-from workers.models.config import LAYERS_WITHOUT_EXPERTS, of_each_layer
+from workers.models.config import LAYERS_WITHOUT_EXPERTS, MERGED_TOWERS, of_each_layer
 from workers.models.tokenizers import TOKENIZER_FILES, load_tokenizer
 from workers.models.vocabulary import BASE, UNION, TokenAlignment, added_tokens, token_ids
 
@@ -75,6 +75,8 @@ def merged_config(recipe: Recipe, base: Checkpoint, models: Mapping[str, Checkpo
         return config
     if not sources:
         raise InvalidRecipe("layers: the recipe has none; expected at least one")
+    if (tower := MERGED_TOWERS.get(str(config.get("model_type")))) is not None:
+        return {**config, tower[0]: {**config[tower[0]], "num_hidden_layers": len(sources)}}
     listed = of_each_layer(config, depth)
     of_models = {model: _each_layer(models[model]) for model in {source.model for source in sources}}
     config |= {

@@ -13,8 +13,8 @@ from typing import Any
 from search_spaces.study.engine import EngineOptions
 from workers.engines.vllm.environment import engine_environment
 from workers.errors import EngineUnavailable, ServeUnavailable
+from workers.models.modalities import MODALITIES
 from workers.serving.application import answered, application_state, failure_reason, is_deployed, num_replicas
-from workers.serving.engine_worker import EngineWorker
 from workers.serving.gpu_verification import verify_on_free_gpu
 from workers.serving.replica import ScoringReplica, Worker
 from workers.serving.serve_scorer import DEPLOYMENT, ServeScorer
@@ -139,10 +139,12 @@ def deploy_scorer(
                     "runtime_env": {"env_vars": environment},
                 },
             )
-            most_engines = replicas if keep_idle_s is None else max_replicas
-            own_worker = functools.partial(
-                EngineWorker, family, options, most_engines=most_engines, verify_elsewhere=verify_on_free_gpu
-            )
+            modality = MODALITIES[family.modality]
+            own: dict[str, Any] = {}
+            if modality.runs_on_vllm:
+                most_engines = replicas if keep_idle_s is None else max_replicas
+                own = {"most_engines": most_engines, "verify_elsewhere": verify_on_free_gpu}
+            own_worker = functools.partial(modality.worker_class(), family, options, **own)
             forget_starts(name)
             application = deployment.bind(make_worker or own_worker, time_limits)
             serve.run_many(

@@ -23,6 +23,7 @@ from search_spaces.recipe import Merge, Recipe
 from workers.errors import EngineCrashed, EngineFault, EngineUnavailable, InvalidTask, TrialFailed
 from workers.evaluation.inline_files import read_inline
 from workers.evaluation.sample_texts import sample_texts
+from workers.evaluation.task_reader import reader_of
 from workers.serving.completions import CompletionBatch, CompletionPart, CompletionRequest, LiveCompletion
 from workers.types import (
     CanaryReport,
@@ -186,12 +187,17 @@ class FakeScorer:
         """
         return tuple(
             TaskInfo(
-                num_samples=len(read_inline(task.task)) if isinstance(task.task, Mapping) else self.num_samples,
+                num_samples=self._num_samples_of(task),
                 higher_is_better=True,
                 output_type="generate_until",
             )
             for task in tasks
         )
+
+    def _num_samples_of(self, task: TaskSpec) -> int:
+        if isinstance(task.task, str):
+            return self.num_samples
+        return len(read_inline(task.task)) if "file" in task.task else reader_of(task.task).check(task).num_samples
 
     def sample_texts(self, task: TaskSpec, start: int, stop: int) -> SampleTexts:
         """Prompts and right answers of samples; unlike other methods, this one builds the task."""

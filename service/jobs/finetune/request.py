@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from search_spaces.errors import InvalidStudy, Problem
-from search_spaces.study.objectives import InlineTask
+from search_spaces.study.objectives import DescribedTask
 from service.jobs.base import Accepted, RequestContext
 from service.studies.preflight.files import (
     FilesRefused,
@@ -72,7 +72,7 @@ def check_finetune_files(pipeline: Pipeline, access: FileAccess | None) -> None:
         refused = (*_problems(pipeline, lambda spec: _refusals(spec, access)), *_in_study(pipeline, access.refusal))
         if refused:
             raise FilesRefused(refused)
-    if problems := (*_problems(pipeline, _no_files), *_in_study(pipeline, no_file_problem)):
+    if problems := (*_problems(pipeline, _no_files), *_in_study(pipeline, no_file_problem, folders=False)):
         raise InvalidStudy(problems)
 
 
@@ -136,8 +136,8 @@ def _files(spec: FinetuneSpec) -> Iterator[tuple[str, str]]:
         yield "data.file", spec.data.file
     for index, objective in enumerate(spec.evaluation.objectives if spec.evaluation is not None else ()):
         place = f"evaluation.objectives.{index}.task"
-        if isinstance(objective.task, InlineTask):
-            yield f"{place}.file", objective.task.file
+        if isinstance(objective.task, DescribedTask):
+            yield f"{place}.{objective.task.place_key}", objective.task.place
         elif objective.task.endswith(PATH_SUFFIXES):
             yield place, objective.task
 
@@ -157,14 +157,15 @@ def _problems(pipeline: Pipeline, find: Callable[[FinetuneSpec], Iterator[tuple[
         yield from (Problem(pipeline.field_of(alias, field), message) for field, message in find(spec))
 
 
-def _in_study(pipeline: Pipeline, find: Callable[[str], str | None]) -> Iterator[Problem]:
+def _in_study(pipeline: Pipeline, find: Callable[[str], str | None], *, folders: bool = True) -> Iterator[Problem]:
     """Yield the problems of the task files that are named in the study of a fine-tuning.
 
     `pipeline` is the specification of the fine-tuning, which may have a study that merges the trained experts. The
-    check `find` takes a file, and returns a message about it, or None if nothing is wrong with the file.
+    check `find` takes a file, and returns a message about it, or None if nothing is wrong with the file. With `folders`
+    False, tasks whose data may be a folder are left out.
     """
     study = pipeline.study_of({alias: Path(os.sep) for alias in pipeline.experts})
-    for place, file in task_files(study) if study is not None else ():
+    for place, file in task_files(study, folders=folders) if study is not None else ():
         if message := find(file):
             yield Problem(f"{STUDY}.{place}", message)
 

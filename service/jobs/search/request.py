@@ -43,7 +43,7 @@ def read_study(document: Mapping[str, Any], context: RequestContext) -> Study:
     found |= {place: file_path_problem(file) for place, file in task_files(study)}
     _refuse(found)
     check_files(study, context.access)
-    _refuse({place: no_file_problem(file) for place, file in task_files(study)})
+    _refuse({place: no_file_problem(file) for place, file in task_files(study, folders=False)})
     return study
 
 

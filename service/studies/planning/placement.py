@@ -112,7 +112,7 @@ def place_study(
     """
     ranks = study.engine.tensor_parallel_size
     needs = memory_requirements(
-        sources, config=sources.base.config, dtype=dtype, max_length=study.engine.max_model_len, ranks=ranks
+        sources, config=sources.base.settings, dtype=dtype, max_length=study.engine.max_model_len, ranks=ranks
     )
     on_gpus = profile.gpus > 0
     each = max(1, profile.gpus // ranks) if on_gpus else study.engine.replicas
@@ -152,7 +152,7 @@ def place_study(
         bank = kept.value
     else:
         capacity, bank, reason = 0, "mapped", "engines on a CPU read mapped files"
-        kv = kv_cache_bytes(sources.base.config, study.engine.max_model_len, dtype)
+        kv = kv_cache_bytes(sources.base.settings, study.engine.max_model_len, dtype)
         texts = _texts(needs, kv)
         parts += [
             Part("source weights", "files mapped into memory, shared", host_bytes=memory.bank_bytes),

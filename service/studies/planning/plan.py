@@ -87,7 +87,7 @@ def plan_of(
     speeds = engine_speeds(
         facts,
         profile,
-        config=sources.base.config,
+        config=sources.base.settings,
         dtype=dtype,
         ranks=study.engine.tensor_parallel_size,
         threads=threads,
@@ -98,7 +98,11 @@ def plan_of(
     size = preflight.models.size
     deepest = replace(speeds, facts=facts if size is None else facts.deepened(size.max_layers))
     host = engine_speeds(
-        facts, replace(profile, gpus=0), config=sources.base.config, dtype="float32", threads=max(1, profile.cores - 1)
+        facts,
+        replace(profile, gpus=0),
+        config=sources.base.settings,
+        dtype="float32",
+        threads=max(1, profile.cores - 1),
     )
     gradient_speeds = None
     if gradients is not None:
@@ -106,7 +110,7 @@ def plan_of(
         # Gradients read the copy in host memory that engines share, if there is one.
         bank = "host" if placement.bank == "host" else "mapped"
         gradient_speeds = (
-            engine_speeds(facts, profile, config=sources.base.config, dtype=dtype, bank=bank) if on_gpu else host
+            engine_speeds(facts, profile, config=sources.base.settings, dtype=dtype, bank=bank) if on_gpu else host
         )
     phases = phases_of(
         preflight,

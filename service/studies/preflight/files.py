@@ -12,7 +12,7 @@ from pathlib import Path
 from search_spaces.errors import InvalidStudy, Problem
 from search_spaces.study.attacks import BertAttack
 from search_spaces.study.file import Study
-from search_spaces.study.objectives import InlineTask
+from search_spaces.study.objectives import DescribedTask
 from workers.file_access import FileAccess
 from workers.models.remote import hub_cache
 from workers.object_store import is_object_url
@@ -62,12 +62,12 @@ def _problems(study: Study, access: FileAccess) -> Iterator[Problem]:
         if reason := access.refusal(file):
             yield Problem(place, reason)
     for place, spec in study.with_tasks():
-        is_inline = isinstance(spec.task, InlineTask)
-        file = spec.task.file if isinstance(spec.task, InlineTask) else spec.task
-        if not is_inline and Path(file).suffix not in (".yaml", ".yml"):
-            continue  # the name of one of lm-eval's tasks
+        described = spec.task if isinstance(spec.task, DescribedTask) else None
+        file = spec.task.place if isinstance(spec.task, DescribedTask) else spec.task
+        if (described is None and Path(file).suffix not in (".yaml", ".yml")) or (described and described.is_on_hub):
+            continue  # the name of one of lm-eval's tasks, or of a data set of the hub
         if reason := access.refusal(file):
-            yield Problem(f"{place}.task{'.file' if is_inline else ''}", reason)
+            yield Problem(f"{place}.task{'' if described is None else f'.{described.place_key}'}", reason)
 
 
 def model_refusal(model: str, access: FileAccess) -> str | None:
@@ -81,14 +81,16 @@ def model_refusal(model: str, access: FileAccess) -> str | None:
     return f"{model}: models of the hub are read from its cache: {reason}" if reason else None
 
 
-def task_files(study: Study) -> Iterator[tuple[str, str]]:
+def task_files(study: Study, *, folders: bool = True) -> Iterator[tuple[str, str]]:
     """The files that a study names as tasks and recipes, each as (place in the study file, path of the file).
 
-    A place is a dotted path of keys, such as "objectives.0.task".
+    A place is a dotted path of keys, such as "objectives.0.task". With `folders` False, tasks whose data may be a
+    folder are left out.
     """
     for place, spec in study.with_tasks():
-        if isinstance(spec.task, InlineTask):
-            yield f"{place}.task.file", spec.task.file
+        if isinstance(spec.task, DescribedTask):
+            if not spec.task.is_on_hub and (folders or not spec.task.may_be_folder):
+                yield f"{place}.task.{spec.task.place_key}", spec.task.place
         elif spec.task.endswith((".yaml", ".yml")):
             yield f"{place}.task", spec.task
     yield from _recipe_files(study)

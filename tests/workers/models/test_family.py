@@ -11,6 +11,7 @@ import pytest
 
 import workers.models.checkpoints
 import workers.models.family
+import workers.models.modalities.text
 from tests.builders import tiny_family
 from workers.errors import InvalidModel
 from workers.merging.bank import Bank
@@ -19,7 +20,8 @@ from workers.types import Family
 
 OPENING = {
     workers.models.family: ("locate", "aligned", "fingerprint", "content_problems"),
-    workers.models.checkpoints: ("read_headers", "layout"),
+    workers.models.checkpoints: ("read_headers",),
+    workers.models.modalities.text: ("layout",),
 }
 EXPERTS = ("code", "math", "text")
 

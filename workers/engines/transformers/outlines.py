@@ -15,7 +15,9 @@ from typing import Any
 
 from workers.errors import InvalidModel
 from workers.models.adapters import is_adapter
+from workers.models.config import MERGED_TOWERS
 from workers.models.headers import DTYPE_BYTES
+from workers.models.modalities import modality_of
 from workers.models.remote import HUB_ID, is_metadata_only
 from workers.models.remote.errors import reason_of
 from workers.models.remote.model_files import SMALL_FILES
@@ -40,7 +42,7 @@ def outline(model: str) -> str:
     the header of a safetensors file. Of a hub model only small files are downloaded, or taken from the hub client's
     cache. For adapters, models in object stores, and models whose weights are on this machine, no directory is made and
     `model` itself is returned. Raises InvalidModel if the configuration is missing, or is not one of a causal language
-    model that transformers knows.
+    model or an image model that transformers knows.
     """
     if is_object_url(model):
         return model
@@ -111,16 +113,18 @@ def _tensors(directory: Path, model: str) -> dict[str, Any]:
     `directory` has the model's config.json. `model` names the model in messages.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    import transformers
 
     try:
-        config = AutoConfig.from_pretrained(directory)
+        config = transformers.AutoConfig.from_pretrained(directory)
+        is_tower = config.model_type in (*MERGED_TOWERS, *(tower for _, tower in MERGED_TOWERS.values()))
+        loader = "AutoModel" if is_tower else modality_of(config.to_dict()).auto_class
         with torch.device("meta"):
-            found = AutoModelForCausalLM.from_config(config)
+            found = getattr(transformers, loader).from_config(config)
     except Exception as error:  # transformers raises many kinds for configurations that it does not know
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise InvalidModel((f"{model}: its size does not follow from {CONFIG}: {reason}",)) from error
-    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    tied = {"lm_head.weight"} if getattr(config, "tie_word_embeddings", False) else set()
     dtype = DTYPES.get(str(config.dtype), "BF16")
     header, offset = {}, 0
     for name, tensor in found.state_dict().items():

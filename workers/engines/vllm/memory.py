@@ -166,7 +166,8 @@ def memory_requirements(
     """
     models = sources.views
     size_of_value = value_bytes(dtype)
-    sizes = {name: math.prod(tensor.shape) for name, tensor in sources.base.tensors.items()}
+    heads = sources.base.layout.task_heads  # which other models need not have, and which are not merged
+    sizes = {name: math.prod(tensor.shape) for name, tensor in sources.base.tensors.items() if name not in heads}
     operands = (
         num_elements * (size_of_value + sum(DTYPE_BYTES[model.tensors[name].dtype] for model in models.values()))
         for name, num_elements in sizes.items()

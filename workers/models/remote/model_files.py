@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from workers.models.headers import PICKLES
-from workers.models.tokenizers import TOKENIZER_FILES
+from workers.models.modalities import MODALITIES
 
 __all__ = ["NEEDED_FILES", "SMALL_FILES", "pickles", "weight_files"]
 
@@ -22,7 +22,7 @@ NEEDED_FILES = (
     "generation_config.json",
     "adapter_config.json",
     *(INDEX.format(stem) for stem in STEMS),
-    *TOKENIZER_FILES,
+    *(file for modality in MODALITIES.values() for file in modality.files),
 )
 
 # The needed files, and the model card, which states the licence.

@@ -17,7 +17,7 @@ from search_spaces.errors import InvalidStudy, Problem
 from search_spaces.section import Line, Name, Section
 from search_spaces.study.checks import HINTS
 from search_spaces.study.file import resolved_file, resolved_model, resolved_objective
-from search_spaces.study.objectives import InlineTask, ObjectiveSpec
+from search_spaces.study.objectives import DescribedTask, ObjectiveSpec
 from search_spaces.study.validation import in_file_order, problems_of
 from search_spaces.study.yaml import read_document
 from workers.file_access import FileAccess
@@ -233,7 +233,7 @@ def task_of(objective: ObjectiveSpec, *, seed: int, access: FileAccess | None = 
     limit.
     """
     return TaskSpec(
-        task=objective.task.description() if isinstance(objective.task, InlineTask) else objective.task,
+        task=objective.task.description() if isinstance(objective.task, DescribedTask) else objective.task,
         metric=objective.metric,
         filter=objective.filter,
         split=objective.split,

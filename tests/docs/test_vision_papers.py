@@ -1,0 +1,90 @@
+"""The vision file of docs/papers: a CLIP ViT-B/32 with eight tasks is accepted and planned without weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from search_spaces.study.file import parse_study
+from search_spaces.study.image_suites import IMAGE_SUITES
+from service.engine_machines import VARIABLE
+from service.jobs.search.dry_run import check
+from tests.docs.test_papers import PAPERS
+from tests.vision import clip_tokenizer
+from tests.workers.evaluation.test_image_data_sets import png
+
+FILE = PAPERS / "hm3_clip_b32.yaml"
+NUM_IMAGES = 200
+# Parameters of the vision tower of ViT-B/32 with its projection, as transformers counts CLIPVisionModelWithProjection.
+PARAMETERS = 87_849_216
+
+
+def b32() -> dict[str, Any]:
+    tower = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
+    text = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 8}
+    return {
+        "architectures": ["CLIPModel"],
+        "model_type": "clip",
+        "projection_dim": 512,
+        "vision_config": {**tower, "model_type": "clip_vision_model", "image_size": 224, "patch_size": 32},
+        "text_config": {**text, "model_type": "clip_text_model", "vocab_size": 49408, "max_position_embeddings": 77},
+    }
+
+
+def model(place: Path, *, is_whole: bool) -> str:
+    """A directory with the configuration, processor and a small tokenizer, without weights."""
+    from transformers import CLIPImageProcessorPil
+
+    config = b32()
+    if not is_whole:
+        config = {**config["vision_config"], "architectures": ["CLIPVisionModel"]}
+    CLIPImageProcessorPil().save_pretrained(place)
+    if is_whole:
+        clip_tokenizer().save_pretrained(place)
+    (place / "config.json").write_text(json.dumps(config))
+    return str(place)
+
+
+@pytest.fixture
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For each data set of the file, 200 images in the user's own directory."""
+    from datasets import ClassLabel, Dataset, Features, Image
+
+    document = yaml.safe_load(FILE.read_text())
+    root = tmp_path / "data"
+    for task in {entry["task"] for entry in document["objectives"]}:
+        suite = IMAGE_SUITES[task]
+        names = suite.classes or tuple(f"class_{number}" for number in range(40))
+        rows = {
+            "image": [{"bytes": png(number), "path": None} for number in range(NUM_IMAGES)],
+            "label": [number % len(names) for number in range(NUM_IMAGES)],
+        }
+        made = Dataset.from_dict(rows, features=Features({"image": Image(), "label": ClassLabel(names=list(names))}))
+        place = root / suite.data
+        (place / "data").mkdir(parents=True)
+        made.to_parquet(place / "data" / "test.parquet")
+        if suite.config is not None:  # as the hub's data sets name their configurations
+            files = (
+                f"configs: [{{config_name: {suite.config}, data_files: [{{split: test, path: data/test.parquet}}]}}]"
+            )
+            (place / "README.md").write_text(f"---\n{files}\n---\n")
+    monkeypatch.setenv("MERGESEARCH_DATA", str(root))
+
+
+@pytest.mark.slow
+def test_the_eight_tasks_are_planned_without_weights(
+    data: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`run --check --metadata-only` accepts the file, and states the tower's size and the number of trials."""
+    document = yaml.safe_load(FILE.read_text())
+    experts = {alias: model(tmp_path / alias, is_whole=False) for alias in document["models"]["experts"]}
+    document["models"] = {"base": model(tmp_path / "base", is_whole=True), "experts": experts}
+    monkeypatch.setenv(VARIABLE, "gpus=1,memory=100GiB,gpu_memory=80GB")
+    plan = check(parse_study(document, PAPERS), tmp_path / "run", metadata_only=True)
+    assert plan.num_parameters == PARAMETERS
+    assert plan.trials["search"] == document["search"]["max_trials"]
+    assert "weights   not read: sizes are those of the models' configurations" in plan.to_text()

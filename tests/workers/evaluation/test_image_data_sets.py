@@ -1,0 +1,120 @@
+"""Image tasks over data sets of the hub, and the named tasks of the papers' vision tables."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from search_spaces.study.image_suites import IMAGE_SUITES, with_described_suites
+from search_spaces.study.objectives import ImageTask, ObjectiveSpec
+from workers.errors import InvalidTask
+from workers.evaluation.image_tasks import load_image_task, read_image_set
+from workers.evaluation.shipped_tasks import fetch, shipped_tasks
+from workers.models.zero_shot import check_templates, prompts_of
+from workers.types import TaskSpec
+
+LAND = IMAGE_SUITES["clip_eurosat"]
+
+
+def png(seed: int) -> bytes:
+    from PIL import Image
+
+    pixels = np.random.default_rng(seed).integers(0, 256, (8, 8, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "png")
+    return file.getvalue()
+
+
+@pytest.fixture
+def eurosat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A data set of the name and columns of EuroSAT's copy on the hub, with 30 images, in the user's own directory."""
+    from datasets import ClassLabel, Dataset, Features, Image
+
+    labels = [index % 10 for index in range(30)]
+    names = [f"Class{index}" for index in range(10)]
+    rows = {"image": [{"bytes": png(index), "path": None} for index in range(30)], "label": labels}
+    made = Dataset.from_dict(rows, features=Features({"image": Image(), "label": ClassLabel(names=names)}))
+    place = tmp_path / "tanganke" / "eurosat"
+    place.mkdir(parents=True)
+    made.to_parquet(place / "test.parquet")
+    monkeypatch.setenv("MERGESEARCH_DATA", str(tmp_path))
+    return place
+
+
+def test_a_named_task_reads_its_data_set(eurosat: Path) -> None:
+    """The task's images, classes and order come from the data set and the suite; content digests are of the images."""
+    entry = {"name": "land", "task": "clip_eurosat", "metric": "acc", "split": "test[:20]"}
+    (described,) = with_described_suites({"objectives": [entry]})["objectives"]
+    objective = ObjectiveSpec.model_validate(described)
+    assert isinstance(objective.task, ImageTask)
+    assert (objective.split, objective.task.split, objective.task.head) == (None, "test[:20]", "base")
+    description = objective.task.description()
+    images = read_image_set(description)
+    assert images.classes == LAND.classes
+    assert [sample.label for sample in images.samples] == [index % 10 for index in range(20)]
+    assert images.read(images.samples[7]) == png(7)
+    task = load_image_task(TaskSpec(description, "acc", content=images.content))
+    assert sorted(task.order) == list(range(20))
+    other = read_image_set({**description, "split": "test[10:]"})
+    assert other.content != images.content
+    assert images.samples[3].name == "test[:20]/3"
+
+
+def test_classes_are_those_of_the_data_set_where_the_task_names_none(eurosat: Path) -> None:
+    images = read_image_set({"images": "hub:tanganke/eurosat", "split": "test", "head": "base"})
+    assert images.classes is not None
+    assert images.classes[3] == "Class3"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"split": "train"}, "train"),
+        ({"label": "kind"}, "has no column 'kind'; its columns are image, label"),
+        ({"classes": ["forest", "river"]}, "has other values than numbers from 0 to 1"),
+    ],
+)
+def test_what_the_data_set_does_not_have_is_named(eurosat: Path, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidTask, match=message):
+        read_image_set({"images": "hub:tanganke/eurosat", "split": "test", "head": "base", **change})
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        ({"images": "hub:a/b", "head": "base"}, r"hub:a/b has no split"),
+        ({"images": "folder", "head": "base", "split": "test"}, r"only data sets of the hub .* have a split"),
+        ({"images": "folder", "head": "base", "config": "x"}, r"only data sets of the hub .* have a config"),
+    ],
+)
+def test_splits_belong_to_data_sets(task: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        ObjectiveSpec.model_validate({"name": "land", "task": task, "metric": "acc"})
+
+
+def test_suites_are_listed_and_fetched(eurosat: Path) -> None:
+    """`mergesearch tasks` lists the suites, says which are here, and `fetch` finds the data without the hub."""
+    listed = {task.name: task for task in shipped_tasks()}
+    assert listed.keys() >= IMAGE_SUITES.keys()
+    assert listed["clip_eurosat"].is_here
+    assert not listed["clip_dtd"].is_here
+    (found,) = fetch("clip_eurosat")
+    assert (found.data, dict(found.sizes)) == ("tanganke/eurosat", {"test": 30})
+
+
+def test_every_suite_makes_prompts() -> None:
+    """Templates have one place for the class; suites with named classes name each once; HM3 has eight, MergOPT ten."""
+    assert len(IMAGE_SUITES) == 10
+    assert sum("HM3" in suite.paper for suite in IMAGE_SUITES.values()) == 8
+    for name, suite in IMAGE_SUITES.items():
+        check_templates(suite.templates, where=name)
+        assert len(set(suite.templates)) == len(suite.templates)
+        assert suite.classes is None or len(set(suite.classes)) == len(suite.classes)
+    assert prompts_of(("river",), LAND.templates)[0][2] == "a centered satellite photo of the river."
+    counts = {name: len(suite.classes or ()) for name, suite in IMAGE_SUITES.items() if suite.classes}
+    assert counts == {"clip_eurosat": 10, "clip_svhn": 10, "clip_gtsrb": 43, "clip_mnist": 10, "clip_pcam": 2}

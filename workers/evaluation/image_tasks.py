@@ -1,0 +1,465 @@
+"""Image tasks: folders with a directory for each class, and JSONL files that name images and their labels.
+
+The description of a task in a study file has these keys:
+
+- `images`: the folder, the JSONL file, or hub:OWNER/NAME, a data set that `data_sets` finds
+- `split`, `config`: the split and, if it has several, the configuration of a data set
+- `head`: the alias of the model whose head scores the task
+- `classes`: names of the classes in the order of the head's outputs; without it, classes are found by the names in the
+  head's configuration, or, if that has none, are in alphabetical order
+- `templates`: texts that describe a class to the text tower of CLIP, with {} in place of the class's name
+- `image`, `label`: the keys of a JSONL line with the image's path, relative to the file's directory, and its label, a
+  class's name or the index of an output; of a data set, the columns with the image and the label
+
+The metrics are `acc` (the right class has the largest logit) and `acc_top5` (it is among the five largest).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from search_spaces.study.image_suites import HUB
+from workers.cache import cached
+from workers.errors import InvalidTask
+from workers.evaluation.built_tasks import permutation
+from workers.evaluation.data_sets import load
+from workers.evaluation.sample_facts import Item, Lengths
+from workers.file_access import FileAccess
+from workers.models.image_processors import decoded
+from workers.models.task_heads import TaskHead, has_zero_shot_heads, task_heads, zero_shot_head
+from workers.models.zero_shot import check_templates
+from workers.object_store import is_object_url
+from workers.types import SampleTexts, TaskInfo, TaskSpec, digest_of
+
+if TYPE_CHECKING:
+    from workers.evaluation.prompts import Prompts
+    from workers.models.family import ResolvedFamily
+
+__all__ = [
+    "IMAGE_METRICS",
+    "IMAGE_TASKS",
+    "ImageFacts",
+    "ImageSample",
+    "ImageSet",
+    "ImageTask",
+    "ImageTasks",
+    "PreparedTask",
+    "image_facts",
+    "load_image_task",
+    "prepared_task",
+    "read_image_set",
+    "texts_of",
+]
+
+# The number of largest logits among which the right class must be, by metric.
+IMAGE_METRICS: Mapping[str, int] = {"acc": 1, "acc_top5": 5}
+SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
+JSONL = (".jsonl", ".ndjson")
+KEYS = frozenset({"images", "split", "config", "head", "classes", "templates", "image", "label"})
+# Options of a task's entry in the study file that only text tasks have.
+OF_TEXT = ("filter", "split", "num_fewshot", "max_tokens", "until", "template")
+NUM_THREADS = 8
+
+
+@dataclass(frozen=True)
+class ImageSample:
+    """One image file and its label.
+
+    `name` is the path within the task's data, by which the sample is called. The images of a data set have no files of
+    their own: `row` is the number of the row, and `file` a name for messages. `label` is an index in the set's
+    `classes` or, without classes, the head's output.
+    """
+
+    file: Path
+    name: str
+    label: int
+    row: int | None = None
+
+
+@dataclass(frozen=True)
+class ImageSet:
+    """Images with labels, in the order of their names (of lines, in a JSONL file).
+
+    `classes` has the names of the classes; None if labels are the indices of a head's outputs. `is_ordered` says
+    whether classes are in the order of the head's outputs. `where` is the folder or file, for messages.
+    """
+
+    samples: tuple[ImageSample, ...]
+    classes: tuple[str, ...] | None
+    is_ordered: bool
+    where: str
+    rows: Sequence[Mapping[str, Any]] = ()
+    column: str = "image"
+
+    def class_of(self, sample: ImageSample) -> str:
+        return str(sample.label) if self.classes is None else self.classes[sample.label]
+
+    def read(self, sample: ImageSample) -> bytes:
+        """Read the bytes of a sample's file. Raises InvalidTask, which names the file, if it cannot be read."""
+        stored = None if sample.row is None else self.rows[sample.row][self.column]
+        if stored is not None and stored["bytes"] is not None:
+            return bytes(stored["bytes"])
+        try:
+            return (sample.file if stored is None else Path(stored["path"])).read_bytes()
+        except OSError as error:
+            raise InvalidTask(f"{sample.file}: cannot be read ({error.strerror})", "task.images") from error
+
+    @cached_property
+    def digests(self) -> tuple[str, ...]:
+        """The sha256 (hex) of each image file. Raises InvalidTask if one cannot be read."""
+
+        def digest(sample: ImageSample) -> str:
+            return hashlib.sha256(self.read(sample)).hexdigest()
+
+        with ThreadPoolExecutor(NUM_THREADS) as threads:
+            return tuple(threads.map(digest, self.samples))
+
+    @cached_property
+    def content(self) -> str:
+        """Digest of all names, labels and images."""
+        rows = [
+            (sample.name, self.class_of(sample), digest)
+            for sample, digest in zip(self.samples, self.digests, strict=True)
+        ]
+        return digest_of([rows, self.classes])
+
+
+@dataclass(frozen=True)
+class ImageTask:
+    """An image task whose data were read: the specification, the images, and the order of scoring.
+
+    Beginnings of the order have all classes in proportion to their numbers of images.
+    """
+
+    spec: TaskSpec
+    images: ImageSet
+    order: tuple[int, ...] = field(repr=False)
+
+    @property
+    def head(self) -> str:
+        """Alias of the model whose head scores the task."""
+        assert isinstance(self.spec.task, Mapping)
+        return str(self.spec.task["head"])
+
+    @property
+    def num_largest(self) -> int:
+        """The number of largest logits among which the right class must be."""
+        return IMAGE_METRICS[self.spec.metric]
+
+
+@dataclass(frozen=True)
+class PreparedTask:
+    """An image task with its head.
+
+    `outputs` has the head's output for the class of each sample, in the order of scoring; `names` has the name of each
+    output.
+    """
+
+    task: ImageTask
+    head: TaskHead
+    outputs: tuple[int, ...]
+    names: tuple[str, ...]
+
+
+def read_image_set(task: Mapping[str, Any], access: FileAccess | None = None) -> ImageSet:
+    """List the images and labels of a task, described as in a study file; images are not read.
+
+    `access` limits the files that may be named; None is no limit. Raises InvalidTask, which names the file and, in a
+    JSONL file, the line.
+    """
+    if unknown := sorted(set(task) - KEYS):
+        raise InvalidTask(f"image task: unknown key {unknown[0]!r}; known are {', '.join(sorted(KEYS))}")
+    if not task.get("head"):
+        raise InvalidTask("image task: names no head; give the alias of the model whose head scores it", "task.head")
+    place = str(task["images"])
+    if task.get("templates") is not None:
+        check_templates(tuple(map(str, task["templates"])), where=place)
+    stated = tuple(map(str, task["classes"])) if task.get("classes") else None
+    if stated is not None and len(set(stated)) < len(stated):
+        raise InvalidTask(f"{place}: classes names {_repeated(stated)!r} twice; give each once", "task.classes")
+    if place.startswith(HUB):
+        return _of_data_set(place, task, stated)
+    if is_object_url(place):
+        message = f"{place}: images are read from directories of this machine; give a folder or a JSONL file"
+        raise InvalidTask(message, "task.images")
+    _check_access(Path(place), access)
+    if Path(place).suffix in JSONL:
+        found = _of_lines(Path(place), task, stated, access)
+    else:
+        found = _of_folder(Path(place), stated, access)
+    if not found.samples:
+        raise InvalidTask(f"{place}: has no images; expected a directory for each class, or lines", "task.images")
+    return found
+
+
+def load_image_task(spec: TaskSpec) -> ImageTask:
+    """Read the data of the task `spec`, and check its options and that data are those of `spec.content`.
+
+    Raises InvalidTask if the task cannot be used.
+    """
+    assert isinstance(spec.task, Mapping)
+    label = str(spec.task.get("images"))
+    if spec.metric not in IMAGE_METRICS:
+        message = f"task {label}: unknown metric {spec.metric!r}; an image task has {' and '.join(IMAGE_METRICS)}"
+        raise InvalidTask(message, "metric")
+    for option in OF_TEXT:
+        if getattr(spec, option) is not None:
+            raise InvalidTask(f"task {label}: {option} is for tasks of text; leave it out", option)
+    images = read_image_set(spec.task, spec.access)
+    if spec.content is not None and images.content != spec.content:
+        raise InvalidTask(f"{label}: has changed since the study was checked; restore it, or start a new study")
+    of_class: dict[str, list[int]] = {}
+    for index, sample in enumerate(images.samples):
+        of_class.setdefault(images.class_of(sample), []).append(index)
+    members = list(of_class.values())
+    order = permutation({name: len(each) for name, each in of_class.items()}, seed=spec.permutation_seed)
+    return ImageTask(spec, images, tuple(members[group][index] for group, index in order))
+
+
+def prepared_task(spec: TaskSpec, sources: ResolvedFamily) -> PreparedTask:
+    """Read an image task, and find the head that it names among the models `sources`.
+
+    Raises InvalidTask if the task cannot be used, no model has the head, or the head has other classes.
+    """
+    task = load_image_task(spec)
+    heads = task_heads(sources.checkpoints)
+    where, images = task.images.where, task.images
+    if task.head not in sources.checkpoints:
+        message = f"{where}: head {task.head!r} is no model; expected one of {', '.join(heads) or 'none has a head'}"
+        raise InvalidTask(message, "task.head")
+    assert isinstance(spec.task, Mapping)
+    templates = spec.task.get("templates")
+    if has_zero_shot_heads(sources.checkpoints[task.head]):
+        heads = {task.head: zero_shot_head(task.head, images.classes, templates, where=where)}
+    elif templates is not None:
+        message = f"{where}: templates are for heads of whole CLIP models, which {task.head!r} is not; leave them out"
+        raise InvalidTask(message, "task.templates")
+    if task.head not in heads:
+        having = f"; those with one are {', '.join(heads)}" if heads else ", nor has any other model"
+        raise InvalidTask(f"{where}: the model {task.head!r} has no head{having}", "task.head")
+    head = heads[task.head]
+    if images.classes is None:
+        largest = max(sample.label for sample in images.samples)
+        if largest >= head.num_classes:
+            message = (
+                f"{where}: has the label {largest}, the head of {task.head!r} has {head.num_classes} classes; "
+                f"expected labels from 0 to {head.num_classes - 1}"
+            )
+            raise InvalidTask(message, "task.head")
+        places: Sequence[int] = range(head.num_classes)
+    else:
+        places = head.order_of(images.classes, is_ordered=images.is_ordered, where=where)
+    names = list(head.labels or map(str, range(head.num_classes)))
+    for index, name in enumerate(images.classes or ()):
+        names[places[index]] = name
+    outputs = tuple(places[images.samples[index].label] for index in task.order)
+    return PreparedTask(task, head, outputs, tuple(names))
+
+
+@dataclass(frozen=True)
+class ImageFacts:
+    """Number of images in a folder or JSONL file, and the number for each class by its name or index."""
+
+    num_images: int
+    classes: Mapping[str, int]
+    content: str
+
+
+def image_facts(place: str) -> ImageFacts:
+    """Count the images in a folder or JSONL file, after decoding each. Raises InvalidTask, which names broken files."""
+    images = read_image_set({"images": place, "head": "any"})
+    _check_decodable(images)
+    counts = Counter(map(images.class_of, images.samples))
+    return ImageFacts(len(images.samples), dict(sorted(counts.items())), images.content)
+
+
+class ImageTasks:
+    """Tasks of images and labels (`workers.evaluation.task_reader.TaskReader`)."""
+
+    def content(self, task: Mapping[str, Any]) -> str:
+        return read_image_set(task).content
+
+    def check(self, spec: TaskSpec) -> TaskInfo:
+        images = load_image_task(spec).images
+        _check_decodable(images)
+        return TaskInfo(
+            len(images.samples),
+            higher_is_better=True,
+            output_type="image_classification",
+            options=images.classes or (),
+        )
+
+    def texts(self, spec: TaskSpec, start: int, stop: int) -> SampleTexts:
+        task = load_image_task(spec)
+        return texts_of(task, start, stop)
+
+    def items(self, spec: TaskSpec) -> Iterator[Item]:
+        images = load_image_task(spec).images
+        for sample, digest in zip(images.samples, images.digests, strict=True):
+            yield Item(sample.name, f"image {digest}")
+
+    def lengths(self, spec: TaskSpec, prompts: Prompts, *, cache: str | Path | None = None) -> Lengths:
+        """The model reads one token for each patch of an image, and one for the class; it generates none."""
+        size, patch = int(prompts.config["image_size"]), int(prompts.config["patch_size"])
+        return Lengths((size // patch) ** 2 + 1, 1.0, 1.0)
+
+    def check_models(self, spec: TaskSpec, sources: ResolvedFamily) -> None:
+        prepared_task(spec, sources)
+
+    def lack_of_references(self, spec: TaskSpec) -> str | None:
+        return "gradients are computed for text models only"
+
+
+IMAGE_TASKS = ImageTasks()
+
+
+def texts_of(task: ImageTask, start: int, stop: int) -> SampleTexts:
+    """File and class of the samples [start, stop) of a task, in the order of scoring."""
+    samples = [task.images.samples[index] for index in task.order[start:stop]]
+    return tuple((str(sample.file), task.images.class_of(sample)) for sample in samples)
+
+
+def _of_folder(folder: Path, stated: tuple[str, ...] | None, access: FileAccess | None) -> ImageSet:
+    try:
+        directories = sorted(each for each in folder.iterdir() if each.is_dir() and not each.name.startswith("."))
+    except OSError as error:
+        raise InvalidTask(f"{folder}: cannot be read ({error.strerror})", "task.images") from error
+    classes = tuple(each.name for each in directories)
+    if stated is not None and (unknown := sorted(set(classes) - set(stated))):
+        message = f"{folder}: has a directory {unknown[0]!r}, which `classes` does not name; add it, or remove it"
+        raise InvalidTask(message, "task.classes")
+    classes = stated or classes
+    places = {name: index for index, name in enumerate(classes)}
+    samples = []
+    for directory in directories:
+        _check_access(directory, access)
+        for file in sorted(directory.iterdir()):
+            if file.name.startswith("."):
+                continue
+            if file.suffix.lower() not in SUFFIXES:
+                message = f"{file}: is no image by its name; expected one of {', '.join(SUFFIXES)}"
+                raise InvalidTask(message, "task.images")
+            _check_access(file, access)
+            samples.append(ImageSample(file, f"{directory.name}/{file.name}", places[directory.name]))
+    return ImageSet(tuple(samples), classes, stated is not None, str(folder))
+
+
+def _of_lines(
+    file: Path, task: Mapping[str, Any], stated: tuple[str, ...] | None, access: FileAccess | None
+) -> ImageSet:
+    if file.exists() and not file.is_file():
+        raise InvalidTask(f"{file}: is not a file; expected a JSONL file, or a folder with another name", "task.images")
+    try:
+        lines = file.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidTask(f"{file}: cannot be read ({error})", "task.images") from error
+    rows: list[tuple[str, int | str]] = []
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            rows.append(_row(line, task, where=f"{file}, line {number}"))
+    names = {label for _, label in rows if isinstance(label, str)}
+    if names and len(names) < len({label for _, label in rows}):
+        message = f"{file}: some labels are numbers, and some are names, such as {min(names)!r}; give one kind"
+        raise InvalidTask(message, "task.label")
+    if stated is not None and (unknown := sorted(names - set(stated))):
+        message = f"{file}: has the label {unknown[0]!r}, which `classes` does not name; add it, or correct the line"
+        raise InvalidTask(message, "task.classes")
+    classes = stated or (tuple(sorted(names)) if names else None)
+    places = {name: index for index, name in enumerate(classes or ())}
+    samples = []
+    for name, label in rows:
+        index = places[label] if isinstance(label, str) else label
+        if not 0 <= index < (len(classes) if classes else index + 1):
+            message = f"{file}: has the label {label}; expected 0 to {len(classes or ()) - 1}"
+            raise InvalidTask(message, "task.label")
+        image = file.parent / name
+        _check_access(image, access)
+        samples.append(ImageSample(image, name, index))
+    return ImageSet(tuple(samples), classes, stated is not None, str(file))
+
+
+def _of_data_set(place: str, task: Mapping[str, Any], stated: tuple[str, ...] | None) -> ImageSet:
+    """The images of a data set of the hub, from the first place that has it (`data_sets`)."""
+    import datasets
+
+    image, label = str(task.get("image") or "image"), str(task.get("label") or "label")
+    options = {"split": str(task["split"])}
+    config = None if task.get("config") is None else str(task["config"])
+    try:
+        rows = load(datasets.load_dataset, place.removeprefix(HUB), config, options)
+    except (ValueError, KeyError) as error:  # a configuration or split that the data set does not have
+        raise InvalidTask(f"{place}: {error}", "task.split") from error
+    for column in (image, label):
+        if column not in rows.features:
+            columns = ", ".join(rows.features)
+            key = "image" if column == image else "label"
+            raise InvalidTask(f"{place}: has no column {column!r}; its columns are {columns}", f"task.{key}")
+    rows = rows.cast_column(image, datasets.Image(decode=False))
+    labels = rows[label]
+    classes = stated or tuple(getattr(rows.features[label], "names", ())) or None
+    most = max(labels, default=0) if all(isinstance(each, int | bool) for each in labels) else None
+    if most is None or min(labels, default=0) < 0 or (classes is not None and most >= len(classes)):
+        wanted = "numbers" if classes is None else f"numbers from 0 to {len(classes) - 1}"
+        raise InvalidTask(f"{place}: its column {label!r} has other values than {wanted}", "task.label")
+    samples = tuple(
+        ImageSample(Path(f"{place}/{task['split']}/{number}"), f"{task['split']}/{number}", int(index), row=number)
+        for number, index in enumerate(labels)
+    )
+    if not samples:
+        raise InvalidTask(f"{place}: its split {task['split']} has no images", "task.split")
+    return ImageSet(samples, classes, stated is not None, f"{place} {task['split']}", rows, image)
+
+
+def _row(line: str, task: Mapping[str, Any], *, where: str) -> tuple[str, int | str]:
+    """Path and label of a line of a JSONL file."""
+    try:
+        document = json.loads(line)
+    except ValueError as error:
+        raise InvalidTask(f"{where}: is not JSON: {error}", "task.images") from error
+    found: dict[str, Any] = {}
+    for option, kinds in (("image", (str,)), ("label", (int, str))):
+        key = str(task.get(option) or option)
+        value = document.get(key) if isinstance(document, dict) else None
+        if not isinstance(value, kinds) or isinstance(value, bool):
+            wanted = "the path of an image" if option == "image" else "the name of a class or the index of an output"
+            raise InvalidTask(f"{where}: {key!r} is {value!r}; expected {wanted}", f"task.{option}")
+        found[option] = value
+    return found["image"], found["label"]
+
+
+def _check_decodable(images: ImageSet) -> None:
+    """Decode every image. Raises InvalidTask, which names the broken files. Results are cached by content."""
+    key = f"decodable images/1 {images.content}"
+    if cached(key) is not None:
+        return
+
+    def problem(sample: ImageSample) -> str | None:
+        try:
+            decoded(images.read(sample), str(sample.file))
+        except ValueError as error:
+            return str(error)
+        return None
+
+    with ThreadPoolExecutor(NUM_THREADS) as threads:
+        broken = [text for text in threads.map(problem, images.samples) if text is not None]
+    if broken:
+        rest = f"; and {len(broken) - 3} more images" if len(broken) > 3 else ""
+        raise InvalidTask("; ".join(broken[:3]) + rest, "task.images")
+    cached(key, "yes")
+
+
+def _check_access(path: Path, access: FileAccess | None) -> None:
+    if access is not None and (reason := access.refusal(path)) is not None:
+        raise InvalidTask(reason, "task.images")
+
+
+def _repeated(names: tuple[str, ...]) -> str:
+    return next(name for name, count in Counter(names).items() if count > 1)

@@ -1,0 +1,142 @@
+"""What an exported image model has besides its merged encoder.
+
+A classifier has one head in the checkpoint itself, and all of them beside it, one for each task. A whole CLIP model has
+the text tower, the projections and the logit scale of the base.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors.torch import save_file
+
+from workers.merging.bank import Bank
+from workers.models.task_heads import (
+    BIAS,
+    HEADS_DIR,
+    WEIGHT,
+    TaskHead,
+    has_zero_shot_heads,
+    head_tensors,
+    task_heads,
+)
+
+__all__ = ["ExportedHeads", "UnmergedParts", "UnmergedTowers", "unmerged_parts"]
+
+# What of the configuration belongs to a head.
+OF_HEAD = ("architectures", "id2label", "label2id", "num_labels", "problem_type")
+
+LOADING = """The encoder is merged; heads are those of the sources, unchanged, and each is for one task. The checkpoint
+itself has the head of `{main}`, so that `AutoModelForImageClassification.from_pretrained(DIR)` classifies its task. The
+heads are in `{folder}/`, with the names of their classes in `{folder}/heads.json`:
+
+    from safetensors.torch import load_file
+    head = load_file("DIR/{folder}/NAME.safetensors")
+    model.classifier = torch.nn.Linear(*reversed(head["classifier.weight"].shape))
+    model.load_state_dict(head, strict=False)
+"""
+
+
+CLIP_LOADING = """The vision tower is merged; the text tower, the projections and the logit scale are those of the
+base, so that `CLIPModel.from_pretrained(DIR)` classifies by texts as the base does.
+"""
+
+
+class UnmergedParts(Protocol):
+    """Tensors and files of an export that are not merged, but belong to a model that transformers loads.
+
+    - `added`: tensors of the checkpoint itself, in the dtype of the export
+    - `config`: fields of config.json that describe them
+    - `loading`: how they are loaded, for the model card
+    """
+
+    @property
+    def added(self) -> Mapping[str, torch.Tensor]: ...
+
+    @property
+    def config(self) -> Mapping[str, Any]: ...
+
+    @property
+    def loading(self) -> str: ...
+
+    def write(self, directory: Path) -> None:
+        """Write further files to the export in `directory`."""
+        ...
+
+
+@dataclass(frozen=True)
+class UnmergedTowers:
+    """The parts of a whole CLIP model that are not merged: all tensors but those of the vision tower."""
+
+    added: Mapping[str, torch.Tensor]
+    config: Mapping[str, Any] = field(default_factory=dict)
+    loading: str = CLIP_LOADING
+
+    def write(self, directory: Path) -> None:
+        """There are no further files."""
+
+
+@dataclass(frozen=True)
+class ExportedHeads:
+    """The heads of the models of a bank, for an export; `main` is the alias of the one in the checkpoint itself.
+
+    `tensors` are weight and bias of each head by alias, in the dtype of the export, and `config` has the fields of the
+    main head's model that describe the head.
+    """
+
+    main: str
+    heads: Mapping[str, TaskHead]
+    tensors: Mapping[str, Mapping[str, torch.Tensor]]
+    config: Mapping[str, Any]
+
+    @property
+    def added(self) -> Mapping[str, torch.Tensor]:
+        return self.tensors[self.main]
+
+    def write(self, directory: Path) -> None:
+        """Write a file for each head, and a list of the heads, to the export in `directory`."""
+        place = directory / HEADS_DIR
+        place.mkdir(exist_ok=True)
+        for alias, tensors in self.tensors.items():
+            save_file(dict(tensors), place / f"{alias}.safetensors", metadata={"format": "pt"})
+        listed = {
+            alias: {"num_classes": head.num_classes, "classes": None if head.labels is None else list(head.labels)}
+            for alias, head in self.heads.items()
+        }
+        (place / "heads.json").write_text(json.dumps({"loaded": self.main, "heads": listed}, indent=2) + "\n")
+
+    @property
+    def loading(self) -> str:
+        """How the heads are loaded, for the model card."""
+        return LOADING.format(main=self.main, folder=HEADS_DIR)
+
+
+def unmerged_parts(bank: Bank, dtype: torch.dtype) -> UnmergedParts | None:
+    """What an export has besides merged tensors, in `dtype`; None for language models, and for encoders without heads.
+
+    If the base is a whole CLIP model, the parts are its other tensors. Otherwise they are the heads of the models in
+    `bank`; the main head is the base's or, if the base has none, that of the first expert with one.
+    """
+    checkpoints = bank.sources.checkpoints
+    base = checkpoints[bank.sources.base_alias]
+    if has_zero_shot_heads(base):
+        return UnmergedTowers({name: _in(tensor, dtype) for name, tensor in base.unmerged()})
+    heads = task_heads(checkpoints)
+    if not heads:
+        return None
+    main = next(iter(heads))
+    tensors = {}
+    for alias in heads:
+        found = head_tensors(checkpoints[alias])
+        tensors[alias] = {WEIGHT: _in(found.weight, dtype), BIAS: _in(found.bias, dtype)}
+    own = checkpoints[main].config
+    return ExportedHeads(main, heads, tensors, {key: own[key] for key in OF_HEAD if key in own})
+
+
+def _in(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return (tensor.to(dtype) if tensor.is_floating_point() else tensor).contiguous()

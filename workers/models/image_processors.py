@@ -1,0 +1,132 @@
+"""Image processors: how a model's image files become arrays of numbers (resizing, rescaling, normalisation).
+
+The processors are those of transformers that use Pillow, also where torchvision is installed, so that scores do not
+depend on what is installed.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from workers.errors import InvalidModel
+from workers.models.config import read_config
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "PROCESSOR_FILES",
+    "check_processor",
+    "decoded",
+    "load_processor",
+    "pixels_of",
+    "processor_differences",
+]
+
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+
+# Fields that name classes, and do not change what is computed.
+NAMES = ("image_processor_type", "feature_extractor_type", "processor_class", "_processor_class")
+
+
+def load_processor(directory: str | Path) -> Any:
+    """Load the image processor of the model in `directory`, in its version that uses Pillow.
+
+    Raises InvalidModel if there is none, or if it cannot be loaded. No code of the directory is run.
+    """
+    path = Path(directory)
+    if not _has_processor(path):
+        raise InvalidModel((f"{path}: no {PROCESSOR_FILES[0]}; expected the settings of an image processor",))
+    from transformers import AutoImageProcessor
+
+    try:
+        return AutoImageProcessor.from_pretrained(path, backend="pil", trust_remote_code=False)
+    except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
+        raise InvalidModel((f"{path}: its image processor cannot be loaded: {error}",)) from error
+
+
+def check_processor(directory: str | Path) -> None:
+    """Check that the image processor in `directory` gives images of the size that the model's configuration states.
+
+    Raises InvalidModel if it does not, or if there is none.
+    """
+    path = Path(directory)
+    processor = load_processor(path)
+    wanted = read_config(path).get("image_size")
+    size = processor.crop_size if getattr(processor, "do_center_crop", False) else getattr(processor, "size", None)
+    found = tuple(size.get(side) for side in ("height", "width")) if size is not None else (None, None)
+    if isinstance(wanted, int) and found != (wanted, wanted):
+        raise InvalidModel(
+            (
+                f"{path}: its image processor gives images of {found[0]} x {found[1]}, config.json states image_size "
+                f"{wanted}; expected {wanted} x {wanted}",
+            )
+        )
+
+
+def processor_differences(base: Path, expert: Path) -> Iterator[str]:
+    """Yield a reason for each setting in which the image processors of two models differ.
+
+    Merges read images as the base does, so that an expert with another processor would be scored on other numbers. An
+    expert without a processor has the base's.
+    """
+    if not (_has_processor(base) and _has_processor(expert)) or _stated(base) == _stated(expert):
+        return
+    ours, theirs = _settings(base), _settings(expert)
+    for name in sorted(ours.keys() | theirs.keys()):
+        if ours.get(name) != theirs.get(name):
+            yield (
+                f"{expert}: its image processor has {name} {theirs.get(name)!r}; the base's has {ours.get(name)!r}, "
+                "and merges read images as the base does"
+            )
+
+
+def decoded(content: bytes, where: str) -> Any:
+    """Decode the bytes of an image file, as a PIL image with three channels (RGB).
+
+    Raises ValueError, which begins with `where` (the file's name), if the bytes are no complete image.
+    """
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            with Image.open(io.BytesIO(content)) as image:
+                return image.convert("RGB")
+    except UnidentifiedImageError as error:
+        raise ValueError(f"{where}: is no image that Pillow can read") from error
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise ValueError(f"{where}: is a broken image: {error}") from error
+
+
+def pixels_of(processor: Any, images: Sequence[Any]) -> torch.Tensor:
+    """Preprocess PIL images as the model reads them: float32, [num_images, channels, height, width]."""
+    import torch
+
+    found = processor(images=list(images), return_tensors="pt")["pixel_values"]
+    return found.to(torch.float32).contiguous()  # type: ignore[no-any-return]
+
+
+def _has_processor(directory: Path) -> bool:
+    return any((directory / name).is_file() for name in PROCESSOR_FILES)
+
+
+def _stated(directory: Path) -> Any:
+    """Content of the processor's file without names of classes; None if it cannot be read."""
+    try:
+        file = next(directory / name for name in PROCESSOR_FILES if (directory / name).is_file())
+        document = json.loads(file.read_bytes())
+    except (OSError, ValueError, StopIteration):
+        return None
+    return {key: value for key, value in document.items() if key not in NAMES} if isinstance(document, dict) else None
+
+
+def _settings(directory: Path) -> dict[str, Any]:
+    """All settings of a model's image processor, defaults included, as plain data."""
+    document = json.loads(load_processor(directory).to_json_string())
+    return {key: value for key, value in document.items() if key not in NAMES}

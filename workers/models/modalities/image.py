@@ -1,0 +1,132 @@
+"""Images: classifiers with an encoder of layers (ViT, CLIP), an image processor, and a head for each task.
+
+The tensors of the encoder are merged. The head, which maps features to the classes of one task, belongs to the model
+that has it: a merge is scored on a task with the task's own head. Names of tensors are those that transformers stores
+for a classifier (`ViTForImageClassification`); an encoder that was stored alone (`ViTModel`) has the same names without
+a prefix, which is added.
+
+Of a whole CLIP model the vision tower is merged. Its zero-shot heads need the projection of images, the text tower and
+the tokenizer of the model that a task names as its head; these are not merged.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from search_spaces.recipe import Component
+from workers.errors import InvalidModel
+from workers.models.components import NORM, Layout, TensorPlace, first_few
+from workers.models.image_processors import PROCESSOR_FILES, check_processor, processor_differences
+from workers.models.modalities.base import Modality
+from workers.models.tokenizers import TOKENIZER_FILES
+
+if TYPE_CHECKING:
+    from workers.models.computed_tensors import SourceTensor
+
+__all__ = ["CACHE_BYTES", "HEAD", "IMAGE", "PREFIXES"]
+
+# The name of the encoder within a classifier, by model type.
+PREFIXES = {"vit": "vit.", "clip": "vision_model.", "clip_vision_model": "vision_model."}
+# Bytes of preprocessed images that an engine keeps: 3,500 images of 224 x 224 in float32.
+CACHE_BYTES = 2 * 2**30
+# A classifier's head, and the projection of CLIP to the space of images and texts, which its zero-shot heads use.
+HEAD = re.compile(r"^(?:classifier\.(?:weight|bias)|visual_projection\.weight)$")
+LAYER = re.compile(r"^(?P<prefix>(?:\w+\.)*?(?:layers?|blocks)\.)(?P<layer>\d+)\.(?P<suffix>.+)$")
+# The pooler of an encoder is not read by its classifier, and masked image modelling has a token of its own.
+# The text tower of CLIP makes zero-shot heads (`workers.models.zero_shot`) and is not merged.
+UNUSED = re.compile(
+    r"^(?:\w+\.)?pooler\.|\.mask_token$|(?:^|\.)position_ids$|^(?:text_model|text_projection)\.|^logit_scale$"
+)
+ATTENTION = re.compile(r"^(?:self_)?attn$|^attention$")
+MLP = re.compile(r"^(?:mlp|intermediate|output)$")
+
+
+def _canonical(config: Mapping[str, Any], name: str) -> str | None:
+    prefix = PREFIXES[config["model_type"]]
+    if UNUSED.search(name):
+        return None
+    return name if name.startswith(prefix) or HEAD.match(name) else prefix + name
+
+
+def _layout(config: Mapping[str, Any], names: Iterable[str]) -> Layout:
+    """Assign every tensor of an image classifier to a layer and component, to the embedding, or to the task head.
+
+    Raises InvalidModel, which names the tensors that cannot be assigned.
+    """
+    places: dict[str, TensorPlace] = {}
+    heads: list[str] = []
+    unknown: list[str] = []
+    prefixes: set[str] = set()
+    for name in names:
+        if HEAD.match(name):
+            heads.append(name)
+            continue
+        place = None
+        if match := LAYER.match(name):
+            prefixes.add(match["prefix"])
+            component = _component(match["suffix"])
+            place = TensorPlace(component, int(match["layer"]), match["suffix"]) if component else None
+        elif "embeddings." in name:
+            place = TensorPlace("embedding", None, name)
+        elif any(NORM.search(module) for module in name.split(".")):
+            # CLIP has a norm between its embeddings and the first layer.
+            place = TensorPlace("embedding" if ".pre_" in name else "head", None, name)
+        if place is None:
+            unknown.append(name)
+        else:
+            places[name] = place
+    if unknown:
+        raise InvalidModel((f"layout: not a known part of an image encoder: {first_few(unknown)}",))
+    layers = {place.layer for place in places.values() if place.layer is not None}
+    if len(prefixes) != 1 or layers != set(range(len(layers))):
+        found = f"{sorted(prefixes)} with layers {sorted(layers)}"
+        raise InvalidModel((f"layout: expected encoder layers 0..n-1 under one module, found {found}",))
+    return Layout(places, len(layers), prefixes.pop(), task_heads=tuple(sorted(heads)))
+
+
+def _component(suffix: str) -> Component | None:
+    """Component of a tensor of an encoder layer; None if no module's name indicates one."""
+    modules = suffix.split(".")[:-1]
+    if any(NORM.search(module) for module in modules):
+        return "norm"
+    if any(ATTENTION.search(module) for module in modules):
+        return "attention"
+    return "mlp" if any(MLP.search(module) for module in modules) else None
+
+
+def _problems(settings: Mapping[str, Any], found: Layout, tensors: Mapping[str, SourceTensor]) -> Iterator[str]:
+    size, patch = settings.get("image_size"), settings.get("patch_size")
+    if not (isinstance(size, int) and isinstance(patch, int) and patch > 0):
+        yield f"image_size is {size!r} and patch_size {patch!r}; expected two numbers, for square images and patches"
+    elif size % patch:
+        yield f"image_size {size} is not divisible by patch_size {patch}; expected a multiple of {patch}"
+    weight = tensors.get("classifier.weight")
+    if weight is not None and settings["model_type"] == "clip_vision_model":
+        yield "a CLIP model with a classifier; expected a whole CLIP model, or a vision tower, for zero-shot heads"
+    labels = settings.get("id2label")
+    if weight is not None and isinstance(labels, Mapping) and labels and weight.shape[0] != len(labels):
+        yield f"its head has {weight.shape[0]} classes, id2label in config.json names {len(labels)}"
+    if weight is not None and "classifier.bias" not in tensors:
+        yield "its head has classifier.weight and no classifier.bias; expected both"
+
+
+IMAGE = Modality(
+    name="image",
+    model_types=frozenset(PREFIXES),
+    auto_class="AutoModelForImageClassification",
+    files=(*PROCESSOR_FILES, *TOKENIZER_FILES),
+    structure=("image_size", "patch_size", "num_channels", "qkv_bias", "layer_norm_eps"),
+    has_vocabulary=False,
+    runs_on_vllm=False,
+    layout=_layout,
+    canonical=_canonical,
+    problems=_problems,
+    differences=processor_differences,
+    check_files=check_processor,
+    task_key="images",
+    tasks="workers.evaluation.image_tasks:IMAGE_TASKS",
+    worker="workers.serving.image_worker:ImageWorker",
+    cache_bytes=CACHE_BYTES,
+)

@@ -1,0 +1,153 @@
+"""Heads of classifiers: the part of a model that maps features to the classes of one task.
+
+Heads are not merged. A merge is scored on a task with the head of the model that the task names. A classifier has one
+head, which is linear. A whole CLIP model has a zero-shot head for any classes, which its text tower makes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from workers.errors import InvalidTask
+from workers.models.checkpoints import Checkpoint
+from workers.models.zero_shot import class_embeddings
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "BIAS",
+    "HEADS_DIR",
+    "PROJECTION",
+    "WEIGHT",
+    "HeadTensors",
+    "TaskHead",
+    "has_zero_shot_heads",
+    "head_tensors",
+    "logits_of",
+    "task_head",
+    "task_heads",
+    "zero_shot_head",
+]
+
+WEIGHT, BIAS = "classifier.weight", "classifier.bias"
+# Of CLIP: the map from features of images to the space that they share with texts, [projection_dim, hidden_size].
+PROJECTION = "visual_projection.weight"
+DEFAULT_TEMPLATES = ("a photo of a {}.",)
+
+# The folder of an export with a file for each head.
+HEADS_DIR = "heads"
+
+
+@dataclass(frozen=True)
+class TaskHead:
+    """A classifier's head: the model that has it, the number of its classes, and their names.
+
+    `labels` has a name for each class, in the order of the head's outputs. It is None if the model's configuration
+    names none: transformers then calls them LABEL_0, LABEL_1 and so on. A zero-shot head has `templates`, the texts
+    that describe a class; other heads have None.
+    """
+
+    alias: str
+    num_classes: int
+    labels: tuple[str, ...] | None
+    templates: tuple[str, ...] | None = None
+
+    def order_of(self, classes: Sequence[str], *, is_ordered: bool, where: str) -> tuple[int, ...]:
+        """The head's output for each of the task's `classes`.
+
+        With `is_ordered`, the classes are given in the order of the outputs. Otherwise they are found by name; if the
+        head's classes have no names, the order of `classes` is that of the outputs. Raises InvalidTask if the numbers
+        of classes differ, or a class is not one of the head's.
+        """
+        if len(classes) != self.num_classes:
+            raise InvalidTask(
+                f"{where}: has {len(classes)} classes, the head of {self.alias!r} has {self.num_classes}; name the "
+                "model that was trained on this task",
+                "task.head",
+            )
+        if is_ordered or self.labels is None:
+            return tuple(range(len(classes)))
+        places = {label: index for index, label in enumerate(self.labels)}
+        if unknown := sorted(set(classes) - places.keys()):
+            raise InvalidTask(
+                f"{where}: has the class {unknown[0]!r}, which the head of {self.alias!r} does not know; its classes "
+                f"are {', '.join(self.labels[:10])}{' ...' if len(self.labels) > 10 else ''}; give `classes`, in the "
+                "order of the head's outputs",
+                "task.classes",
+            )
+        return tuple(places[name] for name in classes)
+
+
+@dataclass(frozen=True)
+class HeadTensors:
+    """Weight and bias of a head: [num_classes, hidden_size] and [num_classes], in their stored dtype."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor
+
+
+def task_head(alias: str, checkpoint: Checkpoint) -> TaskHead | None:
+    """The head of the model `alias`; None if it has none, as an encoder that was stored alone."""
+    weight = checkpoint.tensors.get(WEIGHT)
+    if weight is None or WEIGHT not in checkpoint.layout.task_heads:
+        return None
+    stated = checkpoint.config.get("id2label")
+    labels = None
+    if isinstance(stated, Mapping) and len(stated) == weight.shape[0]:
+        names = [str(stated.get(str(index), stated.get(index))) for index in range(len(stated))]
+        if names != [f"LABEL_{index}" for index in range(len(names))]:
+            labels = tuple(names)
+    return TaskHead(alias, weight.shape[0], labels)
+
+
+def task_heads(checkpoints: Mapping[str, Checkpoint]) -> dict[str, TaskHead]:
+    """The heads of those models, by alias, that have one."""
+    found = {alias: task_head(alias, checkpoint) for alias, checkpoint in checkpoints.items()}
+    return {alias: head for alias, head in found.items() if head is not None}
+
+
+def head_tensors(checkpoint: Checkpoint) -> HeadTensors:
+    """Read the head's weight and bias. Raises InvalidModel if the model has no head."""
+    return HeadTensors(checkpoint.read(WEIGHT), checkpoint.read(BIAS))
+
+
+def has_zero_shot_heads(checkpoint: Checkpoint) -> bool:
+    """Whether the model is a whole CLIP model, whose text tower makes a head for any classes."""
+    return checkpoint.config.get("model_type") == "clip" and PROJECTION in checkpoint.tensors
+
+
+def zero_shot_head(
+    alias: str, classes: Sequence[str] | None, templates: Sequence[str] | None, *, where: str
+) -> TaskHead:
+    """The zero-shot head of the CLIP model `alias` for a task's `classes`, described by `templates`.
+
+    Raises InvalidTask if the task does not name its classes.
+    """
+    if classes is None:
+        message = f"{where}: labels are numbers, and a zero-shot head needs the classes' names; give `classes`"
+        raise InvalidTask(message, "task.classes")
+    return TaskHead(alias, len(classes), tuple(classes), tuple(templates or DEFAULT_TEMPLATES))
+
+
+def logits_of(
+    head: TaskHead, checkpoint: Checkpoint, device: torch.device | str = "cpu"
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The function that `head` of the model `checkpoint` computes, in float32 on `device`.
+
+    It maps features, [num_images, hidden_size], to logits, [num_images, num_classes]. A linear head adds its bias. A
+    zero-shot head projects and normalises the features, and multiplies them with the embeddings of the classes. Raises
+    InvalidTask if CLIP's text tower cannot embed the classes.
+    """
+    from torch.nn.functional import linear, normalize
+
+    if head.templates is None:
+        found = head_tensors(checkpoint)
+        weight, bias = found.weight.float().to(device), found.bias.float().to(device)
+        return lambda features: linear(features, weight, bias)
+    assert head.labels is not None
+    classes = class_embeddings(checkpoint.directory, head.labels, head.templates).to(device)
+    projection = checkpoint.read(PROJECTION).float().to(device)
+    return lambda features: linear(normalize(linear(features, projection), dim=-1), classes)

@@ -1,0 +1,85 @@
+"""Zero-shot heads of CLIP: each class is described by texts, which the text tower embeds once.
+
+The construction is that of Radford et al. 2021 (section 3.1.4, "Prompt engineering and ensembling"): every template is
+filled in with the class's name and embedded; embeddings are normalised, averaged over templates, and normalised again.
+The head's output for an image is the cosine of its embedding with the class's, times the model's `logit_scale`. The
+text tower is the base's, and is not merged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from workers.errors import InvalidTask
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["CLASS", "check_templates", "class_embeddings", "prompts_of"]
+
+CLASS = "{}"  # where a template has the name of the class
+BATCH = 256
+
+
+def check_templates(templates: Sequence[str], *, where: str) -> None:
+    """Raises InvalidTask if there are no templates, or one has no place, or several, for the name of a class."""
+    if not templates:
+        raise InvalidTask(
+            f"{where}: has no templates; give at least one, such as 'a photo of a {CLASS}.'", "task.templates"
+        )
+    for template in templates:
+        if template.count(CLASS) != 1:
+            raise InvalidTask(
+                f"{where}: the template {template!r} has {CLASS} {template.count(CLASS)} times; expected once, where "
+                "the name of the class belongs",
+                "task.templates",
+            )
+
+
+def prompts_of(classes: Sequence[str], templates: Sequence[str]) -> list[list[str]]:
+    """Texts that describe each class: every template with the class's name. Underscores in names become spaces."""
+    return [[template.replace(CLASS, name.replace("_", " ")) for template in templates] for name in classes]
+
+
+def class_embeddings(model: str | Path, classes: Sequence[str], templates: Sequence[str]) -> torch.Tensor:
+    """Embed the classes by the text tower of the CLIP model in the directory `model`, in float32 on the CPU.
+
+    Returns:
+        Normalised embeddings times the model's logit scale, [num_classes, projection_dim].
+
+    Raises:
+        InvalidTask: The model's files have no text tower or no tokenizer, or a prompt is longer than the tower reads.
+    """
+    import torch
+    from transformers import AutoTokenizer, CLIPModel
+
+    tower, report = CLIPModel.from_pretrained(model, dtype=torch.float32, output_loading_info=True)
+    if missing := sorted(name for name in report["missing_keys"] if name.startswith("text")):
+        raise InvalidTask(f"{model}: has no text tower ({missing[0]} is missing); take a whole CLIP model as base")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise InvalidTask(f"{model}: has no tokenizer, which zero-shot heads need: {error}") from error
+    longest = tower.config.text_config.max_position_embeddings
+    embedded = []
+    with torch.inference_mode():
+        for texts in prompts_of(classes, templates):
+            features = []
+            for start in range(0, len(texts), BATCH):
+                batch: Mapping[str, torch.Tensor] = tokenizer(
+                    texts[start : start + BATCH], padding=True, return_tensors="pt"
+                )
+                if (length := batch["input_ids"].shape[1]) > longest:
+                    raise InvalidTask(
+                        f"{model}: reads at most {longest} tokens, and a prompt such as {texts[start]!r} has {length}; "
+                        "shorten the templates or the names of classes",
+                        "task.templates",
+                    )
+                features.append(tower.get_text_features(**batch).pooler_output)
+            each = torch.cat(features)
+            mean = (each / each.norm(dim=-1, keepdim=True)).mean(dim=0)
+            embedded.append(mean / mean.norm())
+        heads: torch.Tensor = torch.stack(embedded) * tower.logit_scale.exp()
+        return heads.clone()
