@@ -36,7 +36,16 @@ from workers.types import SampleTexts, TaskInfo, TaskSpec, digest_of
 if TYPE_CHECKING:
     from workers.evaluation.prompts import Prompts
 
-__all__ = ["IMAGE_METRICS", "IMAGE_TASKS", "ImageSample", "ImageSet", "ImageTask", "ImageTasks", "read_image_set"]
+__all__ = [
+    "IMAGE_METRICS",
+    "IMAGE_TASKS",
+    "ImageSample",
+    "ImageSet",
+    "ImageTask",
+    "ImageTasks",
+    "check_decodable",
+    "read_image_set",
+]
 
 # The number of largest logits among which the right class must be, by metric.
 IMAGE_METRICS: Mapping[str, int] = {"acc": 1, "acc_top5": 5}
@@ -189,7 +198,7 @@ class ImageTasks:
 
     def check(self, spec: TaskSpec) -> TaskInfo:
         images = load_image_task(spec).images
-        _check_decodable(images)
+        check_decodable(images)
         return TaskInfo(
             len(images.samples),
             higher_is_better=True,
@@ -300,7 +309,7 @@ def _row(line: str, task: Mapping[str, Any], *, where: str) -> tuple[str, int | 
     return found["image"], found["label"]
 
 
-def _check_decodable(images: ImageSet) -> None:
+def check_decodable(images: ImageSet) -> None:
     """Decode every image. Raises InvalidTask, which names the broken files. Results are cached by content."""
     key = f"decodable images/1 {images.content}"
     if cached(key) is not None:

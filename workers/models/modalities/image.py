@@ -115,4 +115,5 @@ IMAGE = Modality(
     task_key="images",
     tasks="workers.evaluation.image_tasks:IMAGE_TASKS",
     worker="workers.serving.image_worker:ImageWorker",
+    training="workers.training.finetuning.images:IMAGE_TRAINING",
 )

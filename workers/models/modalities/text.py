@@ -52,4 +52,5 @@ TEXT = Modality(
     task_key=None,
     tasks="workers.evaluation.text_tasks:TEXT_TASKS",
     worker="workers.serving.engine_worker:EngineWorker",
+    training="workers.training.finetuning.text:TEXT_TRAINING",
 )

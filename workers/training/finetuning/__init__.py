@@ -2,6 +2,9 @@
 
 - `spec`: the specification file as validated models; imports nothing heavy
 - `fleet`: one file for several experts, one per task, and the study that merges them
+- `modality`: what the models of a modality must offer to be trained
+- `text`: fine-tuning of text models
+- `images`: fine-tuning of image classifiers
 - `data`: tokenized documents, packed into rows of one length, with a mark for each token whose loss counts
 - `methods`: the optimizers by name
 - `sharding`: shards of the weights, the gradients and the optimizer's state on each rank

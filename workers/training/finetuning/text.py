@@ -1,0 +1,149 @@
+"""Fine-tuning of text models: documents in packed rows, the loss over target tokens, tasks scored by generation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from search_spaces.study.engine import EngineOptions
+from workers.errors import InvalidModel, InvalidTask
+from workers.evaluation.lm_eval_tasks import content_hash
+from workers.evaluation.prompts import Prompts
+from workers.file_access import FileAccess
+from workers.models.checkpoints import open_checkpoint
+from workers.training.finetuning.data import Document, pack, read_documents, tensors_of, writes_chats
+from workers.training.finetuning.spec import FinetuneSpec
+from workers.training.finetuning.target_loss import TargetLoss
+from workers.training.mergopt.tangent import LinearizedModel, TangentModel
+
+if TYPE_CHECKING:
+    import torch
+
+    from workers.training.finetuning.evaluation import Evaluator
+
+__all__ = ["TEXT_TRAINING", "TextExamples", "TextTraining", "pad_token"]
+
+
+class TextExamples:
+    """Rows of packed documents (`workers.training.finetuning.modality.Examples`).
+
+    `rows` are the rows of the whole training data; each row consists of one or several documents. `pad` is the id of
+    the token with which rows are padded.
+    """
+
+    unit = "tokens"
+
+    def __init__(self, rows: Sequence[tuple[Document, ...]], *, pad: int) -> None:
+        self.rows, self._pad = rows, pad
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def num_targets(self, row: int) -> int:
+        return sum(sum(document.has_loss[1:]) for document in self.rows[row])
+
+    def origins(self, row: int) -> Sequence[str]:
+        return [document.origin for document in self.rows[row]]
+
+    def inputs(self, rows: Sequence[int]) -> dict[str, torch.Tensor]:
+        batch = tensors_of([self.rows[row] for row in rows] or [()], pad=self._pad)
+        return {"labels": batch.labels, "input_ids": batch.tokens, "position_ids": batch.positions}
+
+
+class TextTraining:
+    """Fine-tuning of decoder-only language models (`workers.training.finetuning.modality.TrainingModality`)."""
+
+    reads_by_unit = True
+
+    def check(self, spec: FinetuneSpec, base: Path, access: FileAccess | None) -> None:
+        prompts = _prompts(spec, base)
+        reads = open_checkpoint(base).settings.get("max_position_embeddings")
+        if reads is not None and spec.data.max_length > reads:
+            raise InvalidModel(
+                (f"data.max_length: {spec.data.max_length}; the model in {base} reads at most {reads} tokens",)
+            )
+        pad_token(spec, prompts.tokenizer, base)
+        read_documents(spec.data, prompts)
+
+    def examples(self, spec: FinetuneSpec, base: Path, access: FileAccess | None) -> TextExamples:
+        prompts = _prompts(spec, base)
+        rows = pack(
+            read_documents(spec.data, prompts), length=spec.data.max_length, packing=spec.data.packing, seed=spec.seed
+        )
+        return TextExamples(rows, pad=pad_token(spec, prompts.tokenizer, base))
+
+    def network(
+        self, spec: FinetuneSpec, base: Path, access: FileAccess | None, options: Mapping[str, Any]
+    ) -> torch.nn.Module:
+        from transformers import AutoModelForCausalLM
+
+        model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(base, trust_remote_code=False, **options)
+        return model
+
+    def is_head(self, name: str) -> bool:
+        return False
+
+    def loss(self, model: torch.nn.Module) -> TargetLoss:
+        return TargetLoss(model)
+
+    def check_model(self, spec: FinetuneSpec, model: Any, called: Any) -> None:
+        from workers.training.finetuning.models import check_packing
+
+        if spec.data.packing:
+            check_packing(model, called)
+
+    def linearized(self, tangent: TangentModel) -> LinearizedModel:
+        return LinearizedModel(tangent)
+
+    def adapter_options(self) -> Mapping[str, Any]:
+        return {"task_type": "CAUSAL_LM"}
+
+    def tokens_of_row(self, spec: FinetuneSpec, settings: Mapping[str, Any]) -> int:
+        return spec.data.max_length
+
+    def evaluation(
+        self, spec: FinetuneSpec, base: Path, model: Any, called: Any, access: FileAccess | None
+    ) -> Evaluator:
+        from workers.training.finetuning.evaluation import Evaluator
+
+        assert spec.evaluation is not None
+        return Evaluator(
+            spec.evaluation,
+            base,
+            model,
+            max_length=spec.data.max_length,
+            seed=spec.seed,
+            chat_template=writes_chats(spec),
+            called=called,
+            access=access,
+        )
+
+    def data_digest(self, spec: FinetuneSpec) -> str | None:
+        return None if spec.data.file is None else content_hash(spec.data.file)
+
+
+TEXT_TRAINING = TextTraining()
+
+
+def pad_token(spec: FinetuneSpec, tokenizer: Any, base: Path) -> int:
+    """Id of the token with which rows are padded: the one that `spec` names, else the pad token of `tokenizer`.
+
+    Raises InvalidModel if there is no such token. `base` is the directory of the base model, for the message.
+    """
+    name = spec.data.pad_token
+    if name is not None:
+        found = tokenizer.get_vocab().get(name)
+        if found is None:
+            raise InvalidModel((f"data.pad_token: {name!r}; the tokenizer of {base} has no such token",))
+        return int(found)
+    if tokenizer.pad_token_id is None:
+        raise InvalidModel((f"{base}: its tokenizer has no pad token; name one of its tokens in data.pad_token",))
+    return int(tokenizer.pad_token_id)
+
+
+def _prompts(spec: FinetuneSpec, base: Path) -> Prompts:
+    """Tokenizer of the base. Raises InvalidTask if the training data are images, which a text model does not read."""
+    if spec.data.images is not None:
+        raise InvalidTask(f"data.images: {base} reads text; give file or dataset, or a model that reads images")
+    return Prompts(str(base), EngineOptions(max_model_len=spec.data.max_length))
