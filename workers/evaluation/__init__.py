@@ -31,5 +31,9 @@
 - `judging`: the prompts of a judge, and the verdicts in its answers
 - `sample_texts`: prompts and right answers of samples as text
 - `lengths`: the numbers of tokens of a task's samples
+- `task_reader`: what a modality's tasks offer besides scoring
+- `text_tasks`: the reader of lm-eval's tasks and of JSONL files with prompts
+- `image_tasks`: the reader of image folders, and of JSONL files that name images
+- `sample_facts`: texts and lengths of samples
 - `lm_eval`: scoring of samples: a backend answers, metrics give the values
 """

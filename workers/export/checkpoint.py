@@ -26,6 +26,7 @@ from search_spaces.recipe import Recipe
 from workers.alignments.export import MODELING_FILE, aligned_parts
 from workers.alignments.recipes import unaligned
 from workers.directories import appearing, partial_directories
+from workers.export.heads import exported_heads
 from workers.export.model_card import Score, lineage, model_card
 from workers.export.shards import DTYPES, Progress, plan_shards, write_shards
 from workers.mergekit.exporter import Inexpressible, family_config
@@ -58,7 +59,8 @@ def export(
     `bank` has the weights of the recipe's models. The files are tensors, config.json, tokenizer, README.md, recipe.json
     and, if mergekit can express the recipe, mergekit_config.yml. If the merge has alignments (maps of the residual
     stream between layers), there are also their tensors and the file of the model class that computes them, which
-    transformers loads with trust_remote_code.
+    transformers loads with trust_remote_code. If the models are classifiers, the checkpoint has the head of one of
+    them, and the folder `heads` has all heads, each for one task.
 
     The tensors are bit for bit the result of `merged_tensors` for `dtype`, in files of at most `max_shard_bytes`. The
     tokenizer is that of the vocabulary to which `bank` has converted the models. `scores` maps an objective to its
@@ -77,17 +79,22 @@ def export(
         raise ValueError(f"export: dtype {_name(dtype)}; expected one of {', '.join(map(_name, DTYPES))}")
     out = Path(out_dir).resolve()  # a symbolic link's target is what gets created
     aligned = aligned_parts(recipe, bank, dtype)
+    heads = exported_heads(bank, dtype)
     added = {} if aligned is None else aligned.tensors()
+    added = added if heads is None else {**added, **heads.tensors[heads.main]}
     plain = unaligned(recipe)
     shapes = merged_names(plain, bank) | {name: tuple(tensor.shape) for name, tensor in added.items()}
     shards = plan_shards(shapes, dtype.itemsize, max_shard_bytes)
     config = merged_config(plain, bank.base, bank.views(recipe.models), dtype=_name(dtype))
+    config = config if heads is None else {**config, **heads.config}
     if is_written(recipe, out, dtype, chat_template=chat_template):
         return out
     with appearing(out, _content_key(recipe, bank, dtype, max_shard_bytes)) as directory:
         write_shards(shards, plain, bank, dtype, directory, progress, added=added)
         bank.sources.check_unchanged()  # a file may have changed while it was read
         _write_json(directory / "config.json", config if aligned is None else aligned.config(config))
+        if heads is not None:
+            heads.write(directory)
         if aligned is not None:
             shutil.copyfile(MODELING_FILE, directory / MODELING_FILE.name)
         source = Path(bank.sources.result_dir)
@@ -116,7 +123,13 @@ def export(
         except Inexpressible as error:
             configuration = str(error) if aligned is None else "it has no alignments between layers"
         card = model_card(
-            recipe, bank.family, dtype=_name(dtype), scores=scores or {}, study=study, mergekit=configuration
+            recipe,
+            bank.family,
+            dtype=_name(dtype),
+            scores=scores or {},
+            study=study,
+            mergekit=configuration,
+            loading="" if heads is None else heads.loading,
         )
         (directory / "README.md").write_text(card)
     return out

@@ -57,12 +57,14 @@ def model_card(
     scores: Mapping[str, Score],
     study: str | None,
     mergekit: Mapping[str, Any] | str,
+    loading: str = "",
 ) -> str:
     """Text of an export's README.md: its sources, recipe, held-out scores and licences.
 
     `family` is the base model and its experts, with their directories. `dtype` is the dtype of the tensors. `scores`
     maps an objective to its value on held-out samples. `study` is the name of the study, or None if the export is not
-    of a study. `mergekit` is the mergekit configuration, or the reason why there is none.
+    of a study. `mergekit` is the mergekit configuration, or the reason why there is none. `loading` says how the model
+    is loaded; "" if as any other.
     """
     held = {model.fingerprint: model for model in family.models}
     sources = [(alias, Path(held[content].directory), content) for alias, content in recipe.models.items()]
@@ -105,6 +107,8 @@ def model_card(
         lines.append(BY_DEVICE.format(methods=" and ".join(methods)))
     if any(layer.alignment is not None for layer in recipe.layers):
         lines += ["## Loading", ALIGNED]
+    if loading:
+        lines += ["## Loading", loading.rstrip()]
     if scores:
         rows = [
             (name, f"{score.value:.4f}", f"{score.ci95[0]:.4f} to {score.ci95[1]:.4f}", str(score.samples))

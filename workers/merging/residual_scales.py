@@ -42,18 +42,19 @@ from search_spaces.recipe import LayerRecipe
 
 __all__ = ["MLP_SCALABLE", "SCALABLE", "UNSCALED", "BranchFactors", "branch_factors", "ends_a_branch"]
 
-# Model types whose layers have two branches, each preceded by an RMSNorm and followed by no other module.
-SCALABLE = ("gemma", "llama", "mistral", "phi3", "qwen2", "qwen3")
+# Model types whose layers have two branches, each preceded by an RMSNorm or LayerNorm and followed by no other module.
+SCALABLE = ("gemma", "llama", "mistral", "phi3", "qwen2", "qwen3", "vit")
 
 # Model types whose MLPs, or mixtures of experts, end in linear maps that are added to the stream as they are.
 MLP_SCALABLE = (*SCALABLE, "gpt2", "gpt_neox", "mixtral", "qwen2_moe", "qwen3_moe")
 
 # The last module of each branch in those models. Only scales of the stream change attention, so only the name that it
 # has in `SCALABLE` is needed. Experts of a mixture are named one by one, or as the stack of all.
-ATTENTION_END = re.compile(r"self_attn\.o_proj\.(?:weight|bias)")
+ATTENTION_END = re.compile(r"(?:self_attn\.o_proj|attention\.output\.dense)\.(?:weight|bias)")
 MLP_END = re.compile(
     r"(?:mlp|block_sparse_moe)\.(?:experts\.(?:\d+\.)?|shared_expert\.)?"
     r"(?:down_proj|w2|c_proj|dense_4h_to_h)(?:\.weight|\.bias)?"
+    r"|output\.dense\.(?:weight|bias)"
 )
 
 

@@ -15,9 +15,12 @@ from workers.models.checkpoints import Checkpoint
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["HeadTensors", "TaskHead", "head_tensors", "task_head", "task_heads"]
+__all__ = ["BIAS", "HEADS_DIR", "WEIGHT", "HeadTensors", "TaskHead", "head_tensors", "task_head", "task_heads"]
 
 WEIGHT, BIAS = "classifier.weight", "classifier.bias"
+
+# The folder of an export with a file for each head.
+HEADS_DIR = "heads"
 
 
 @dataclass(frozen=True)

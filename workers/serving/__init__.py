@@ -1,4 +1,4 @@
-"""Scoring replicas: warm vLLM engines behind Ray Serve. No other package of `workers` imports Ray Serve.
+"""Scoring replicas: warm engines behind Ray Serve. No other package of `workers` imports Ray Serve.
 
 - `deployment`: start the replicas of a family
 - `serve_scorer`: the handle through which studies score
@@ -7,7 +7,8 @@
 - `serve_completer`: the handle through which prompts are completed
 - `application`: the state of the Serve application that runs the replicas
 - `replica`: the class that Serve runs: one worker, with its lock, health checks and metrics
-- `engine_worker`: the worker of a replica: swap, score, describe tasks, verify
+- `engine_worker`: the worker of a replica with vLLM: swap, score, describe tasks, verify
+- `image_worker`: the same for image classifiers, in torch
 - `recipe_lock`: the order in which a replica scores its chunks
 - `watchdog`: time limits for a replica's work
 - `current_chunk`: the chunk that a replica was scoring when it died

@@ -13,8 +13,8 @@ from typing import Any
 from search_spaces.study.engine import EngineOptions
 from workers.engines.vllm.environment import engine_environment
 from workers.errors import EngineUnavailable, ServeUnavailable
+from workers.models.modalities import MODALITIES
 from workers.serving.application import answered, application_state, failure_reason, is_deployed, num_replicas
-from workers.serving.engine_worker import EngineWorker
 from workers.serving.replica import ScoringReplica, Worker
 from workers.serving.serve_scorer import DEPLOYMENT, ServeScorer
 from workers.serving.watchdog import TIME_LIMITS, TimeLimits
@@ -124,7 +124,8 @@ def deploy_scorer(
                     "runtime_env": {"env_vars": environment},
                 },
             )
-            application = deployment.bind(make_worker or functools.partial(EngineWorker, family, options), time_limits)
+            worker = MODALITIES[family.modality].worker_class()
+            application = deployment.bind(make_worker or functools.partial(worker, family, options), time_limits)
             serve.run_many(
                 [serve.RunTarget(application, name=name, route_prefix=None)], wait_for_applications_running=False
             )

@@ -1,0 +1,122 @@
+"""Image classifiers of transformers without their heads, and the names by which files store their tensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from search_spaces.recipe import Recipe
+from workers.merging.materialize import merged_tensors
+from workers.models.merged_files import merged_config
+
+if TYPE_CHECKING:
+    from workers.merging.bank import Bank
+
+__all__ = ["ImageEncoder", "new_encoder", "reference_encoder"]
+
+HEAD = "classifier"
+
+
+class ImageEncoder:
+    """A classifier of transformers whose head is taken away, so that its outputs are features.
+
+    Attributes:
+        module: The module, in evaluation mode.
+        parameters: Its parameters by the names under which files store them.
+    """
+
+    def __init__(self, module: Any) -> None:
+        setattr(module, HEAD, torch.nn.Identity())
+        self.module = module.eval()
+        self.parameters: dict[str, torch.nn.Parameter] = {}
+        own = dict(module.named_parameters())
+        names = list(own)
+        for stored, name in zip(_stored_names(module, names), names, strict=True):
+            self.parameters[stored] = own[name]
+        self._parent, self._key = _layers_of(module)
+        self._layers = list(getattr(self._parent, self._key))
+
+    @property
+    def max_layers(self) -> int:
+        return len(self._layers)
+
+    def use_layers(self, count: int) -> None:
+        """Run the first `count` layers only, from 1 to `max_layers`."""
+        assert 1 <= count <= self.max_layers
+        if len(getattr(self._parent, self._key)) != count:
+            setattr(self._parent, self._key, torch.nn.ModuleList(self._layers[:count]))
+
+    @torch.inference_mode()
+    def features(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Features of images, float32, [num_images, hidden_size]; `pixels` is [num_images, channels, height, width]."""
+        parameter = next(iter(self.parameters.values()))
+        return self.module(pixel_values=pixels.to(parameter.device, parameter.dtype)).logits.float()  # type: ignore[no-any-return]
+
+
+def new_encoder(config: Mapping[str, Any], *, layers: int, dtype: torch.dtype, device: torch.device) -> ImageEncoder:
+    """Make an encoder with weights that are NaN, for a model's configuration, with `layers` layers."""
+    from transformers import AutoModelForImageClassification
+
+    made = AutoModelForImageClassification.from_config(_config({**config, "num_hidden_layers": layers}))
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.fill_(torch.nan)
+    return ImageEncoder(made.to(device, dtype))
+
+
+def reference_encoder(recipe: Recipe, bank: Bank, *, dtype: str) -> ImageEncoder:
+    """Compute the merge of `recipe`, and load it into a fresh classifier of transformers, on CPU.
+
+    The weights are rounded to `dtype`; the module computes in float32. Raises InvalidRecipe, InvalidModel or
+    EvidenceMismatch if the merge cannot be computed.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING
+
+    config = _config(merged_config(recipe, bank.base, bank.views(recipe.models), dtype="float32"))
+    state = {name: each.cpu().float() for name, each in merged_tensors(recipe, bank, getattr(torch, dtype))}
+    # A head that is taken away again; without one, transformers would warn of a missing one.
+    state |= {f"{HEAD}.weight": torch.zeros(config.num_labels, config.hidden_size)}
+    state |= {f"{HEAD}.bias": torch.zeros(config.num_labels)}
+    model, found = MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING[type(config)].from_pretrained(
+        None, config=config, state_dict=state, dtype=torch.float32, output_loading_info=True
+    )
+    if found["missing_keys"] or found["unexpected_keys"]:
+        raise RuntimeError(f"the merge does not fit its classifier: {found}")
+    return ImageEncoder(model)
+
+
+def _config(document: Mapping[str, Any]) -> Any:
+    """A configuration of transformers, read through a file, as JSON has its own spelling of infinity."""
+    from transformers import AutoConfig
+
+    with TemporaryDirectory(prefix="mergesearch-config-") as directory:
+        (Path(directory) / "config.json").write_text(json.dumps(dict(document)))
+        return AutoConfig.from_pretrained(directory, trust_remote_code=False)
+
+
+def _stored_names(module: Any, names: list[str]) -> list[str]:
+    """The name under which transformers stores each of a module's parameters `names`, in their order.
+
+    Since version 5, modules have other names than their files.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    numbered = {name: torch.full((1,), number) for number, name in enumerate(names)}
+    stored = {int(number): name for name, number in revert_weight_conversion(module, numbered).items()}
+    if len(stored) != len(names):
+        raise RuntimeError(f"{type(module).__name__}: transformers stores {len(stored)} of {len(names)} parameters")
+    return [stored[number] for number in range(len(names))]
+
+
+def _layers_of(module: Any) -> tuple[Any, str]:
+    """The module that has the list of layers, and the list's name in it."""
+    lists = [name for name, each in module.named_modules() if isinstance(each, torch.nn.ModuleList)]
+    if len(lists) != 1:
+        raise RuntimeError(f"{type(module).__name__}: expected one list of layers, found {lists}")
+    parent, _, key = lists[0].rpartition(".")
+    return module.get_submodule(parent), key

@@ -1,0 +1,201 @@
+"""Samples of image tasks, scored with the heads that the tasks name.
+
+A merge turns images into features, and the head of the model that a task names turns features into logits. The head is
+that of the source model, unchanged.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from workers.engines.images.pixels import Pixels
+from workers.errors import InvalidTask, TrialFailed
+from workers.evaluation.image_tasks import IMAGE_TASKS, ImageTask, texts_of
+from workers.models.family import ResolvedFamily
+from workers.models.task_heads import TaskHead, head_tensors, task_heads
+from workers.types import SampleResult, SampleTexts, Span, TaskInfo, TaskSpec
+
+__all__ = ["BATCH", "ImageEvaluator", "PreparedTask", "Response", "prepared_task"]
+
+BATCH = 64  # images at a time: bounds memory, not speed
+MOST_TASKS = 16  # tasks whose files and labels are kept
+NUM_SHOWN = 5  # classes with the largest logits in a response
+
+
+@dataclass(frozen=True)
+class PreparedTask:
+    """An image task with its head.
+
+    `outputs` has the head's output for the class of each sample, in the order of scoring; `names` has the name of each
+    output.
+    """
+
+    task: ImageTask
+    head: TaskHead
+    outputs: tuple[int, ...]
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Response:
+    """What a model answers to an image: the classes with the largest logits, and their log-probabilities.
+
+    It is stored as JSON: {"top": [[class, log-probability], ...]}, the likeliest first.
+    """
+
+    top: tuple[tuple[str, float], ...]
+
+    def to_json(self) -> str:
+        return json.dumps({"top": [[name, round(value, 6)] for name, value in self.top]}, ensure_ascii=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> Response:
+        """Read a response. Raises ValueError if the text is none."""
+        try:
+            return cls(tuple((str(name), float(value)) for name, value in json.loads(text)["top"]))
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"not the response of an image classifier: {text[:80]!r}") from error
+
+
+def prepared_task(spec: TaskSpec, sources: ResolvedFamily) -> PreparedTask:
+    """Read an image task, and find the head that it names among the models `sources`.
+
+    Raises InvalidTask if the task cannot be used, no model has the head, or the head has other classes.
+    """
+    task = IMAGE_TASKS.load(spec)
+    heads = task_heads(sources.checkpoints)
+    where, images = task.images.where, task.images
+    if task.head not in sources.checkpoints:
+        message = f"{where}: head {task.head!r} is no model; expected one of {', '.join(heads) or 'none has a head'}"
+        raise InvalidTask(message, "task.head")
+    if task.head not in heads:
+        having = f"; those with one are {', '.join(heads)}" if heads else ", nor has any other model"
+        raise InvalidTask(f"{where}: the model {task.head!r} has no head{having}", "task.head")
+    head = heads[task.head]
+    if images.classes is None:
+        largest = max(sample.label for sample in images.samples)
+        if largest >= head.num_classes:
+            message = (
+                f"{where}: has the label {largest}, the head of {task.head!r} has {head.num_classes} classes; "
+                f"expected labels from 0 to {head.num_classes - 1}"
+            )
+            raise InvalidTask(message, "task.head")
+        places: Sequence[int] = range(head.num_classes)
+    else:
+        places = head.order_of(images.classes, is_ordered=images.is_ordered, where=where)
+    names = list(head.labels or map(str, range(head.num_classes)))
+    for index, name in enumerate(images.classes or ()):
+        names[places[index]] = name
+    outputs = tuple(places[images.samples[index].label] for index in task.order)
+    return PreparedTask(task, head, outputs, tuple(names))
+
+
+class ImageEvaluator:
+    """Scores samples of image tasks with `features`, and keeps the most recently used tasks and images.
+
+    `sources` are the models, whose heads are used. `features` maps preprocessed images to features, float32,
+    [num_images, hidden_size]. `device` is the device of the features.
+    """
+
+    def __init__(
+        self,
+        sources: ResolvedFamily,
+        features: Callable[[torch.Tensor], torch.Tensor],
+        pixels: Pixels,
+        *,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self._sources = sources
+        self._features = features
+        self._pixels = pixels
+        self._device = torch.device(device)
+        self._tasks: OrderedDict[str, PreparedTask] = OrderedDict()
+
+    @cached_property
+    def _heads(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        found = {}
+        for alias in task_heads(self._sources.checkpoints):
+            tensors = head_tensors(self._sources.checkpoints[alias])
+            found[alias] = tensors.weight.float().to(self._device), tensors.bias.float().to(self._device)
+        return found
+
+    def task(self, spec: TaskSpec) -> PreparedTask:
+        """The task `spec`, read at its first use. Raises InvalidTask if it cannot be used."""
+        found = self._tasks.get(spec.digest)
+        if found is None:
+            found = self._tasks[spec.digest] = prepared_task(spec, self._sources)
+            if len(self._tasks) > MOST_TASKS:
+                self._tasks.popitem(last=False)
+        self._tasks.move_to_end(spec.digest)
+        return found
+
+    def describe(self, spec: TaskSpec) -> TaskInfo:
+        self.task(spec)
+        return IMAGE_TASKS.check(spec)
+
+    def sample_texts(self, spec: TaskSpec, start: int, stop: int) -> SampleTexts:
+        return texts_of(self.task(spec).task, start, stop)
+
+    def prompts(self, span: Span) -> str:
+        """The sha256 (hex) of the hashes of all images of a span, in order."""
+        task = self.task(span.task).task
+        total = hashlib.sha256()
+        for index in task.order[span.start : span.stop]:
+            total.update(bytes.fromhex(task.images.digests[index]))
+        return total.hexdigest()
+
+    def score(self, spans: Sequence[Span]) -> tuple[SampleResult, ...]:
+        """Score the samples of `spans`, in order.
+
+        Raises InvalidTask if a task cannot be used, and TrialFailed if logits are not finite.
+        """
+        return tuple(sample for span in spans for sample in self._score(span))
+
+    def _score(self, span: Span) -> list[SampleResult]:
+        prepared = self.task(span.task)
+        count = len(prepared.task.order)
+        if not 0 <= span.start <= span.stop <= count:
+            raise InvalidTask(
+                f"objective {span.objective}: samples {span.start}-{span.stop} requested of a task with {count} samples"
+            )
+        found = []
+        for start in range(span.start, span.stop, BATCH):
+            positions = range(start, min(start + BATCH, span.stop))
+            logits = self.logits(span.task, positions)
+            if not bool(torch.isfinite(logits).all()):
+                raise TrialFailed(f"objective {span.objective}: the merge gives logits that are NaN or infinite")
+            found += [
+                self._result(span, prepared, position, of_image)
+                for position, of_image in zip(positions, logits.log_softmax(-1).cpu(), strict=True)
+            ]
+        return found
+
+    def logits(self, spec: TaskSpec, positions: Sequence[int]) -> torch.Tensor:
+        """Logits of the task's classes for the images at `positions`, float32, [num_images, num_classes]."""
+        prepared = self.task(spec)
+        weight, bias = self._heads[prepared.head.alias]
+        features = self._features(self._pixels.of(prepared.task, positions))
+        return torch.nn.functional.linear(features, weight, bias)
+
+    def _result(self, span: Span, prepared: PreparedTask, position: int, logprobs: torch.Tensor) -> SampleResult:
+        count = min(max(NUM_SHOWN, prepared.task.num_largest), len(prepared.names))
+        order: Any = torch.sort(logprobs, descending=True, stable=True)  # equal logits: the first output counts
+        outputs = order.indices[:count].tolist()
+        is_right = prepared.outputs[position] in outputs[: prepared.task.num_largest]
+        shown = [(prepared.names[output], float(logprobs[output])) for output in outputs[:NUM_SHOWN]]
+        sample = prepared.task.images.samples[prepared.task.order[position]]
+        return SampleResult(
+            objective=span.objective,
+            position=position,
+            document=sample.name,
+            value=float(is_right),
+            response=Response(tuple(shown)).to_json(),
+        )

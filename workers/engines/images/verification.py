@@ -1,0 +1,142 @@
+"""Verification of image classifiers: an export, loaded with plain transformers, compared with stored samples.
+
+Users get this checkpoint with its heads and its image processor, so the comparison covers merge, swap, preprocessing,
+scoring and export. A sample is equal if the class with the largest logit is the same, and the log-probabilities of the
+stored classes agree within the tolerance for rounding.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from workers.engines.images.pixels import Pixels
+from workers.engines.images.scoring import ImageEvaluator, PreparedTask, Response
+from workers.errors import InvalidTask
+from workers.evaluation.prompts import LOGPROB_TOLERANCE
+from workers.models.task_heads import HEADS_DIR
+from workers.types import SampleDifference, SampleResult, Span, VerificationReport
+
+__all__ = ["verify_images"]
+
+BATCH = 32
+
+# Replaces infinite differences and NaN, which JSON does not have.
+FAR = 1e6
+
+
+def verify_images(
+    recipe_digest: str,
+    directory: str | Path,
+    *,
+    samples: Sequence[SampleResult],
+    spans: Sequence[Span],
+    dtype: str,
+    evaluator: ImageEvaluator,
+) -> VerificationReport:
+    """Score samples of an exported merge with transformers, and compare them with the engine's stored `samples`.
+
+    `directory` has the export, with its heads and its image processor. `spans` are the ranges of samples, each of one
+    task; `evaluator` reads the tasks. `dtype` is the engine's dtype, which the tolerance depends on. Raises InvalidTask
+    if a sample of a span is missing in `samples`.
+    """
+    from transformers import AutoModelForImageClassification
+
+    model = AutoModelForImageClassification.from_pretrained(
+        directory, dtype=torch.float32, trust_remote_code=False
+    ).eval()
+    pixels = Pixels(str(directory))
+    known = {(sample.objective, sample.position): sample for sample in samples}
+    tolerance = LOGPROB_TOLERANCE[dtype]
+    differences: list[SampleDifference] = []
+    largest, num_logprobs, num_samples = 0.0, 0, 0
+    for span in spans:
+        prepared = evaluator.task(span.task)
+        head = load_file(Path(directory) / HEADS_DIR / f"{prepared.head.alias}.safetensors")
+        logprobs = _logprobs(model, head, pixels, prepared, range(span.start, span.stop))
+        for position, of_image in zip(range(span.start, span.stop), logprobs, strict=True):
+            stored = known.get((span.objective, position))
+            if stored is None:
+                raise InvalidTask(f"verify: no stored sample of {span.objective} at position {position}")
+            apart, difference = _compare(stored, of_image, prepared, tolerance)
+            largest, num_samples = max(largest, apart), num_samples + 1
+            num_logprobs += len(Response.from_json(stored.response).top)
+            differences += [] if difference is None else [difference]
+    del model
+    gc.collect()
+    return VerificationReport(
+        recipe_digest=recipe_digest,
+        num_samples=num_samples,
+        num_equal=num_samples - len(differences),
+        max_logprob_difference=largest,
+        tolerance=tolerance,
+        differences=tuple(differences),
+        num_beyond=sum(difference.is_beyond for difference in differences),
+        num_logprobs=num_logprobs,
+    )
+
+
+@torch.inference_mode()
+def _logprobs(
+    model: Any, head: Mapping[str, torch.Tensor], pixels: Pixels, prepared: PreparedTask, positions: range
+) -> torch.Tensor:
+    """Log-probabilities of the task's classes by plain transformers, [num_images, num_classes]."""
+    weight, bias = head["classifier.weight"].float(), head["classifier.bias"].float()
+    model.classifier = torch.nn.Linear(weight.shape[1], weight.shape[0])
+    model.classifier.load_state_dict({"weight": weight, "bias": bias})
+    found = [torch.empty(0, weight.shape[0])]
+    for start in range(positions.start, positions.stop, BATCH):
+        batch = pixels.of(prepared.task, range(start, min(start + BATCH, positions.stop)))
+        found.append(model(pixel_values=batch).logits.log_softmax(-1))
+    return torch.cat(found)
+
+
+def _compare(
+    stored: SampleResult, logprobs: torch.Tensor, prepared: PreparedTask, tolerance: float
+) -> tuple[float, SampleDifference | None]:
+    """Compare a stored sample with log-probabilities of transformers.
+
+    Returns the largest difference of a log-probability, and the difference of the sample, or None if it is equal. A
+    class other than transformers' is explained by rounding if transformers finds both equally likely within the
+    tolerance.
+    """
+    top = Response.from_json(stored.response).top
+    outputs = {name: output for output, name in enumerate(prepared.names)}
+    own = float(logprobs.max())
+    position = prepared.outputs[stored.position]
+    ranked = torch.sort(logprobs, descending=True, stable=True).indices.tolist()
+    value = float(position in ranked[: prepared.task.num_largest])
+    gaps = [abs(float(logprobs[outputs[name]]) - logprob) for name, logprob in top]
+    apart = max((gap if gap == gap else FAR for gap in gaps), default=FAR)
+    behind = own - float(logprobs[outputs[top[0][0]]]) if top else FAR
+    what = ""
+    if not top or outputs[top[0][0]] != ranked[0]:
+        what, size = "class", min(behind, FAR)
+    elif apart > tolerance:
+        what, size = "log-probabilities", min(apart, FAR)
+    elif value != stored.value:
+        what, size = "value", min(_gap_at(logprobs, ranked, prepared.task.num_largest), FAR)
+    if not what:
+        return apart, None
+    difference = SampleDifference(
+        objective=stored.objective,
+        position=stored.position,
+        engine=stored.value,
+        reference=value,
+        top2_gap=size,
+        what=what,
+        is_beyond=size > tolerance or apart > tolerance,
+    )
+    return apart, difference
+
+
+def _gap_at(logprobs: torch.Tensor, ranked: Sequence[int], count: int) -> float:
+    """Difference of log-probability between the last class that counts as right and the first that does not."""
+    if count >= len(ranked):
+        return FAR
+    return float(logprobs[ranked[count - 1]] - logprobs[ranked[count]])
