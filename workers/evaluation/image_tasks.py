@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -30,11 +30,13 @@ from workers.evaluation.built_tasks import permutation
 from workers.evaluation.sample_facts import Item, Lengths
 from workers.file_access import FileAccess
 from workers.models.image_processors import decoded
+from workers.models.task_heads import TaskHead, task_heads
 from workers.object_store import is_object_url
 from workers.types import SampleTexts, TaskInfo, TaskSpec, digest_of
 
 if TYPE_CHECKING:
     from workers.evaluation.prompts import Prompts
+    from workers.models.family import ResolvedFamily
 
 __all__ = [
     "IMAGE_METRICS",
@@ -43,8 +45,12 @@ __all__ = [
     "ImageSet",
     "ImageTask",
     "ImageTasks",
+    "PreparedTask",
     "check_decodable",
+    "load_image_task",
+    "prepared_task",
     "read_image_set",
+    "texts_of",
 ]
 
 # The number of largest logits among which the right class must be, by metric.
@@ -136,6 +142,20 @@ class ImageTask:
         return IMAGE_METRICS[self.spec.metric]
 
 
+@dataclass(frozen=True)
+class PreparedTask:
+    """An image task with its head.
+
+    `outputs` has the head's output for the class of each sample, in the order of scoring; `names` has the name of each
+    output.
+    """
+
+    task: ImageTask
+    head: TaskHead
+    outputs: tuple[int, ...]
+    names: tuple[str, ...]
+
+
 def read_image_set(task: Mapping[str, Any], access: FileAccess | None = None) -> ImageSet:
     """List the images and labels of a task, described as in a study file; images are not read.
 
@@ -187,14 +207,44 @@ def load_image_task(spec: TaskSpec) -> ImageTask:
     return ImageTask(spec, images, tuple(members[group][index] for group, index in order))
 
 
+def prepared_task(spec: TaskSpec, sources: ResolvedFamily) -> PreparedTask:
+    """Read an image task, and find the head that it names among the models `sources`.
+
+    Raises InvalidTask if the task cannot be used, no model has the head, or the head has other classes.
+    """
+    task = load_image_task(spec)
+    heads = task_heads(sources.checkpoints)
+    where, images = task.images.where, task.images
+    if task.head not in sources.checkpoints:
+        message = f"{where}: head {task.head!r} is no model; expected one of {', '.join(heads) or 'none has a head'}"
+        raise InvalidTask(message, "task.head")
+    if task.head not in heads:
+        having = f"; those with one are {', '.join(heads)}" if heads else ", nor has any other model"
+        raise InvalidTask(f"{where}: the model {task.head!r} has no head{having}", "task.head")
+    head = heads[task.head]
+    if images.classes is None:
+        largest = max(sample.label for sample in images.samples)
+        if largest >= head.num_classes:
+            message = (
+                f"{where}: has the label {largest}, the head of {task.head!r} has {head.num_classes} classes; "
+                f"expected labels from 0 to {head.num_classes - 1}"
+            )
+            raise InvalidTask(message, "task.head")
+        places: Sequence[int] = range(head.num_classes)
+    else:
+        places = head.order_of(images.classes, is_ordered=images.is_ordered, where=where)
+    names = list(head.labels or map(str, range(head.num_classes)))
+    for index, name in enumerate(images.classes or ()):
+        names[places[index]] = name
+    outputs = tuple(places[images.samples[index].label] for index in task.order)
+    return PreparedTask(task, head, outputs, tuple(names))
+
+
 class ImageTasks:
     """Tasks of images and labels (`workers.evaluation.task_reader.TaskReader`)."""
 
     def content(self, task: Mapping[str, Any]) -> str:
         return read_image_set(task).content
-
-    def load(self, spec: TaskSpec) -> ImageTask:
-        return load_image_task(spec)
 
     def check(self, spec: TaskSpec) -> TaskInfo:
         images = load_image_task(spec).images
@@ -219,6 +269,9 @@ class ImageTasks:
         """The model reads one token for each patch of an image, and one for the class; it generates none."""
         size, patch = int(prompts.config["image_size"]), int(prompts.config["patch_size"])
         return Lengths((size // patch) ** 2 + 1, 1.0, 1.0)
+
+    def check_models(self, spec: TaskSpec, sources: ResolvedFamily) -> None:
+        prepared_task(spec, sources)
 
     def lack_of_references(self, spec: TaskSpec) -> str | None:
         return "gradients are computed for text models only"

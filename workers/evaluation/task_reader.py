@@ -12,6 +12,7 @@ from workers.types import SampleTexts, TaskInfo, TaskSpec
 if TYPE_CHECKING:
     from workers.evaluation.prompts import Prompts
     from workers.evaluation.sample_facts import Item, Lengths
+    from workers.models.family import ResolvedFamily
 
 __all__ = ["TaskReader", "reader_of"]
 
@@ -37,6 +38,10 @@ class TaskReader(Protocol):
 
     def lengths(self, spec: TaskSpec, prompts: Prompts, *, cache: str | Path | None = None) -> Lengths:
         """Mean numbers of positions that a model reads and generates for one sample."""
+        ...
+
+    def check_models(self, spec: TaskSpec, sources: ResolvedFamily) -> None:
+        """Check that the models `sources` can be scored on the task."""
         ...
 
     def lack_of_references(self, spec: TaskSpec) -> str | None:

@@ -16,6 +16,7 @@ from workers.types import SampleTexts, TaskInfo, TaskSpec
 
 if TYPE_CHECKING:
     from workers.evaluation.prompts import Prompts
+    from workers.models.family import ResolvedFamily
 
 __all__ = ["TEXT_TASKS", "TextTasks"]
 
@@ -37,6 +38,9 @@ class TextTasks:
 
     def lengths(self, spec: TaskSpec, prompts: Prompts, *, cache: str | Path | None = None) -> Lengths:
         return text_lengths(spec, prompts, cache=cache)
+
+    def check_models(self, spec: TaskSpec, sources: ResolvedFamily) -> None:
+        """All models of text can be scored on all tasks of text."""
 
     def lack_of_references(self, spec: TaskSpec) -> str | None:
         from workers.evaluation.references import lack_of_right_answers

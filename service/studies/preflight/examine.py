@@ -38,7 +38,7 @@ from service.studies.preflight.models import (
 from service.studies.preflight.recipes import given_recipes
 from service.studies.preflight.resources import check_devices, check_memory, machines_for, plan_memory
 from service.studies.preflight.result import PreflightResult, StudyBudget, StudyModels, StudyTasks, refinement_of
-from service.studies.preflight.tasks import benchmarks_of, check_prompts, check_tasks, objectives_of
+from service.studies.preflight.tasks import benchmarks_of, check_modality, check_prompts, check_tasks, objectives_of
 from workers.file_access import FileAccess
 from workers.models.family import ResolvedFamily, locate_family
 from workers.types import TaskInfo
@@ -117,7 +117,7 @@ def examine(
         check_layers(study, sources, problems)
         aligns = isinstance(unread, AlignedSpace) and unread.alignment != "none"
         if aligns:
-            _check_alignments(infos, problems)
+            _check_alignments(sources, infos, problems)
         for_engines = machines_for(study, known=machines, available_bytes=available_bytes)
         plan = partial(plan_memory, study, sources, for_engines, aligns=aligns)
         lack_of_room = ""
@@ -141,7 +141,10 @@ def examine(
             algorithm = replace(algorithm, reason=f"{algorithm.reason}; {of}{gradients.reason}")
         plan = partial(plan, gradients_on=gradients.device if gradients else None)
         memory = plan(max_layers=max_layers)
-        check_prompts(study, sources.result_dir, problems)
+        by_section = {"objectives": tasks, "holdout": holdout_tasks, "benchmarks": benchmark_tasks}
+        check_modality(study, by_section, sources, problems)
+        if sources.modality.has_vocabulary:
+            check_prompts(study, sources.result_dir, problems)
         shorter = range(sources.layout.num_layers, max_layers)
         check_memory(
             memory, lacks if allows_lack else problems, shorter=shorter, plan=lambda layers: plan(max_layers=layers)
@@ -266,7 +269,11 @@ def _check_sample_limit(
         problems.append(Problem("limits.max_samples", f"{message}; give at least {least:,}"))
 
 
-def _check_alignments(infos: Mapping[str, TaskInfo], problems: list[Problem]) -> None:
+def _check_alignments(sources: ResolvedFamily, infos: Mapping[str, TaskInfo], problems: list[Problem]) -> None:
+    if not sources.modality.has_vocabulary:
+        message = f"is learned from prompts; models of the modality {sources.modality.name} have none; give none"
+        problems.append(Problem("search_space.alignment", message))
+        return
     from workers.alignments.samples import lack_of_samples
 
     if infos and (lack := lack_of_samples({name: info.num_samples for name, info in infos.items()})):

@@ -22,6 +22,7 @@ from workers.engines.vllm.support import CapabilityProbe
 from workers.errors import InvalidModel
 from workers.merging.residual_scales import SCALABLE
 from workers.models.family import LocatedFamily, ResolvedFamily, locate_family
+from workers.models.modalities import modality_at, modality_of
 from workers.models.remote import named
 from workers.models.tokenizers import check_tokenizer
 
@@ -120,7 +121,7 @@ def check_models(located: LocatedFamily, study: Study, problems: list[Problem]) 
         found += error.problems
     if located.base_dir is not None:
         try:
-            check_tokenizer(located.base_dir)
+            modality_at(located.base_dir).check_files(located.base_dir)
         except InvalidModel as error:
             found += map(named, error.problems)
     problems.extend(Problem("models", text) for text in found)
@@ -133,7 +134,7 @@ def check_layers(study: Study, sources: ResolvedFamily, problems: list[Problem])
     To scale a layer is to multiply its output by a factor. What is impossible is added to `problems`.
     """
     section = study.search_space
-    if section.changes_layers:
+    if section.changes_layers and sources.modality.runs_on_vllm:
         problems.extend(Problem("models", text) for text in path_problems(sources))
     model_type = sources.base.config.get("model_type")
     if section.scaled_by is not None and model_type not in SCALABLE:
@@ -227,8 +228,8 @@ def model_size(sources: ResolvedFamily, max_layers: int) -> ModelSize:
 def start_probe(located: LocatedFamily) -> CapabilityProbe | None:
     """Start a process that asks vLLM whether it can run the base model; experts have the same architecture.
 
-    `located` has the directories of the models. Returns None if the base's configuration cannot be read, which
-    `check_models` reports.
+    `located` has the directories of the models. Returns None if vLLM does not score models of their modality, or if
+    the base's configuration cannot be read, which `check_models` reports.
     """
     if located.base_dir is None:
         return None
@@ -236,7 +237,9 @@ def start_probe(located: LocatedFamily) -> CapabilityProbe | None:
         config = json.loads((located.base_dir / "config.json").read_bytes())
     except (OSError, ValueError, RecursionError):
         return None
-    return CapabilityProbe([config]) if isinstance(config, dict) else None
+    if not isinstance(config, dict) or not modality_of(config).runs_on_vllm:
+        return None
+    return CapabilityProbe([config])
 
 
 def check_engine(study: Study, probe: CapabilityProbe | None, problems: list[Problem]) -> str:

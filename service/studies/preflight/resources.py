@@ -108,6 +108,10 @@ def check_devices(study: Study, sources: ResolvedFamily | None, problems: list[P
                 f"use one of {', '.join(fitting)}",
             )
         )
+    if sources and not sources.modality.runs_on_vllm and engine.tensor_parallel_size > 1:
+        message = f"{engine.tensor_parallel_size}: engines of the modality {sources.modality.name} use one GPU; use 1"
+        problems.append(Problem("engine.tensor_parallel_size", message))
+        return
     num_needed = engine.num_gpus
     if "RAY_ADDRESS" in os.environ or stated_machines():
         return
@@ -199,18 +203,17 @@ def _plan_on(
 ) -> MemoryPlan:
     from workers.merging.methods.plain import PLAIN
 
-    # In host memory: on CPU vLLM computes with a packed copy, besides the plain weights that merges are written into.
-    copies = 0 if machines.num_gpus else 2
+    modality = sources.modality
+    copies = 0 if machines.num_gpus else modality.copies_on_cpu  # in host memory
     element_bytes = DTYPE_BYTES[engine_dtype(study)]
     held = sources.num_parameters
     if max_layers:
         aligned = alignment_bytes(sources.base.config, max_layers, 1) if aligns else 0
         available = sys.maxsize if machines.memory_bytes is None else machines.memory_bytes
-        held = (
-            outside_bytes(sources, 1)
-            + aligned
-            + widest_layer_bytes(sources, 1) * _pool_size(sources, max_layers, available, copies * element_bytes)
-        )
+        num_held = max_layers
+        if modality.runs_on_vllm:
+            num_held = _pool_size(sources, max_layers, available, copies * element_bytes)
+        held = outside_bytes(sources, 1) + aligned + widest_layer_bytes(sources, 1) * num_held
     ranks = RANK_BYTES * len(study.models.experts) if study.engine.rank_cache else 0
     weights = held * copies * element_bytes + sources.num_parameters * ranks
     keeps_recent = any(PLAIN[method].uses & OF_SEVERAL for method in study.search_space.merge_methods)
@@ -220,7 +223,7 @@ def _plan_on(
     on_gpu = sources.num_parameters * element_bytes // study.engine.tensor_parallel_size
     return MemoryPlan(
         bank_bytes=stored_bytes(sources.checkpoints.values()),
-        engine_bytes=weights + statistics + ENGINE_OVERHEAD_BYTES,
+        engine_bytes=weights + statistics + ENGINE_OVERHEAD_BYTES + modality.cache_bytes,
         replicas=replicas,
         available_bytes=machines.memory_bytes,
         gradient_bytes=model + GRADIENT_OVERHEAD_BYTES if gradients_on else 0,

@@ -26,10 +26,12 @@ from workers.evaluation.sample_metrics import LENGTH
 from workers.evaluation.task_reader import reader_of
 from workers.evaluation.tasks import check_task
 from workers.file_access import FileAccess
+from workers.models.family import ResolvedFamily
+from workers.models.modalities import modality_of_task
 from workers.models.tokenizers import check_tokenizer
 from workers.types import TaskInfo, TaskSpec
 
-__all__ = ["benchmarks_of", "check_prompts", "check_tasks", "objectives_of", "task_spec"]
+__all__ = ["benchmarks_of", "check_modality", "check_prompts", "check_tasks", "objectives_of", "task_spec"]
 
 
 def check_tasks(
@@ -186,6 +188,29 @@ def _reference_length(spec: BenchmarkSpec, task: TaskSpec, place: str, problems:
         problems.append(Problem(f"{place}.{error.field}", f"benchmark {spec.name}: {error}"))
         return 0.0
     return sum(len(item.reference) for item in items) / len(items)
+
+
+def check_modality(
+    study: Study, tasks: Mapping[str, Mapping[str, TaskSpec]], sources: ResolvedFamily, problems: list[Problem]
+) -> None:
+    """Check that a study's tasks are of the modality of its models `sources`, and that the models fit the tasks.
+
+    `tasks` has the tasks that could be read by section of the study file and name. A study of images needs, for
+    example, a head for each task. What is wrong is added to `problems`.
+    """
+    for place, spec in study.with_tasks():
+        task = tasks[place.partition(".")[0]].get(spec.name)
+        if task is None:
+            continue
+        own = modality_of_task(task.task)
+        if own is not sources.modality:
+            message = f"is a task of the modality {own.name}; the models are of the modality {sources.modality.name}"
+            problems.append(Problem(f"{place}.task", message))
+            continue
+        try:
+            reader_of(task.task).check_models(task, sources)
+        except InvalidTask as error:
+            problems.append(Problem(f"{place}.{error.field}", str(error)))
 
 
 def check_prompts(study: Study, directory: str, problems: list[Problem]) -> None:

@@ -13,11 +13,9 @@ import torch
 from workers.errors import InvalidTask
 from workers.evaluation.image_tasks import ImageTask
 from workers.models.image_processors import decoded, load_processor, pixels_of
+from workers.models.modalities.image import CACHE_BYTES
 
-__all__ = ["CACHE_BYTES", "Pixels"]
-
-# Bytes of preprocessed images that an engine keeps: 3,500 images of 224 x 224 in float32.
-CACHE_BYTES = 2 * 2**30
+__all__ = ["Pixels"]
 
 
 class Pixels:

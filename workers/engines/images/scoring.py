@@ -18,30 +18,16 @@ import torch
 
 from workers.engines.images.pixels import Pixels
 from workers.errors import InvalidTask, TrialFailed
-from workers.evaluation.image_tasks import IMAGE_TASKS, ImageTask, texts_of
+from workers.evaluation.image_tasks import IMAGE_TASKS, PreparedTask, prepared_task, texts_of
 from workers.models.family import ResolvedFamily
-from workers.models.task_heads import TaskHead, head_tensors, task_heads
+from workers.models.task_heads import head_tensors, task_heads
 from workers.types import SampleResult, SampleTexts, Span, TaskInfo, TaskSpec
 
-__all__ = ["BATCH", "ImageEvaluator", "PreparedTask", "Response", "prepared_task"]
+__all__ = ["BATCH", "ImageEvaluator", "Response"]
 
 BATCH = 64  # images at a time: bounds memory, not speed
 MOST_TASKS = 16  # tasks whose files and labels are kept
 NUM_SHOWN = 5  # classes with the largest logits in a response
-
-
-@dataclass(frozen=True)
-class PreparedTask:
-    """An image task with its head.
-
-    `outputs` has the head's output for the class of each sample, in the order of scoring; `names` has the name of each
-    output.
-    """
-
-    task: ImageTask
-    head: TaskHead
-    outputs: tuple[int, ...]
-    names: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -63,39 +49,6 @@ class Response:
             return cls(tuple((str(name), float(value)) for name, value in json.loads(text)["top"]))
         except (KeyError, TypeError) as error:
             raise ValueError(f"not the response of an image classifier: {text[:80]!r}") from error
-
-
-def prepared_task(spec: TaskSpec, sources: ResolvedFamily) -> PreparedTask:
-    """Read an image task, and find the head that it names among the models `sources`.
-
-    Raises InvalidTask if the task cannot be used, no model has the head, or the head has other classes.
-    """
-    task = IMAGE_TASKS.load(spec)
-    heads = task_heads(sources.checkpoints)
-    where, images = task.images.where, task.images
-    if task.head not in sources.checkpoints:
-        message = f"{where}: head {task.head!r} is no model; expected one of {', '.join(heads) or 'none has a head'}"
-        raise InvalidTask(message, "task.head")
-    if task.head not in heads:
-        having = f"; those with one are {', '.join(heads)}" if heads else ", nor has any other model"
-        raise InvalidTask(f"{where}: the model {task.head!r} has no head{having}", "task.head")
-    head = heads[task.head]
-    if images.classes is None:
-        largest = max(sample.label for sample in images.samples)
-        if largest >= head.num_classes:
-            message = (
-                f"{where}: has the label {largest}, the head of {task.head!r} has {head.num_classes} classes; "
-                f"expected labels from 0 to {head.num_classes - 1}"
-            )
-            raise InvalidTask(message, "task.head")
-        places: Sequence[int] = range(head.num_classes)
-    else:
-        places = head.order_of(images.classes, is_ordered=images.is_ordered, where=where)
-    names = list(head.labels or map(str, range(head.num_classes)))
-    for index, name in enumerate(images.classes or ()):
-        names[places[index]] = name
-    outputs = tuple(places[images.samples[index].label] for index in task.order)
-    return PreparedTask(task, head, outputs, tuple(names))
 
 
 class ImageEvaluator:

@@ -29,6 +29,8 @@ class Modality:
     - `structure`: fields of the configuration, in addition to those of all models, that must be equal for merging
     - `has_vocabulary`: whether models have an embedding with a row for each token, and prompts of tokens
     - `runs_on_vllm`: whether engines of vLLM score the models
+    - `copies_on_cpu`: copies of a merge's weights in the host memory of an engine on CPU
+    - `cache_bytes`: bytes of data that an engine caches besides
     - `layout`: assigns each tensor to a layer and component. Arguments are the configuration with common names and
       the tensors' names. Tensors of task heads are in `Layout.task_heads`, and are never merged
     - `canonical`: the name of a stored tensor in the layout, from the configuration and the name in the file; None for
@@ -60,6 +62,8 @@ class Modality:
     tasks: str
     worker: str
     training: str
+    copies_on_cpu: int = 1
+    cache_bytes: int = 0
 
     def task_reader(self) -> Any:
         """The reader of the modality's evaluation tasks (`workers.evaluation.task_reader.TaskReader`)."""
