@@ -26,7 +26,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +49,8 @@ __all__ = [
     "read_images",
     "split_images",
     "study_document",
+    "train_by_command",
+    "train_here",
     "write_images",
 ]
 
@@ -209,7 +211,7 @@ def make_base(
     out: pathlib.Path,
     *,
     seed: int = 0,
-    steps: int = BASE_STEPS,
+    steps: int | None = None,
     hidden: int = 96,
     layers: int = 6,
 ) -> None:
@@ -224,7 +226,7 @@ def make_base(
     optimiser = torch.optim.AdamW(parameters, lr=BASE_LEARNING_RATE, weight_decay=0.01)
     data = {task: (pixel_values(images), torch.from_numpy(images.labels)) for task, images in training.items()}
     generator = torch.Generator().manual_seed(seed)
-    for step in range(steps):
+    for step in range(BASE_STEPS if steps is None else steps):
         for group in optimiser.param_groups:
             group["lr"] = BASE_LEARNING_RATE * min(1.0, (step + 1) / 50)
         loss = torch.zeros(())
@@ -333,11 +335,35 @@ def accuracies(model_dir: pathlib.Path, heads: pathlib.Path, splits: Mapping[str
     return found
 
 
-def build_family(out: pathlib.Path, *, seed: int = 0) -> dict[str, Any]:
+def train_by_command(specification: pathlib.Path, out: pathlib.Path) -> None:
+    """Train the experts of a specification by `mergesearch finetune`."""
+    command = [sys.executable, "-m", "service.cli.main", "finetune", str(specification), "--out", str(out)]
+    subprocess.run(command, check=True)
+
+
+def train_here(specification: pathlib.Path, out: pathlib.Path) -> None:
+    """Train the experts of a specification in this process, as the command's workers do."""
+    from workers.training.finetuning.fleet import load_pipeline
+    from workers.training.finetuning.trainer import check, train
+
+    pipeline = load_pipeline(specification)
+    for alias, place in pipeline.places(out).items():
+        check(pipeline.experts[alias])
+        place.mkdir(parents=True, exist_ok=True)
+        train(pipeline.experts[alias], place)
+
+
+def build_family(
+    out: pathlib.Path,
+    *,
+    seed: int = 0,
+    train: Callable[[pathlib.Path, pathlib.Path], None] = train_by_command,
+) -> dict[str, Any]:
     """Write images, base, heads and specifications into `out`, train the experts there, and return facts.
 
-    Training continues where an earlier call was interrupted. The facts, which are in `out`/family.json too, are the
-    seconds, the digests of all splits, and the accuracy of each model on each task's validation split.
+    `train` trains the experts of a specification file in a directory, and continues where an earlier call was
+    interrupted. The facts, which are in `out`/family.json too, are the seconds, the digests of all splits, and the
+    accuracy of each model on each task's validation split.
     """
     began = time.perf_counter()
     splits = {task: split_images(task, read_images(task), seed=seed) for task in TASKS}
@@ -354,8 +380,7 @@ def build_family(out: pathlib.Path, *, seed: int = 0) -> dict[str, Any]:
     }
     for name, document in documents.items():
         (out / name).write_text(yaml.safe_dump(document, sort_keys=False))
-    command = [sys.executable, "-m", "service.cli.main", "finetune", str(out / "finetune.yaml"), "--out"]
-    subprocess.run([*command, str(out / "training")], check=True)
+    train(out / "finetune.yaml", out / "training")
     models = {"base": out / "base", **{task: out / "training" / "experts" / task / "model" for task in TASKS}}
     validation = {task: splits[task]["validation"] for task in TASKS}
     facts: dict[str, Any] = {

@@ -7,7 +7,9 @@ prepared by the base's own processor, without augmentations.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -179,14 +181,15 @@ class ImageTraining:
 
         head = _head(spec, base, _images(spec, base, access))
         names = head.labels or tuple(f"LABEL_{index}" for index in range(head.num_classes))
-        model: torch.nn.Module = AutoModelForImageClassification.from_pretrained(
-            base,
-            trust_remote_code=False,
-            id2label=dict(enumerate(names)),
-            label2id={name: index for index, name in enumerate(names)},
-            ignore_mismatched_sizes=True,  # of the base's head, which is replaced
-            **options,
-        )
+        with _without_report():
+            model: torch.nn.Module = AutoModelForImageClassification.from_pretrained(
+                base,
+                trust_remote_code=False,
+                id2label=dict(enumerate(names)),
+                label2id={name: index for index, name in enumerate(names)},
+                ignore_mismatched_sizes=True,  # of the base's head, which is replaced
+                **options,
+            )
         classifier: Any = model.get_submodule("classifier")
         with torch.no_grad():
             if spec.data.head == NEW_HEAD:
@@ -228,6 +231,18 @@ class ImageTraining:
 
 
 IMAGE_TRAINING = ImageTraining()
+
+
+@contextmanager
+def _without_report() -> Iterator[None]:
+    """Context manager in which transformers does not warn that a head is missing or has another size."""
+    logger = logging.getLogger("transformers.modeling_utils")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def _description(spec: FinetuneSpec) -> dict[str, Any]:
