@@ -130,16 +130,24 @@ def access_of(job: JobRecord) -> FileAccess | None:
     return access and FileAccess.of(access)
 
 
-def _files(spec: FinetuneSpec) -> Iterator[tuple[str, str]]:
-    """Yield the files that an expert's specification names, as pairs of the specification's field and the file."""
+def _files(spec: FinetuneSpec, *, folders: bool = True) -> Iterator[tuple[str, str]]:
+    """Yield the files that an expert's specification names, as pairs of the specification's field and the file.
+
+    With `folders` False, data that may be in a folder are left out if they are in one.
+    """
+
+    def is_wanted(place: str) -> bool:
+        return folders or not os.path.isdir(place)
+
     if spec.data.file is not None:
         yield "data.file", spec.data.file
-    if spec.data.images is not None:
+    if spec.data.images is not None and is_wanted(spec.data.images):
         yield "data.images", spec.data.images
     for index, objective in enumerate(spec.evaluation.objectives if spec.evaluation is not None else ()):
         place = f"evaluation.objectives.{index}.task"
         if isinstance(objective.task, DescribedTask):
-            yield f"{place}.{objective.task.place_key}", objective.task.place
+            if not objective.task.may_be_folder or is_wanted(objective.task.place):
+                yield f"{place}.{objective.task.place_key}", objective.task.place
         elif objective.task.endswith(PATH_SUFFIXES):
             yield place, objective.task
 
@@ -185,7 +193,7 @@ def _path_problems(spec: FinetuneSpec) -> Iterator[tuple[str, str]]:
 
 
 def _no_files(spec: FinetuneSpec) -> Iterator[tuple[str, str]]:
-    for place, file in _files(spec):
+    for place, file in _files(spec, folders=False):
         if problem := no_file_problem(file):
             yield place, problem
 

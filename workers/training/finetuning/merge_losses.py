@@ -28,6 +28,7 @@ from workers.file_access import FileAccess
 from workers.merging.bank import Bank
 from workers.merging.materialize import merge_into
 from workers.models.family import open_family
+from workers.models.modalities import TEXT, modality_of_task
 from workers.models.remote import locate
 from workers.training.finetuning.data import writes_chats
 from workers.training.finetuning.evaluation import TaskScorer
@@ -284,6 +285,12 @@ def lack_of_losses(
             yield alias, "has no evaluation; losses of merges need its reference answers"
             continue
         for each in spec.evaluation.objectives:
+            if modality_of_task(task_of(each, seed=spec.seed).task) is not TEXT:
+                yield (
+                    alias,
+                    f"objective {each.name!r} is no task of text; losses of merges are measured for text models",
+                )
+                continue
             try:
                 lack = lack_of_references(task_of(each, seed=spec.seed, access=access))
             except InvalidTask as error:
