@@ -600,6 +600,12 @@ def _parser() -> argparse.ArgumentParser:
     fetch.add_argument("--json", action="store_true", help="machine-readable output on standard output")
     fetch.add_argument("task", metavar="NAME|FILE", help="name of a task of lm-eval or a shipped one, or a YAML file")
 
+    text = "List the classes of images in a folder or JSONL file, and check that every image can be read."
+    images = actions.add_parser("images", help=text, description=text)
+    images.set_defaults(call=verbs.list_images)
+    images.add_argument("--json", action="store_true", help="machine-readable output on standard output")
+    images.add_argument("place", metavar="FOLDER|FILE", help="folder with a directory for each class, or JSONL file")
+
     command = verb("schema", verbs.schema, "Print the JSON Schema of a study file or a result file.")
     command.add_argument("name", choices=SCHEMAS)
     return parser

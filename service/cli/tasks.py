@@ -1,4 +1,4 @@
-"""The commands `mergesearch tasks` (list of shipped tasks) and `mergesearch tasks fetch` (download of their data)."""
+"""The commands `tasks` (list of shipped tasks), `tasks fetch` (their data) and `tasks images` (classes of a folder)."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from dataclasses import asdict
 
 from service.cli.terminal import console, print_json
+from workers.evaluation.image_tasks import image_facts
 from workers.evaluation.shipped_tasks import FetchedData, ShippedTask, fetch, shipped_tasks
 
-__all__ = ["fetch_task", "list_tasks"]
+__all__ = ["fetch_task", "list_images", "list_tasks"]
 
 
 def list_tasks(options: argparse.Namespace) -> int:
@@ -29,6 +30,18 @@ def fetch_task(options: argparse.Namespace) -> int:
     for each in fetched:
         print(f"{_name_of(each)}: {_sizes(each.sizes)}")
     print(f"{options.task}: its data are here, and were found without the hub")
+    return 0
+
+
+def list_images(options: argparse.Namespace) -> int:
+    """Print the classes and numbers of images in a folder or JSONL file, after decoding every image."""
+    found = image_facts(options.place)
+    if options.json:
+        print_json(asdict(found))
+        return 0
+    for name, count in found.classes.items():
+        print(f"{name}: {count:,} images")
+    print(f"{options.place}: {found.num_images:,} images of {len(found.classes)} classes, and all can be read")
     return 0
 
 

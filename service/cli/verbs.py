@@ -21,7 +21,7 @@ from service.cli.accounts import NO_LIMIT
 from service.cli.chat import ChatOptions, read_prompt
 from service.cli.export_progress import ExportView
 from service.cli.finetune import finetune as finetune_experts
-from service.cli.tasks import fetch_task, list_tasks
+from service.cli.tasks import fetch_task, list_images, list_tasks
 from service.cli.terminal import console, print_benchmarks, print_export, print_json, print_removals, print_results
 from service.cli.trial_files import write_trials
 from service.disk import alignments_dir, artifacts_dir, gib
@@ -55,6 +55,7 @@ __all__ = [
     "fetch_task",
     "finetune",
     "invalidate",
+    "list_images",
     "list_jobs",
     "list_tasks",
     "log",

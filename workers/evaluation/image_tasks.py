@@ -41,12 +41,14 @@ if TYPE_CHECKING:
 __all__ = [
     "IMAGE_METRICS",
     "IMAGE_TASKS",
+    "ImageFacts",
     "ImageSample",
     "ImageSet",
     "ImageTask",
     "ImageTasks",
     "PreparedTask",
     "check_decodable",
+    "image_facts",
     "load_image_task",
     "prepared_task",
     "read_image_set",
@@ -238,6 +240,23 @@ def prepared_task(spec: TaskSpec, sources: ResolvedFamily) -> PreparedTask:
         names[places[index]] = name
     outputs = tuple(places[images.samples[index].label] for index in task.order)
     return PreparedTask(task, head, outputs, tuple(names))
+
+
+@dataclass(frozen=True)
+class ImageFacts:
+    """Number of images in a folder or JSONL file, and the number for each class by its name or index."""
+
+    num_images: int
+    classes: Mapping[str, int]
+    content: str
+
+
+def image_facts(place: str) -> ImageFacts:
+    """Count the images in a folder or JSONL file, after decoding each. Raises InvalidTask, which names broken files."""
+    images = read_image_set({"images": place, "head": "any"})
+    _check_decodable(images)
+    counts = Counter(map(images.class_of, images.samples))
+    return ImageFacts(len(images.samples), dict(sorted(counts.items())), images.content)
 
 
 class ImageTasks:

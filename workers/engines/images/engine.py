@@ -28,7 +28,7 @@ from workers.errors import EngineFault, EngineUnavailable, InvalidModel, TrialFa
 from workers.merging.bank import Bank
 from workers.merging.materialize import merge_into
 from workers.merging.plan import computations, plan_tensors
-from workers.models.family import on_this_machine, open_sources
+from workers.models.family import on_this_machine
 from workers.types import CanaryReport, Family, Placement
 
 __all__ = ["CANARY_EVERY", "ImageEngine", "ImageSwap"]
@@ -92,11 +92,11 @@ class ImageEngine:
         self._used: tuple[str, ...] = ()  # parameters of the layers that the held merge has
         try:
             self.family = on_this_machine(family)
-            self.sources = open_sources(self.family)
             placement = Placement.MAPPED if self.device.type == "cpu" else Placement.HOST
-            self.bank = Bank(self.sources, placement, device=self.device)
+            self.bank = Bank(self.family, placement, device=self.device)
         except InvalidModel as error:
             raise EngineUnavailable(f"no engine for {family.base.directory}: {error}") from error
+        self.sources = self.bank.sources
         self.base_recipe = base_recipe(self.family)
         num_layers = len(self.base_recipe.layers)
         self.encoder = new_encoder(

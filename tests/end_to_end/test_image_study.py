@@ -1,0 +1,178 @@
+"""Whole studies of image classifiers with the real torch engine: searched, killed, continued, verified and exported."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from search_spaces.study.file import parse_study
+from service.errors import StudyFailed
+from service.jobs.search.verification import verify_trials
+from service.store import Store
+from service.studies.preflight.examine import examine
+from service.studies.preflight.result import PreflightResult
+from service.tune.coordinator import Coordinator
+from service.types import Origin, TrialState
+from tests.service.tune.harness import InlineProposer, Killed, drive, killer, trial_list
+from tests.vision import image_folder, tiny_vit
+from workers.serving.image_worker import ImageWorker
+from workers.types import Split
+
+HEADS = ("shape", "answer")
+OTHERS = ("no", "yes")
+SHORT = {"algorithm": "random", "max_trials": 6, "seed": 3, "baselines": "sources"}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("image_study")
+    tiny_vit(place / "base", 0, classes=None)
+    tiny_vit(place / "shape", 1)
+    tiny_vit(place / "answer", 2, classes=OTHERS)
+    for split, seed in (("search", 0), ("held", 1)):
+        image_folder(place / split / "shapes", per_class=12, seed=seed)
+        image_folder(place / split / "answers", per_class=18, classes=OTHERS, seed=seed + 10)
+    return place
+
+
+def preflight_of(root: Path, space: dict[str, Any], **changes: Any) -> PreflightResult:
+    def entries(split: str) -> list[dict[str, Any]]:
+        tasks = {head: {"images": str(root / split / f"{head}s"), "head": head} for head in HEADS}
+        return [{"name": head, "task": task, "metric": "acc"} for head, task in tasks.items()]
+
+    models = {"base": str(root / "base"), "experts": {head: str(root / head) for head in HEADS}}
+    return examine(
+        parse_study(
+            {
+                "name": "images",
+                "models": models,
+                "search_space": space,
+                "search": {"algorithm": "random", "max_trials": 6, "seed": 3},
+                "fidelity": {"scheduler": "hyperband", "rungs": [12, 36]},
+                "objectives": entries("search"),
+                "holdout": entries("held"),
+                "engine": {"verify": {"trials": 2, "samples": 12}},
+                **changes,
+            }
+        )
+    )
+
+
+class Scorer(ImageWorker):
+    """The worker of a replica, called directly."""
+
+    def is_starting(self) -> bool:
+        return False
+
+
+@pytest.fixture(scope="module")
+def scorers(root: Path) -> dict[int, Scorer]:
+    """One engine for each largest number of layers, made when it is first needed."""
+    return {}
+
+
+def scorer_of(preflight: PreflightResult, scorers: dict[int, Scorer]) -> Scorer:
+    options = preflight.engine_options
+    if options.max_layers not in scorers:
+        scorers[options.max_layers] = Scorer(preflight.models.family, options)
+    return scorers[options.max_layers]
+
+
+class Run:
+    """A study in a database of its own, which may be driven again and again."""
+
+    def __init__(self, preflight: PreflightResult, directory: Path) -> None:
+        self.preflight = preflight
+        self.resolved = preflight.resolved()
+        self.store = Store(f"sqlite:///{directory / 'study.db'}")
+        job = self.store.create_job(kind="search", name="images", document={}, accepted=self.resolved.to_json())
+        self.id = job.id
+
+    def drive(self, scorer: Scorer, **options: Any) -> None:
+        coordinator = Coordinator(
+            self.preflight.plan(self.id, self.resolved),
+            space=self.preflight.space,
+            store=self.store,
+            writer=self.store.open_attempt(self.id),
+            proposer=InlineProposer(self.preflight.space, seed=self.preflight.study.search.seed),
+            **options,
+        )
+        drive(coordinator, scorer)
+
+    @property
+    def trials(self) -> list[tuple[Any, ...]]:
+        return trial_list(self.store, self.id)
+
+
+SPACES: dict[str, dict[str, Any]] = {
+    "lfs": {"kind": "lfs", "layer_groups": 2, "methods": ["task_arithmetic", "linear"]},
+    "layerwise": {"kind": "layerwise"},
+    "m3": {"kind": "m3", "methods": ["linear", "task_arithmetic"]},
+    "dis": {"kind": "dis"},
+    "sfs": {"kind": "sfs", "model": "shape"},
+    "hm3": {"kind": "hm3", "max_path_length": 3, "min_path_length": 2},
+}
+
+
+@pytest.mark.parametrize("kind", SPACES)
+def test_studies_are_searched_and_verified(kind: str, root: Path, scorers: dict[int, Scorer], tmp_path: Path) -> None:
+    """In every space all trials are scored, and transformers gives the stored samples on the exports of some."""
+    preflight = preflight_of(root, SPACES[kind], search=SHORT)
+    scorer, run = scorer_of(preflight, scorers), Run(preflight, tmp_path)
+    run.drive(scorer)
+    trials = run.store.trials(run.id)
+    assert {trial.state for trial in trials} <= {TrialState.COMPLETE, TrialState.PRUNED}
+    searched = [trial for trial in trials if trial.origin is Origin.SEARCH]
+    assert len(searched) == 6
+    if kind in ("dis", "hm3"):
+        assert len({len(trial.read_recipe().layers) for trial in searched}) > 1, "paths have several depths"
+    stored = run.store.samples(run.id, trials[0].recipe.digest, Split.SEARCH)
+    assert len(stored) == 72
+    assert all(json.loads(sample.response)["top"] for sample in stored)
+    writer = run.store.open_attempt(run.id)
+    assert verify_trials(run.store, writer, preflight, scorer, trials, note=lambda _: None) is None
+    reports = run.store.document(run.id, "verification")
+    assert reports is not None
+    assert [(each["num_samples"], each["num_equal"]) for each in reports["reports"]] == [(24, 24)] * 2
+    run.store.close()
+
+
+def test_killed_studies_continue(root: Path, scorers: dict[int, Scorer], tmp_path: Path) -> None:
+    """A study that is killed at every few steps, with its engine, has the trials and scores of an undisturbed one."""
+    preflight = preflight_of(root, SPACES["lfs"], search=SHORT)
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "killed").mkdir()
+    whole, killed = Run(preflight, tmp_path / "whole"), Run(preflight, tmp_path / "killed")
+    whole.drive(scorer_of(preflight, scorers))
+    num_kills = 0
+    scorer = scorer_of(preflight, scorers)
+    while True:
+        if num_kills % 4 == 3:
+            scorer = Scorer(preflight.models.family, preflight.engine_options)
+        try:
+            killed.drive(scorer, observer=killer(2 + num_kills % 5))
+            break
+        except Killed:
+            num_kills += 1
+    assert num_kills > 4
+    assert killed.trials == whole.trials
+    assert len({json.dumps(trial[7][-1].values) for trial in whole.trials}) > 3, "scores tell the trials apart"
+    whole.store.close()
+    killed.store.close()
+
+
+def test_a_wrong_score_fails_the_study(root: Path, scorers: dict[int, Scorer], tmp_path: Path) -> None:
+    """Scores of an engine that reads images in another way than the export are found by the verification."""
+    preflight = preflight_of(root, SPACES["lfs"], search={**SHORT, "max_trials": 2})
+    scorer, run = Scorer(preflight.models.family, preflight.engine_options), Run(preflight, tmp_path)
+    right = scorer.evaluator._features
+    scorer.evaluator._features = lambda pixels: right(pixels.flip(-1))
+    run.drive(scorer)
+    with pytest.raises(StudyFailed, match=r"verification: trial \d+: \d+ of 24 samples differ between the engine and"):
+        verify_trials(
+            run.store, run.store.open_attempt(run.id), preflight, scorer, run.store.trials(run.id), note=lambda _: None
+        )
+    run.store.close()

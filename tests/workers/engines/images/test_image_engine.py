@@ -1,0 +1,201 @@
+"""The torch engine of image classifiers: merges in place, evidence, canaries, and what breaks them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from search_spaces.baselines import all_baselines
+from search_spaces.recipe import Recipe
+from search_spaces.study.engine import EngineOptions
+from tests.vision import image_folder, tiny_vit, vit_family
+from workers.engines.images.classifiers import reference_encoder
+from workers.engines.images.engine import CANARY_EVERY, ImageEngine
+from workers.engines.images.pixels import Pixels
+from workers.engines.source_recipes import source_recipe
+from workers.errors import EngineFault, EngineUnavailable, EvidenceMismatch, InvalidTask, TrialFailed
+from workers.evaluation.image_tasks import load_image_task
+from workers.merging.bank import Bank
+from workers.merging.materialize import merge_into, merged_tensors
+from workers.merging.plan import TensorPlan
+from workers.types import Family, TaskSpec
+
+LAYERS = 3
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
+    return vit_family(tmp_path_factory.mktemp("vit"), layers=LAYERS)
+
+
+@pytest.fixture
+def image_engine(family: Family) -> ImageEngine:
+    return ImageEngine(family, EngineOptions(max_layers=5))
+
+
+@pytest.fixture
+def merges(family: Family) -> dict[str, Recipe]:
+    found = all_baselines(
+        base="base", experts=["left", "right"], fingerprints=family.fingerprints, num_layers=LAYERS, chosen="all"
+    )
+    return {label: recipe for _, label, recipe in found if not label.startswith("TIES")}
+
+
+def path(recipe: Recipe, *layers: int) -> Recipe:
+    return replace(recipe, layers=tuple(recipe.layers[index] for index in layers)).canonical()
+
+
+def images(seed: int = 0) -> torch.Tensor:
+    return torch.randn(5, 3, 28, 28, generator=torch.Generator().manual_seed(seed))
+
+
+def test_parameters_are_the_merged_tensors(image_engine: ImageEngine, merges: dict[str, Recipe]) -> None:
+    """After each swap, the parameters are the merged tensors bit for bit, and the features those of transformers."""
+    assert len(merges) > 5
+    for recipe in merges.values():
+        image_engine.swap(recipe)
+        assert image_engine.held_digest == recipe.digest
+        for name, tensor in merged_tensors(recipe, image_engine.bank, torch.float32):
+            assert torch.equal(image_engine.encoder.parameters[name], tensor), name
+        expected = reference_encoder(recipe, image_engine.bank, dtype="float32").features(images())
+        assert torch.allclose(image_engine.features(images()), expected, atol=1e-5)
+
+
+def test_paths_of_other_depths_are_run(image_engine: ImageEngine, merges: dict[str, Recipe]) -> None:
+    """Layers in another order and number are the model that transformers loads for that path."""
+    base = merges["base"]
+    before = image_engine.features(images())
+    for layers in ((2, 0), (0, 1, 2, 1, 2), (1,), (0, 1, 2)):
+        recipe = path(merges["expert:left"], *layers)
+        image_engine.swap(recipe)
+        expected = reference_encoder(recipe, image_engine.bank, dtype="float32").features(images())
+        assert torch.allclose(image_engine.features(images()), expected, atol=1e-5), layers
+    image_engine.swap(base)
+    assert torch.equal(image_engine.features(images()), before)
+    with pytest.raises(TrialFailed, match="the merge has 6 layers; the engine has 5"):
+        image_engine.swap(path(base, 0, 1, 2, 0, 1, 2))
+    image_engine.swap(merges["expert:left"])  # it goes on
+
+
+def test_checksums_depend_on_the_recipe_alone(family: Family, merges: dict[str, Recipe]) -> None:
+    """Engines that came to a merge by other ways report the same checksum, and different ones for other merges."""
+    first, second = ImageEngine(family, EngineOptions()), ImageEngine(family, EngineOptions(max_layers=5))
+    found = {label: first.swap(recipe).weights_checksum for label, recipe in merges.items()}
+    second.swap(path(merges["base"], 0, 0, 1))
+    again = {label: second.swap(merges[label]).weights_checksum for label in reversed(merges)}
+    assert found == again
+    assert len({*found.values()}) == len(merges)
+    assert first.compute_checksum() == [*found.values()][-1]
+
+
+def test_an_unchanged_merge_is_not_written_again(image_engine: ImageEngine, merges: dict[str, Recipe]) -> None:
+    first = image_engine.swap(merges["uniform average"])
+    again = image_engine.swap(merges["uniform average"])
+    assert (again.swap_count, again.swap_s, again.materialise_s) == (first.swap_count, 0, 0)
+    assert image_engine.swap(merges["base"]).swap_count == first.swap_count + 1
+
+
+def test_a_changed_weight_is_found(image_engine: ImageEngine, merges: dict[str, Recipe]) -> None:
+    """A parameter that something else writes is found by the next check, and the engine is not used again."""
+    image_engine.swap(merges["uniform average"])
+    with torch.no_grad():
+        image_engine.encoder.parameters["vit.layernorm.weight"][3] += 1e-3
+    with pytest.raises(EngineFault, match="its parameters have changed since the merge was written"):
+        image_engine.check()
+    for call in (
+        image_engine.check,
+        lambda: image_engine.swap(merges["base"]),
+        lambda: image_engine.features(images()),
+    ):
+        with pytest.raises(EngineFault):
+            call()
+    assert image_engine.held_digest is None
+
+
+def test_a_tensor_that_is_not_written_is_found(
+    image_engine: ImageEngine, merges: dict[str, Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A swap that leaves a tensor out passes the checksum, and fails the comparison with transformers."""
+
+    def careless(plan: TensorPlan, bank: Bank, destinations: Mapping[str, torch.Tensor]) -> dict[str, str]:
+        return merge_into(plan, bank, {name: to for name, to in destinations.items() if "layer.1.output" not in name})
+
+    monkeypatch.setattr("workers.engines.images.engine.merge_into", careless)
+    image_engine.swap(merges["expert:left"])
+    with pytest.raises(EngineFault, match="features of the engine and of transformers differ by"):
+        image_engine.check()
+
+
+def test_canaries_come_every_so_many_swaps(image_engine: ImageEngine, merges: dict[str, Recipe]) -> None:
+    assert image_engine.num_passed == 1
+    recipes = [merges["base"], merges["uniform average"]]
+    for number in range(CANARY_EVERY):
+        image_engine.swap(recipes[(number + 1) % 2])
+    assert image_engine.num_passed == 2
+    assert image_engine.check().canaries == 3
+    assert image_engine.check().canaries == 3  # nothing was scored since
+
+
+def test_a_foreign_recipe_during_scoring_is_a_fault(image_engine: ImageEngine, merges: dict[str, Recipe]) -> None:
+    image_engine.swap(merges["base"])
+    with pytest.raises(EngineFault, match="asked for recipe"), image_engine.whole(merges["base"]):
+        image_engine.swap(merges["expert:left"])
+
+
+def test_changed_sources_end_the_study(tmp_path: Path) -> None:
+    family = vit_family(tmp_path)
+    engine = ImageEngine(family, EngineOptions())
+    tiny_vit(tmp_path / "left", 9)
+    with pytest.raises(EvidenceMismatch, match="model 'left' has changed since it was opened"):
+        engine.swap(source_recipe(family, "left", num_layers=2))
+    with pytest.raises(EngineUnavailable, match="has changed: its fingerprint is"):
+        ImageEngine(family, EngineOptions())
+
+
+def test_sixteen_bits_are_rounded_once(family: Family, merges: dict[str, Recipe]) -> None:
+    engine = ImageEngine(family, EngineOptions(dtype="bfloat16"))
+    engine.swap(merges["uniform average"])
+    for name, tensor in merged_tensors(merges["uniform average"], engine.bank, torch.bfloat16):
+        assert torch.equal(engine.encoder.parameters[name], tensor), name
+    assert engine.check().canaries == 2
+
+
+# Images.
+
+
+def test_images_are_cached_within_their_memory(tmp_path: Path) -> None:
+    """The cache never has more bytes than allowed, and its images are those of the processor of transformers."""
+    from PIL import Image
+    from transformers import AutoImageProcessor
+
+    vit, folder = tiny_vit(tmp_path / "vit"), image_folder(tmp_path / "images")
+    task = load_image_task(TaskSpec({"images": str(folder), "head": "a"}, "acc"))
+    one = 4 * 3 * 28 * 28
+    pixels = Pixels(str(vit), max_bytes=5 * one)
+    processor = AutoImageProcessor.from_pretrained(vit)
+    for _ in range(2):
+        found = pixels.of(task, range(18))
+        assert pixels.num_bytes == 5 * one
+        files = [task.images.samples[index].file for index in task.order]
+        expected = processor([Image.open(file).convert("RGB") for file in files], return_tensors="pt")["pixel_values"]
+        assert torch.equal(found, expected)
+    whole = Pixels(str(vit))
+    whole.of(task, range(18))
+    assert whole.num_bytes == 18 * one
+    for file in files:
+        file.unlink()
+    assert torch.equal(whole.of(task, range(18)), expected)  # without reading
+
+
+def test_an_image_that_changes_is_not_scored(tmp_path: Path) -> None:
+    vit, folder = tiny_vit(tmp_path / "vit"), image_folder(tmp_path / "images")
+    task = load_image_task(TaskSpec({"images": str(folder), "head": "a"}, "acc"))
+    assert task.images.digests
+    file = task.images.samples[task.order[2]].file
+    file.write_bytes(b"x")
+    with pytest.raises(InvalidTask, match=f"{file.name}: has changed since the task was read"):
+        Pixels(str(vit)).of(task, range(4))
