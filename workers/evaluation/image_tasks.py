@@ -254,7 +254,7 @@ class ImageFacts:
 def image_facts(place: str) -> ImageFacts:
     """Count the images in a folder or JSONL file, after decoding each. Raises InvalidTask, which names broken files."""
     images = read_image_set({"images": place, "head": "any"})
-    _check_decodable(images)
+    check_decodable(images)
     counts = Counter(map(images.class_of, images.samples))
     return ImageFacts(len(images.samples), dict(sorted(counts.items())), images.content)
 

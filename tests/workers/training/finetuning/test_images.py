@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoImageProcessor, ViTForImageClassification
@@ -18,7 +19,7 @@ from tests.builders import tiny_llama
 from tests.vision import CLASSES, image_folder, image_lines, tiny_vit
 from workers.errors import InvalidModel, InvalidTask
 from workers.file_access import FileAccess
-from workers.models.checkpoints import open_checkpoint
+from workers.models.checkpoints import open_checkpoint, read_expert
 from workers.models.family import open_family
 from workers.training.finetuning.history import EXPERT, METRICS, read_history
 from workers.training.finetuning.methods import make_optimizer
@@ -186,6 +187,15 @@ def test_adapters_are_trained_with_the_bases_head(place: Path, tmp_path: Path) -
     names = load_file(out / EXPERT / "adapter_model.safetensors").keys()
     assert names
     assert not any("classifier" in name for name in names)
+    base = open_checkpoint(place / "with_head")
+    expert = read_expert(out / EXPERT, base)
+    assert expert is not None
+    wrapped = PeftModel.from_pretrained(ViTForImageClassification.from_pretrained(place / "with_head"), out / EXPERT)
+    merged = dict(wrapped.merge_and_unload().named_parameters())
+    stored_name = "vit.encoder.layer.0.attention.attention.query.weight"
+    assert not torch.equal(expert.read(stored_name), base.read(stored_name))
+    torch.testing.assert_close(expert.read(stored_name), merged["vit.layers.0.attention.q_proj.weight"].data)
+    assert open_family(place / "with_head", {"shapes": out / EXPERT}).modality == "image"
 
 
 @pytest.mark.parametrize(
