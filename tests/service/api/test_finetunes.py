@@ -211,9 +211,9 @@ def test_image_data_are_checked(tmp_path: Path) -> None:
         }
         for name in ("left", "right")
     }
-    with pytest.raises(InvalidStudy, match="losses of merges are measured for text models"):
-        accept({**fleet, "experts": own, "analysis": {}}, access)
-    assert accept({**fleet, "experts": own}, access).artifact_bytes > 0
+    assert accept({**fleet, "experts": own, "analysis": {}}, access).artifact_bytes > 0
+    with pytest.raises(InvalidStudy, match="'left' has images: merges of linearized classifiers are not measured"):
+        accept({**fleet, "experts": own, "analysis": {}, "method": {"kind": "tangent"}}, access)
 
 
 def test_kinds_are_told_apart(http: httpx.Client, server: ApiServer) -> None:

@@ -27,7 +27,9 @@ from workers.training.finetuning.modality import IGNORED
 from workers.training.finetuning.spec import BASE_HEAD, NEW_HEAD, FinetuneSpec, task_of
 
 if TYPE_CHECKING:
+    from workers.training.finetuning.image_merge_losses import ImageMergeLosses
     from workers.training.mergopt.tangent import TangentModel
+    from workers.types import TaskSpec
 
 __all__ = ["IMAGE_TRAINING", "ClassLoss", "ImageEvaluator", "ImageExamples", "ImageTraining"]
 
@@ -225,6 +227,24 @@ class ImageTraining:
     ) -> ImageEvaluator:
         head = _head(spec, base, _images(spec, base, access))
         return ImageEvaluator(spec, head, load_processor(base), model=model, called=called, access=access)
+
+    def lack_of_losses(self, spec: FinetuneSpec, task: TaskSpec) -> str | None:
+        if spec.method.kind == "tangent":
+            return "has images: merges of linearized classifiers are not measured; leave out the analysis, or tangent"
+        return None
+
+    def merge_losses(
+        self,
+        experts: Mapping[str, FinetuneSpec],
+        directories: Mapping[str, Path],
+        tasks: Mapping[str, Sequence[TaskSpec]],
+        *,
+        samples: int,
+        is_linearized: bool,
+    ) -> ImageMergeLosses:
+        from workers.training.finetuning.image_merge_losses import ImageMergeLosses
+
+        return ImageMergeLosses(locate(next(iter(experts.values())).base), directories, tasks, samples=samples)
 
     def data_digest(self, spec: FinetuneSpec) -> str | None:
         return None if spec.data.images is None else read_image_set(_description(spec)).content

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 from workers.file_access import FileAccess
 from workers.models.checkpoints import open_checkpoint
@@ -17,9 +17,11 @@ from workers.training.finetuning.spec import FinetuneSpec
 if TYPE_CHECKING:
     import torch
 
+    from search_spaces.recipe import Merge
     from workers.training.mergopt.tangent import TangentModel
+    from workers.types import TaskSpec
 
-__all__ = ["IGNORED", "Examples", "ModelScorer", "TrainingModality", "training_of"]
+__all__ = ["IGNORED", "Examples", "MergeMeasurement", "MergeReport", "ModelScorer", "TrainingModality", "training_of"]
 
 # The label of an output without loss.
 IGNORED = -100
@@ -59,6 +61,29 @@ class ModelScorer(Protocol):
 
     def values(self) -> dict[str, float]:
         """Score the model with its current weights, and return the mean metric of each objective."""
+        ...
+
+
+class MergeReport(NamedTuple):
+    """Losses and metrics of a merge, measured on samples that are used only for reports.
+
+    `losses` has the mean loss on the tasks of each merged expert, by the expert's alias. `values` has the mean metric
+    on the tasks of each merged expert, by the expert's alias.
+    """
+
+    losses: Mapping[str, float]
+    values: Mapping[str, float]
+
+
+class MergeMeasurement(Protocol):
+    """Measurement of losses and metrics of merges of trained experts, on each expert's tasks."""
+
+    def of(self, merge: Merge) -> Mapping[str, float]:
+        """Measure a merge's mean loss on each merged expert's tasks, with the samples for choosing coefficients."""
+        ...
+
+    def report(self, merge: Merge) -> MergeReport:
+        """Measure a merge's mean loss and metric on each merged expert's tasks, with the samples for reports."""
         ...
 
 
@@ -123,6 +148,30 @@ class TrainingModality(Protocol):
 
         `model` is the model in training, and `called` what is called in its place. Raises InvalidTask if a task cannot
         be built.
+        """
+        ...
+
+    def lack_of_losses(self, spec: FinetuneSpec, task: TaskSpec) -> str | None:
+        """Reason why losses of merges of an expert cannot be measured on one of its evaluation tasks, or None.
+
+        The text continues a sentence about the task: "has no reference answers ...".
+        Raises InvalidTask if the task cannot be used.
+        """
+        ...
+
+    def merge_losses(
+        self,
+        experts: Mapping[str, FinetuneSpec],
+        directories: Mapping[str, Path],
+        tasks: Mapping[str, Sequence[TaskSpec]],
+        *,
+        samples: int,
+        is_linearized: bool,
+    ) -> MergeMeasurement:
+        """Prepare to measure merges of trained experts, whose directories and evaluation tasks are given by alias.
+
+        `samples` of each task are for choosing coefficients, and as many others for reports. `is_linearized` says
+        whether merges are those of linearizations of the base. Raises InvalidModel and InvalidTask.
         """
         ...
 

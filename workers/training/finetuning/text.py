@@ -10,8 +10,10 @@ from search_spaces.study.engine import EngineOptions
 from workers.errors import InvalidModel, InvalidTask
 from workers.evaluation.lm_eval_tasks import content_hash
 from workers.evaluation.prompts import Prompts
+from workers.evaluation.references import lack_of_references
 from workers.file_access import FileAccess
 from workers.models.checkpoints import open_checkpoint
+from workers.models.remote import locate
 from workers.training.finetuning.data import Document, pack, read_documents, tensors_of, writes_chats
 from workers.training.finetuning.spec import FinetuneSpec
 from workers.training.finetuning.target_loss import TargetLoss
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     import torch
 
     from workers.training.finetuning.evaluation import Evaluator
+    from workers.training.finetuning.merge_losses import MergeLosses
+    from workers.types import TaskSpec
 
 __all__ = ["TEXT_TRAINING", "TextExamples", "TextTraining", "pad_token"]
 
@@ -117,6 +121,31 @@ class TextTraining:
             chat_template=writes_chats(spec),
             called=called,
             access=access,
+        )
+
+    def lack_of_losses(self, spec: FinetuneSpec, task: TaskSpec) -> str | None:
+        lack = lack_of_references(task)
+        return None if lack is None else f"has no reference answers to measure merges on: {lack}"
+
+    def merge_losses(
+        self,
+        experts: Mapping[str, FinetuneSpec],
+        directories: Mapping[str, Path],
+        tasks: Mapping[str, Sequence[TaskSpec]],
+        *,
+        samples: int,
+        is_linearized: bool,
+    ) -> MergeLosses:
+        from workers.training.finetuning.merge_losses import MergeLosses
+
+        return MergeLosses(
+            locate(next(iter(experts.values())).base),
+            directories,
+            tasks,
+            samples=samples,
+            max_length=max(spec.data.max_length for spec in experts.values()),
+            chats=[alias for alias, spec in experts.items() if writes_chats(spec)],
+            is_linearized=is_linearized,
         )
 
     def data_digest(self, spec: FinetuneSpec) -> str | None:
