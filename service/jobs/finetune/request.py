@@ -27,7 +27,7 @@ from workers.file_access import FileAccess
 from workers.models.checkpoints import open_checkpoint
 from workers.models.remote import locate
 from workers.training.finetuning.fleet import STUDY, Pipeline, parse_pipeline
-from workers.training.finetuning.spec import FinetuneSpec, task_of
+from workers.training.finetuning.spec import BASE_HEAD, NEW_HEAD, FinetuneSpec, task_of
 
 __all__ = ["accept", "access_of", "artifact_bytes", "check_finetune_files", "check_server_paths", "examine_finetune"]
 
@@ -91,7 +91,7 @@ def examine_finetune(pipeline: Pipeline, *, access: FileAccess | None = None) ->
     problems: list[Problem] = []
     for alias, spec in pipeline.experts.items():
         try:
-            check_data(spec)
+            check_data(spec, access=access)
         except InvalidModel as error:
             problems += [Problem(pipeline.field_of(alias, "base"), text) for text in error.problems]
         except InvalidTask as error:
@@ -130,20 +130,32 @@ def access_of(job: JobRecord) -> FileAccess | None:
     return access and FileAccess.of(access)
 
 
-def _files(spec: FinetuneSpec) -> Iterator[tuple[str, str]]:
-    """Yield the files that an expert's specification names, as pairs of the specification's field and the file."""
+def _files(spec: FinetuneSpec, *, folders: bool = True) -> Iterator[tuple[str, str]]:
+    """Yield the files that an expert's specification names, as pairs of the specification's field and the file.
+
+    With `folders` False, data that may be in a folder are left out if they are in one.
+    """
+
+    def is_wanted(place: str) -> bool:
+        return folders or not os.path.isdir(place)
+
     if spec.data.file is not None:
         yield "data.file", spec.data.file
+    if spec.data.images is not None and is_wanted(spec.data.images):
+        yield "data.images", spec.data.images
     for index, objective in enumerate(spec.evaluation.objectives if spec.evaluation is not None else ()):
         place = f"evaluation.objectives.{index}.task"
         if isinstance(objective.task, DescribedTask):
-            yield f"{place}.{objective.task.place_key}", objective.task.place
+            if not objective.task.may_be_folder or is_wanted(objective.task.place):
+                yield f"{place}.{objective.task.place_key}", objective.task.place
         elif objective.task.endswith(PATH_SUFFIXES):
             yield place, objective.task
 
 
 def _models(spec: FinetuneSpec) -> Iterator[tuple[str, str]]:
     yield "base", spec.base
+    if spec.data.head not in (BASE_HEAD, NEW_HEAD):
+        yield "data.head", spec.data.head
     for index, expert in enumerate(spec.method.fit_to):
         yield f"method.fit_to.{index}", expert
 
@@ -181,7 +193,7 @@ def _path_problems(spec: FinetuneSpec) -> Iterator[tuple[str, str]]:
 
 
 def _no_files(spec: FinetuneSpec) -> Iterator[tuple[str, str]]:
-    for place, file in _files(spec):
+    for place, file in _files(spec, folders=False):
         if problem := no_file_problem(file):
             yield place, problem
 

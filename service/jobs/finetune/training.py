@@ -82,7 +82,7 @@ def run_finetune(
         if (summary := read_document(directory / SUMMARY_FILE)) is not None:
             return summary
         note(f"Checking base model and data of {spec.name} ...")
-        _check(spec)
+        _check(spec, access)
         write_document(directory / SPEC_FILE, spec.canonical())
         (directory / FAILURE_FILE).unlink(missing_ok=True)
         with _ray(resources, note):
@@ -130,7 +130,7 @@ def run_fleet(
     if len(unfinished) > 1:
         for alias in unfinished:
             note(f"Checking base model and data of {alias} ...")
-            _check(specs[alias])
+            _check(specs[alias], access)
     summaries: dict[str, dict[str, Any]] = {}
     with _ray(resources, note) if len(unfinished) > 1 else nullcontext():
         count = 1
@@ -196,14 +196,15 @@ def _ray(resources: Resources, note: Callable[[str], None]) -> Iterator[None]:
         yield
 
 
-def _check(spec: FinetuneSpec) -> None:
+def _check(spec: FinetuneSpec, access: FileAccess | None) -> None:
     """Check everything in an expert's specification that does not need the weights of the base model.
 
-    Raises InvalidModel if the base model cannot be trained, and InvalidTask if the data cannot be used.
+    `access` limits the files that data and tasks may name; None is no limit. Raises InvalidModel if the base model
+    cannot be trained, and InvalidTask if the data cannot be used.
     """
     from workers.training.finetuning.trainer import check
 
-    check(spec)
+    check(spec, access=access)
 
 
 def _plan(spec: FinetuneSpec, resources: Mapping[str, float]) -> Iterator[str]:

@@ -22,7 +22,8 @@ from workers.training.finetuning.spec import FinetuneSpec
 
 if TYPE_CHECKING:
     from search_spaces.recipe import Merge
-    from workers.training.finetuning.merge_losses import MergeLoss, MergeLosses, Report
+    from workers.training.finetuning.merge_losses import MergeLoss
+    from workers.training.finetuning.modality import MergeMeasurement, MergeReport
 
 __all__ = [
     "ANALYSIS_FILE",
@@ -148,8 +149,8 @@ def _mixed(
 
 
 def _measures(
-    losses: MergeLosses, progressed: Callable[[], None]
-) -> tuple[Callable[[Merge], Mapping[str, float]], Callable[[Merge], Report]]:
+    losses: MergeMeasurement, progressed: Callable[[], None]
+) -> tuple[Callable[[Merge], Mapping[str, float]], Callable[[Merge], MergeReport]]:
     """Make two functions that measure merges: one for choosing coefficients, and one for reported values.
 
     The first returns the mean loss on each expert's tasks, by the expert's alias. The second returns a report with
@@ -160,7 +161,7 @@ def _measures(
         progressed()
         return losses.of(merge)
 
-    def report(merge: Merge) -> Report:
+    def report(merge: Merge) -> MergeReport:
         progressed()
         return losses.report(merge)
 
@@ -168,7 +169,7 @@ def _measures(
 
 
 def _measured(
-    losses: MergeLosses, aliases: Sequence[str], *, wudi: bool, draws: bool, progressed: Callable[[], None]
+    losses: MergeMeasurement, aliases: Sequence[str], *, wudi: bool, draws: bool, progressed: Callable[[], None]
 ) -> dict[str, Any]:
     """Measure merges of the experts `aliases` by all merge methods, with one row for each method and number of experts.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import tarfile
 from dataclasses import asdict
 from pathlib import Path
@@ -33,6 +34,7 @@ from tests.service.api.harness import (
     stored_finetune,
     stored_study,
 )
+from tests.vision import CLASSES, image_folder, tiny_vit
 from workers.file_access import FileAccess
 
 
@@ -166,6 +168,52 @@ def test_check_keeps_to_allowed_directories(tmp_path: Path) -> None:
     broken = problems(None)
     assert set(broken) == {"data", "evaluation.objectives.0.task"}
     assert "line 1: not JSON" in broken["data"]
+
+
+def test_image_data_are_checked(tmp_path: Path) -> None:
+    """Folders of images are data; images, heads and tasks outside the allowed directories are refused by field."""
+    allowed = tmp_path / "allowed"
+    tiny_vit(allowed / "base")
+    head, folder = tiny_vit(tmp_path / "elsewhere" / "head", seed=1), image_folder(allowed / "images", per_class=1)
+    outside = image_folder(tmp_path / "elsewhere" / "images", per_class=1)
+
+    def whole(images: Path, data: dict[str, Any]) -> dict[str, Any]:
+        task = {"name": "shapes", "task": {"images": str(images), "head": "one"}, "metric": "acc"}
+        return {
+            "name": "one",
+            "base": str(allowed / "base"),
+            "data": data,
+            "training": {"steps": 1},
+            "evaluation": {"objectives": [task]},
+        }
+
+    access = RequestContext(FileAccess((str(allowed),)))
+    assert accept(whole(folder, {"images": str(folder)}), access).artifact_bytes > 0
+    with pytest.raises(InvalidStudy) as refused:
+        accept(whole(outside, {"images": str(outside), "head": str(head)}), access)
+    fields = {problem.field for problem in refused.value.problems}
+    assert fields == {"data.images", "data.head", "evaluation.objectives.0.task.images"}
+    os.mkfifo(allowed / "data.jsonl")  # reading a pipe would never end
+    with pytest.raises(InvalidStudy, match=r"data.jsonl: is not a file"):
+        accept(whole(folder, {"images": str(allowed / "data.jsonl")}), access)
+    rows = [{"image": f"../elsewhere/images/{name}/000.png", "label": name} for name in CLASSES]
+    lines = allowed / "lines.jsonl"
+    lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(InvalidStudy, match=r"elsewhere/images") as refused:
+        accept(whole(folder, {"images": str(lines)}), access)
+    assert [problem.field for problem in refused.value.problems] == ["data"]
+    fleet = {key: value for key, value in whole(folder, {"images": str(folder)}).items() if key != "evaluation"}
+    own = {
+        name: {
+            "evaluation": {
+                "objectives": [{"name": name, "task": {"images": str(folder), "head": name}, "metric": "acc"}]
+            }
+        }
+        for name in ("left", "right")
+    }
+    assert accept({**fleet, "experts": own, "analysis": {}}, access).artifact_bytes > 0
+    with pytest.raises(InvalidStudy, match="'left' has images: merges of linearized classifiers are not measured"):
+        accept({**fleet, "experts": own, "analysis": {}, "method": {"kind": "tangent"}}, access)
 
 
 def test_kinds_are_told_apart(http: httpx.Client, server: ApiServer) -> None:

@@ -24,6 +24,7 @@ from workers.models.fingerprints import fingerprint
 from workers.models.modalities import IMAGE, MODALITIES, TEXT, Modality, modality_at, modality_of, modality_of_task
 from workers.models.task_heads import TaskHead, head_tensors, task_head, task_heads
 from workers.serving.replica import Worker
+from workers.training.finetuning.modality import TrainingModality
 
 
 def methods_of(protocol: type) -> dict[str, list[str]]:
@@ -33,8 +34,13 @@ def methods_of(protocol: type) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("modality", MODALITIES.values(), ids=MODALITIES)
 def test_what_a_declaration_names_has_its_interface(modality: Modality) -> None:
-    """The worker and the reader of tasks of a modality have all methods of their interfaces, with their parameters."""
-    for protocol, found in ((TaskReader, type(modality.task_reader())), (Worker, modality.worker_class())):
+    """What scores, reads and trains for a modality has all methods of its interface, with their parameters."""
+    declared = (
+        (TaskReader, type(modality.task_reader())),
+        (Worker, modality.worker_class()),
+        (TrainingModality, type(modality.training_module())),
+    )
+    for protocol, found in declared:
         assert methods_of(protocol).items() <= methods_of(found).items()
     import transformers
 

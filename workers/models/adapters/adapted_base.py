@@ -9,6 +9,7 @@ from typing import Any
 
 from workers.models.components import LAYER, Layout
 from workers.models.computed_tensors import SourceTensor
+from workers.models.modalities import modality_of
 
 __all__ = ["AdaptedBase"]
 
@@ -35,11 +36,14 @@ class AdaptedBase:
         """Name of the base's tensor that an adapter calls `parameter`; None if there is none.
 
         The two names can differ in the outermost module ("model."), because stored models may lack it or have an
-        additional one.
+        additional one, and where transformers names modules otherwise than files do.
         """
         names = self.layout.places
         if parameter in names:
             return parameter
+        stored = modality_of(self.config).canonical(self.config, parameter)
+        if stored in names:
+            return stored
         inner = parameter.partition(".")[2]
         if inner in names:
             return inner

@@ -43,6 +43,7 @@ class Modality:
       forms
     - `tasks`: the `workers.evaluation.task_reader.TaskReader` of its tasks
     - `worker`: the class of the worker in a replica (`workers.serving.replica.Worker`)
+    - `training`: how its models are fine-tuned (`workers.training.finetuning.modality.TrainingModality`)
     """
 
     name: str
@@ -60,12 +61,17 @@ class Modality:
     task_key: str | None
     tasks: str
     worker: str
+    training: str
     copies_on_cpu: int = 1
     cache_bytes: int = 0
 
     def task_reader(self) -> Any:
         """The reader of the modality's evaluation tasks (`workers.evaluation.task_reader.TaskReader`)."""
         return _loaded(self.tasks)
+
+    def training_module(self) -> Any:
+        """How the modality's models are fine-tuned (`workers.training.finetuning.modality.TrainingModality`)."""
+        return _loaded(self.training)
 
     def worker_class(self) -> Any:
         """The class of the worker that scores the modality's models in a replica."""

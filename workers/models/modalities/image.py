@@ -43,10 +43,25 @@ ATTENTION = re.compile(r"^(?:self_)?attn$|^attention$")
 MLP = re.compile(r"^(?:mlp|intermediate|output)$")
 
 
+# Modules of a layer as transformers names them since version 5, and as files name them; adapters have the former names.
+LOADED_LAYER = re.compile(r"^(?P<prefix>vit\.)layers\.(?P<layer>\d+)\.(?P<module>.+)\.(?P<kind>weight|bias)$")
+STORED_MODULES = {
+    "attention.q_proj": "attention.attention.query",
+    "attention.k_proj": "attention.attention.key",
+    "attention.v_proj": "attention.attention.value",
+    "attention.o_proj": "attention.output.dense",
+    "mlp.fc1": "intermediate.dense",
+    "mlp.fc2": "output.dense",
+}
+
+
 def _canonical(config: Mapping[str, Any], name: str) -> str | None:
     prefix = PREFIXES[config["model_type"]]
     if UNUSED.search(name):
         return None
+    if loaded := LOADED_LAYER.match(name):
+        module = STORED_MODULES.get(loaded["module"], loaded["module"])
+        return f"{loaded['prefix']}encoder.layer.{loaded['layer']}.{module}.{loaded['kind']}"
     return name if name.startswith(prefix) or HEAD.match(name) else prefix + name
 
 
@@ -128,5 +143,6 @@ IMAGE = Modality(
     task_key="images",
     tasks="workers.evaluation.image_tasks:IMAGE_TASKS",
     worker="workers.serving.image_worker:ImageWorker",
+    training="workers.training.finetuning.images:IMAGE_TRAINING",
     cache_bytes=CACHE_BYTES,
 )

@@ -2,6 +2,9 @@
 
 - `spec`: the specification file as validated models; imports nothing heavy
 - `fleet`: one file for several experts, one per task, and the study that merges them
+- `modality`: what the models of a modality must offer to be trained
+- `text`: fine-tuning of text models
+- `images`: fine-tuning of image classifiers
 - `document_attention`: attention within the documents of packed rows
 - `data`: tokenized documents, packed into rows of one length, with a mark for each token whose loss counts
 - `methods`: the optimizers by name
@@ -15,5 +18,6 @@
 - `evaluation`: scores the tasks of studies during training
 - `task_vectors`: the distribution of a trained expert's task vector
 - `merge_losses`: the losses of merges of trained experts
+- `image_merge_losses`: the same for image experts
 - `result`: the trained model as a directory, with a model card
 """

@@ -17,12 +17,10 @@ from workers.errors import InvalidTask
 from workers.evaluation.inline_files import RowTemplates, parse_line
 from workers.evaluation.prompts import Prompts
 from workers.models.remote import local_file
+from workers.training.finetuning.modality import IGNORED
 from workers.training.finetuning.spec import Data, FinetuneSpec
 
 __all__ = ["IGNORED", "Batch", "Document", "batch_rows", "pack", "read_documents", "tensors_of", "writes_chats"]
-
-# The label of a token without loss.
-IGNORED = -100
 
 MESSAGES, PROMPT, COMPLETION = "messages", "prompt", "completion"
 

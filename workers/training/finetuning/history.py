@@ -3,6 +3,7 @@
 {"step": 1, "steps": 500, "loss": 2.3, "gradient_norm": 0.8, "learning_rate": 1e-5, "tokens": 512, "seconds": 0.4}
 {"step": 50, "values": {"math": 0.61}}
 
+`tokens` is the number of tokens whose loss counts; lines of image classifiers have `images` in its place.
 `loss` is the loss of the batch at the weights. With the optimizer MergOPT, which computes gradients at the weights plus
 an offset, it is the loss at the weights plus the offset. MergOPT's lines also have `alpha` and `models`, the
 coefficient and the number of models in the merge that the update simulates. Every tenth of these lines, and the last

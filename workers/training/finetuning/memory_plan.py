@@ -9,10 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
 
 from workers.models.checkpoints import Checkpoint
+from workers.models.modalities import modality_of
 from workers.training.finetuning.spec import OF_EXPERTS, Adapter, FinetuneSpec
 from workers.training.memory import activation_bytes
+
+if TYPE_CHECKING:
+    from workers.training.finetuning.modality import TrainingModality
 
 __all__ = ["TrainingMemory", "lack_of_memory", "recomputes", "training_memory"]
 
@@ -124,7 +129,8 @@ def training_memory(
         unit, rest = max(layers.values(), default=0), whole - sum(layers.values())
         # The unit that computes, the one that is gathered for the next step, and a gradient before it is divided.
         gathered = (2 * unit + rest) * value + (max(unit, rest) * (value + FLOAT32) if trained == whole else 0)
-    tokens = spec.training.micro_batch * spec.data.max_length
+    training = cast("TrainingModality", modality_of(base.settings).training_module())
+    tokens = spec.training.micro_batch * training.tokens_of_row(spec, base.settings)
     activations = activation_bytes(base.settings, tokens, value, recomputes=recomputes)
     if method.kind == "tangent":
         activations *= 2

@@ -23,14 +23,15 @@ from search_spaces.study.engine import EngineOptions
 from workers.errors import InvalidTask
 from workers.evaluation.lm_eval import TaskEvaluator
 from workers.evaluation.prompts import Prompts
-from workers.evaluation.references import References, Target, lack_of_references
+from workers.evaluation.references import References, Target
 from workers.file_access import FileAccess
 from workers.merging.bank import Bank
 from workers.merging.materialize import merge_into
 from workers.models.family import open_family
+from workers.models.modalities import modality_of_task
 from workers.models.remote import locate
-from workers.training.finetuning.data import writes_chats
 from workers.training.finetuning.evaluation import TaskScorer
+from workers.training.finetuning.modality import MergeMeasurement, MergeReport, training_of
 from workers.training.finetuning.spec import FinetuneSpec, task_of
 from workers.training.losses import ModelOfLogits, minibatches, sample_losses
 from workers.training.mergopt.tangent import LinearizedModel, TangentModel
@@ -42,7 +43,6 @@ __all__ = [
     "Landscape",
     "MergeLoss",
     "MergeLosses",
-    "Report",
     "candidates",
     "lack_of_losses",
     "landscape",
@@ -119,17 +119,6 @@ class MergeLoss:
     tried: tuple[tuple[float | None, float], ...] = ()
 
 
-class Report(NamedTuple):
-    """Losses and metrics of a merge, measured on samples that are used only for reports.
-
-    `losses` has the mean loss on the tasks of each merged expert, by the expert's alias. `values` has the mean metric
-    on the tasks of each merged expert, by the expert's alias.
-    """
-
-    losses: Mapping[str, float]
-    values: Mapping[str, float]
-
-
 class MergeLosses:
     """Measurement of losses and metrics of merges of trained experts, on each expert's tasks.
 
@@ -187,7 +176,7 @@ class MergeLosses:
         self._hold(merge)
         return {source.model: self._loss(source.model, is_reported=False) for source in merge.sources}
 
-    def report(self, merge: Merge) -> Report:
+    def report(self, merge: Merge) -> MergeReport:
         """Measure the mean loss and metric of a merge on each merged expert's tasks, with the samples for reports.
 
         These samples are not used to choose coefficients. The losses and metrics have a value for each expert's alias.
@@ -195,7 +184,7 @@ class MergeLosses:
         self._hold(merge)
         aliases = [source.model for source in merge.sources]
         losses = {alias: self._loss(alias, is_reported=True) for alias in aliases}
-        return Report(losses, {alias: self._value(alias) for alias in aliases})
+        return MergeReport(losses, {alias: self._value(alias) for alias in aliases})
 
     @torch.no_grad()
     def _hold(self, merge: Merge) -> None:
@@ -284,15 +273,13 @@ def lack_of_losses(
             yield alias, "has no evaluation; losses of merges need its reference answers"
             continue
         for each in spec.evaluation.objectives:
+            task = task_of(each, seed=spec.seed, access=access)
             try:
-                lack = lack_of_references(task_of(each, seed=spec.seed, access=access))
+                lack = modality_of_task(task.task).training_module().lack_of_losses(spec, task)
             except InvalidTask as error:
-                lack = str(error)
+                lack = f"has no reference answers to measure merges on: {error}"
             if lack is not None:
-                yield (
-                    alias,
-                    f"objective {each.name!r} has no reference answers to measure merges on: {lack}",
-                )
+                yield alias, f"objective {each.name!r} {lack}"
 
 
 def losses_of_experts(
@@ -302,7 +289,7 @@ def losses_of_experts(
     samples: int,
     is_linearized: bool = False,
     access: FileAccess | None = None,
-) -> MergeLosses:
+) -> MergeMeasurement:
     """Prepare to measure the losses and metrics of merges of a fleet's trained experts.
 
     A fleet consists of the experts that one fine-tuning trains. `experts` has the specification, and `directories` the
@@ -318,17 +305,10 @@ def losses_of_experts(
             raise InvalidTask(f"{alias}: has no evaluation; losses of merges need its reference answers")
         tasks[alias] = [task_of(each, seed=spec.seed, access=access) for each in spec.evaluation.objectives]
     first = next(iter(experts.values()))
-    longest = max(spec.data.max_length for spec in experts.values())
-    chats = [alias for alias, spec in experts.items() if writes_chats(spec)]
-    return MergeLosses(
-        locate(first.base),
-        directories,
-        tasks,
-        samples=samples,
-        max_length=longest,
-        chats=chats,
-        is_linearized=is_linearized,
+    found: MergeMeasurement = training_of(locate(first.base)).merge_losses(
+        experts, directories, tasks, samples=samples, is_linearized=is_linearized
     )
+    return found
 
 
 def landscape(
@@ -388,7 +368,7 @@ def merge_table(
     measure: Callable[[Merge], Mapping[str, float]],
     experts: Sequence[str],
     *,
-    report: Callable[[Merge], Report] | None = None,
+    report: Callable[[Merge], MergeReport] | None = None,
     seed: int = 0,
     wudi: bool = False,
 ) -> tuple[MergeLoss, ...]:
@@ -403,7 +383,7 @@ def merge_table(
     sets = [[tuple(experts)]]
     if len(experts) > 2:
         sets.insert(0, list(combinations(experts[:IN_PAIRS], 2)))
-    reported = report or (lambda merge: Report(measure(merge), {}))
+    reported = report or (lambda merge: MergeReport(measure(merge), {}))
     return tuple(row for together in sets for row in _rows(measure, reported, together, seed=seed, wudi=wudi))
 
 
@@ -411,7 +391,7 @@ def mixed_table(
     measure: Callable[[Merge], Mapping[str, float]],
     experts: Mapping[str, str],
     *,
-    report: Callable[[Merge], Report],
+    report: Callable[[Merge], MergeReport],
     seed: int = 0,
     wudi: bool = False,
 ) -> tuple[MergeLoss, ...]:
@@ -440,7 +420,7 @@ def mixed_table(
 
 def _rows(
     measure: Callable[[Merge], Mapping[str, float]],
-    report: Callable[[Merge], Report],
+    report: Callable[[Merge], MergeReport],
     sets: Sequence[tuple[str, ...]],
     *,
     seed: int,

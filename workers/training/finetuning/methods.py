@@ -79,7 +79,10 @@ def _reader(model: Any, expert: Checkpoint | None, base: Checkpoint) -> Callable
     Raises InvalidModel if the expert has other tensors than the base model `base`.
     """
     assert expert is not None
-    shapes = [{name: tensor.shape for name, tensor in each.tensors.items()} for each in (expert, base)]
+    heads = {*base.layout.task_heads, *expert.layout.task_heads}  # of tasks; they are not merged
+    shapes = [
+        {name: tensor.shape for name, tensor in each.tensors.items() if name not in heads} for each in (expert, base)
+    ]
     if shapes[0] != shapes[1]:
         raise InvalidModel(
             (f"method.fit_to: {expert.directory} has other tensors than {base.directory}; expected an expert of it",)
@@ -87,7 +90,7 @@ def _reader(model: Any, expert: Checkpoint | None, base: Checkpoint) -> Callable
     if all(shapes[0].get(name) == tuple(p.shape) for name, p in model.named_parameters()):
         return lambda name: expert.read(name).to(torch.float32)
     # transformers names or groups the weights of this model otherwise than its files do
-    tensors = {name: expert.read(name).to(torch.float32) for name in expert.tensors}
+    tensors = {name: expert.read(name).to(torch.float32) for name in expert.tensors if name not in heads}
     loaded = type(model).from_pretrained(None, config=model.config, state_dict=tensors, dtype=torch.float32)
     return dict(loaded.named_parameters()).__getitem__
 

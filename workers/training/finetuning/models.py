@@ -10,12 +10,13 @@ from typing import Any
 import torch
 
 from workers.errors import InvalidModel
+from workers.file_access import FileAccess
+from workers.training.finetuning.modality import TrainingModality, training_of
 from workers.training.finetuning.sharding import ShardedModel, decoder_layers, shard, unread_model
 from workers.training.finetuning.spec import FinetuneSpec
-from workers.training.finetuning.target_loss import TargetLoss
 from workers.training.mergopt.tangent import TangentModel
 
-__all__ = ["TrainedModel", "check_packing", "computes_in", "load_model", "pad_token"]
+__all__ = ["TrainedModel", "check_packing", "computes_in", "load_model"]
 
 # Tokens of each document with which it is checked that documents in a row do not see each other.
 PROBE = 8
@@ -31,7 +32,7 @@ class TrainedModel:
     """A model in training, with its trained parameters.
 
     - `module`: the model that transformers or peft saves
-    - `loss`: the module that is called in training and returns the sum of losses over target tokens
+    - `loss`: the module that is called in training and returns the sum of losses over targets
     - `trained`: the parameters that are updated, by name
     - `moved`: the parameters to which MergOPT adds its offset while the gradient is computed; None if they are the
       trained parameters
@@ -40,7 +41,7 @@ class TrainedModel:
     """
 
     module: Any
-    loss: TargetLoss
+    loss: torch.nn.Module
     trained: dict[str, torch.nn.Parameter]
     moved: tuple[torch.nn.Parameter, ...] | None
     tangent: TangentModel | None = None
@@ -63,42 +64,48 @@ def computes_in(spec: FinetuneSpec, device: torch.device) -> torch.dtype:
 
 
 def load_model(
-    spec: FinetuneSpec, base: Path, device: torch.device, *, is_sharded: bool = False, recomputes: bool = False
+    spec: FinetuneSpec,
+    base: Path,
+    device: torch.device,
+    *,
+    is_sharded: bool = False,
+    recomputes: bool = False,
+    access: FileAccess | None = None,
 ) -> TrainedModel:
     """Load the base model in the directory `base` for the training `spec` on `device`, in training mode.
 
     Trained weights are float32; the frozen weights below an adapter have the dtype of activations, or are NF4. With
     `is_sharded`, each rank of the process group holds a shard of each parameter. `recomputes` says whether activations
-    are computed again in the backward pass. Raises InvalidModel if the specification names layers that the base does
-    not have, or adapter targets that match no module, and if a library that it needs is missing.
+    are computed again in the backward pass. `access` limits the files that the data may name; None is no limit. A
+    task's head is trained only if it is new, and gets no offset of MergOPT, because merges do not change it. Raises
+    InvalidModel if the specification names layers that the base does not have, or adapter targets that match no module,
+    and if a library that it needs is missing.
     """
-    from transformers import AutoModelForCausalLM
-
+    training = training_of(base)
     is_tangent = spec.method.kind == "tangent"
     dtype = torch.float32 if spec.adapter is None else computes_in(spec, device)
-    unread = unread_model(base, dtype) if is_sharded else None
+    unread = unread_model(base, dtype) if is_sharded and training.reads_by_unit else None
     if unread is not None:
         model, weights = unread
     elif spec.adapter is not None and spec.adapter.base_precision == "nf4":
         model = _in_four_bits(base, device, dtype)
     else:
-        model = AutoModelForCausalLM.from_pretrained(
-            base,
-            dtype=dtype,
-            trust_remote_code=False,
-            attn_implementation="eager" if is_tangent else None,
-        )
+        options = {"dtype": dtype, "attn_implementation": "eager" if is_tangent else None}
+        model = training.network(spec, base, access, options)
         if not is_sharded:  # shards are moved unit by unit
             model = model.to(device)
     moved: tuple[torch.nn.Parameter, ...] | None = None
     if spec.adapter is not None:
-        model, moved = _with_adapter(model, spec)
+        model, moved = _with_adapter(model, spec, training)
     else:
+        encoder = tuple(p for name, p in model.named_parameters() if not training.is_head(name))
+        if len(encoder) < len(list(model.parameters())):
+            moved = encoder
         if spec.training.layers is not None:
             chosen = {id(p) for p in _of_layers(model, spec.training.layers, "training.layers")}
-            for parameter in model.parameters():
+            for parameter in encoder:
                 parameter.requires_grad_(id(parameter) in chosen)
-            moved = tuple(model.parameters())
+            moved = encoder
         if spec.method.noise_layers is not None:
             moved = _of_layers(model, spec.method.noise_layers, "method.noise_layers")
     if recomputes:
@@ -107,7 +114,7 @@ def load_model(
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
     tangent = TangentModel(model) if is_tangent else None
-    loss = TargetLoss(model if tangent is None else tangent)
+    loss = training.loss(model if tangent is None else tangent)
     if is_sharded:
         names = None if moved is None else _names(model, moved)
         shard(
@@ -187,23 +194,9 @@ def check_packing(model: Any, called: Any = None) -> None:
         )
 
 
-def pad_token(spec: FinetuneSpec, tokenizer: Any, base: Path) -> int:
-    """Id of the token for padding rows: the one that `spec` names, else the pad token of `tokenizer`.
-
-    Raises InvalidModel if there is no such token. `base` is the directory of the base model, for the message.
-    """
-    name = spec.data.pad_token
-    if name is not None:
-        found = tokenizer.get_vocab().get(name)
-        if found is None:
-            raise InvalidModel((f"data.pad_token: {name!r}; the tokenizer of {base} has no such token",))
-        return int(found)
-    if tokenizer.pad_token_id is None:
-        raise InvalidModel((f"{base}: its tokenizer has no pad token; name one of its tokens in data.pad_token",))
-    return int(tokenizer.pad_token_id)
-
-
-def _with_adapter(model: Any, spec: FinetuneSpec) -> tuple[Any, tuple[torch.nn.Parameter, ...]]:
+def _with_adapter(
+    model: Any, spec: FinetuneSpec, training: TrainingModality
+) -> tuple[Any, tuple[torch.nn.Parameter, ...]]:
     from peft import LoraConfig, get_peft_model
 
     assert spec.adapter is not None
@@ -216,7 +209,7 @@ def _with_adapter(model: Any, spec: FinetuneSpec) -> tuple[Any, tuple[torch.nn.P
                 lora_alpha=spec.adapter.alpha,
                 lora_dropout=spec.adapter.dropout,
                 target_modules=targets if isinstance(targets, str) else list(targets),
-                task_type="CAUSAL_LM",
+                **training.adapter_options(),
             ),
         )
     except ValueError as error:
@@ -232,7 +225,7 @@ def _with_adapter(model: Any, spec: FinetuneSpec) -> tuple[Any, tuple[torch.nn.P
 
 
 def _of_layers(model: Any, layers: tuple[int, ...], option: str) -> tuple[torch.nn.Parameter, ...]:
-    """The parameters of the decoder layers with the indices `layers`.
+    """The parameters of the layers with the indices `layers`.
 
     Raises InvalidModel if the model lacks one of the layers. The message names `option`, the option of the
     specification that lists the layers.

@@ -13,13 +13,12 @@ import torch
 import yaml
 
 from workers.directories import appearing
-from workers.evaluation.lm_eval_tasks import content_hash
 from workers.models.checkpoints import open_checkpoint
 from workers.models.fingerprints import fingerprint
-from workers.models.remote import commit_of, id_of
-from workers.models.tokenizers import TOKENIZER_FILES
+from workers.models.remote import commit_of, id_of, locate
 from workers.training.finetuning.history import LINEARIZED
-from workers.training.finetuning.spec import FinetuneSpec
+from workers.training.finetuning.modality import training_of
+from workers.training.finetuning.spec import BASE_HEAD, NEW_HEAD, FinetuneSpec
 
 __all__ = ["TRAINING_FILE", "write_expert"]
 
@@ -56,7 +55,7 @@ def write_expert(
                 model.to(dtype).save_pretrained(place)
             else:
                 _without_weights(model, dtype).save_pretrained(place, state_dict=dict(weights), max_shard_size=MAX_FILE)
-            for name in TOKENIZER_FILES:
+            for name in open_checkpoint(base).modality.files:
                 if (base / name).is_file():
                     shutil.copyfile(base / name, place / name)
         else:
@@ -79,7 +78,8 @@ def _without_weights(model: Any, dtype: torch.dtype) -> Any:
     with init_empty_weights():
         empty = type(model)._from_config(model.config, dtype=dtype)
     empty.tie_weights()
-    empty.generation_config = model.generation_config
+    if hasattr(model, "generation_config"):
+        empty.generation_config = model.generation_config
     return empty
 
 
@@ -87,11 +87,16 @@ def _sources(spec: FinetuneSpec, base: Path) -> dict[str, str]:
     """Hashes of the inputs of the training `spec`: of the base model, and of the data file.
 
     `base` is the directory of the base model. The key "base" has the model's fingerprint, a hash of its files, as
-    studies compute it. The key "data" has the sha256 (hex) of the data file; it is missing if the data are not in a
-    file.
+    studies compute it. The key "data" has the digest (hex) of the data; it is missing if these are not in a file
+    or folder. The key "head" has the fingerprint of the model whose head an image classifier was trained with, if this
+    is another model.
     """
-    data = {} if spec.data.file is None else {"data": content_hash(spec.data.file)}
-    return {"base": fingerprint(open_checkpoint(base)), **data}
+    sources = {"base": fingerprint(open_checkpoint(base))}
+    if (digest := training_of(base).data_digest(spec)) is not None:
+        sources["data"] = digest
+    if spec.data.head not in (BASE_HEAD, NEW_HEAD):
+        sources["head"] = fingerprint(open_checkpoint(locate(spec.data.head)))
+    return sources
 
 
 def _card(spec: FinetuneSpec, base: Path, *, facts: Mapping[str, Any], values: Mapping[str, float]) -> str:
@@ -100,7 +105,8 @@ def _card(spec: FinetuneSpec, base: Path, *, facts: Mapping[str, Any], values: M
     if name:
         front["base_model"] = name
     origin = f"{name}@{commit_of(base)}" if name else base.name
-    data = (spec.data.file and Path(spec.data.file).name) or spec.data.dataset
+    place = spec.data.file or spec.data.images
+    data = (place and Path(place).name) or spec.data.dataset
     kind = "LoRA adapter" if spec.adapter is not None else "model"
     lines = [
         f"---\n{yaml.safe_dump(front, sort_keys=False)}---",

@@ -24,6 +24,8 @@ from workers.file_access import FileAccess
 from workers.types import TaskSpec
 
 __all__ = [
+    "BASE_HEAD",
+    "NEW_HEAD",
     "OF_EXPERTS",
     "Adapter",
     "Data",
@@ -40,12 +42,15 @@ __all__ = [
 # Values of `Method.noise` with which offsets are made of experts' task vectors.
 OF_EXPERTS = ("task_vectors", "merges")
 
+# Values of `Data.head` that are no model.
+BASE_HEAD, NEW_HEAD = "base", "new"
+
 Positive = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
 
 
 class Data(Section):
-    """Training data: either a JSONL file (`file`) or a dataset (`dataset`)."""
+    """Training data: a JSONL file (`file`), a dataset (`dataset`) or, for models that read images, `images`."""
 
     file: Line | None = None
     """A JSONL file with one object on each line, which has `messages` of a chat, `prompt` and `completion` as lists of
@@ -68,6 +73,19 @@ class Data(Section):
     from document to document are then refused."""
     pad_token: Line | None = None
     """The token with which rows are padded, if the tokenizer has no pad token."""
+    images: Line | None = None
+    """A folder with a directory of images for each class, or a JSONL file whose lines have an image's path, relative to
+    the file's directory, and its label: the name of a class, or the index of an output of the head."""
+    classes: Annotated[tuple[Line, ...], Field(min_length=2)] | None = None
+    """With images: the names of the classes in the order of the head's outputs. Default: the classes of the head, or,
+    with a new head, those of the images in alphabetical order."""
+    image: Line | None = None
+    """With a JSONL file of images: the key of the path. Default: image."""
+    label: Line | None = None
+    """With a JSONL file of images: the key of the label. Default: label."""
+    head: Line = BASE_HEAD
+    """With images: the head that maps features to classes. base: that of the base; a directory or hub id: that of this
+    model; new: one that begins at 0 and is trained. Other heads stay as they are in training."""
 
 
 class Method(Section):
@@ -248,8 +266,14 @@ def task_of(objective: ObjectiveSpec, *, seed: int, access: FileAccess | None = 
 def _contradictions(spec: FinetuneSpec) -> list[Problem]:
     found = []
     data, training, method = spec.data, spec.training, spec.method
-    if (data.file is None) == (data.dataset is None):
-        found.append(Problem("data", "give either file or dataset"))
+    if (data.file, data.dataset, data.images).count(None) != 2:
+        found.append(Problem("data", "give either file or dataset, or images for a model that reads images"))
+    of_images = {"classes": data.classes, "image": data.image, "label": data.label}
+    of_images["head"] = None if data.head == BASE_HEAD else data.head
+    if data.images is None:
+        found += [
+            Problem(f"data.{key}", "is for images; leave it out") for key in of_images if of_images[key] is not None
+        ]
     if (training.steps is None) == (training.epochs is None):
         found.append(Problem("training", "give either steps or epochs"))
     if training.batch < spec.workers:
@@ -294,6 +318,9 @@ def _resolved(spec: FinetuneSpec, directory: Path) -> FinetuneSpec:
         data = data.model_copy(update={"file": resolved_file(data.file, directory)})
     elif data.dataset is not None:
         data = data.model_copy(update={"dataset": resolved_model(data.dataset, directory)})
+    elif data.images is not None:
+        head = data.head if data.head in (BASE_HEAD, NEW_HEAD) else resolved_model(data.head, directory)
+        data = data.model_copy(update={"images": resolved_file(data.images, directory), "head": head})
     update: dict[str, Any] = {
         "base": resolved_model(spec.base, directory),
         "data": data,

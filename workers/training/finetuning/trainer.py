@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import torch
@@ -25,28 +25,13 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from search_spaces.study.engine import EngineOptions
 from workers.errors import InvalidModel, TrainingFailed
-from workers.evaluation.prompts import Prompts
 from workers.evaluation.tasks import check_task
 from workers.file_access import FileAccess
 from workers.models.checkpoints import open_checkpoint
 from workers.models.remote import locate
 from workers.training.finetuning import checkpoints
-from workers.training.finetuning.data import (
-    Batch,
-    Document,
-    batch_rows,
-    pack,
-    read_documents,
-    tensors_of,
-    writes_chats,
-)
-from workers.training.finetuning.document_attention import (
-    document_bounds,
-    use_document_attention,
-    within_documents,
-)
+from workers.training.finetuning.data import batch_rows
 from workers.training.finetuning.history import (
     CHECKPOINTS,
     EXPERT,
@@ -58,16 +43,13 @@ from workers.training.finetuning.history import (
 )
 from workers.training.finetuning.memory_plan import lack_of_memory, recomputes
 from workers.training.finetuning.methods import fitted_scale, make_optimizer, read_task_vectors
-from workers.training.finetuning.models import TrainedModel, check_packing, computes_in, load_model, pad_token
+from workers.training.finetuning.modality import Examples, ModelScorer, training_of
+from workers.training.finetuning.models import TrainedModel, computes_in, load_model
 from workers.training.finetuning.result import write_expert
 from workers.training.finetuning.sharding import gathered
 from workers.training.finetuning.spec import FinetuneSpec, Training, task_of
 from workers.training.mergopt.optimizer import STATE as MERGOPT_STATE
 from workers.training.mergopt.optimizer import MergOPT
-from workers.training.mergopt.tangent import LinearizedModel
-
-if TYPE_CHECKING:
-    from workers.training.finetuning.evaluation import Evaluator
 
 __all__ = ["check", "check_data", "learning_rate_at", "noise_seed", "train"]
 
@@ -90,32 +72,22 @@ def train(
 
     No other training may use `out`. The function runs on every rank of the process group, if there is one. Each rank
     calls `report` with the numbers of every update and evaluation, as the training's history lists them (`history`).
-    `device` is this rank's device; by default it is a GPU if there is one. `access` limits the files that evaluation
-    tasks may use, or is None for no limit. Returns facts about the training, such as the number of steps, the last
-    loss, and the values of the last evaluation. Raises InvalidModel if the base model cannot be used, InvalidTask if
-    the data or an evaluation task cannot be used, and TrainingFailed if a loss or a gradient is NaN or infinite.
+    `device` is this rank's device; by default it is a GPU if there is one. `access` limits the files that training data
+    and evaluation tasks may name, or is None for no limit. Returns facts about the training, such as the number of
+    steps, the last loss, and the values of the last evaluation. Raises InvalidModel if the base model cannot be used,
+    InvalidTask if the data or an evaluation task cannot be used, and TrainingFailed if a loss or a gradient is NaN or
+    infinite.
     """
     ranks = _Ranks.here(device)
     base = locate(spec.base)
-    prompts = Prompts(str(base), EngineOptions(max_model_len=spec.data.max_length))
-    rows = pack(
-        read_documents(spec.data, prompts), length=spec.data.max_length, packing=spec.data.packing, seed=spec.seed
-    )
+    modality = training_of(base)
+    rows = modality.examples(spec, base, access)
     num_steps = spec.training.steps or math.ceil(len(rows) * float(spec.training.epochs or 0) / spec.training.batch)
     torch.manual_seed(spec.seed)  # adapters begin at random
     is_sharded = ranks.size > 1 and spec.method.kind != "tangent"
-    model = load_model(spec, base, ranks.device, is_sharded=is_sharded, recomputes=_recomputes(spec, base, ranks))
-    has_documents = False
-    if spec.data.packing:
-        check_packing(model.module, model.called)
-        if model.tangent is None:
-            has_documents = use_document_attention(
-                model.module,
-                max_length=spec.data.max_length,
-                device=ranks.device,
-                dtype=computes_in(spec, ranks.device),
-                called=model.called,
-            )
+    recomputes = _recomputes(spec, base, ranks)
+    model = load_model(spec, base, ranks.device, is_sharded=is_sharded, recomputes=recomputes, access=access)
+    modality.prepare(spec, model, rows, ranks.device)
     fitted = fitted_scale(spec.method, base)
     optimizer = make_optimizer(
         spec.method,
@@ -136,8 +108,7 @@ def train(
     # All ranks score a model with shards, in lockstep, because each has a part of it.
     is_scorer = ranks.rank == 0 or model.is_sharded
     evaluators = _evaluators(spec, base, model, access=access) if is_scorer else {}
-    pad = pad_token(spec, prompts.tokenizer, base)
-    passes = _Passes(spec, model, rows, ranks, pad=pad, has_documents=has_documents)
+    passes = _Passes(spec, model, rows, ranks)
     loss, weights_loss = history.last("loss"), history.last("weights_loss")
     values: dict[str, dict[str, float]] = {name: history.last(name) or {} for name in (VALUES, LINEARIZED)}
     for step in range(start, num_steps):
@@ -160,7 +131,7 @@ def train(
         line |= {"loss": loss, "gradient_norm": update.norm, "learning_rate": rate}
         if update.second_loss is not None:
             line["offset_loss"] = update.second_loss
-        history.add({**line, "tokens": update.num_targets, "seconds": time.perf_counter() - began})
+        history.add({**line, rows.unit: update.num_targets, "seconds": time.perf_counter() - began})
         if spec.evaluation is not None and (is_last or (step + 1) % spec.evaluation.every == 0):
             values |= {name: evaluator.values() for name, evaluator in evaluators.items()}
             found = {name: each for name, each in values.items() if each or name == VALUES}
@@ -184,7 +155,7 @@ def train(
 
 def _evaluators(
     spec: FinetuneSpec, base: Path, model: TrainedModel, *, access: FileAccess | None
-) -> dict[str, Evaluator]:
+) -> dict[str, ModelScorer]:
     """Make the objects that score the evaluation tasks in `spec` on the model in training.
 
     The result is empty if the specification has no section `evaluation`. Its keys are the names of the scores in the
@@ -194,24 +165,11 @@ def _evaluators(
     """
     if spec.evaluation is None:
         return {}
-    from workers.training.finetuning.evaluation import Evaluator
-
+    modality = training_of(base)
     scored: dict[str, Any] = {VALUES: model.called}
     if model.tangent is not None:
-        scored[LINEARIZED] = LinearizedModel(model.tangent)
-    return {
-        name: Evaluator(
-            spec.evaluation,
-            base,
-            model.module,
-            max_length=spec.data.max_length,
-            seed=spec.seed,
-            chat_template=writes_chats(spec),
-            called=called,
-            access=access,
-        )
-        for name, called in scored.items()
-    }
+        scored[LINEARIZED] = modality.linearized(model.tangent)
+    return {name: modality.evaluation(spec, base, model.module, called, access) for name, called in scored.items()}
 
 
 def _recomputes(spec: FinetuneSpec, base: Path, ranks: _Ranks) -> bool:
@@ -283,31 +241,25 @@ def _load(checkpoint: Path, spec: FinetuneSpec, model: TrainedModel, optimizer: 
     checkpoints.load(checkpoint, trained=model.trained, optimizer=optimizer)
 
 
-def check(spec: FinetuneSpec) -> None:
+def check(spec: FinetuneSpec, *, access: FileAccess | None = None) -> None:
     """Check everything in `spec`, the specification of a fine-tuning, that can be checked without the model's weights.
 
-    Raises InvalidModel for problems of the base, and InvalidTask for problems of the data or of evaluation tasks.
+    `access` limits the files that data and tasks may name; None is no limit. Raises InvalidModel for problems of the
+    base, and InvalidTask for problems of the data or of evaluation tasks.
     """
-    check_data(spec)
+    check_data(spec, access=access)
     for objective in spec.evaluation.objectives if spec.evaluation is not None else ():
-        check_task(task_of(objective, seed=spec.seed))
+        check_task(task_of(objective, seed=spec.seed, access=access))
 
 
-def check_data(spec: FinetuneSpec) -> None:
+def check_data(spec: FinetuneSpec, *, access: FileAccess | None = None) -> None:
     """Check the base model and the data of the fine-tuning `spec` without the model's weights.
 
-    Unlike in `check`, evaluation tasks are not checked. Raises InvalidModel for problems of the base, and InvalidTask
-    for problems of the data.
+    Unlike in `check`, evaluation tasks are not checked. `access` limits the files that the data may name; None is no
+    limit. Raises InvalidModel for problems of the base, and InvalidTask for problems of the data.
     """
     base = locate(spec.base)
-    reads = open_checkpoint(base).settings.get("max_position_embeddings")
-    if reads is not None and spec.data.max_length > reads:
-        raise InvalidModel(
-            (f"data.max_length: {spec.data.max_length}; the model in {base} reads at most {reads} tokens",)
-        )
-    prompts = Prompts(str(base), EngineOptions(max_model_len=spec.data.max_length))
-    pad_token(spec, prompts.tokenizer, base)
-    read_documents(spec.data, prompts)
+    training_of(base).check(spec, base, access)
 
 
 def learning_rate_at(step: int, num_steps: int, training: Training) -> float:
@@ -359,22 +311,11 @@ class _Passes:
     """Forward and backward passes over this rank's share of the rows of each batch.
 
     `spec` describes the training, `model` is the model in training, and `ranks` knows which process this is. `rows` are
-    the rows of the whole training data; each row consists of one or several documents. `pad` is the id of the token
-    with which rows are padded. `has_documents` says whether the model's attention takes the bounds of documents.
+    the rows of the whole training data.
     """
 
-    def __init__(
-        self,
-        spec: FinetuneSpec,
-        model: TrainedModel,
-        rows: Sequence[tuple[Document, ...]],
-        ranks: _Ranks,
-        *,
-        pad: int,
-        has_documents: bool = False,
-    ) -> None:
-        self.spec, self.rows, self.ranks, self.pad = spec, rows, ranks, pad
-        self._has_documents = has_documents
+    def __init__(self, spec: FinetuneSpec, model: TrainedModel, rows: Examples, ranks: _Ranks) -> None:
+        self.spec, self.rows, self.ranks = spec, rows, ranks
         self.parameters = list(model.trained.values())
         is_replicated = ranks.size > 1 and not model.is_sharded
         self._loss = DistributedDataParallel(model.loss) if is_replicated else model.loss
@@ -386,15 +327,15 @@ class _Passes:
         numbers = batch_rows(len(self.rows), batch=self.spec.training.batch, step=step, seed=self.spec.seed)
         return _Update(self, optimizer, step, numbers, kept)
 
-    def loss(self, batch: Batch) -> torch.Tensor:
-        """Sum of the losses over the target tokens of a batch; a target is a token whose loss counts."""
+    def loss(self, rows: Sequence[int]) -> torch.Tensor:
+        """Sum of the losses over the targets of some rows; a target is an output whose loss counts."""
         device = self.ranks.device
-        positions = batch.positions.to(device)
-        bounds = document_bounds(positions) if self._has_documents else {}
-        with self._autocast, within_documents() if bounds else nullcontext():
-            total: torch.Tensor = self._loss(
-                labels=batch.labels.to(device), input_ids=batch.tokens.to(device), position_ids=positions, **bounds
-            )
+        inputs = {
+            name: value.to(device) if isinstance(value, torch.Tensor) else value
+            for name, value in self.rows.inputs(rows).items()
+        }
+        with self._autocast, self.rows.forward_pass():
+            total: torch.Tensor = self._loss(**inputs)
         return total
 
     def without_averaging(self) -> AbstractContextManager[Any]:
@@ -428,16 +369,16 @@ class _Update:
         kept: Path | None,
     ) -> None:
         self._passes, self._optimizer, self._step, self._kept = passes, optimizer, step, kept
-        self._batch = [passes.rows[number] for number in numbers]
-        self.num_targets = sum(sum(document.has_loss[1:]) for row in self._batch for document in row)
+        self._batch = list(numbers)
+        self.num_targets = sum(passes.rows.num_targets(row) for row in self._batch)
         self.loss = self.norm = math.nan
         self.second_loss: float | None = None
         self._is_first = True
 
     def gradients(self) -> float:
-        """Compute the gradients of the mean loss over all target tokens of the batch, and return the loss.
+        """Compute the gradients of the mean loss over all targets of the batch, and return the loss.
 
-        A target is a token whose loss counts. Gradients are averaged over all ranks, and clipped to the largest norm
+        A target is an output whose loss counts. Gradients are averaged over all ranks, and clipped to the largest norm
         that the specification allows. Raises TrainingFailed if the loss or the norm is NaN or infinite.
         """
         self._optimizer.zero_grad()
@@ -445,7 +386,7 @@ class _Update:
         total = 0.0
         for rows, is_last in self._micro_batches():
             with nullcontext() if is_last else self._passes.without_averaging():
-                loss = self._loss(rows)
+                loss = self._passes.loss(rows)
                 # DDP averages over ranks; this loss is a sum over them.
                 torch.autograd.backward(loss * (ranks.size / self.num_targets))
                 total += float(loss.detach())
@@ -463,36 +404,32 @@ class _Update:
 
     @torch.no_grad()
     def loss_at_weights(self) -> float:
-        """The mean loss over all target tokens of the batch at the current weights, without gradients.
+        """The mean loss over all targets of the batch at the current weights, without gradients.
 
-        A target is a token whose loss counts. The optimizer MergOPT computes gradients, and the loss that `gradients`
+        A target is an output whose loss counts. The optimizer MergOPT computes gradients, and the loss that `gradients`
         returns, at weights to which it has added an offset, to simulate a later merge; this method computes the loss
         without the offset. Dropout uses the same random numbers as in `gradients`.
         """
         ranks = self._passes.ranks
         devices = [ranks.device] if ranks.device.type == "cuda" else []
         with torch.random.fork_rng(devices):
-            total = sum(float(self._loss(rows)) for rows, _ in self._micro_batches())
+            total = sum(float(self._passes.loss(rows)) for rows, _ in self._micro_batches())
         return ranks.total(total) / self.num_targets
 
-    def _loss(self, rows: Sequence[tuple[Document, ...]]) -> torch.Tensor:
-        """Sum of the losses over the target tokens of `rows`; a target is a token whose loss counts."""
-        return self._passes.loss(tensors_of(rows, pad=self._passes.pad))
-
-    def _micro_batches(self) -> Iterator[tuple[Sequence[tuple[Document, ...]], bool]]:
+    def _micro_batches(self) -> Iterator[tuple[Sequence[int], bool]]:
         """Yield this rank's micro-batches of the batch, each with a flag that is True for the last one.
 
         A micro-batch has the rows of one forward pass. All ranks have the same number of micro-batches, because they
-        gather weights together. For a rank that has too few rows, a micro-batch may be a single empty row.
+        gather weights together. For a rank that has too few rows, a micro-batch may be without rows.
         """
         ranks, size = self._passes.ranks, self._passes.spec.training.micro_batch
         mine = self._batch[ranks.rank :: ranks.size]
         most = len(self._batch[:: ranks.size])
         for start in range(0, most, size):
-            yield mine[start : start + size] or [()], start + size >= most
+            yield mine[start : start + size], start + size >= most
 
     def _failure(self, loss: float, norm: float) -> str:
-        origins = [document.origin for row in self._batch for document in row]
+        origins = [origin for row in self._batch for origin in self._passes.rows.origins(row)]
         others = f" and {len(origins) - SHOWN} others" if len(origins) > SHOWN else ""
         kept = f"the last good checkpoint is {self._kept}" if self._kept else "there is no checkpoint yet"
         return (

@@ -7,7 +7,7 @@ import json
 import os
 import tarfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -36,6 +36,7 @@ from service.types import EventKind, JobRecord, JobState
 from tests.builders import tiny_llama
 from tests.s3_server import S3
 from tests.service.api.harness import ApiServer
+from tests.vision import image_folder, tiny_vit
 from workers.errors import InvalidTask, TrainingFailed
 from workers.file_access import FileAccess
 from workers.models.remote import fetched, locate
@@ -96,8 +97,25 @@ def pipeline_of(directory: Path) -> Pipeline:
     return Pipeline(spec.name, {spec.name: spec}, None, None, is_fleet=False)
 
 
-def test_a_driver_trains_the_expert_and_stores_it(store: Store, tmp_path: Path) -> None:
-    record = stored(store, replace(pipeline_of(tmp_path), analysis=Analysis()))
+def pipeline_of_images(directory: Path) -> Pipeline:
+    tiny_vit(directory / "base")
+    image_folder(directory / "images", per_class=2)
+    document = {
+        "name": "sums",
+        "base": "base",
+        "data": {"images": "images"},
+        "method": {"scale": 0.002},
+        "training": {"steps": 3, "batch": 2},
+    }
+    spec = parse_spec(document, directory)
+    return Pipeline(spec.name, {spec.name: spec}, None, None, is_fleet=False)
+
+
+@pytest.mark.parametrize("pipeline", [pipeline_of, pipeline_of_images], ids=["text", "images"])
+def test_a_driver_trains_the_expert_and_stores_it(
+    store: Store, tmp_path: Path, pipeline: Callable[[Path], Pipeline]
+) -> None:
+    record = stored(store, replace(pipeline(tmp_path), analysis=Analysis()))
     work_dir = job_dir(tmp_path, record.id)
     assert drive(store, record.id, work_dir=work_dir, resources=HERE) == 0
     after = store.job(record.id)

@@ -1,7 +1,7 @@
 """Trainings on several ranks (gloo), for tests of shards: one process imports the trainer, and forks into ranks.
 
-Run as `python -m tests.workers.training.finetuning.ranks DIRECTORY`, where DIRECTORY has a base model, an expert of it
-and data. The results of training NAME on N ranks are in the directory NAME-N. No test is here.
+Run as `python -m tests.workers.training.finetuning.ranks DIRECTORY`, where DIRECTORY has a base model, an expert of it,
+data, and a ViT with images. The results of training NAME on N ranks are in the directory NAME-N. No test is here.
 """
 
 from __future__ import annotations
@@ -47,6 +47,15 @@ TRAININGS: dict[str, dict[str, Any]] = {
     },
     "lora": LORA,
     "tangent": {"method": {"kind": "tangent"}, "training": SHORT},
+    "images": {
+        "base": "vit",
+        "data": {"file": None, "images": "images"},
+        "evaluation": {
+            "every": 2,
+            "samples": 4,
+            "objectives": [{"name": "shapes", "task": {"images": "images", "head": "sums"}, "metric": "acc"}],
+        },
+    },
 }
 
 # The step at which a rank of the training "killed" ends by SIGKILL; the last checkpoint is that of step 4.

@@ -23,7 +23,6 @@ from workers.evaluation.prompts import Generation, Prompts
 from workers.evaluation.references import References
 from workers.training.finetuning.merge_losses import (
     MergeLosses,
-    Report,
     candidates,
     landscape,
     landscapes,
@@ -31,6 +30,7 @@ from workers.training.finetuning.merge_losses import (
     merge_table,
     mixed_table,
 )
+from workers.training.finetuning.modality import MergeReport
 from workers.training.finetuning.spec import FinetuneSpec, parse_spec, task_of
 from workers.training.finetuning.task_vectors import accumulated_vector, task_vector
 from workers.training.losses import sample_losses
@@ -230,10 +230,10 @@ def test_landscapes_are_of_four_pairs() -> None:
 def test_what_is_reported_is_measured_apart() -> None:
     """The coefficient is chosen by `measure`; losses and metrics of a row are those of `report` at it."""
 
-    def report(merge: Merge) -> Report:
+    def report(merge: Merge) -> MergeReport:
         value = merge.coefficients.get("lambda", 0.0)
         assert isinstance(value, float)
-        return Report({"math": 10 + value, "text": 20 + value}, {"math": value, "text": value / 2})
+        return MergeReport({"math": 10 + value, "text": 20 + value}, {"math": value, "text": value / 2})
 
     rows = {row.method: row for row in merge_table(bowl, ["math", "text"], report=report, wudi=True)}
     assert list(rows) == ["weight averaging", "task arithmetic", "TIES", "DARE", "WUDI"]
@@ -256,8 +256,8 @@ def test_pairs_are_mixed_of_two_trainings() -> None:
         merged.add(tuple(source.model for source in merge.sources))
         return {source.model: float(source.model.endswith("2")) for source in merge.sources}
 
-    def report(merge: Merge) -> Report:
-        return Report(measure(merge), {source.model: 10.0 for source in merge.sources})
+    def report(merge: Merge) -> MergeReport:
+        return MergeReport(measure(merge), {source.model: 10.0 for source in merge.sources})
 
     rows = mixed_table(measure, {"a": "a2", "b": "b2", "c": "c2"}, report=report)
     assert merged == {("a", "b2"), ("a2", "b"), ("a", "c2"), ("a2", "c"), ("b", "c2"), ("b2", "c")}

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from search_spaces.errors import InvalidStudy
 from tests.builders import tiny_llama
 from tests.layouts import layout_family
+from tests.vision import image_folder, tiny_vit
 from workers.errors import InvalidModel, InvalidTask, TrainingFailed
 from workers.models.checkpoints import open_checkpoint, read_expert
 from workers.training.finetuning import checkpoints
@@ -40,11 +41,31 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.fixture(scope="module")
+def image_place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a ViT with a head, and a folder of images of its classes."""
+    directory = tmp_path_factory.mktemp("finetuning-of-images")
+    tiny_vit(directory / "base", initializer_range=0.02)
+    image_folder(directory / IMAGES)
+    return directory
+
+
+@pytest.fixture(params=["text", "images"])
+def any_place(request: pytest.FixtureRequest) -> Path:
+    """A base model and data of each modality."""
+    found: Path = request.getfixturevalue("place" if request.param == "text" else "image_place")
+    return found
+
+
+IMAGES = "images"
+
+
 def spec_of(place: Path, **changes: Any) -> FinetuneSpec:
+    """A training of six updates, on images if `place` has them."""
     document: dict[str, Any] = {
         "name": "sums",
         "base": "base",
-        "data": {"file": "data.jsonl", "max_length": 64},
+        "data": {"images": IMAGES} if (place / IMAGES).exists() else {"file": "data.jsonl", "max_length": 64},
         "method": {"kind": "mergopt", "scale": 0.01},
         "training": {"steps": 6, "batch": 4, "learning_rate": 0.003, "checkpoint_every": 2, "warmup_steps": 1},
         "dtype": "float32",
@@ -69,10 +90,10 @@ def are_equal(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]
 
 
 @pytest.mark.parametrize("kind", ["mergopt", "adamw", "sgd", "sam", "asam", "tangent"])
-def test_every_method_learns(place: Path, tmp_path: Path, kind: str) -> None:
+def test_every_method_learns(any_place: Path, tmp_path: Path, kind: str) -> None:
     rate = 0.05 if kind == "sgd" else 0.002
     method = {"kind": kind, "scale": 0.002, "rho": 0.02}
-    facts = run(place, tmp_path / "out", method=method, training={"steps": 12, "learning_rate": rate})
+    facts = run(any_place, tmp_path / "out", method=method, training={"steps": 12, "learning_rate": rate})
     losses = [line["loss"] for line in read_history(tmp_path / "out" / METRICS)]
     assert len(losses) == 12
     assert sum(losses[-3:]) < 0.9 * sum(losses[:3])
@@ -96,9 +117,9 @@ class Killed(Exception):
 
 
 @pytest.mark.parametrize("kind", ["mergopt", "asam"])
-def test_a_training_that_was_killed_ends_with_the_same_bits(place: Path, tmp_path: Path, kind: str) -> None:
+def test_a_training_that_was_killed_ends_with_the_same_bits(any_place: Path, tmp_path: Path, kind: str) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    run(place, whole, method={"kind": kind})
+    run(any_place, whole, method={"kind": kind})
     parts.mkdir()
 
     def killing(line: Mapping[str, Any]) -> None:
@@ -106,15 +127,15 @@ def test_a_training_that_was_killed_ends_with_the_same_bits(place: Path, tmp_pat
             raise Killed
 
     with pytest.raises(Killed):
-        train(spec_of(place, method={"kind": kind}), parts, report=killing)
+        train(spec_of(any_place, method={"kind": kind}), parts, report=killing)
     assert checkpoints.step_of(checkpoints.latest(parts / CHECKPOINTS)) == 4
     assert [line["step"] for line in read_history(parts / METRICS)] == [1, 2, 3, 4, 5]
     seen: list[int] = []
-    train(spec_of(place, method={"kind": kind}), parts, report=lambda line: seen.append(line["step"]))
+    train(spec_of(any_place, method={"kind": kind}), parts, report=lambda line: seen.append(line["step"]))
     assert seen == [5, 6]
     assert [line["step"] for line in read_history(parts / METRICS)] == [1, 2, 3, 4, 5, 6]
     assert are_equal(weights(parts), weights(whole))
-    assert not are_equal(weights(parts), load_file(place / "base" / "model.safetensors"))
+    assert not are_equal(weights(parts), load_file(any_place / "base" / "model.safetensors"))
 
 
 def test_checkpoints_of_earlier_versions_are_continued(place: Path, tmp_path: Path) -> None:
@@ -142,15 +163,15 @@ def test_checkpoints_of_earlier_versions_are_continued(place: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("noise", ["task_vectors", "merges"])
-def test_offsets_of_experts_also_after_a_kill(place: Path, tmp_path: Path, noise: str) -> None:
+def test_offsets_of_experts_also_after_a_kill(any_place: Path, tmp_path: Path, noise: str) -> None:
     """Offsets made of experts' task vectors change the training, and are the same after a kill; others are refused."""
     for seed in (1, 2):
-        run(place, tmp_path / f"expert{seed}", method={"kind": "adamw"}, seed=seed)
+        run(any_place, tmp_path / f"expert{seed}", method={"kind": "adamw"}, seed=seed)
     experts = [str(tmp_path / f"expert{seed}" / EXPERT) for seed in (1, 2)]
     method = {"noise": noise, "fit_to": experts}
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    run(place, whole, method=method)
-    run(place, tmp_path / "plain", method={"kind": "adamw"})
+    run(any_place, whole, method=method)
+    run(any_place, tmp_path / "plain", method={"kind": "adamw"})
     assert not are_equal(weights(whole), weights(tmp_path / "plain"))
     parts.mkdir()
 
@@ -159,10 +180,10 @@ def test_offsets_of_experts_also_after_a_kill(place: Path, tmp_path: Path, noise
             raise Killed
 
     with pytest.raises(Killed):
-        train(spec_of(place, method=method), parts, report=killing)
+        train(spec_of(any_place, method=method), parts, report=killing)
     with pytest.raises(ValueError, match="the state is of other task vectors"):
-        train(spec_of(place, method={**method, "fit_to": experts[:1]}), parts)
-    train(spec_of(place, method=method), parts)
+        train(spec_of(any_place, method={**method, "fit_to": experts[:1]}), parts)
+    train(spec_of(any_place, method=method), parts)
     assert are_equal(weights(parts), weights(whole))
 
 
@@ -250,16 +271,16 @@ def test_experts_of_a_fleet_have_draws_of_their_own(place: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["mergopt", "sam"])
-def test_losses_at_the_weights_and_at_the_offset(place: Path, tmp_path: Path, kind: str) -> None:
+def test_losses_at_the_weights_and_at_the_offset(any_place: Path, tmp_path: Path, kind: str) -> None:
     """The history has both losses: with MergOPT that at the weights at some updates, with SAM both at all."""
-    run(place, tmp_path / "out", method={"kind": kind, "scale": 0.05, "rho": 0.5}, training={"steps": 12})
+    run(any_place, tmp_path / "out", method={"kind": kind, "scale": 0.05, "rho": 0.5}, training={"steps": 12})
     lines = read_history(tmp_path / "out" / METRICS)
     if kind == "sam":
         assert all(line["offset_loss"] != line["loss"] for line in lines)
         return
     assert [line["step"] for line in lines if "weights_loss" in line] == [1, 11, 12]
     for line in lines:
-        draw = draw_of(noise_seed(spec_of(place)), line["step"] - 1)
+        draw = draw_of(noise_seed(spec_of(any_place)), line["step"] - 1)
         assert (line["alpha"], line["models"]) == (draw.alpha, draw.num_models)
         if "weights_loss" in line:
             assert (line["weights_loss"] == line["loss"]) == (draw.factor == 0)
@@ -277,13 +298,13 @@ def test_lora_gives_an_adapter_of_the_base(place: Path, tmp_path: Path, kind: st
     assert torch.equal(expert.read(other), base.read(other))
 
 
-def test_a_loss_that_is_no_number_stops_with_step_and_batch(place: Path, tmp_path: Path) -> None:
+def test_a_loss_that_is_no_number_stops_with_step_and_batch(any_place: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     with pytest.raises(TrainingFailed) as failed:
-        run(place, out, method={"kind": "sgd"}, training={"learning_rate": 1e30, "max_gradient_norm": None})
+        run(any_place, out, method={"kind": "sgd"}, training={"learning_rate": 1e30, "max_gradient_norm": None})
     message = str(failed.value)
     assert "step 2: the loss is" in message or "step 3: the loss is" in message
-    assert "data.jsonl, line" in message
+    assert ("data.jsonl, line" if any_place.name.startswith("finetuning0") else ".png") in message
     assert not (out / EXPERT).exists()
 
 

@@ -1,0 +1,101 @@
+"""Losses and accuracies of merges of trained image experts, each on its own tasks with its own head.
+
+It measures for image classifiers what `merge_losses` measures for text models: the loss is the cross-entropy of the
+right class, in nats per image.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from search_spaces.recipe import Merge, Recipe
+from search_spaces.study.engine import EngineOptions
+from workers.engines.images.engine import ImageEngine
+from workers.engines.images.pixels import Pixels
+from workers.engines.images.scoring import BATCH, ImageEvaluator
+from workers.errors import InvalidTask
+from workers.models.family import open_family
+from workers.training.finetuning.modality import MergeReport
+from workers.types import TaskSpec
+
+__all__ = ["ImageMergeLosses"]
+
+
+class ImageMergeLosses:
+    """Measurement of losses and accuracies of merges of trained image experts, on each expert's tasks.
+
+    The first `samples` images of each task are for choosing coefficients, and the next `samples` for reporting merges;
+    a task with fewer than twice as many gives half of them to each. `base` is the directory of the base model,
+    `directories` has that of each expert by alias, and `tasks` the tasks of each expert by alias. Raises InvalidModel
+    if a model cannot be used, and InvalidTask if a task cannot be, or has a single image.
+    """
+
+    def __init__(
+        self, base: Path, directories: Mapping[str, Path], tasks: Mapping[str, Sequence[TaskSpec]], *, samples: int
+    ) -> None:
+        self._engine = ImageEngine(open_family(base, directories), EngineOptions(dtype="float32"))
+        sources = self._engine.sources
+        self._evaluator = ImageEvaluator(
+            sources, self._engine.features, Pixels(sources.result_dir), device=self._engine.device
+        )
+        self._fingerprints = dict(self._engine.base_recipe.models)
+        self._fingerprints |= {model.alias: model.fingerprint for model in self._engine.family.models}
+        self._tasks = tasks
+        self._middle = {task.digest: self._half(task, samples) for own in tasks.values() for task in own}
+        self._samples = samples
+
+    def of(self, merge: Merge) -> dict[str, float]:
+        """Measure a merge's mean loss on each merged expert's tasks, with the images for choosing coefficients."""
+        return {alias: loss for alias, (loss, _) in self._measured(merge, is_reported=False).items()}
+
+    def report(self, merge: Merge) -> MergeReport:
+        """Measure a merge's mean loss and accuracy on each merged expert's tasks, with the images for reports."""
+        found = self._measured(merge, is_reported=True)
+        losses = {alias: loss for alias, (loss, _) in found.items()}
+        return MergeReport(losses, {alias: value for alias, (_, value) in found.items()})
+
+    def _half(self, task: TaskSpec, samples: int) -> int:
+        """The number of a task's images for choosing coefficients."""
+        count = len(self._evaluator.task(task).task.order)
+        if count < 2:
+            where = self._evaluator.task(task).task.images.where
+            raise InvalidTask(
+                f"{where}: has {count} image; expected at least 2, because coefficients of merges are chosen on other "
+                "images than are reported"
+            )
+        return min(samples, count // 2)
+
+    def _measured(self, merge: Merge, *, is_reported: bool) -> dict[str, tuple[float, float]]:
+        """Mean loss and accuracy of a merge on each merged expert's tasks, by the expert's alias."""
+        recipe = Recipe.uniform(
+            merge,
+            models=self._fingerprints,
+            base=self._engine.base_recipe.base,
+            num_layers=len(self._engine.base_recipe.layers),
+        )
+        self._engine.swap(recipe)
+        found = {}
+        for source in merge.sources:
+            pairs = [self._of_task(task, is_reported=is_reported) for task in self._tasks[source.model]]
+            losses, values = zip(*pairs, strict=True)
+            found[source.model] = sum(losses) / len(losses), sum(values) / len(values)
+        return found
+
+    @torch.no_grad()
+    def _of_task(self, spec: TaskSpec, *, is_reported: bool) -> tuple[float, float]:
+        prepared, middle = self._evaluator.task(spec), self._middle[spec.digest]
+        stop = min(middle + self._samples, len(prepared.task.order))
+        places = range(middle, stop) if is_reported else range(middle)
+        loss, right = 0.0, 0
+        for start in range(0, len(places), BATCH):
+            part = places[start : start + BATCH]
+            logits = self._evaluator.logits(spec, part)
+            labels = torch.tensor([prepared.outputs[place] for place in part], device=logits.device)
+            loss += float(cross_entropy(logits, labels, reduction="sum"))
+            largest = logits.topk(min(prepared.task.num_largest, logits.shape[1]), dim=1).indices
+            right += int((largest == labels[:, None]).any(dim=1).sum())
+        return loss / len(places), right / len(places)
