@@ -158,7 +158,8 @@ class _Fronts:
         """Sort the trials of a front by crowding distance, the largest first, then by number."""
         distances = crowding_distances([tuple(costs) for costs in self._costs[front].tolist()])
         numbers = [self._numbers[place] for place in front.tolist()]
-        return front[np.lexsort((numbers, -np.array(distances)))]
+        order: NDArray[np.intp] = front[np.lexsort((numbers, -np.array(distances)))]
+        return order
 
     def _take_of(self, front: NDArray[np.intp], count: int) -> list[int]:
         order = self._in_order(front)[:count]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,7 @@ __all__ = ["NUM_HOLDOUT", "searched_study", "write_drawn"]
 
 NUM_HOLDOUT = 45
 LONG_PROMPT = "Examples of sums follow. " * 30
+TIMINGS = {"materialise": 2.0, "swap": 1.0, "score": 20.0}
 METHODS = ("task_arithmetic", "ties")
 
 
@@ -109,11 +110,13 @@ def _text(position: int) -> SampleText:
 def write_drawn(writer: JobWriter, trial: TrialRecord) -> None:
     """Store what a trial of the held-out stage was scored with: samples of the search and held-out ones."""
     for split in (Split.SEARCH, Split.HOLDOUT):
-        _write_samples(writer, trial, split)
+        _write_samples(writer, trial, split, timings={"score": 0.5, "swap": 0.02})
     writer.add_event(EventKind.HOLDOUT_SCORED, {"trial": trial.number})
 
 
-def _write_samples(writer: JobWriter, trial: TrialRecord, split: Split) -> None:
+def _write_samples(
+    writer: JobWriter, trial: TrialRecord, split: Split, *, timings: Mapping[str, float] = TIMINGS
+) -> None:
     """Answers of a trial to sums; a wrong one gives another number."""
 
     def result(name: str, position: int, is_right: bool) -> SampleResult:
@@ -130,7 +133,6 @@ def _write_samples(writer: JobWriter, trial: TrialRecord, split: Split) -> None:
     replica = f"replica-{1 + trial.number % 2}"
     prompts = {f"{split} {name}": "0" for name in EXPERTS}
     evidence = Evidence(trial.recipe.digest, "bank", prompts, "sum", replica, trial.number, "fake")
-    timings = {"materialise": 2.0, "swap": 1.0, "score": 20.0}
     writer.record_chunk(trial.number, split, ScoreResult(samples, evidence, timings))
 
 

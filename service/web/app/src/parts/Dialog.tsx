@@ -1,5 +1,5 @@
 import { Button, Modal } from '@mantine/core'
-import type { ReactNode } from 'react'
+import { type ReactNode, useEffect, useState } from 'react'
 import { Failure } from './Answer'
 
 /** A dialog with one action, and the server's words if it is refused. */
@@ -20,6 +20,14 @@ export function Dialog(props: {
   children: ReactNode
 }) {
   const { title, action, isDangerous, isReady = true, isPending, error, send, onClose, keep, failure, children } = props
+  // The modal gives the focus back only where it is closed before it leaves the document.
+  const [before] = useState(() => document.activeElement)
+  useEffect(
+    () => () => {
+      if (before instanceof HTMLElement) before.focus()
+    },
+    [before],
+  )
   return (
     <Modal.Root opened onClose={onClose} transitionProps={{ duration: 0 }}>
       <Modal.Overlay />
