@@ -73,9 +73,11 @@ def spec(family: Path, name: str) -> FinetuneSpec:
 
 def losses(family: Path, samples: int = ITEMS) -> MergeLosses:
     names = ("math", "text")
-    return losses_of_experts(
+    found = losses_of_experts(
         {name: spec(family, name) for name in names}, {name: family / name for name in names}, samples=samples
     )
+    assert isinstance(found, MergeLosses)
+    return found
 
 
 def test_the_histogram_and_the_better_fit_are_those_of_the_noise(family: Path) -> None:
