@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     import torch
 
     from search_spaces.recipe import Merge
-    from workers.training.finetuning.models import TrainedModel
     from workers.training.mergopt.tangent import TangentModel
     from workers.types import TaskSpec
 
@@ -128,8 +127,8 @@ class TrainingModality(Protocol):
         """Wrap a model in a module that returns the sum of losses, or the model's outputs if there are no `labels`."""
         ...
 
-    def prepare(self, spec: FinetuneSpec, model: TrainedModel, examples: Any, device: torch.device) -> None:
-        """Check the loaded `model` for the options of `spec`, and fit it and its training data to each other.
+    def prepare(self, spec: FinetuneSpec, model: Any, examples: Any, device: torch.device) -> None:
+        """Check a loaded model (`models.TrainedModel`) for the options of `spec`, and fit it and its data to each other.
 
         `examples` are those of this modality, and `device` is where the model computes. Raises InvalidModel.
         """
