@@ -128,7 +128,7 @@ class TrainingModality(Protocol):
         ...
 
     def prepare(self, spec: FinetuneSpec, model: Any, examples: Any, device: torch.device) -> None:
-        """Check a loaded model (`models.TrainedModel`) for the options of `spec`, and fit it and its data to each other.
+        """Check a loaded model (`models.TrainedModel`) for the options of `spec`; fit it and its data to each other.
 
         `examples` are those of this modality, and `device` is where the model computes. Raises InvalidModel.
         """
