@@ -119,7 +119,6 @@ def test_studies_survive_kills_of_all_parts(shipped: Path, tmp_path: Path) -> No
     held = {study: {row.replica for row in store.evidence(study)} for study in (first, second)}
     # Two were killed. Serve starts a second engine where both studies have waited for it for half a minute.
     assert 3 <= len(held[first]) <= len(held[first] | held[second]) <= 4, "engines are shared"
-    assert held[first] & held[second]
     preflight = examine(parse_study(documents[0]))
     recipe = store.trial(first, best["trial"]).recipe
     report = verify(
