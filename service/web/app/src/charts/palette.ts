@@ -59,7 +59,7 @@ export const axis = (p: Palette, name: string, extra: object = {}) => ({
   nameGap: 30,
   nameTextStyle: { color: p.soft },
   axisLine: { lineStyle: { color: p.rule } },
-  axisLabel: { color: p.soft },
+  axisLabel: { color: p.soft, hideOverlap: true },
   splitLine: { lineStyle: { color: p.rule } },
   scale: true,
   ...extra,
