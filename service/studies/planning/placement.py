@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from service.disk import gib
 from service.studies.planning.profiles import MachineProfile
+from service.studies.preflight.resources import OF_SEVERAL, scored_methods, uses_statistics
 from workers.engines.vllm.memory import (
     MAX_NUM_SEQS,
     TEXT_TOKENS,
@@ -128,8 +129,10 @@ def place_study(
         processes = engines * ranks
         divided, reason, lack = _divided(needs, profile, processes=processes)
         lacks += lack
-        # Statistics that may be dropped have the memory that the sources leave.
-        statistics = needs.statistics - (needs.recent - divided.recent if divided is not None else 0)
+        methods = scored_methods(study, sources)
+        statistics = needs.statistics - needs.recent if uses_statistics(methods, {"magnitudes"}) else 0
+        if uses_statistics(methods, OF_SEVERAL):  # they have the memory that the sources leave
+            statistics += needs.recent if divided is None else divided.recent
         kept = divided.placements[0] if divided is not None else Placement.MAPPED
         left = capacity - needs.scratch - (needs.bank if kept is Placement.GPU else 0) - needs.engine(1)
         texts = _texts(needs, max(0, left) + needs.engine(1) - needs.engine(0))
@@ -147,7 +150,11 @@ def place_study(
         parts += [
             where[kept],
             Part("statistics of sources", f"host, {processes} copies", host_bytes=processes * statistics),
-            Part("processes of engines", f"host, {processes}", host_bytes=engines * memory.engine_bytes),
+            Part(
+                "processes of engines",
+                f"host, {processes}",
+                host_bytes=engines * (memory.engine_bytes - memory.statistics_bytes),
+            ),
         ]
         bank = kept.value
     else:

@@ -6,11 +6,13 @@ import bisect
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from search_spaces.baselines import all_baselines
 from search_spaces.errors import Problem
+from search_spaces.methods import METHODS
 from search_spaces.study.file import Study
 from service.disk import gib
 from service.engine_machines import EngineMachines, runs_on_gpus, stated_machines
@@ -25,6 +27,7 @@ from workers.models.family import ResolvedFamily
 __all__ = [
     "ENGINE_OVERHEAD_BYTES",
     "GRADIENT_OVERHEAD_BYTES",
+    "OF_SEVERAL",
     "RANK_BYTES",
     "MemoryPlan",
     "check_devices",
@@ -33,6 +36,8 @@ __all__ = [
     "gradient_value_bytes",
     "machines_for",
     "plan_memory",
+    "scored_methods",
+    "uses_statistics",
 ]
 
 # Bytes of an engine's process besides weights: interpreter, torch, vLLM and its caches on CPU.
@@ -64,6 +69,8 @@ class MemoryPlan:
     """None if it is not known."""
     gradient_bytes: int = 0
     """Bytes of host memory of the gradient actor; 0 if there is none."""
+    statistics_bytes: int = 0
+    """The part of `engine_bytes` for statistics of several sources."""
     gpu_weight_bytes: int = 0
     """Bytes of one merge's weights on each GPU; 0 if the engine has no GPU, or merges have any number of layers."""
     gpu_bytes: int | None = None
@@ -203,8 +210,6 @@ def _plan_on(
     max_layers: int,
     aligns: bool,
 ) -> MemoryPlan:
-    from workers.merging.methods.plain import PLAIN
-
     modality = sources.modality
     copies = 0 if machines.num_gpus else modality.copies_on_cpu  # in host memory
     element_bytes = DTYPE_BYTES[engine_dtype(study)]
@@ -218,8 +223,7 @@ def _plan_on(
         held = outside_bytes(sources, 1) + aligned + widest_layer_bytes(sources, 1) * num_held
     ranks = RANK_BYTES * len(study.models.experts) if study.engine.rank_cache else 0
     weights = held * copies * element_bytes + sources.num_parameters * ranks
-    keeps_recent = any(PLAIN[method].uses & OF_SEVERAL for method in study.search_space.merge_methods)
-    statistics = recent_bytes(sources) if keeps_recent else 0
+    statistics = recent_bytes(sources) if uses_statistics(study.search_space.merge_methods, OF_SEVERAL) else 0
     value_bytes = gradient_value_bytes(study, "cpu")
     model = gradient_model_bytes(sources, value_bytes, max_layers=max_layers) if gradients_on == "cpu" else 0
     on_gpu = sources.num_parameters * element_bytes // study.engine.tensor_parallel_size
@@ -230,9 +234,36 @@ def _plan_on(
         replicas=replicas,
         available_bytes=machines.memory_bytes,
         gradient_bytes=model + GRADIENT_OVERHEAD_BYTES if gradients_on else 0,
+        statistics_bytes=processes * statistics,
         gpu_weight_bytes=on_gpu if machines.num_gpus and not max_layers else 0,
         gpu_bytes=machines.gpu_bytes,
     )
+
+
+def uses_statistics(methods: Iterable[str], names: Collection[str]) -> bool:
+    """Whether any of the merge methods `methods` uses one of the statistics `names`, such as "magnitudes"."""
+    from workers.merging.methods.plain import PLAIN
+
+    return any(not PLAIN[method].uses.isdisjoint(names) for method in methods)
+
+
+def scored_methods(study: Study, sources: ResolvedFamily) -> frozenset[str]:
+    """The merge methods of the merges that a study scores: those of its search space, its baselines, or its recipes.
+
+    `sources` are the study's models. If the study file lists recipes, which may be by any method, the result has all.
+    """
+    if study.search.recipes:
+        return frozenset(METHODS)
+    base, *experts = sources.checkpoints
+    baselines = all_baselines(
+        base=base,
+        experts=experts,
+        fingerprints={alias: alias for alias in sources.checkpoints},
+        num_layers=sources.layout.num_layers,
+        chosen=study.search.baselines,
+    )
+    merges = (merge for baseline in baselines for merge in baseline.recipe.merges())
+    return frozenset(study.search_space.merge_methods).union(merge.method for merge in merges)
 
 
 def gradient_model_bytes(sources: ResolvedFamily, value_bytes: int, *, max_layers: int = 0) -> int:

@@ -29,7 +29,13 @@ from service.studies.planning.here import profile_for
 from service.studies.preflight import resources
 from service.studies.preflight.examine import examine
 from service.studies.preflight.models import check_models
-from service.studies.preflight.resources import ENGINE_OVERHEAD_BYTES, GRADIENT_OVERHEAD_BYTES
+from service.studies.preflight.resources import (
+    ENGINE_OVERHEAD_BYTES,
+    GRADIENT_OVERHEAD_BYTES,
+    OF_SEVERAL,
+    scored_methods,
+    uses_statistics,
+)
 from service.studies.preflight.result import ExpectedSamples, PreflightResult, StudyTasks
 from service.types import Origin
 from tests.builders import character_tokenizer, lora_adapter, tiny_family, tiny_qwen2, with_tokens
@@ -41,7 +47,7 @@ from workers.evaluation.lm_eval_tasks import content_hash
 from workers.evaluation.prompts import Prompts
 from workers.merging.bank import Bank
 from workers.merging.plan import check_recipe
-from workers.models.family import locate_family
+from workers.models.family import locate_family, open_sources
 from workers.types import Family
 
 SIZES = {"sums": 40, "words": 38}
@@ -592,6 +598,18 @@ def test_a_head_without_gpus_checks_for_the_gpus_of_the_cluster(root: Path, monk
         assert (profile.gpus, profile.host_bytes) == (4, memory or 2**40)
         assert "as fast as H100s" in profile.name
     assert profile_for(here.machines).gpus == 0
+
+
+def test_statistics_count_where_a_scored_merge_uses_them(root: Path) -> None:
+    """Tables of magnitudes are planned for a space of sums only if published baselines such as TIES are scored."""
+    known = open_sources(examine(study_of(root)).models.family)
+    alone, beside = (
+        scored_methods(study_of(root, search_space={}, search={"baselines": chosen}), known)
+        for chosen in ("none", "published")
+    )
+    assert (uses_statistics(alone, {"magnitudes"}), uses_statistics(beside, {"magnitudes"})) == (False, True)
+    assert not uses_statistics(beside, OF_SEVERAL)
+    assert uses_statistics([*beside, "sce"], OF_SEVERAL)
 
 
 def test_what_headers_tell_is_told_before_any_weights_are_read(
