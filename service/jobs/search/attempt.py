@@ -53,7 +53,7 @@ from service.tune.proposing.completions import SourceCompletions
 from service.tune.searchers import get_searcher
 from service.tune.searchers.base import LearningSearcher, SearchSetting
 from service.tune.searchers.descents import descents_of, num_steps_for
-from service.types import JobRecord, JobState, Origin, TrialRecord, TrialState
+from service.types import JobRecord, JobState, Origin, TrialRecord, TrialResult, TrialState
 from workers.errors import EngineFault, EngineUnavailable, EvidenceMismatch, InvalidModel, InvalidTask
 from workers.types import CanaryReport, Scorer, Split, TaskSpec
 
@@ -483,7 +483,7 @@ class _Snapshots:
         )
 
 
-def values_ci95(trial: TrialRecord, objectives: Sequence[Objective]) -> dict[str, tuple[float, float]]:
+def values_ci95(trial: TrialResult, objectives: Sequence[Objective]) -> dict[str, tuple[float, float]]:
     """95 % intervals of a trial's values at its highest rung, by objective; exact values have none."""
     last = trial.rungs[-1]
     found = {}

@@ -199,7 +199,7 @@ def test_columns_of_trials_are_chosen(visitor: Visit, study: JobRecord, http: ht
         page.get_by_role("button", name="CSV of what is shown").click()
     with Path(downloading.value.path()).open(newline="") as file:
         rows = list(csv.DictReader(file))
-    query = {"where": "rung=1", "sort": "-value.math", "limit": 1000}
+    query: dict[str, Any] = {"where": "rung=1", "sort": "-value.math", "limit": 1000}
     trials = http.get(f"/v1/studies/{study.id}/trials", params=query).json()["trials"]
     assert list(rows[0]) == [head for head in heads if head != "compare"]
     assert [int(row["trial"]) for row in rows] == [trial["number"] for trial in trials]
