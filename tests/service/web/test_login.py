@@ -320,7 +320,7 @@ def test_without_accounts_nobody_logs_in(browser: Browser, tmp_path: Path) -> No
         for name in ("Tokens", "E-mail"):
             expect(page.get_by_role("heading", name=name)).to_have_count(0)
         links = page.get_by_role("navigation", name="Main").get_by_role("link")
-        expect(links).to_have_text(["Studies", "Fine-tunings", "Queue"])
+        expect(links).to_have_text(["Studies", "Fine-tunings", "Queue", "Cluster"])
         expect(page.get_by_role("button", name="Log out")).to_have_count(0)
         opened.goto("/login")
         expect(page.get_by_text("nobody needs to log in")).to_be_visible()

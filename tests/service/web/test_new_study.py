@@ -215,7 +215,7 @@ def test_models_of_the_server_are_offered(visitor: Visit, http: httpx.Client) ->
     base.fill("/experts/")
     wanted = [model["path"] for model in models if "/experts/" in model["path"] and not model["is_adapter"]]
     assert wanted
-    options = page.get_by_role("option")
+    options = page.get_by_role("listbox").get_by_role("option")
     expect(options).to_have_count(min(50, len(wanted)))
     for option, path in zip(options.all(), wanted, strict=False):
         expect(option).to_contain_text(path)

@@ -1,7 +1,7 @@
 import { Button, FileButton } from '@mantine/core'
 import { useMutation, useQuery } from '@tanstack/react-query'
 import { Link } from '@tanstack/react-router'
-import { useState } from 'react'
+import { useRef, useState } from 'react'
 import { api, BASE } from '../../api/client'
 import { session as sessionQuery } from '../../api/queries'
 import { maySubmit } from '../../api/rights'
@@ -18,7 +18,8 @@ import { asYaml } from './new/yamlText'
 
 /** A study file to write and submit, from an example, a former study or the experts of a fine-tuning. */
 export function NewStudy() {
-  const { recipe } = newStudyRoute.useSearch()
+  const search = newStudyRoute.useSearch()
+  const { recipe } = search
   const session = useQuery(sessionQuery)
   return (
     <Page title={recipe === undefined ? 'New study' : 'Enqueue a merge'}>
@@ -27,7 +28,7 @@ export function NewStudy() {
           !maySubmit(found) ? (
             <Nothing>This session may only read: it submits no studies.</Nothing>
           ) : recipe === undefined ? (
-            <Begun session={found} />
+            <Begun key={JSON.stringify(search)} session={found} />
           ) : (
             <EnqueueRecipe recipe={recipe} session={found} />
           )
@@ -134,6 +135,7 @@ let numFiles = 0
 
 /** A button that reads a mergekit file of the reader's machine; the server makes the beginning of a study from it. */
 function FromMergekit({ onBegun }: { onBegun: (begun: BegunStudy) => void }) {
+  const reset = useRef<() => void>(null)
   const begin = useMutation({
     mutationFn: async (file: File): Promise<BegunStudy> => {
       const name =
@@ -156,7 +158,14 @@ function FromMergekit({ onBegun }: { onBegun: (begun: BegunStudy) => void }) {
   })
   return (
     <>
-      <FileButton accept=".yml,.yaml,.json" onChange={(file) => file && begin.mutate(file)}>
+      <FileButton
+        accept=".yml,.yaml,.json"
+        resetRef={reset}
+        onChange={(file) => {
+          if (file) begin.mutate(file)
+          reset.current?.() // so that the same file can be chosen again
+        }}
+      >
         {(props) => (
           <Button {...props} size="xs" variant="default" loading={begin.isPending}>
             A mergekit file
