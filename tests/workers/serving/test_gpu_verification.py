@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -54,7 +54,15 @@ def test_a_report_of_another_process_is_that_of_this_one(
     assert found is not None
     assert found.num_samples == 4
     assert found.num_beyond == 1, "its log-probabilities were made up"
-    assert asdict(found) == asdict(verify(*arguments, **options))
+    here = verify(*arguments, **options)
+    # Another number of threads adds up in another order.
+    assert found.max_logprob_difference == pytest.approx(here.max_logprob_difference, abs=1e-4)
+    assert replace(found, max_logprob_difference=0.0, differences=()) == replace(
+        here, max_logprob_difference=0.0, differences=()
+    )
+    assert [(each.position, each.what) for each in found.differences] == [
+        (each.position, each.what) for each in here.differences
+    ]
 
 
 def test_errors_of_verification_are_raised(ray_cluster: None, asked: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
@@ -75,7 +83,7 @@ def test_the_caller_verifies_where_no_gpu_is_free(
 ) -> None:
     arguments, options = asked
     assert verify_on_free_gpu(arguments, options, num_parameters=1, resources=lambda: {"GPU": 0.5}) is None
-    assert not caplog.records
+    assert not [record for record in caplog.records if record.name == gpu_verification.__name__]
     # The free GPU is one of another machine.
     elsewhere = {"num_cpus": 0, "resources": {"elsewhere": 1}}
     assert (
