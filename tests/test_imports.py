@@ -142,11 +142,12 @@ def test_ray_serve_is_known_to_serving_and_to_the_cluster_only() -> None:
 
 
 def test_who_builds_transformers_models() -> None:
-    """Only the transformers engine, training and BERT-Attack build models of transformers."""
+    """Only the engines that run in torch, training and BERT-Attack build models of transformers."""
     importers = {module for module in importers_of("transformers") if "AutoModel" in FILES[module].read_text()}
     assert importers
     # The model class that exports bring along says how it is loaded. BERT-Attack's model fills masks; it is no source.
     others = (
+        "workers.engines.images",
         "workers.training",
         "workers.tiny_family",
         "workers.alignments.modeling_aligned",

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import asdict
 
 from service.cli.terminal import console, print_json
-from workers.evaluation.image_tasks import image_facts
 from workers.evaluation.shipped_tasks import FetchedData, ShippedTask, fetch, shipped_tasks
 
 __all__ = ["fetch_task", "list_images", "list_tasks"]
@@ -35,6 +34,8 @@ def fetch_task(options: argparse.Namespace) -> int:
 
 def list_images(options: argparse.Namespace) -> int:
     """Print the classes and numbers of images in a folder or JSONL file, after decoding every image."""
+    from workers.evaluation.image_tasks import image_facts
+
     found = image_facts(options.place)
     if options.json:
         print_json(asdict(found))

@@ -20,6 +20,7 @@ from service.errors import Conflict, InUse, NotFound, StaleAttempt, StudyFailed
 from service.jobs.base import Attempt, Resources
 from service.jobs.heartbeat import Heartbeat
 from service.jobs.registry import kind_of
+from service.jobs.resources import SHARED
 from service.store import JobWriter, Store
 from service.store.artifacts import ArtifactStore
 from service.store.database_url import known_url
@@ -137,7 +138,7 @@ def _end_of_work(
     artifacts = ArtifactStore(store, files or artifacts_dir(data_dir_of(work_dir)))
     try:
         with heartbeat:
-            attempt = Attempt(store, writer, artifacts, work_dir, heartbeat, resources or _shared(), _note)
+            attempt = Attempt(store, writer, artifacts, work_dir, heartbeat, resources or SHARED, _note)
             kind_of(job.kind).work(attempt)
         return 0
     except StudyFailed as error:  # the state and its reason are stored already
@@ -173,12 +174,6 @@ def _check_clock(store: Store) -> None:
     skew_s = store.now() - time.time()
     if abs(skew_s) > MAX_SKEW_S + time.time() - before:
         logger.warning("this machine's clock differs from the database's by %.0f s, and so do the times here", -skew_s)
-
-
-def _shared() -> Resources:
-    from service.jobs.resources import SHARED
-
-    return SHARED
 
 
 def _note(text: str) -> None:

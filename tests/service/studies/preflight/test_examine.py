@@ -748,7 +748,7 @@ def test_each_model_is_located_opened_and_fingerprinted_once(
         ("family", "fingerprint"),
         ("family", "content_problems"),
         ("checkpoints", "read_headers"),
-        ("checkpoints", "layout"),
+        ("modalities.text", "layout"),
     ):
         place = f"workers.models.{module}.{name}"
         function = pkgutil.resolve_name(place)
