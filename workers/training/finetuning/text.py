@@ -15,6 +15,9 @@ from workers.file_access import FileAccess
 from workers.models.checkpoints import open_checkpoint
 from workers.models.remote import locate
 from workers.training.finetuning.data import Document, pack, read_documents, tensors_of, writes_chats
+from workers.training.finetuning.evaluation import Evaluator
+from workers.training.finetuning.merge_losses import MergeLosses
+from workers.training.finetuning.models import check_packing
 from workers.training.finetuning.spec import FinetuneSpec
 from workers.training.finetuning.target_loss import TargetLoss
 from workers.training.mergopt.tangent import LinearizedModel, TangentModel
@@ -22,8 +25,6 @@ from workers.training.mergopt.tangent import LinearizedModel, TangentModel
 if TYPE_CHECKING:
     import torch
 
-    from workers.training.finetuning.evaluation import Evaluator
-    from workers.training.finetuning.merge_losses import MergeLosses
     from workers.types import TaskSpec
 
 __all__ = ["TEXT_TRAINING", "TextExamples", "TextTraining", "pad_token"]
@@ -92,8 +93,6 @@ class TextTraining:
         return TargetLoss(model)
 
     def check_model(self, spec: FinetuneSpec, model: Any, called: Any) -> None:
-        from workers.training.finetuning.models import check_packing
-
         if spec.data.packing:
             check_packing(model, called)
 
@@ -109,8 +108,6 @@ class TextTraining:
     def evaluation(
         self, spec: FinetuneSpec, base: Path, model: Any, called: Any, access: FileAccess | None
     ) -> Evaluator:
-        from workers.training.finetuning.evaluation import Evaluator
-
         assert spec.evaluation is not None
         return Evaluator(
             spec.evaluation,
@@ -136,8 +133,6 @@ class TextTraining:
         samples: int,
         is_linearized: bool,
     ) -> MergeLosses:
-        from workers.training.finetuning.merge_losses import MergeLosses
-
         return MergeLosses(
             locate(next(iter(experts.values())).base),
             directories,
