@@ -262,8 +262,8 @@ def image_facts(place: str) -> ImageFacts:
 class ImageTasks:
     """Tasks of images and labels (`workers.evaluation.task_reader.TaskReader`)."""
 
-    def content(self, task: Mapping[str, Any]) -> str:
-        return read_image_set(task).content
+    def content(self, task: Mapping[str, Any], access: FileAccess | None = None) -> str:
+        return read_image_set(task, access).content
 
     def check(self, spec: TaskSpec) -> TaskInfo:
         images = load_image_task(spec).images

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from workers.file_access import FileAccess
 from workers.models.modalities import modality_of_task
 from workers.types import SampleTexts, TaskInfo, TaskSpec
 
@@ -20,8 +21,11 @@ __all__ = ["TaskReader", "reader_of"]
 class TaskReader(Protocol):
     """Interface by which tasks of one modality are read. Every method raises InvalidTask if the task cannot be used."""
 
-    def content(self, task: Mapping[str, Any]) -> str:
-        """Digest (sha256, hex) of the data of a task that a study file describes by `task`."""
+    def content(self, task: Mapping[str, Any], access: FileAccess | None = None) -> str:
+        """Digest (sha256, hex) of the data of a task that a study file describes by `task`.
+
+        `access` limits the files that the data may name; None is no limit.
+        """
         ...
 
     def check(self, spec: TaskSpec) -> TaskInfo:

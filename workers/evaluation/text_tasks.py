@@ -12,6 +12,7 @@ from workers.evaluation.overlap import text_items
 from workers.evaluation.sample_facts import Item, Lengths
 from workers.evaluation.sample_texts import prompts_and_answers
 from workers.evaluation.tasks import check_text_task
+from workers.file_access import FileAccess
 from workers.types import SampleTexts, TaskInfo, TaskSpec
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ __all__ = ["TEXT_TASKS", "TextTasks"]
 class TextTasks:
     """Tasks of prompts and answers (`workers.evaluation.task_reader.TaskReader`)."""
 
-    def content(self, task: Mapping[str, Any]) -> str:
+    def content(self, task: Mapping[str, Any], access: FileAccess | None = None) -> str:
         return content_hash(str(task["file"]))
 
     def check(self, spec: TaskSpec) -> TaskInfo:

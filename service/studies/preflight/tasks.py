@@ -81,7 +81,7 @@ def task_spec(spec: ScoredTask, *, seed: int, access: FileAccess | None) -> Task
     task: str | dict[str, Any]
     if isinstance(spec.task, DescribedTask):
         task = spec.task.description()
-        content = reader_of(task).content(task)
+        content = reader_of(task).content(task, access)
     else:
         task = spec.task
         if Path(task).suffix in (".yaml", ".yml"):

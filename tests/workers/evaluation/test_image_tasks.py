@@ -144,6 +144,8 @@ def test_no_other_files_are_read(tmp_path: Path) -> None:
     lines({"image": "../secret/line/000.png", "label": 0})(folder)
     with pytest.raises(InvalidTask, match=r"secret/line/000\.png"):
         load_image_task(TaskSpec({"images": str(folder.parent / "d.jsonl"), "head": "a"}, "acc", access=access))
+    with pytest.raises(InvalidTask, match=r"secret/line/000\.png"):  # nor are they hashed
+        reader_of({"images": ""}).content({"images": str(folder.parent / "d.jsonl"), "head": "a"}, access)
     (folder / "line" / "link.png").symlink_to(secret)
     with pytest.raises(InvalidTask, match=r"link\.png"):
         load_image_task(TaskSpec({"images": str(folder), "head": "a"}, "acc", access=access))

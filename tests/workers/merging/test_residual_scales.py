@@ -29,6 +29,7 @@ from workers.merging.materialize import merge_into, merged_tensors
 from workers.merging.plan import check_recipe, computations, merged_names
 from workers.merging.residual_scales import MLP_SCALABLE, SCALABLE, UNSCALED, branch_factors, ends_a_branch
 from workers.models.family import open_family
+from workers.models.modalities import IMAGE
 from workers.types import Family
 
 SCALES = (0.5, 1.5, 0.8, 1.3, 0.6, 1.4)
@@ -79,6 +80,8 @@ def difference(folded: Any, recipe: Recipe, bank: Bank) -> float:
     return max(abs(a - b) for a, b in zip(logprobs(folded, tokens), theirs, strict=True))
 
 
+# Their scales are compared with those of the stream in tests/workers/engines/images.
+IMAGES = IMAGE.model_types
 STEPS = [("math", 0), ("base", 2), ("math", 1), ("math", 1), ("text", 0), ("base", 1), ("text", 2), ("math", 2)]
 LLAMA: dict[str, Any] = {"hidden": 64, "layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
 
@@ -165,7 +168,7 @@ def test_models_whose_scales_cannot_be_folded_are_named(model_type: str) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", SCALABLE)
+@pytest.mark.parametrize("model_type", [each for each in SCALABLE if each not in IMAGES])
 def test_every_type_that_is_folded_is_exact(model_type: str, tmp_path: Path) -> None:
     assert model_type in LAYOUTS
     family = layout_family(tmp_path, model_type, rms_norm_eps=1e-12)
@@ -179,7 +182,7 @@ def test_every_type_that_is_folded_is_exact(model_type: str, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", MLP_SCALABLE)
+@pytest.mark.parametrize("model_type", [each for each in MLP_SCALABLE if each not in IMAGES])
 def test_scales_of_mlps_are_exact_for_every_type(model_type: str, tmp_path: Path) -> None:
     family = layout_family(tmp_path, model_type)
     bank = Bank(family, cache=tmp_path)
@@ -259,7 +262,7 @@ def test_models_whose_mlps_cannot_be_scaled_are_named(model_type: str) -> None:
 
 
 def test_paths_are_of_types_whose_layers_and_mlps_can_be_scaled() -> None:
-    assert set(PATH_TYPES) <= set(SCALABLE) <= set(MLP_SCALABLE) <= set(LAYOUTS)
+    assert set(PATH_TYPES) <= set(SCALABLE) <= set(MLP_SCALABLE) <= set(LAYOUTS) | IMAGES
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -162,6 +163,28 @@ def test_sixteen_bits_are_rounded_once(family: Family, merges: dict[str, Recipe]
     for name, tensor in merged_tensors(merges["uniform average"], engine.bank, torch.bfloat16):
         assert torch.equal(engine.encoder.parameters[name], tensor), name
     assert engine.check().canaries == 2
+
+
+def test_scales_of_layers_are_those_of_the_stream(image_engine: ImageEngine, merges: dict[str, Recipe]) -> None:
+    """Scales that are folded into weights equal factors on the residual stream, and on what the MLPs add."""
+    plain = merges["expert:left"]
+    scales, of_mlps = (0.8, 1.3, 0.6), (1.2, 0.0, 0.7)
+    layers = tuple(
+        replace(layer, scale=scale, mlp_scale=of_mlp)
+        for layer, scale, of_mlp in zip(plain.layers, scales, of_mlps, strict=True)
+    )
+    image_engine.swap(replace(plain, layers=layers).canonical())
+    found = image_engine.features(images())
+    reference = reference_encoder(plain, image_engine.bank, dtype="float32")
+    assert not torch.allclose(found, reference.features(images()), atol=0.1)
+
+    def times(factor: float) -> Any:
+        return lambda module, inputs, output: output * factor
+
+    for layer, scale, of_mlp in zip(reference.module.vit.layers, scales, of_mlps, strict=True):
+        layer.mlp.register_forward_hook(times(of_mlp))
+        layer.register_forward_hook(times(scale))
+    assert torch.allclose(found, reference.features(images()), atol=1e-4)
 
 
 # Images.
