@@ -20,7 +20,7 @@ STARTERS = frozenset({"engine", "path_engine", "ray_cluster", "scorer"})
 LANES = ("shipped", "scorer", "engine")
 
 # A session that starts more engines fails: each start takes 10 to 40 s of a core.
-MAX_ENGINE_STARTS = 17
+MAX_ENGINE_STARTS = 16
 
 # All heavy tests are below these directories, so that `make test-heavy` need not collect the others, which takes long.
 HEAVY = (

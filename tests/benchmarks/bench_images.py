@@ -346,7 +346,7 @@ def arms_table() -> str:
         raise NotKept(f"{BENCHMARK}: no seed has all arms on file")
     arms = {arm: [judged_arm(arm, seed) for seed in seeds] for arm in ARMS}
     lines = [
-        f"| arm, {len(seeds)} seeds | {' | '.join(TASKS)} | mean | on search images | `study` minus arm | samples |",
+        f"| arm (seeds: {len(seeds)}) | {' | '.join(TASKS)} | mean | on search images | `study` minus arm | samples |",
         f"|---|{'---|' * len(TASKS)}---|---|---|---|",
     ]
     for arm, found in arms.items():

@@ -97,7 +97,8 @@ def test_arms_on_file_are_small_and_of_committed_code() -> None:
         assert {"settings", "depends", "figures", "versions", "machine", "date"} <= set(document)
         assert file == arms.RESULTS / document["benchmark"] / f"{document['arm']}.json"
         assert str(Path.home()) not in file.read_text()
-        assert not re.search(r'"/', file.read_text()), f"{file}: an absolute path"
+        # The bits of answers are base64, which may begin with a slash.
+        assert not re.search(r'(?<!"bits": )"/', file.read_text()), f"{file}: an absolute path"
 
 
 # -- tables in docs ----------------------------------------------------------------------------------------------------

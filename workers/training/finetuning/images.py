@@ -23,11 +23,11 @@ from workers.models.checkpoints import Checkpoint, open_checkpoint
 from workers.models.image_processors import decoded, load_processor, pixels_of
 from workers.models.remote import locate
 from workers.models.task_heads import TaskHead, head_tensors, task_head
+from workers.training.finetuning.image_merge_losses import ImageMergeLosses
 from workers.training.finetuning.modality import IGNORED
 from workers.training.finetuning.spec import BASE_HEAD, NEW_HEAD, FinetuneSpec, task_of
 
 if TYPE_CHECKING:
-    from workers.training.finetuning.image_merge_losses import ImageMergeLosses
     from workers.training.finetuning.models import TrainedModel
     from workers.training.mergopt.tangent import TangentModel
     from workers.types import TaskSpec
@@ -246,8 +246,6 @@ class ImageTraining:
         samples: int,
         is_linearized: bool,
     ) -> ImageMergeLosses:
-        from workers.training.finetuning.image_merge_losses import ImageMergeLosses
-
         return ImageMergeLosses(locate(next(iter(experts.values())).base), directories, tasks, samples=samples)
 
     def data_digest(self, spec: FinetuneSpec) -> str | None:

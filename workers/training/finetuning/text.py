@@ -17,6 +17,9 @@ from workers.models.checkpoints import open_checkpoint
 from workers.models.remote import locate
 from workers.training.finetuning.data import Document, pack, read_documents, tensors_of, writes_chats
 from workers.training.finetuning.document_attention import document_bounds, use_document_attention, within_documents
+from workers.training.finetuning.evaluation import Evaluator
+from workers.training.finetuning.merge_losses import MergeLosses
+from workers.training.finetuning.models import check_packing, computes_in
 from workers.training.finetuning.spec import FinetuneSpec
 from workers.training.finetuning.target_loss import TargetLoss
 from workers.training.mergopt.tangent import LinearizedModel, TangentModel
@@ -24,8 +27,6 @@ from workers.training.mergopt.tangent import LinearizedModel, TangentModel
 if TYPE_CHECKING:
     import torch
 
-    from workers.training.finetuning.evaluation import Evaluator
-    from workers.training.finetuning.merge_losses import MergeLosses
     from workers.training.finetuning.models import TrainedModel
     from workers.types import TaskSpec
 
@@ -101,8 +102,6 @@ class TextTraining:
         return TargetLoss(model)
 
     def prepare(self, spec: FinetuneSpec, model: TrainedModel, examples: TextExamples, device: torch.device) -> None:
-        from workers.training.finetuning.models import check_packing, computes_in
-
         if not spec.data.packing:
             return
         check_packing(model.module, model.called)
@@ -127,8 +126,6 @@ class TextTraining:
     def evaluation(
         self, spec: FinetuneSpec, base: Path, model: Any, called: Any, access: FileAccess | None
     ) -> Evaluator:
-        from workers.training.finetuning.evaluation import Evaluator
-
         assert spec.evaluation is not None
         return Evaluator(
             spec.evaluation,
@@ -154,8 +151,6 @@ class TextTraining:
         samples: int,
         is_linearized: bool,
     ) -> MergeLosses:
-        from workers.training.finetuning.merge_losses import MergeLosses
-
         return MergeLosses(
             locate(next(iter(experts.values())).base),
             directories,
