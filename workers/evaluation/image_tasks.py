@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +34,7 @@ from workers.errors import InvalidTask
 from workers.evaluation.built_tasks import permutation
 from workers.evaluation.data_sets import load
 from workers.evaluation.sample_facts import Item, Lengths
+from workers.evaluation.task_loading import guarded_data_sets
 from workers.file_access import FileAccess
 from workers.models.image_processors import decoded
 from workers.models.task_heads import TaskHead, has_zero_shot_heads, task_heads, zero_shot_head
@@ -68,6 +71,7 @@ KEYS = frozenset({"images", "split", "config", "head", "classes", "templates", "
 # Options of a task's entry in the study file that only text tasks have.
 OF_TEXT = ("filter", "split", "num_fewshot", "max_tokens", "until", "template")
 NUM_THREADS = 8
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 @dataclass(frozen=True)
@@ -99,17 +103,23 @@ class ImageSet:
     where: str
     rows: Sequence[Mapping[str, Any]] = ()
     column: str = "image"
+    may_read_files: bool = True
 
     def class_of(self, sample: ImageSample) -> str:
         return str(sample.label) if self.classes is None else self.classes[sample.label]
 
     def read(self, sample: ImageSample) -> bytes:
         """Read the bytes of a sample's file. Raises InvalidTask, which names the file, if it cannot be read."""
-        stored = None if sample.row is None else self.rows[sample.row][self.column]
-        if stored is not None and stored["bytes"] is not None:
-            return bytes(stored["bytes"])
+        file = sample.file
+        if sample.row is not None:
+            stored = self.rows[sample.row][self.column] or {}
+            if stored.get("bytes") is not None:
+                return bytes(stored["bytes"])
+            if not stored.get("path") or not self.may_read_files:
+                raise InvalidTask(f"{sample.file}: the data set does not contain the image itself", "task.images")
+            file = Path(stored["path"])
         try:
-            return (sample.file if stored is None else Path(stored["path"])).read_bytes()
+            return file.read_bytes()
         except OSError as error:
             raise InvalidTask(f"{sample.file}: cannot be read ({error.strerror})", "task.images") from error
 
@@ -187,7 +197,7 @@ def read_image_set(task: Mapping[str, Any], access: FileAccess | None = None) ->
     if stated is not None and len(set(stated)) < len(stated):
         raise InvalidTask(f"{place}: classes names {_repeated(stated)!r} twice; give each once", "task.classes")
     if place.startswith(HUB):
-        return _of_data_set(place, task, stated)
+        return _of_data_set(place, task, stated, access)
     if is_object_url(place):
         message = f"{place}: images are read from directories of this machine; give a folder or a JSONL file"
         raise InvalidTask(message, "task.images")
@@ -236,6 +246,9 @@ def prepared_task(spec: TaskSpec, sources: ResolvedFamily) -> PreparedTask:
     if task.head not in sources.checkpoints:
         message = f"{where}: head {task.head!r} is no model; expected one of {', '.join(heads) or 'none has a head'}"
         raise InvalidTask(message, "task.head")
+    if sources.base.config.get("model_type") == "clip_vision_model":
+        message = f"{where}: the base is a vision tower alone; take the whole CLIP model, whose text tower exports need"
+        raise InvalidTask(message, "task.head")
     assert isinstance(spec.task, Mapping)
     templates = spec.task.get("templates")
     if has_zero_shot_heads(sources.checkpoints[task.head]):
@@ -261,6 +274,8 @@ def prepared_task(spec: TaskSpec, sources: ResolvedFamily) -> PreparedTask:
     names = list(head.labels or map(str, range(head.num_classes)))
     for index, name in enumerate(images.classes or ()):
         names[places[index]] = name
+    counts = Counter(names)  # responses name classes, so names must differ
+    names = [name if counts[name] == 1 else f"{name} ({index})" for index, name in enumerate(names)]
     outputs = tuple(places[images.samples[index].label] for index in task.order)
     return PreparedTask(task, head, outputs, tuple(names))
 
@@ -387,36 +402,50 @@ def _of_lines(
     return ImageSet(tuple(samples), classes, stated is not None, str(file))
 
 
-def _of_data_set(place: str, task: Mapping[str, Any], stated: tuple[str, ...] | None) -> ImageSet:
+def _of_data_set(
+    place: str, task: Mapping[str, Any], stated: tuple[str, ...] | None, access: FileAccess | None
+) -> ImageSet:
     """The images of a data set of the hub, from the first place that has it (`data_sets`)."""
     import datasets
 
-    image, label = str(task.get("image") or "image"), str(task.get("label") or "label")
-    options = {"split": str(task["split"])}
-    config = None if task.get("config") is None else str(task["config"])
+    name, image, label = place.removeprefix(HUB), str(task.get("image") or "image"), str(task.get("label") or "label")
+    if HUB_NAME.fullmatch(name) is None or os.path.isdir(name):
+        raise InvalidTask(f"{place}: is not the name of a data set of the hub; expected {HUB}OWNER/NAME", "task.images")
+    split, config = str(task["split"]), None if task.get("config") is None else str(task["config"])
     try:
-        rows = load(datasets.load_dataset, place.removeprefix(HUB), config, options)
-    except (ValueError, KeyError) as error:  # a configuration or split that the data set does not have
-        raise InvalidTask(f"{place}: {error}", "task.split") from error
-    for column in (image, label):
-        if column not in rows.features:
-            columns = ", ".join(rows.features)
-            key = "image" if column == image else "label"
-            raise InvalidTask(f"{place}: has no column {column!r}; its columns are {columns}", f"task.{key}")
-    rows = rows.cast_column(image, datasets.Image(decode=False))
-    labels = rows[label]
-    classes = stated or tuple(getattr(rows.features[label], "names", ())) or None
-    most = max(labels, default=0) if all(isinstance(each, int | bool) for each in labels) else None
-    if most is None or min(labels, default=0) < 0 or (classes is not None and most >= len(classes)):
+        with guarded_data_sets(access):
+            rows = load(datasets.load_dataset, name, config, {"split": split})
+        columns = tuple(rows.features)
+        for key, column in (("image", image), ("label", label)):
+            if column not in columns:
+                message = f"{place}: has no column {column!r}; its columns are {', '.join(columns)}"
+                raise InvalidTask(message, f"task.{key}")
+        classes = stated or tuple(getattr(rows.features[label], "names", ())) or None
+        rows = rows.cast_column(image, datasets.Image(decode=False))
+        labels = list(rows[label])
+    except InvalidTask:
+        raise
+    except Exception as error:  # raised by datasets and what it reads with: a split or column that is not as asked
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise InvalidTask(f"{place}: its split {split} cannot be read: {reason}", "task.split") from error
+    if not labels:
+        raise InvalidTask(f"{place}: its split {split} has no images", "task.split")
+    are_numbers = all(isinstance(each, int) and each >= 0 for each in labels)
+    if not are_numbers or (classes is not None and max(labels) >= len(classes)):
         wanted = "numbers" if classes is None else f"numbers from 0 to {len(classes) - 1}"
         raise InvalidTask(f"{place}: its column {label!r} has other values than {wanted}", "task.label")
+    if classes is not None and "%" in split and (found := len(set(labels))) < len(classes):
+        raise InvalidTask(
+            f"{place}: the slice {split} has images of {found} of {len(classes)} classes, so the data seem to be "
+            "sorted by class; take whole splits, or a folder of images",
+            "task.split",
+        )
     samples = tuple(
-        ImageSample(Path(f"{place}/{task['split']}/{number}"), f"{task['split']}/{number}", int(index), row=number)
+        ImageSample(Path(f"{place}/{split}/{number}"), f"{split}/{number}", int(index), row=number)
         for number, index in enumerate(labels)
     )
-    if not samples:
-        raise InvalidTask(f"{place}: its split {task['split']} has no images", "task.split")
-    return ImageSet(samples, classes, stated is not None, f"{place} {task['split']}", rows, image)
+    where = f"{place} {split}"
+    return ImageSet(samples, classes, stated is not None, where, rows, image, may_read_files=access is None)
 
 
 def _row(line: str, task: Mapping[str, Any], *, where: str) -> tuple[str, int | str]:

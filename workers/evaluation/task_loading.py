@@ -170,6 +170,28 @@ def data_key(path: str | None, name: str | None, options: Mapping[str, Any]) -> 
 
 
 @contextlib.contextmanager
+def guarded_data_sets(access: FileAccess | None) -> Iterator[None]:
+    """Context manager in which the package `datasets` reads data sets only as `access` allows; None is no limit.
+
+    Their files must be on the hub, in the directory of own copies, or in places that `access` allows, and of a format
+    that refers to no further files. Otherwise InvalidTask is raised.
+    """
+    import datasets
+
+    if access is None:
+        yield
+        return
+    if (own := data_dir()) is not None:  # which the operator has chosen
+        access = access.allowing([str(own)])
+    with (
+        _TURN,
+        _wrapped(datasets.data_files, "resolve_pattern", _pattern_guard(access)),
+        _wrapped(datasets.load, "dataset_module_factory", _format_guard),
+    ):
+        yield
+
+
+@contextlib.contextmanager
 def _limited_loading(directory: Path | None, access: FileAccess | None) -> Iterator[contextlib.ExitStack]:
     import datasets
     import lm_eval.api.task

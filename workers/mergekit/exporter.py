@@ -126,6 +126,8 @@ def family_config(
     directories = {alias: held[aliases.get(content, alias)] for alias, content in recipe.models.items()}
     alignment, stacks = sources.token_alignment, sources.layout.stacks
     reasons = []
+    if sources.layout.task_heads:
+        reasons.append("mergekit merges heads and towers too, which stay as they are here")
     if alignment.tensors and alignment.num_unnamed:
         reasons.append(f"{alignment.num_unnamed} rows of the embedding stand for no token, which mergekit drops")
     if sources.vocabulary.keys() - {"by_id"}:

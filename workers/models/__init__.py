@@ -9,6 +9,7 @@
 - `config`: config.json with the key names that all model types share
 - `modalities`: what is specific to models of text and of images, declared once for each
 - `task_heads`: heads of image classifiers, each for one task
+- `zero_shot`: heads of CLIP for any classes, which its text tower makes
 - `image_processors`: how image files become a model's input
 - `vocabulary`: rows of embeddings, aligned to one vocabulary
 - `compatibility`: reasons why models cannot be merged with each other

@@ -18,7 +18,7 @@ from workers.models.adapters import AdaptedBase, is_adapter, read_adapter
 from workers.models.components import Layout
 from workers.models.computed_tensors import SourceTensor, Stacked
 from workers.models.config import MERGED_TOWERS, in_common_names
-from workers.models.headers import TensorInfo, read_headers
+from workers.models.headers import DTYPE_BYTES, TensorInfo, read_headers
 from workers.models.modalities import Modality, modality_of
 from workers.models.modalities.text import BY_CONFIG
 from workers.models.remote import is_metadata_only, locate, named
@@ -104,11 +104,12 @@ class Checkpoint:
     def unmerged(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the stored tensors that no merge has, such as CLIP's text tower, by their stored names.
 
-        Tensors of task heads are among them. Raises InvalidModel if the model's weights are not on this machine.
+        Tensors of task heads are among them; buffers of whole numbers, which models compute themselves, are not. Raises
+        InvalidModel if the model's weights are not on this machine.
         """
-        problems: list[str] = []
-        for name, info in read_headers(self.directory, problems).items():
-            if self.modality.canonical(self.config, name) not in self.layout.places:
+        for name, info in read_headers(self.directory, [], is_needed=lambda _: False).items():
+            is_merged = self.modality.canonical(self.config, name) in self.layout.places
+            if info.dtype in DTYPE_BYTES and not is_merged:
                 yield name, self.read_stored(info)
 
     @cached_property
@@ -154,10 +155,11 @@ def read_checkpoint(directory: Path) -> Checkpoint:
     """
     problems: list[str] = []
     config = _read_config(directory, problems)
-    stored = read_headers(directory, problems)
     canonical = modality_of(config).canonical
+    stored = read_headers(directory, problems, is_needed=lambda name: canonical(config, name) is not None)
     tensors = {name: info for key, info in stored.items() if (name := canonical(config, key)) is not None}
-    files = tuple(sorted({info.file for info in tensors.values()}))
+    # Tensors that are not merged, such as a text tower's, decide scores too.
+    files = tuple(sorted({info.file for info in stored.values()}))
     checkpoint = Checkpoint(directory, config, tensors, files)
     if not problems:
         problems += _checkpoint_problems(checkpoint)

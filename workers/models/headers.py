@@ -70,11 +70,23 @@ class TensorInfo:
         return read(self)
 
 
-def read_headers(path: Path, problems: list[str], *, stem: str = "model") -> dict[str, TensorInfo]:
+def _is_known_buffer(name: str) -> bool:
+    """Whether a tensor, by its name, is a buffer that models of text compute themselves, of any dtype."""
+    return IGNORED.search(name) is not None
+
+
+def read_headers(
+    path: Path,
+    problems: list[str],
+    *,
+    stem: str = "model",
+    is_needed: Callable[[str], bool] = lambda name: not _is_known_buffer(name),
+) -> dict[str, TensorInfo]:
     """Read the headers of a model's safetensors files, and append problems of the files to `problems`.
 
     Returns the description of each tensor by name. The files in the directory `path` are `stem`.safetensors, or those
-    that `stem`.safetensors.index.json lists.
+    that `stem`.safetensors.index.json lists. Tensors for which `is_needed` is True, by their stored names, must have a
+    dtype that can be merged.
 
     Only the index and the headers are read, and never more bytes than a file has. If there are no problems, the bytes
     of each tensor are within its file, no two tensors share bytes, and every byte after the header belongs to a tensor.
@@ -83,7 +95,7 @@ def read_headers(path: Path, problems: list[str], *, stem: str = "model") -> dic
     tensors: dict[str, TensorInfo] = {}
     for shard in shards:
         try:
-            found = _read_header(shard, problems)
+            found = _read_header(shard, problems, is_needed)
         except OSError as error:
             problems.append(f"{shard}: cannot be read: {error.strerror}")
             continue
@@ -161,7 +173,7 @@ def _index_problems(path: Path, expected: Mapping[str, str], tensors: Mapping[st
 # One file
 
 
-def _read_header(file: Path, problems: list[str]) -> dict[str, TensorInfo]:
+def _read_header(file: Path, problems: list[str], is_needed: Callable[[str], bool]) -> dict[str, TensorInfo]:
     size = file.stat().st_size
     with file.open("rb") as stream:
         start = stream.read(8)
@@ -195,7 +207,7 @@ def _read_header(file: Path, problems: list[str]) -> dict[str, TensorInfo]:
     problems += wrong[:MAX_ENTRIES]
     if len(wrong) > MAX_ENTRIES:
         problems.append(f"{file}: {len(wrong) - MAX_ENTRIES} more such problems in its header")
-    problems += _dtype_problems(file, tensors)
+    problems += _dtype_problems(file, tensors, is_needed)
     return tensors
 
 
@@ -250,10 +262,10 @@ def _span_problems(file: Path, spans: Mapping[str, tuple[int, int]], *, num_byte
         yield f"{file}: {problem}: its header declares {header + declared} bytes, the file has {header + num_bytes}"
 
 
-def _dtype_problems(file: Path, tensors: Mapping[str, TensorInfo]) -> Iterator[str]:
+def _dtype_problems(file: Path, tensors: Mapping[str, TensorInfo], is_needed: Callable[[str], bool]) -> Iterator[str]:
     by_dtype: dict[str, list[str]] = {}
     for name, info in tensors.items():
-        if info.dtype not in DTYPE_BYTES and not IGNORED.search(name):
+        if info.dtype not in DTYPE_BYTES and is_needed(name):
             by_dtype.setdefault(info.dtype, []).append(name)
     accepted = ", ".join(DTYPE_BYTES)
     for dtype, names in by_dtype.items():

@@ -35,6 +35,7 @@ __all__ = [
 WEIGHT, BIAS = "classifier.weight", "classifier.bias"
 # Of CLIP: the map from features of images to the space that they share with texts, [projection_dim, hidden_size].
 PROJECTION = "visual_projection.weight"
+# Stored studies rely on it: another default would change their scores.
 DEFAULT_TEMPLATES = ("a photo of a {}.",)
 
 # The folder of an export with a file for each head.
@@ -67,6 +68,17 @@ class TaskHead:
                 f"{where}: has {len(classes)} classes, the head of {self.alias!r} has {self.num_classes}; name the "
                 "model that was trained on this task",
                 "task.head",
+            )
+        if (
+            is_ordered
+            and self.labels is not None
+            and set(classes) == set(self.labels)
+            and self.labels != tuple(classes)
+        ):
+            raise InvalidTask(
+                f"{where}: `classes` has the names of the head of {self.alias!r} in another order; its outputs are "
+                f"{', '.join(self.labels[:10])}{' ...' if len(self.labels) > 10 else ''}; leave `classes` out",
+                "task.classes",
             )
         if is_ordered or self.labels is None:
             return tuple(range(len(classes)))
@@ -133,21 +145,25 @@ def zero_shot_head(
 
 
 def logits_of(
-    head: TaskHead, checkpoint: Checkpoint, device: torch.device | str = "cpu"
+    head: TaskHead, checkpoint: Checkpoint, *, dtype: str, device: torch.device | str = "cpu"
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """The function that `head` of the model `checkpoint` computes, in float32 on `device`.
 
     It maps features, [num_images, hidden_size], to logits, [num_images, num_classes]. A linear head adds its bias. A
-    zero-shot head projects and normalises the features, and multiplies them with the embeddings of the classes. Raises
-    InvalidTask if CLIP's text tower cannot embed the classes.
+    zero-shot head projects and normalises the features, and multiplies them with the embeddings of the classes. Weights
+    are rounded to `dtype` first, as in exports. Raises InvalidTask if CLIP's text tower cannot embed the classes.
     """
+    import torch
     from torch.nn.functional import linear, normalize
+
+    def rounded(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(getattr(torch, dtype)).float().to(device)
 
     if head.templates is None:
         found = head_tensors(checkpoint)
-        weight, bias = found.weight.float().to(device), found.bias.float().to(device)
+        weight, bias = rounded(found.weight), rounded(found.bias)
         return lambda features: linear(features, weight, bias)
     assert head.labels is not None
-    classes = class_embeddings(checkpoint.directory, head.labels, head.templates).to(device)
-    projection = checkpoint.read(PROJECTION).float().to(device)
+    classes = class_embeddings(checkpoint.directory, head.labels, head.templates, dtype=dtype).to(device)
+    projection = rounded(checkpoint.read(PROJECTION))
     return lambda features: linear(normalize(linear(features, projection), dim=-1), classes)

@@ -43,8 +43,12 @@ def prompts_of(classes: Sequence[str], templates: Sequence[str]) -> list[list[st
     return [[template.replace(CLASS, name.replace("_", " ")) for template in templates] for name in classes]
 
 
-def class_embeddings(model: str | Path, classes: Sequence[str], templates: Sequence[str]) -> torch.Tensor:
+def class_embeddings(
+    model: str | Path, classes: Sequence[str], templates: Sequence[str], *, dtype: str = "float32"
+) -> torch.Tensor:
     """Embed the classes by the text tower of the CLIP model in the directory `model`, in float32 on the CPU.
+
+    Weights are rounded to `dtype` first, as an export in this dtype has them.
 
     Returns:
         Normalised embeddings times the model's logit scale, [num_classes, projection_dim].
@@ -55,7 +59,11 @@ def class_embeddings(model: str | Path, classes: Sequence[str], templates: Seque
     import torch
     from transformers import AutoTokenizer, CLIPModel
 
-    tower, report = CLIPModel.from_pretrained(model, dtype=torch.float32, output_loading_info=True)
+    try:
+        tower, report = CLIPModel.from_pretrained(model, dtype=torch.float32, output_loading_info=True)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise InvalidTask(f"{model}: its text tower cannot be loaded: {error}") from error
+    tower = tower.to(getattr(torch, dtype)).float()
     if missing := sorted(name for name in report["missing_keys"] if name.startswith("text")):
         raise InvalidTask(f"{model}: has no text tower ({missing[0]} is missing); take a whole CLIP model as base")
     try:

@@ -52,7 +52,11 @@ class ImageWorker:
         self.engine = ImageEngine(family, options, name=self.name, device=device)
         self.pixels = Pixels(self.engine.sources.result_dir)
         self.evaluator = ImageEvaluator(
-            self.engine.sources, self.engine.features, self.pixels, device=self.engine.device
+            self.engine.sources,
+            self.engine.features,
+            self.pixels,
+            dtype=self.engine.dtype,
+            device=self.engine.device,
         )
         self.busy_s = 0.0
 

@@ -20,6 +20,7 @@ from service.api.problems import Json
 from service.cluster.nodes import NodeUse, nodes_in_use
 from service.disk import existing
 from service.store.schema import REVISION
+from service.threads import Work, in_threads_of
 from service.types import Scope
 
 __all__ = ["router"]
@@ -80,6 +81,7 @@ class ClusterDocument(TypedDict):
     response_model=None,
     responses={200: {"model": ClusterDocument}},
 )
+@in_threads_of(Work.RAY)
 def get_cluster(services: Context) -> Response:
     """Show the nodes of the Ray cluster with what is used of each, the server's disk, and versions of the parts.
 

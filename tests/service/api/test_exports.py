@@ -120,7 +120,7 @@ def test_the_best_trial_is_downloaded_as_export_writes_it(
     assert answer.headers["content-disposition"] == 'attachment; filename="math-text-lookup-trial-6.tar"'
     assert int(answer.headers["content-length"]) == len(answer.content)
 
-    written = export_trial(server.store, record, "best", tmp_path / "model", dtype="float32")
+    written = export_trial(server.store, record, "best", tmp_path / "model", dtype="float32", has_directories=False)
     expected = {f"math-text-lookup-trial-6/{file.name}": file.read_bytes() for file in written.iterdir()}
     assert contents(answer.content) == expected
     assert export["bytes"] == sum(map(len, expected.values()))
@@ -285,7 +285,7 @@ def test_an_object_store_has_the_exports_of_all_servers(tmp_path: Path, s3: S3) 
         export = wait(other, place)
         assert (export["state"], export["reason"]) == ("COMPLETE", None)
         answer = other.get(export["links"]["download"])
-        written = export_trial(first.store, record, "6", tmp_path / "model", dtype="float32")
+        written = export_trial(first.store, record, "6", tmp_path / "model", dtype="float32", has_directories=False)
         expected = {f"math-text-lookup-trial-6/{file.name}": file.read_bytes() for file in written.iterdir()}
         assert contents(answer.content) == expected
         assert int(answer.headers["content-length"]) == len(answer.content)

@@ -338,7 +338,7 @@ def test_a_merge_is_written_for_mergekit(site: Site, finished: str, ask: Asker) 
     document = yaml.safe_load(ask("mergekit", finished, trials["uniform average"]))
     assert (document["merge_method"], document["out_dtype"]) == ("linear", "float32")
     (slice_,) = document["slices"]
-    assert {source["model"] for source in slice_["sources"]} == {str(site.models / name) for name in ("math", "text")}
+    assert {source["model"] for source in slice_["sources"]} == {"math", "text"}, "no directories of the server"
     writer = site.begin(site.new_name())
     ties = next(recipe for _, label, recipe in site.preflight.baselines() if "TIES" in label)
     scaled = replace(ties, layers=(replace(ties.layers[0], scale=1.5), *ties.layers[1:]))

@@ -15,6 +15,7 @@ from search_spaces.study.objectives import ImageTask, ObjectiveSpec
 from workers.errors import InvalidTask
 from workers.evaluation.image_tasks import load_image_task, read_image_set
 from workers.evaluation.shipped_tasks import fetch, shipped_tasks
+from workers.file_access import FileAccess
 from workers.models.zero_shot import check_templates, prompts_of
 from workers.types import TaskSpec
 
@@ -118,3 +119,57 @@ def test_every_suite_makes_prompts() -> None:
     assert prompts_of(("river",), LAND.templates)[0][2] == "a centered satellite photo of the river."
     counts = {name: len(suite.classes or ()) for name, suite in IMAGE_SUITES.items() if suite.classes}
     assert counts == {"clip_eurosat": 10, "clip_svhn": 10, "clip_gtsrb": 43, "clip_mnist": 10, "clip_pcam": 2}
+
+
+@pytest.mark.parametrize("name", ["imagefolder", "../eurosat", "/etc", "a/b/c", "~/x", "./x/y"])
+def test_only_names_of_the_hub_are_data_sets(name: str) -> None:
+    with pytest.raises(InvalidTask, match="is not the name of a data set of the hub"):
+        read_image_set({"images": f"hub:{name}", "split": "test", "head": "base"})
+
+
+def test_a_directory_is_no_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own" / "files").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InvalidTask, match="is not the name of a data set of the hub"):
+        read_image_set({"images": "hub:own/files", "split": "test", "head": "base"})
+
+
+def test_a_data_set_cannot_name_files_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With limited access, paths in an image column are not opened, and neither are files that a README names."""
+    from datasets import ClassLabel, Dataset, Features, Image
+
+    secret = tmp_path / "secret.png"
+    secret.write_bytes(png(0))
+    rows = {"image": [{"bytes": None, "path": str(secret)}], "label": [0]}
+    made = Dataset.from_dict(rows, features=Features({"image": Image(), "label": ClassLabel(names=["a"])}))
+    place = tmp_path / "data" / "own" / "paths"
+    place.mkdir(parents=True)
+    made.to_parquet(place / "test.parquet")
+    monkeypatch.setenv("MERGESEARCH_DATA", str(tmp_path / "data"))
+    description = {"images": "hub:own/paths", "split": "test", "head": "base"}
+    free = read_image_set(description)
+    assert free.rows[0]["image"]["bytes"] is None, "the path is what is stored"
+    assert free.read(free.samples[0]) == png(0)
+    limited = read_image_set(description, FileAccess(readable=(str(tmp_path / "data"),)))
+    with pytest.raises(InvalidTask, match="does not contain the image itself"):
+        limited.read(limited.samples[0])
+    outside = tmp_path / "outside.parquet"
+    (place / "test.parquet").rename(outside)
+    (place / "README.md").write_text(
+        f"---\nconfigs: [{{config_name: default, data_files: [{{split: test, path: {outside}}}]}}]\n---\n"
+    )
+    with pytest.raises(InvalidTask):
+        read_image_set(description, FileAccess(readable=(str(tmp_path / "data"),)))
+
+
+def test_slices_of_data_that_are_sorted_by_class_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from datasets import ClassLabel, Dataset, Features, Image
+
+    rows = {"image": [{"bytes": png(n), "path": None} for n in range(20)], "label": [n // 2 for n in range(20)]}
+    made = Dataset.from_dict(rows, features=Features({"image": Image(), "label": ClassLabel(names=list("abcdefghij"))}))
+    place = tmp_path / "own" / "sorted"
+    place.mkdir(parents=True)
+    made.to_parquet(place / "test.parquet")
+    monkeypatch.setenv("MERGESEARCH_DATA", str(tmp_path))
+    with pytest.raises(InvalidTask, match="images of 7 of 10 classes, so the data seem to be sorted"):
+        read_image_set({"images": "hub:own/sorted", "split": "test[:70%]", "head": "base"})

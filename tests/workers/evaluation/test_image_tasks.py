@@ -102,7 +102,11 @@ WRONG: Mapping[str, tuple[Callable[[Path], object], dict[str, Any], str]] = {
         "has a directory 'dot', which `classes` does not",
     ),
     "twice": (lambda f: None, {"classes": ["line", "line"]}, "classes names 'line' twice"),
-    "key": (lambda f: None, {"prompt": "x"}, "unknown key 'prompt'; known are classes, head, image, images, label"),
+    "key": (
+        lambda f: None,
+        {"prompt": "x"},
+        "unknown key 'prompt'; known are classes, config, head, image, images, label, split, templates",
+    ),
     "no head": (lambda f: None, {"head": ""}, "names no head; give the alias of the model whose head scores it"),
     "metric": (lambda f: None, {"metric": "exact_match"}, "unknown metric 'exact_match'; an image task has acc and"),
     "split": (lambda f: None, {"split": "test"}, "split is for tasks of text; leave it out"),
@@ -168,10 +172,12 @@ def test_labels_are_outputs_of_the_head(sources: ResolvedFamily, tmp_path: Path)
     assert prepared.names == ("square", "circle", "line")
     right = [answer for _, answer in sample_texts(prepared.task.spec, 0, 18)]
     assert [prepared.names[output] for output in prepared.outputs] == right
-    stated = prepared_task(spec_of(folder, task={"classes": ["line", "square", "circle"]}), sources)
-    assert stated.names == ("line", "square", "circle")
-    assert [stated.names[output] for output in stated.outputs] == right
-    assert stated.outputs != prepared.outputs
+    german = image_folder(tmp_path / "bilder", classes=("Kreis", "Linie", "Quadrat"))
+    stated = prepared_task(spec_of(german, task={"classes": ["Quadrat", "Kreis", "Linie"]}), sources)
+    assert stated.names == ("Quadrat", "Kreis", "Linie")
+    assert stated.outputs == prepared.outputs
+    with pytest.raises(InvalidTask, match="has the names of the head of 'a' in another order"):
+        prepared_task(spec_of(folder, task={"classes": ["line", "square", "circle"]}), sources)
 
 
 @pytest.mark.parametrize(

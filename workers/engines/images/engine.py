@@ -172,6 +172,8 @@ class ImageEngine:
         self._refuse_after_a_fault()
         if self._is_checked and self.num_passed:
             return self.report
+        if self._held is None:  # the last merge could not be computed
+            self._write(self.base_recipe)
         assert self._held is not None
         needed = 8 * sum(parameter.numel() for parameter in self.encoder.parameters.values())
         if needed > (free := free_host_bytes()):

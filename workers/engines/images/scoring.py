@@ -55,7 +55,8 @@ class ImageEvaluator:
     """Scores samples of image tasks with `features`, and keeps the most recently used tasks and images.
 
     `sources` are the models, whose heads are used. `features` maps preprocessed images to features, float32,
-    [num_images, hidden_size]. `device` is the device of the features.
+    [num_images, hidden_size]. `dtype` is that of the engine, to which heads are rounded; `device` is the device of the
+    features.
     """
 
     def __init__(
@@ -64,9 +65,11 @@ class ImageEvaluator:
         features: Callable[[torch.Tensor], torch.Tensor],
         pixels: Pixels,
         *,
+        dtype: str = "float32",
         device: torch.device | str = "cpu",
     ) -> None:
         self._sources = sources
+        self.dtype = dtype
         self._features = features
         self._pixels = pixels
         self._device = torch.device(device)
@@ -78,7 +81,7 @@ class ImageEvaluator:
         found = self._heads.get(head)
         if found is None:
             checkpoint = self._sources.checkpoints[head.alias]
-            found = self._heads[head] = logits_of(head, checkpoint, self._device)
+            found = self._heads[head] = logits_of(head, checkpoint, dtype=self.dtype, device=self._device)
             if len(self._heads) > MOST_TASKS:
                 self._heads.popitem(last=False)
         self._heads.move_to_end(head)

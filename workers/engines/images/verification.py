@@ -104,8 +104,10 @@ def _classifier(
         return lambda batch: cast(torch.Tensor, model(pixel_values=batch).logits)
     assert head.labels is not None
     own = evaluator.checkpoint_of(head)
-    place, projection = (directory, model.visual_projection) if own is None else (own.directory, _projection(own))
-    classes = class_embeddings(place, head.labels, head.templates)
+    place, projection = directory, model.visual_projection
+    if own is not None:
+        place, projection = own.directory, _projection(own, evaluator.dtype)
+    classes = class_embeddings(place, head.labels, head.templates, dtype=evaluator.dtype)
 
     def logits(batch: torch.Tensor) -> torch.Tensor:
         seen = projection(model.vision_model(pixel_values=batch).pooler_output)
@@ -114,8 +116,8 @@ def _classifier(
     return logits
 
 
-def _projection(checkpoint: Checkpoint) -> torch.nn.Module:
-    weight = checkpoint.read(PROJECTION).float()
+def _projection(checkpoint: Checkpoint, dtype: str) -> torch.nn.Module:
+    weight = checkpoint.read(PROJECTION).to(getattr(torch, dtype)).float()
     made = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False)
     made.load_state_dict({"weight": weight})
     return made

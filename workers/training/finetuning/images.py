@@ -167,6 +167,8 @@ class ImageTraining:
     reads_by_unit = False
 
     def check(self, spec: FinetuneSpec, base: Path, access: FileAccess | None) -> None:
+        if open_checkpoint(base).settings["model_type"] == "clip_vision_model":
+            raise InvalidModel((f"base: {base} is a CLIP model, which is not trained here; expected a ViT classifier",))
         images = _images(spec, base, access)
         _order(images, _head(spec, base, images))
         load_processor(base)

@@ -17,7 +17,9 @@ from tests.vision import CLASSES, clip_tokenizer, image_folder, image_lines, tin
 from workers.engines.images.verification import verify_images
 from workers.errors import InvalidTask
 from workers.export.checkpoint import export
+from workers.models.checkpoints import open_checkpoint
 from workers.models.family import open_family
+from workers.models.task_heads import logits_of
 from workers.models.zero_shot import class_embeddings
 from workers.serving.image_worker import ImageWorker
 from workers.types import Family, ScoreRequest, Span, TaskSpec
@@ -160,3 +162,29 @@ def test_whole_models_classify_by_one_template_as_transformers_do(
     with torch.inference_mode():
         wanted = model(**texts, pixel_values=worker.pixels.of(prepared.task, range(COUNT))).logits_per_image
     torch.testing.assert_close(found, wanted)
+
+
+def test_a_bfloat16_engine_scores_what_it_exports(
+    family: Family, merges: dict[str, Recipe], folder: Path, tmp_path: Path
+) -> None:
+    """Heads are rounded like the export: its logits, in float32, are those of heads from the export's files."""
+    worker = ImageWorker(family, EngineOptions(dtype="bfloat16"))
+    spec, recipe = task(folder), merges["expert:whole"]
+    samples = worker.score(ScoreRequest("s", recipe, (span(spec),))).samples
+    assert worker.verify(recipe, samples, (span(spec),)).num_samples == COUNT
+    out = export(recipe, worker.engine.bank, tmp_path / "out", dtype=torch.bfloat16)
+    head = worker.evaluator.task(spec).head
+    checkpoint = worker.engine.sources.checkpoints["base"]
+    ours = logits_of(head, checkpoint, dtype="bfloat16")(torch.eye(32))
+    exported = open_checkpoint(out)
+    torch.testing.assert_close(ours, logits_of(head, exported, dtype="float32")(torch.eye(32)))
+    plain = logits_of(head, checkpoint, dtype="float32")(torch.eye(32))
+    assert float((ours - plain).abs().max()) > 0.01, "rounding matters"
+
+
+def test_a_vision_tower_is_no_base_of_zero_shot_tasks(family: Family, place: Path, folder: Path) -> None:
+    """An export of such a base would have no text tower, so the task is refused before anything is scored."""
+    towers = open_family(place / "bare", {"whole": place / "whole"})
+    worker = ImageWorker(towers, EngineOptions())
+    with pytest.raises(InvalidTask, match="the base is a vision tower alone"):
+        worker.describe((task(folder, head="whole"),))
