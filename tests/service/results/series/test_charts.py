@@ -109,7 +109,7 @@ def test_a_front_has_the_intervals_of_the_list_of_studies(run: RunRecord) -> Non
 
     def ends(value: float, error: float | None, objective: Objective = first) -> list[float]:
         values, errors = {**full.values, first.name: value}, {**full.standard_errors, first.name: error}
-        rung = RungRecord(len(full.rungs) - 1, {each: num_samples for each in values}, values, errors)
+        rung = RungRecord(len(full.rungs) - 1, dict.fromkeys(values, num_samples), values, errors)
         trial = replace(full, values=values, standard_errors=errors, rungs=(*full.rungs[:-1], rung))
         objectives = (objective, *run.objectives[1:])
         (point,) = front(replace(run, objectives=objectives, trials=(trial,))).points
@@ -120,4 +120,4 @@ def test_a_front_has_the_intervals_of_the_list_of_studies(run: RunRecord) -> Non
     middle = ends(0.5, 0.05)
     assert middle == pytest.approx([0.5 - 0.05 * 2.0452, 0.5 + 0.05 * 2.0452], abs=1e-4)  # t of 29 degrees of freedom
     assert ends(0.5, None) == list(first.bounds)
-    assert ends(0.5, 0.0, replace(first, cost_of_recipe=lambda recipe: 0.5)) == [0.5, 0.5]
+    assert ends(0.5, 0.0, replace(first, cost_of_recipe="layers")) == [0.5, 0.5]
