@@ -45,6 +45,20 @@ export const columns = (id: string, fields = '*') =>
     },
   })
 
+// Trials from whose configurations the names of the parameters are taken; a column of each would be large.
+const NAMED_TRIALS = 200
+
+/** Names of the parameters of proposed trials, in the order of the search space. */
+export const parameterNames = (id: string) =>
+  queryOptions({
+    queryKey: ['study', id, 'parameters'],
+    queryFn: async ({ signal }) => {
+      const params = { path: { study_id: id }, query: { origin: 'search' as const, limit: NAMED_TRIALS } }
+      const { trials } = (await api.GET('/v1/studies/{study_id}/trials', { params, signal })).data!
+      return [...new Set(trials.flatMap((trial) => Object.keys(trial.configuration ?? {})))]
+    },
+  })
+
 export const pareto = (id: string) =>
   queryOptions({
     queryKey: ['study', id, 'pareto'],
