@@ -34,6 +34,7 @@ from service.schemas.files import (
     SearchDocument,
     StartDocument,
     SummaryDocument,
+    TrainedDocument,
     VerificationDocument,
     WarmStartDocument,
 )
@@ -73,6 +74,7 @@ def summary(run: RunRecord) -> SummaryDocument:
         "samples": samples_document(run),
         "recipes": _recipes_document(run),
         "lineage": _lineage_documents(ResolvedStudy.of(run.study).chained),
+        "trained": _trained_documents(ResolvedStudy.of(run.study).chained),
         "wall_clock_s": run.wall_clock_s,
         "engine": _engine_document(run.engine),
         "phases": phases(run),
@@ -132,6 +134,14 @@ def _lineage_documents(chained: Mapping[str, ChainedSource]) -> dict[str, Lineag
         alias: {"study": own.study, "name": own.name, "trial": own.trial, "recipe_digest": own.recipe_digest}
         for alias, own in chained.items()
         if own.expert is None  # not an expert that a fine-tuning has trained
+    }
+
+
+def _trained_documents(chained: Mapping[str, ChainedSource]) -> dict[str, TrainedDocument]:
+    return {
+        alias: {"finetune": own.study, "name": own.name, "expert": own.expert, "digest": own.recipe_digest}
+        for alias, own in chained.items()
+        if own.expert is not None
     }
 
 

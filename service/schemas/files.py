@@ -141,6 +141,13 @@ class LineageDocument(TypedDict):
     recipe_digest: str
 
 
+class TrainedDocument(TypedDict):
+    finetune: Annotated[str, Field(description="Id of the fine-tuning that trained the expert.")]
+    name: Annotated[str, Field(description="Name of the fine-tuning.")]
+    expert: Annotated[str, Field(description="Name of the expert in the fine-tuning.")]
+    digest: Annotated[str, Field(description="Hash of the expert's files.")]
+
+
 class PolicyDocument(TypedDict):
     iteration: Annotated[int, Field(ge=0, description="Last iteration that the policy had learned from.")]
     digest: Annotated[str, Field(description="sha256 of the policy's checkpoint.")]
@@ -503,6 +510,9 @@ class SummaryDocument(TypedDict):
     recipes: RecipesDocument
     lineage: Annotated[
         dict[str, LineageDocument], Field(description="Sources that are merges of other studies, by alias.")
+    ]
+    trained: Annotated[
+        dict[str, TrainedDocument], Field(description="Sources that are experts of fine-tunings, by alias.")
     ]
     wall_clock_s: float
     engine: EngineDocument

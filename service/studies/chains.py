@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -168,9 +168,17 @@ def place_of_expert(artifacts: ArtifactStore, record: ArtifactRecord, directory:
     """URL of a trained expert, which a fine-tuning stored as the artifact `record`, or else the directory of a copy.
 
     The copy is made in the directory of sources below `directory`, the server's data directory, unless it is there.
+    Other processes that need the same copy wait for it.
     """
+    url = artifacts.url(record)
+    if url is not None:
+        return url
     out = directory / SOURCES / f"{COPY}{record.digest[:DIGEST_DIGITS]}"
-    return artifacts.url(record) or str(out if out.is_dir() else artifacts.write_to(record, out))
+    if not out.is_dir():
+        with turn(out):
+            if not out.is_dir():  # another process may have made it meanwhile
+                artifacts.write_to(record, out)
+    return str(out)
 
 
 def _trained(
@@ -190,7 +198,11 @@ def _trained(
     """
     if known is not None and (is_object_url(known.directory) or Path(known.directory).is_dir()):
         return known
-    with open_study(AnotherStudy(id=source.id)) as (store, record):
+    with ExitStack() as opened:
+        try:
+            store, record = opened.enter_context(open_study(AnotherStudy(id=source.id)))
+        except NotFound as error:
+            raise NotFound(f"fine-tuning {source.id!r}: there is no such fine-tuning") from error
         if record.kind != FINETUNE:
             raise NotFound(f"job {source.id!r} is no fine-tuning; give the id of one")
         artifacts = ArtifactStore(store, places.artifacts_in)
@@ -383,17 +395,22 @@ def on_server(store: Store, *, reader: Account | None) -> OpenStudy:
     """Return a function that opens a study of the server's store by its id.
 
     A study file can name other studies by id, for example to continue their search. `reader` has the rights of the user
-    who submitted the file; None permits every study. The returned function raises NotFound if the study does not exist
-    or the user may not read it.
+    who submitted the file; None permits every study. The returned function raises NotFound, with the same text, if the
+    study does not exist or the user may not read it.
     """
 
     @contextmanager
     def open_study(source: AnotherStudy) -> Iterator[tuple[Store, JobRecord]]:
         if source.id is None:
             raise Conflict(f"dir: {source.dir} names a run's directory; on a server, give the id of one of its studies")
-        record = store.job(source.id)
+        # The store's own error tells where the database is.
+        unknown = NotFound(f"study {source.id!r}: there is no such study")
+        try:
+            record = store.job(source.id)
+        except NotFound as error:
+            raise unknown from error
         if reader is not None and not reader.may_read(record):
-            raise NotFound(f"job {source.id!r}: no such job in {store.place}")
+            raise unknown
         yield store, record
 
     return open_study

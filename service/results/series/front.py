@@ -13,7 +13,7 @@ from service.results.feasibility import violations
 from service.results.record import RunRecord
 from service.results.selection import full_budget_trials
 from service.results.series.base import chart
-from service.results.statistics import Z
+from service.results.statistics import interval_of_mean
 from service.schemas.files import (
     Interval,
     Number,
@@ -79,7 +79,10 @@ def front(run: RunRecord) -> FrontPlot:
                 values=dict(trial.values),
                 standard_errors=dict(trial.standard_errors),
                 violations=violations(trial.values, run.objectives, run.sources),
-                intervals={objective.name: list(_interval(trial, objective)) for objective in run.objectives},
+                intervals={
+                    objective.name: list(_interval(trial, objective, run.full_budget.get(objective.name, 0)))
+                    for objective in run.objectives
+                },
                 is_on_front=trial.number in numbers,
                 is_best=best is not None and trial.number == best.number,
             )
@@ -88,13 +91,19 @@ def front(run: RunRecord) -> FrontPlot:
     )
 
 
-def _interval(trial: TrialResult, objective: Objective) -> tuple[float, float]:
+def _interval(trial: TrialResult, objective: Objective, full_budget: int) -> tuple[float, float]:
     """Ends of the 95 % interval of a trial's value on search data, clipped to the objective's range.
 
-    A value of a single sample has no standard error; its interval is the whole range.
+    The interval is that of the list of studies (`interval_of_mean`), with the number of samples of the trial's last
+    rung, or else `full_budget`. A value of a single sample has no standard error; its interval is the whole range.
+    Objectives that count the recipe's layers or parameters are exact: both ends are the value.
     """
-    value, error = trial.values[objective.name], trial.standard_errors.get(objective.name, 0.0)
-    low, high = objective.bounds
-    if error is None:  # a single sample leaves all values possible
+    value = trial.values[objective.name]
+    if objective.cost_of_recipe is not None:
+        return value, value
+    last = trial.rungs[-1].num_samples if trial.rungs else {}
+    error, n = trial.standard_errors.get(objective.name, 0.0), last.get(objective.name, full_budget)
+    if error is None or n == 0:  # a single sample leaves all values possible
+        low, high = objective.bounds
         return min(low, value), max(high, value)
-    return max(low, value - Z * error), min(high, value + Z * error)
+    return interval_of_mean(value, error, n, bounds=objective.bounds)

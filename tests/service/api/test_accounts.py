@@ -230,7 +230,8 @@ def test_another_study_is_read_by_right(company: Company) -> None:
         return str(refused.value).replace(named, "ID")
 
     unknown = refusal("stranger", "0" * 32)
-    assert "job 'ID': no such job" in unknown
+    assert "study 'ID': there is no such study" in unknown
+    assert company.server.store.place not in unknown
     for user, may_read in (("stranger", False), ("loner", False), ("viewer", True), ("owner", True), ("root", True)):
         assert (refusal(user, study.id) != unknown) is may_read, user
 
@@ -245,7 +246,7 @@ def test_drivers_read_with_the_owners_rights(company: Company) -> None:
             with open_study(AnotherStudy(id=study.id)) as (_, record):
                 assert record.id == study.id
         else:
-            with pytest.raises(NotFound, match="no such job"), open_study(AnotherStudy(id=study.id)):
+            with pytest.raises(NotFound, match="no such study"), open_study(AnotherStudy(id=study.id)):
                 pass
 
 

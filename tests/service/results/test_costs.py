@@ -158,11 +158,16 @@ def test_summary_counts_distinct_recipes(run: RunRecord) -> None:
     samples = document["samples"]
     assert samples["saved"] == 1 - samples["scored"] / samples["full_budget"]
     assert document["lineage"] == {}
+    assert document["trained"] == {}
     source = ChainedSource("c0ffee", "first", 7, "d1", "/somewhere")
+    expert = ChainedSource("f00d", "fleet", 0, "d2", "/elsewhere", expert="math")
+    sources = {"lfs": source, "mine": expert}
     chained = replace(
         run,
-        study=replace(run.study, accepted=replace(ResolvedStudy.of(run.study), chained={"lfs": source}).to_json()),
+        study=replace(run.study, accepted=replace(ResolvedStudy.of(run.study), chained=sources).to_json()),
     )
     own = {"study": "c0ffee", "name": "first", "trial": 7, "recipe_digest": "d1"}
     assert summary(chained)["lineage"] == {"lfs": own}
+    trained = {"finetune": "f00d", "name": "fleet", "expert": "math", "digest": "d2"}
+    assert summary(chained)["trained"] == {"mine": trained}
     jsonschema.validate(json.loads(json.dumps(summary(chained))), schemas()["summary"])

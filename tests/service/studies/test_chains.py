@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,10 +34,10 @@ from service.resolved_study import ChainedSource, ResolvedStudy
 from service.results.selection import best_trial
 from service.store import Store, blobs
 from service.store.artifacts import ArtifactStore
-from service.studies.chains import SOURCES, keep_sources, on_server, with_exported_sources
+from service.studies.chains import SOURCES, keep_sources, on_server, place_of_expert, with_exported_sources
 from service.studies.export import write_model
 from service.studies.preflight.models import searched_models, with_revisions
-from service.types import JobRecord, JobState, Origin
+from service.types import ArtifactRecord, JobRecord, JobState, Origin
 from tests.s3_server import S3, failing
 from tests.service.resolved import resolved_study
 from tests.service.tune.harness import InlineProposer, coordinator_of, drive
@@ -491,7 +493,7 @@ def test_a_trained_expert_that_is_missing_is_named(
     for name, reason in (
         (job, f"has trained no expert '{second}'; its experts: {first}"),
         (other, "is no fine-tuning; give the id of one"),
-        ("0" * 32, "no such job"),
+        ("0" * 32, f"fine-tuning '{'0' * 32}': there is no such fine-tuning"),
     ):
         with pytest.raises(InvalidStudy) as refused:
             with_exported_sources(
@@ -503,6 +505,29 @@ def test_a_trained_expert_that_is_missing_is_named(
         (problem,) = refused.value.problems
         assert problem.field == f"models.experts.{second}.from_finetune"
         assert reason in problem.message
+        assert store.place not in problem.message
+
+
+def test_an_expert_is_copied_once_for_two_studies(
+    tied_family: Family, trainer: tuple[Store, ArtifactStore], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two studies that need the copy of an expert at the same time both get it; one of them writes it."""
+    store, artifacts = trainer
+    alias = tied_family.experts[0].alias
+    (record,) = artifacts.of(tuned(store, artifacts, tied_family, alias))
+    write, written = artifacts.write_to, []
+
+    def slow(record: ArtifactRecord, out: Path) -> Path:
+        written.append(out)
+        time.sleep(0.3)  # the other study asks meanwhile
+        return write(record, out)
+
+    monkeypatch.setattr(artifacts, "write_to", slow)
+    with ThreadPoolExecutor(2) as threads:
+        places = set(threads.map(lambda _: place_of_expert(artifacts, record, tmp_path), range(2)))
+    assert places == {str(out) for out in written}
+    assert len(written) == 1
+    assert (written[0] / "config.json").is_file()
 
 
 def test_a_copy_of_an_expert_stays_while_a_study_merges_it(

@@ -1,5 +1,5 @@
 import { expect, test } from 'vitest'
-import { bytes, count, duration, interval, signed, value } from './format'
+import { bytes, count, duration, interval, parameterValue, signed, value } from './format'
 
 test('metrics have three decimals and a real minus', () => {
   expect(value(0.79849)).toBe('0.798')
@@ -16,4 +16,9 @@ test('counts have separators, durations two units', () => {
   expect(duration(290)).toBe('4m50s')
   expect(duration(3900)).toBe('1h05m')
   expect(bytes(15_200_000_000)).toBe('15.2 GB')
+})
+
+test('parameters are shown by their types, and missing ones as nothing', () => {
+  const shown = [3, 0.123456, 'base', true, [1, 2], undefined].map(parameterValue)
+  expect(shown).toEqual(['3', '0.123', 'base', 'true', '[1,2]', ''])
 })

@@ -18,6 +18,12 @@ export const setDecimals = (chosen: number) => localStorage.setItem(DECIMALS, `$
 /** A metric with three decimals, or as many as are chosen; nothing for a missing value. */
 export const value = (x: number | null | undefined) => (x == null ? '' : minus(x.toFixed(decimals())))
 
+/** The value of a parameter of a search space, which may also be a text, a truth value or a list. */
+export function parameterValue(given: unknown): string {
+  if (typeof given === 'number') return Number.isInteger(given) ? String(given) : value(given)
+  return typeof given === 'string' ? given : (JSON.stringify(given) ?? '')
+}
+
 /** A difference with its sign. */
 export const signed = (x: number) => `${x < 0 ? '−' : '+'}${Math.abs(x).toFixed(decimals())}`
 

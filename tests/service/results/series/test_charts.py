@@ -15,7 +15,9 @@ from service.results.record import RunRecord
 from service.results.report import render_report
 from service.results.series import CHARTS
 from service.results.series.base import chart
+from service.results.series.front import front
 from service.results.series.history import HistoryPlot, history
+from service.results.statistics import estimate
 from service.types import RungRecord
 from tests.service.synthetic_run import run_record
 
@@ -97,3 +99,25 @@ def test_costs_alone_have_a_history_without_samples() -> None:
     cost = Objective("parameters", "parameters", "minimize", (0.0, 10.0), cost_of_recipe="parameters")
     (found,) = history(replace(run, objectives=(cost,), trials=(trial,))).series
     assert [(point.trial, point.value, point.samples) for point in found.points] == [(0, 5.0, 0)]
+
+
+def test_a_front_has_the_intervals_of_the_list_of_studies(run: RunRecord) -> None:
+    """Intervals depend on the number of samples, have a width at the best value, and are exact values' own."""
+    first = run.objectives[0]
+    full = next(trial for trial in run.trials if trial.values)
+    num_samples = 30
+
+    def ends(value: float, error: float | None, objective: Objective = first) -> list[float]:
+        values, errors = {**full.values, first.name: value}, {**full.standard_errors, first.name: error}
+        rung = RungRecord(len(full.rungs) - 1, dict.fromkeys(values, num_samples), values, errors)
+        trial = replace(full, values=values, standard_errors=errors, rungs=(*full.rungs[:-1], rung))
+        objectives = (objective, *run.objectives[1:])
+        (point,) = front(replace(run, objectives=objectives, trials=(trial,))).points
+        return list(point.intervals[first.name])
+
+    high = first.bounds[1]
+    assert ends(high, 0.0) == pytest.approx(estimate([high] * num_samples, bounds=first.bounds).ci95)
+    middle = ends(0.5, 0.05)
+    assert middle == pytest.approx([0.5 - 0.05 * 2.0452, 0.5 + 0.05 * 2.0452], abs=1e-4)  # t of 29 degrees of freedom
+    assert ends(0.5, None) == list(first.bounds)
+    assert ends(0.5, 0.0, replace(first, cost_of_recipe="layers")) == [0.5, 0.5]

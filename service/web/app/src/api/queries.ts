@@ -4,7 +4,7 @@ import { api, useCsrfToken } from './client'
 import { isFinished } from './jobs'
 import { afterFailure } from './retry'
 import type { paths } from './schema'
-import type { Columns } from './types'
+import type { Columns, Study } from './types'
 
 /** The user, and what the session may do. */
 export const session = queryOptions({
@@ -22,12 +22,15 @@ const at = (id: string) => ({ params: { path: { study_id: id } } })
 // Milliseconds between requests for a job that runs, which show whether its driver is alive.
 const RUNNING_MS = 15_000
 
+// A driver that is silent sends no events.
+const ofRunning = ({ state }: { state: Parameters<typeof afterFailure>[0] & { data?: Pick<Study, 'state'> } }) =>
+  afterFailure(state) || (state.data?.state === 'RUNNING' && RUNNING_MS)
+
 export const study = (id: string) =>
   queryOptions({
     queryKey: ['study', id],
     queryFn: async ({ signal }) => (await api.GET('/v1/studies/{study_id}', { ...at(id), signal })).data!,
-    // A driver that is silent sends no events.
-    refetchInterval: ({ state }) => afterFailure(state) || (state.data?.state === 'RUNNING' && RUNNING_MS),
+    refetchInterval: ofRunning,
   })
 
 /** Everything but parameters of every trial, for charts. */
@@ -39,6 +42,20 @@ export const columns = (id: string, fields = '*') =>
       const path = '/v1/studies/{study_id}/trials/columns'
       const found = (await api.GET(path, { params: { path: { study_id: id }, query }, signal })).data!
       return { columns: found.columns as Columns, event: found.event }
+    },
+  })
+
+// Trials from whose configurations the names of the parameters are taken; a column of each would be large.
+const NAMED_TRIALS = 200
+
+/** Names of the parameters of proposed trials, in the order of the search space. */
+export const parameterNames = (id: string) =>
+  queryOptions({
+    queryKey: ['study', id, 'parameters'],
+    queryFn: async ({ signal }) => {
+      const params = { path: { study_id: id }, query: { origin: 'search' as const, limit: NAMED_TRIALS } }
+      const { trials } = (await api.GET('/v1/studies/{study_id}/trials', { params, signal })).data!
+      return [...new Set(trials.flatMap((trial) => Object.keys(trial.configuration ?? {})))]
     },
   })
 
@@ -116,7 +133,7 @@ export const trialPlot = <N extends TrialPlotName>(id: string, number: number, n
 
 export const recipe = (id: string, number: number) =>
   queryOptions({
-    queryKey: ['study', id, 'trial', number, 'recipe'],
+    queryKey: ['recipe', id, number], // events of the study do not change it
     queryFn: async ({ signal }) => {
       const params = { path: { study_id: id, number } }
       return (await api.GET('/v1/studies/{study_id}/trials/{number}/recipe', { params, signal })).data!
@@ -161,6 +178,7 @@ export const finetune = (id: string) =>
   queryOptions({
     queryKey: ['finetune', id],
     queryFn: async ({ signal }) => (await api.GET('/v1/finetunes/{finetune_id}', { ...tuned(id), signal })).data!,
+    refetchInterval: ofRunning,
   })
 
 /** The fine-tuning that has created a study of its experts; null if none has. */
@@ -206,6 +224,7 @@ export const served = (id: string) =>
       const params = { path: { served_id: id } }
       return (await api.GET('/v1/served/{served_id}', { params, signal })).data!
     },
+    refetchInterval: ofRunning,
   })
 
 /** Jobs that serve a study now, newest first. */

@@ -81,6 +81,13 @@ export function JobList<J extends Job>(props: {
     { head: 'created', title: (job) => job.created_at, cell: ({ created_at }) => localTime(created_at) },
     ...(actions ? [{ head: 'actions', cell: actions }] : []),
   ]
+  const isSearched = Boolean(search.q || search.state)
+  // The region stays when nothing matches: what is in a region that appears is not announced.
+  const inWords = (shown: number, total: number) => {
+    if (shown === 0 && isSearched) return `No ${noun.one} matches.`
+    const all = total === 1 ? `1 ${noun.one}` : `${count(total)} ${noun.many}`
+    return total > shown && shown > 0 ? `${all}, of which the first ${shown} are shown; search to find others` : all
+  }
   return (
     <>
       <div className="row">
@@ -88,30 +95,19 @@ export function JobList<J extends Job>(props: {
         {beside && <span style={{ marginLeft: 'auto' }}>{beside}</span>}
       </div>
       <Answer of={jobs}>
-        {({ jobs: found, total }) =>
-          found.length > 0 ? (
-            <>
-              <Table label={`Table of ${noun.many}`} jobs={found} columns={all} />
-              <Status
-                text={
-                  (total === 1 ? `1 ${noun.one}` : `${count(total)} ${noun.many}`) +
-                  (total > found.length ? `, of which the first ${found.length} are shown; search to find others` : '')
-                }
-                cause={JSON.stringify(search)}
-              />
-              <p className="soft">
-                Changes:{' '}
-                <span role="status" aria-label="Connection">
-                  {CONNECTIONS[connection]}
-                </span>
-              </p>
-            </>
-          ) : search.q || search.state ? (
-            <Nothing>No {noun.one} matches.</Nothing>
-          ) : (
-            empty
-          )
-        }
+        {({ jobs: found, total }) => (
+          <>
+            {found.length > 0 && <Table label={`Table of ${noun.many}`} jobs={found} columns={all} />}
+            {found.length === 0 && !isSearched && empty}
+            <Status text={inWords(found.length, total)} cause={JSON.stringify(search)} />
+            <p className="soft">
+              Changes:{' '}
+              <span role="status" aria-label="Connection">
+                {CONNECTIONS[connection]}
+              </span>
+            </p>
+          </>
+        )}
       </Answer>
     </>
   )

@@ -178,7 +178,8 @@ function Price({ study, from, to }: { study: Study; from: number; to: number }) 
   )
 }
 
-// Points of a small front; those on the front are all shown.
+// At most so many points of the front of all objectives are in a small front, and at most so many others. The corners
+// of its line and the picked trial are always there.
 const MAX_SMALL = 200
 const SMALL = 100
 
@@ -191,33 +192,43 @@ function Pairs(props: {
   onChoose: (pair: [number, number]) => void
 }) {
   const { points, objectives, chosen, picked, onChoose } = props
-  const shown = useMemo(() => {
-    const rest = points.filter((point) => !point.is_on_front)
-    const step = Math.max(1, Math.ceil(rest.length / MAX_SMALL))
-    return [...rest.filter((_, k) => k % step === 0), ...points.filter((point) => point.is_on_front)]
-  }, [points])
-  const pairs = objectives.flatMap((_, i) => objectives.slice(i + 1).map((__, k): [number, number] => [i, i + 1 + k]))
+  // Each pair's drawing without the picked trial, which moves with the sliders.
+  const pairs = useMemo(() => {
+    const front = points.filter((point) => point.is_on_front)
+    const rest = thinned(points.filter((point) => !point.is_on_front))
+    const fewer = thinned(front)
+    const scales = objectives.map(({ name }) => scale([...rest, ...front], name))
+    return objectives.flatMap((x, i) =>
+      objectives.slice(i + 1).map((y, k) => {
+        const j = i + 1 + k
+        const [across, up] = [scales[i]!, scales[j]!]
+        const line = stairs(front, x, y).map(([a, b]) => `${across(a!).toFixed(1)},${(SMALL - up(b!)).toFixed(1)}`)
+        const spot = (point: Point, r: number) => (
+          <circle
+            key={point.trial}
+            className={point.is_on_front ? (isBaseline(point) ? 'baseline' : 'on-front') : 'rest'}
+            r={r}
+            cx={across(point.values[x.name]!)}
+            cy={SMALL - up(point.values[y.name]!)}
+          />
+        )
+        const shown = new Set([...rest, ...fewer, ...corners(front, x, y)])
+        const spots = [...shown].map((point) => spot(point, point.is_on_front ? 3 : 2))
+        return { i, j, x: x.name, y: y.name, line: <polyline points={line.join(' ')} />, spots, spot }
+      }),
+    )
+  }, [points, objectives])
+  const pick = points.find((point) => point.trial === picked)
   return (
     <div className="pairs" role="group" aria-label="Fronts of each pair of objectives">
-      {pairs.map(([i, j]) => {
-        const [x, y] = [objectives[i]!.name, objectives[j]!.name]
+      {pairs.map(({ i, j, x, y, line, spots, spot }) => {
         const isChosen = chosen.includes(i) && chosen.includes(j)
-        const line = stairs(shown, objectives[i]!, objectives[j]!)
-        const [across, up] = [scale(shown, x), scale(shown, y)]
-        const at = (a: number, b: number) => `${across(a).toFixed(1)},${(SMALL - up(b)).toFixed(1)}`
         return (
           <button key={`${x} ${y}`} type="button" aria-pressed={isChosen} onClick={() => onChoose([i, j])}>
             <svg viewBox={`-6 -6 ${SMALL + 12} ${SMALL + 12}`} aria-hidden="true">
-              {shown.map((point) => (
-                <circle
-                  key={point.trial}
-                  className={point.is_on_front ? (isBaseline(point) ? 'baseline' : 'on-front') : 'rest'}
-                  r={point.trial === picked ? 5 : point.is_on_front ? 3 : 2}
-                  cx={across(point.values[x]!)}
-                  cy={SMALL - up(point.values[y]!)}
-                />
-              ))}
-              <polyline points={line.map(([a, b]) => at(a!, b!)).join(' ')} />
+              {spots}
+              {pick && spot(pick, 5)}
+              {line}
             </svg>
             {y} over {x}
           </button>
@@ -227,6 +238,12 @@ function Pairs(props: {
   )
 }
 
+/** Every n-th of the points, so that at most `MAX_SMALL` are left. */
+function thinned(points: Point[]): Point[] {
+  const step = Math.max(1, Math.ceil(points.length / MAX_SMALL))
+  return points.filter((_, k) => k % step === 0)
+}
+
 /** Maps the values of an objective to lengths in a small front. */
 function scale(points: Point[], name: string): (x: number) => number {
   const all = points.map((point) => point.values[name]!)
@@ -234,17 +251,26 @@ function scale(points: Point[], name: string): (x: number) => number {
   return (x) => (high > low ? ((x - low) / (high - low)) * SMALL : SMALL / 2)
 }
 
-/** The front of two objectives as corners of a step line, from the best of the first to the best of the second. */
-function stairs(points: readonly Point[], x: Objective, y: Objective): number[][] {
+/** The points on the front of two objectives, from the best of the first to the best of the second. */
+function corners(points: readonly Point[], x: Objective, y: Objective): Point[] {
   const cost = (point: Point, { name, direction }: Objective) =>
     (direction === 'maximize' ? -1 : 1) * point.values[name]!
-  const found: number[][] = []
+  const found: Point[] = []
   let best = Infinity
   for (const point of points
     .filter((each) => each.is_on_front)
     .toSorted((a, b) => cost(a, x) - cost(b, x) || cost(a, y) - cost(b, y))) {
     if (cost(point, y) >= best) continue
     best = cost(point, y)
+    found.push(point)
+  }
+  return found
+}
+
+/** The front of two objectives as corners of a step line, from the best of the first to the best of the second. */
+function stairs(points: readonly Point[], x: Objective, y: Objective): number[][] {
+  const found: number[][] = []
+  for (const point of corners(points, x, y)) {
     const last = found.at(-1)
     if (last) found.push([point.values[x.name]!, last[1]!])
     found.push([point.values[x.name]!, point.values[y.name]!])

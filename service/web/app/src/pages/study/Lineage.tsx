@@ -7,10 +7,13 @@ import { count } from '../../format'
 /** Which fine-tuning and which other studies this study continues; nothing for a study of its own. */
 export function Lineage({ study, summary }: { study: Study; summary: Summary }) {
   const finetune = useQuery(finetuneOf(study.id))
-  const { lineage, search } = summary
+  const { lineage, trained, search } = summary
   const rows = Object.entries(lineage)
+  // Those of the fine-tuning that has created the study are named together.
+  const others = Object.entries(trained).filter(([, { finetune: id }]) => id !== finetune.data?.id)
+  const experts = finetune.isPending ? [] : others
   const { start, warm_start: warm } = search
-  if (rows.length === 0 && !start && !warm && !finetune.data) return null
+  if (rows.length === 0 && experts.length === 0 && !start && !warm && !finetune.data) return null
   return (
     <section aria-labelledby="lineage">
       <h2 id="lineage">Lineage</h2>
@@ -29,6 +32,15 @@ export function Lineage({ study, summary }: { study: Study; summary: Summary }) 
             {alias} is{' '}
             <Link to="/studies/$id/trials/$number" params={{ id: source.study, number: `${source.trial}` }}>
               trial {source.trial} of {source.name}
+            </Link>
+            .
+          </li>
+        ))}
+        {experts.map(([alias, source]) => (
+          <li key={alias}>
+            {alias} is the expert {source.expert} of the fine-tuning{' '}
+            <Link to="/finetunes/$id" params={{ id: source.finetune }}>
+              {source.name}
             </Link>
             .
           </li>

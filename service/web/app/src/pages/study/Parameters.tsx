@@ -3,7 +3,7 @@ import { useQuery } from '@tanstack/react-query'
 import { Link } from '@tanstack/react-router'
 import { useMemo, useState } from 'react'
 import { api } from '../../api/client'
-import { columns as columnsQuery, pareto } from '../../api/queries'
+import { columns as columnsQuery, parameterNames, pareto } from '../../api/queries'
 import type { components } from '../../api/schema'
 import type { Columns, Objective } from '../../api/types'
 import { axesOf, conditions, rangeOf, within } from '../../charts/axes'
@@ -22,9 +22,6 @@ type Importances = components['schemas']['ImportancePlot']
 const DEFAULT_PARAMETERS = 8
 const MAX_AXES = 16
 
-// Trials from whose configurations the names of the parameters are taken; a column of each would be large.
-const NAMED_TRIALS = 200
-
 // Kept trials that are listed.
 const LISTED = 50
 
@@ -37,21 +34,11 @@ const importance = (id: string, objective: string) => ({
   staleTime: 60_000,
 })
 
-/** Names of the parameters of proposed trials, in the order of the search space. */
-const names = (id: string) => ({
-  queryKey: ['study', id, 'parameters'],
-  queryFn: async ({ signal }: { signal: AbortSignal }) => {
-    const params = { path: { study_id: id }, query: { origin: 'search' as const, limit: NAMED_TRIALS } }
-    const { trials } = (await api.GET('/v1/studies/{study_id}/trials', { params, signal })).data!
-    return [...new Set(trials.flatMap((trial) => Object.keys(trial.configuration ?? {})))]
-  },
-})
-
 /** Parallel coordinates of objectives and parameters, the importance of parameters, and one against an objective. */
 export function Parameters() {
   const { study } = useStudy()
   const objectives = useQuery(pareto(study.id))
-  const parameters = useQuery(names(study.id))
+  const parameters = useQuery(parameterNames(study.id))
   return (
     <Answer of={objectives}>
       {(front) => (

@@ -85,7 +85,8 @@ export function StudyLayout() {
                 </Button>
               )}
             </div>
-            <Outlet />
+            {/* The views of another study begin anew, without what was chosen in this one. */}
+            <Outlet key={study.id} />
           </Page>
         </Context>
       )}

@@ -1,6 +1,6 @@
 import { Link } from '@tanstack/react-router'
 import type { Study, Trial } from '../../api/types'
-import { count, duration, value } from '../../format'
+import { count, duration, parameterValue, value } from '../../format'
 import { State } from '../../parts/State'
 import type { Column } from '../../parts/VirtualTable'
 
@@ -11,8 +11,10 @@ export interface TrialColumn extends Column<Trial> {
   isUsual: boolean
 }
 
-/** All columns of the table of a study's trials, in their order. */
-export function trialColumns(study: Study): TrialColumn[] {
+const PARAMETER = 'parameter.'
+
+/** All columns of the table of a study's trials, in their order; `parameters` are names of the search space. */
+export function trialColumns(study: Study, parameters: readonly string[]): TrialColumn[] {
   const names = study.objectives.map(({ name }) => name)
   const own = (
     head: string,
@@ -70,6 +72,12 @@ export function trialColumns(study: Study): TrialColumn[] {
       isText: true,
       cell: ({ recipe_digest }) => <code>{recipe_digest.slice(0, 12)}</code>,
     }),
+    ...parameters.map((name) =>
+      own(`${PARAMETER}${name}`, `${PARAMETER}${name}`, (trial) => exact(trial.configuration?.[name]), {
+        isUsual: false,
+        cell: (trial) => parameterValue(trial.configuration?.[name]),
+      }),
+    ),
   ]
 }
 
@@ -83,6 +91,9 @@ function samples(trial: Trial): number | undefined {
   const last = trial.rungs.at(-1)
   return last && Object.values(last.samples).reduce((a, b) => a + b, 0)
 }
+
+/** The value of a parameter for a file, with all digits. */
+const exact = (given: unknown) => (typeof given === 'number' ? given : parameterValue(given))
 
 const counted = (x: number | undefined) => (x === undefined ? '' : count(x))
 

@@ -1,8 +1,9 @@
 import { Button, TextInput } from '@mantine/core'
-import { useMutation } from '@tanstack/react-query'
+import { useMutation, useQuery } from '@tanstack/react-query'
 import { Link } from '@tanstack/react-router'
 import { type FormEvent, useState } from 'react'
 import { api } from '../../api/client'
+import { parameterNames } from '../../api/queries'
 import { trialNumber } from '../../api/samples'
 import type { Trial } from '../../api/types'
 import { Failure } from '../../parts/Answer'
@@ -35,7 +36,10 @@ export function Trials() {
     navigate({ search: { ...search, at: undefined, ...changed }, replace: true })
   const { q, where, state, origin, sort = 'number' } = search
   const [selected, setSelected] = useState<number[]>([])
-  const all = trialColumns(study)
+  // As the rows, columns stay until the reader asks for what is new.
+  const key = ['study', study.id, 'trials', 'parameters']
+  const parameters = useQuery({ ...parameterNames(study.id), queryKey: key })
+  const all = trialColumns(study, parameters.data ?? [])
   const shown = shownColumns(all, search.columns)
   const load = async (offset: number, limit: number, signal?: AbortSignal): Promise<Page<Trial>> => {
     const query = { q, where: where ? [where] : undefined, sort, offset, limit, ...({ state, origin } as Chosen) }

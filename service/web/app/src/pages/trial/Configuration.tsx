@@ -1,5 +1,5 @@
 import type { ShownTrial } from '../../api/types'
-import { value } from '../../format'
+import { parameterValue } from '../../format'
 
 /** The trial's value of each parameter of the search space, closed until it is opened. */
 export function Configuration({ trial }: { trial: ShownTrial }) {
@@ -27,7 +27,7 @@ export function Configuration({ trial }: { trial: ShownTrial }) {
                 <th scope="row" className="l">
                   {name}
                 </th>
-                <td>{shown(given)}</td>
+                <td>{parameterValue(given)}</td>
               </tr>
             ))}
           </tbody>
@@ -35,9 +35,4 @@ export function Configuration({ trial }: { trial: ShownTrial }) {
       </div>
     </details>
   )
-}
-
-function shown(given: unknown): string {
-  if (typeof given === 'number') return Number.isInteger(given) ? String(given) : value(given)
-  return typeof given === 'string' ? given : JSON.stringify(given)
 }

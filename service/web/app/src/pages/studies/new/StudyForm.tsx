@@ -239,13 +239,15 @@ function Task({ form, path, noun }: Part & { path: Path; noun: string }) {
   )
 }
 
-/** A task of lm-eval, by its name, or a file with samples. */
+/** A task of lm-eval, by its name, or a file with samples; others, such as tasks of images, are edited in the text. */
 function TaskOf({ form, path }: Part & { path: Path }) {
   const task = valueAt(form.content, path)
-  const isFile = typeof task === 'object' && task !== null
+  const isSection = typeof task === 'object' && task !== null
+  const isFile = isSection && 'file' in task
   const inline = form.schemas.InlineTask ?? {}
   const field = path.join('.')
   const choose = (kind: string) => set(form, path, kind === 'file' ? { file: '' } : '')
+  if (isSection && !isFile) return <Elsewhere id={idOf(field)} label="task" error={form.errorOf(field)} />
   return (
     <>
       <NativeSelect
