@@ -660,7 +660,6 @@ def recipe(options: argparse.Namespace) -> int:
         document = store.trial(study.id, options.trial).read_recipe().to_json()
         if not options.mergekit:
             from search_spaces.study.file import Study
-            from service.studies.preflight.dtype import engine_dtype
 
             print_json({**document, "dtype": engine_dtype(Study.model_validate(study.document))})
             return 0

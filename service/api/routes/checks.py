@@ -44,7 +44,7 @@ STUDY = {"$ref": f"#/components/schemas/{SEARCH.schema_name}"}
 @router.get(
     "/studies:example",
     response_class=Response,
-    responses={200: {"description": "The study file.", "content": {YAML_TYPES[0]: {"schema": STUDY}}}},
+    responses={200: {"description": "The study file.", "content": {YAML_TYPES[0]: {"schema": STUDY}}}, **refusals(422)},
 )
 def example_study(
     _: Reader,

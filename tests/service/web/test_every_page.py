@@ -57,7 +57,7 @@ def test_below_a_prefix(browser: Browser, tmp_path: Path) -> None:
         with visit(browser, server.url) as opened:
             page = opened.goto(f"/team/merge/studies/{study.id}")
             page.get_by_test_id("picked").wait_for()
-            page.get_by_role("link", name="Trials").click()
+            page.get_by_role("link", name="Trials", exact=True).click()
             expect(page.get_by_role("region", name="Trials").get_by_role("row").nth(1)).to_be_visible()
             assert page.url == f"{server.url}/team/merge/studies/{study.id}/trials"
             assert [path for path in opened.requests if not path.startswith("/team/merge/")] == []

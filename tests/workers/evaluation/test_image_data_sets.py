@@ -66,7 +66,7 @@ def test_a_named_task_reads_its_data_set(eurosat: Path) -> None:
     assert images.samples[3].name == "test[:20]/3"
 
 
-def test_classes_are_those_of_the_data_set_where_the_task_names_none(eurosat: Path) -> None:
+def test_classes_default_to_those_of_the_data_set(eurosat: Path) -> None:
     images = read_image_set({"images": "hub:tanganke/eurosat", "split": "test", "head": "base"})
     assert images.classes is not None
     assert images.classes[3] == "Class3"

@@ -83,13 +83,13 @@ export function StudyList() {
 }
 
 const finished = (trials: Study['trials']) =>
-  Object.entries(trials).reduce((sum, [state, n]) => sum + (UNFINISHED.has(state) ? 0 : n), 0)
+  Object.entries(trials ?? {}).reduce((sum, [state, n]) => sum + (UNFINISHED.has(state) ? 0 : n), 0)
 
 /** The best trial's value of each objective, named, with its 95 % interval. */
 function Best({ progress }: { progress: StudyProgress | null }) {
-  if (progress === null) return null
-  return Object.entries(progress.best).map(([name, x]) => {
-    const limits = progress.best_ci95?.[name]
+  // A job that has not reported yet has no progress, and one of another version may lack a part of it.
+  return Object.entries(progress?.best ?? {}).map(([name, x]) => {
+    const limits = progress?.best_ci95?.[name]
     return (
       <div key={name}>
         <span className="soft">{name}</span> {value(x)}
