@@ -39,6 +39,7 @@ from service.results.columns import trial_columns
 from service.retention.limits import limits_of
 from service.server import alone
 from service.server import serve as run_server
+from service.studies.preflight.dtype import engine_dtype
 from workers.export.push import push
 from workers.models.remote.errors import HubUnusable
 from workers.tiny_family import RETRAIN_FILE, STUDY_FILE, family_dir
