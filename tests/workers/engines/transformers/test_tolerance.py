@@ -101,8 +101,8 @@ def test_rounding_that_hides_wrong_merges_is_too_large() -> None:
     assert Tolerance("bfloat16", 0.24, 0.24).too_large is None
     assert Tolerance("float16", 0.04, 0.04).too_large is None
     for wrong in (0.25, math.inf, math.nan):
-        for tolerance in (Tolerance("bfloat16", wrong, 0.01), Tolerance("bfloat16", 0.01, wrong)):
-            reason = tolerance.too_large
+        for found in (Tolerance("bfloat16", wrong, 0.01), Tolerance("bfloat16", 0.01, wrong)):
+            reason = found.too_large
             assert reason is not None
             assert "rounding to bfloat16 alone changes the log-probabilities of this model by" in reason
             assert "a wrong merge is only found up to 0.24" in reason
@@ -118,9 +118,9 @@ def test_a_wrong_merge_does_not_pass_by_large_rounding(reference: Reference, tmp
     evaluator = TaskEvaluator(steep, Prompts(reference.prompts.directory, OPTIONS))
     samples = evaluator.score(spans).samples
     (text,) = texts_to_read(evaluator, samples, spans)
-    tolerance = measured_tolerance(steep.model, [text], dtype="bfloat16")
-    assert tolerance.rounding is not None
-    off = [value + 0.9 * tolerance.value for value in logprobs(steep.model, text)]
+    measured = measured_tolerance(steep.model, [text], dtype="bfloat16")
+    assert measured.rounding is not None
+    off = [value + 0.9 * measured.value for value in logprobs(steep.model, text)]
     found = verify(
         "digest",
         reference.prompts.directory,
@@ -132,7 +132,7 @@ def test_a_wrong_merge_does_not_pass_by_large_rounding(reference: Reference, tmp
         model=steep.model,
     )
     assert (found.num_samples, found.is_equal, found.tolerance) == (0, False, 0.3)
-    assert found.reason == tolerance.too_large
+    assert found.reason == measured.too_large
     assert found.reason is not None
 
 
