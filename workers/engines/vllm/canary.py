@@ -21,7 +21,7 @@ import torch
 
 from search_spaces.recipe import Recipe
 from workers.cache import cache_dir, cached
-from workers.directories import turn
+from workers.directories import turn_if_writable
 from workers.engines.transformers.backend import logprobs, typical_difference
 from workers.engines.transformers.merged_models import merged_model
 from workers.engines.transformers.rounding import MOST, explained, rounding_bounds
@@ -257,7 +257,7 @@ class Canary:
         Replicas of a family start at the same time. The first one measures, and needs memory for a second model; the
         others wait for it. `key` is the key of the result in the cache, and `bank` has the weights.
         """
-        with turn(cache_dir() / "canaries" / digest_of(key)[:16]):
+        with turn_if_writable(cache_dir() / "canaries" / digest_of(key)[:16]):
             if (known := _known_calibration(key)) is not None:
                 return known
             model = merged_model(self._base, bank, dtype=self._dtype)
