@@ -39,9 +39,7 @@ def test_a_hanging_process_ends_with_all_that_it_started(tmp_path: Path, monkeyp
         time.sleep(0.05)
 
 
-def test_a_failed_process_is_reported_with_the_end_of_its_output(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_process_shows_the_end_of_its_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "python"
     program.write_text(f"#!{sys.executable}\nfor number in range(9):\n    print('line', number)\nraise SystemExit(3)\n")
     program.chmod(0o755)
