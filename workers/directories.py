@@ -21,7 +21,7 @@ from typing import IO
 
 from workers.telemetry.phases import phase
 
-__all__ = ["appearing", "partial_directories", "replacing", "scratch", "sync", "turn", "write_file"]
+__all__ = ["appearing", "partial_directories", "replacing", "scratch", "sync", "turn", "turn_if_writable", "write_file"]
 
 # The suffix of the hidden directory, which has the files written so far, and its writer's notes beside them.
 PARTIAL = ".partial"
@@ -67,6 +67,23 @@ def turn(place: Path, *, limit_s: float | None = None) -> Iterator[None]:
         file.truncate(0)
         file.write(str(os.getpid()))
         file.flush()
+        yield
+
+
+@contextmanager
+def turn_if_writable(place: Path) -> Iterator[None]:
+    """Context manager like `turn`, but without a lock if this process may not write the lock file of `place`.
+
+    That is so in a cache on a read-only disk, and where another user has made the file. Then processes may do the same
+    work twice, and the log says so.
+    """
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(turn(place))
+        except OSError as error:
+            if not isinstance(error, PermissionError) and error.errno != errno.EROFS:
+                raise
+            log.warning("other processes may work on %s at the same time, it cannot be locked: %s", place, error)
         yield
 
 

@@ -6,8 +6,10 @@ of its own and scores the samples of the holdout data that the study scored. Dif
 
 from __future__ import annotations
 
+import errno
+import itertools
 import json
-import tempfile
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,7 +21,9 @@ from service.resolved_study import ResolvedStudy
 from service.results.statistics import estimate, paired_difference
 from service.studies.export import chosen_trial, export_trial
 from service.types import Estimate
+from workers.directories import scratch
 from workers.errors import InvalidModel
+from workers.models.family import resolve_family
 from workers.types import SampleResult, Span, Split
 
 if TYPE_CHECKING:
@@ -66,13 +70,16 @@ def export_quantised(
     has no holdout data that were scored for this trial.
 
     Raises:
-        NotFound, Conflict, InvalidStudy: As `export_trial`; Conflict also if `out` is not empty.
-        InvalidModel: The model cannot be quantised.
+        NotFound, Conflict, InvalidStudy: As `export_trial`; Conflict also if `out` is not empty, or if a holdout task
+            has changed since the study.
+        InvalidModel: The model cannot be quantised, or vLLM has no models of its modality.
         EngineUnavailable: vLLM cannot score it. The model is then written without scores.
     """
     from search_spaces.study.file import Study
+    from service.studies.preflight.files import check_files
+    from service.studies.preflight.models import with_revisions
     from workers.engines.vllm.checkpoint_engine import scores_of
-    from workers.export.quantised import quantise
+    from workers.export.quantised import check_quantisable, quantise
 
     out = out.resolve()
     if out.exists() and any(out.iterdir()):
@@ -80,18 +87,37 @@ def export_quantised(
     chosen = chosen_trial(store, record, trial)
     if any(layer.alignment is not None for layer in chosen.read_recipe().layers):
         raise InvalidModel((f"trial {chosen.number}: vLLM has no model class for its alignments between layers",))
+    # What can be refused is refused before the merge is computed and written, which may take an hour.
+    study, resolved = Study.model_validate(record.document), ResolvedStudy.of(record)
+    samples = store.samples(record.id, chosen.recipe.digest, Split.HOLDOUT, has_tokens=False)
+    check_files(study, resolved.access)
+    models = with_revisions(study, resolved).models
+    sources = resolve_family(models.base, models.named, tokenizer=models.tokenizer)
+    if not sources.modality.runs_on_vllm:
+        raise InvalidModel(
+            (f"{models.base}: is a model of kind {sources.modality.name}; expected a model that vLLM runs",)
+        )
+    check_quantisable(sources.base.directory, scheme=scheme)
+    spans = _spans(study, resolved, samples)
     out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{out.name}.full-", dir=out.parent) as place:
-        full = export_trial(store, record, str(chosen.number), Path(place) / out.name, dtype=dtype, **details)
-        found = quantise(full, out, scheme=scheme)
+    try:
+        with scratch(0, name="mergesearch-quantise", places=[out.parent]) as place:  # the export looks for its space
+            full = export_trial(store, record, str(chosen.number), place / out.name, dtype=dtype, **details)
+            found = quantise(full, out, scheme=scheme)
+    except FileExistsError as error:
+        raise Conflict(str(error)) from error
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise Conflict(
+            f"{out}: {os.strerror(error.errno)}: the merge in full and the quantised model do not both fit; make "
+            "room or give a directory on another disk"
+        ) from error
     note(
         f"quantised {found.num_layers} linear layers: {gib(found.bytes_before)} became {gib(found.bytes_after)}; "
         f"weights differ by {found.error:.1%}"
     )
-    study = Study.model_validate(record.document)
     _describe(out, found, {})
-    samples = store.samples(record.id, chosen.recipe.digest, Split.HOLDOUT, has_tokens=False)
-    spans = _spans(study, ResolvedStudy.of(record), samples)
     if not spans:
         note("no held-out scores: the study has none of this trial")
         return {}
@@ -120,7 +146,9 @@ def scores_table(scores: Mapping[str, QuantisedScore]) -> list[tuple[str, ...]]:
 
 
 def _spans(study: Study, resolved: ResolvedStudy, samples: Sequence[SampleResult]) -> tuple[Span, ...]:
-    """The samples of the holdout data that the study has scored, as ranges. Other positions than the first are none.
+    """The samples of the holdout data that the study has scored, as ranges from the first position on.
+
+    A range ends before the first position that was not scored; those after it are left out.
 
     Raises Conflict if a task is not that which the study scored.
     """
@@ -128,7 +156,8 @@ def _spans(study: Study, resolved: ResolvedStudy, samples: Sequence[SampleResult
 
     spans = []
     for spec in study.holdout:
-        count = sum(sample.objective == spec.name for sample in samples)
+        scored = {sample.position for sample in samples if sample.objective == spec.name}
+        count = next(position for position in itertools.count() if position not in scored)
         if not count:
             continue
         task = task_spec(spec, seed=study.search.seed, access=resolved.access)

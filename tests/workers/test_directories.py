@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import shutil
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 
 from workers import directories
-from workers.directories import SCRATCH_MARGIN, replacing, scratch, turn, write_file
+from workers.directories import SCRATCH_MARGIN, replacing, scratch, turn, turn_if_writable, write_file
 
 
 def test_a_file_is_written_to_a_new_directory_and_replaced(tmp_path: Path) -> None:
@@ -84,6 +85,31 @@ def test_a_turn_has_a_time_limit(
             pass
         assert len(caplog.records) == 1
         assert f"process {process.pid} works on {place}; this process waits" in caplog.text
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EROFS])
+def test_what_cannot_be_locked_is_worked_on_without_a_lock(
+    tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(Path, "open", refused)
+    done = []
+    with turn_if_writable(tmp_path / "index"):
+        done.append(1)
+    assert done == [1]
+    assert f"other processes may work on {tmp_path / 'index'} at the same time" in caplog.text
+    number = errno.ENOSPC
+    with pytest.raises(OSError, match="No space left"), turn_if_writable(tmp_path / "index"):
+        pass
+
+
+def test_errors_of_the_work_are_those_of_the_work(tmp_path: Path) -> None:
+    with pytest.raises(PermissionError, match="mine"), turn_if_writable(tmp_path / "index"):
+        raise PermissionError("mine")
+    with turn(tmp_path / "index", limit_s=0.0):
+        pass
 
 
 def test_a_killed_holder_holds_nobody_up(tmp_path: Path) -> None:

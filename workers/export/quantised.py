@@ -25,7 +25,7 @@ from workers.errors import InvalidModel
 if TYPE_CHECKING:
     from compressed_tensors.quantization import QuantizationScheme
 
-__all__ = ["SCHEMES", "Quantised", "quantise"]
+__all__ = ["SCHEMES", "Quantised", "check_quantisable", "quantise"]
 
 # The schemes by name, each the name of a preset of compressed-tensors.
 # - int4: weights in 4 bits, a scale for each group of up to 128 weights of a row; activations are not quantised
@@ -67,15 +67,14 @@ def quantise(checkpoint: str | Path, out_dir: str | Path, *, scheme: str) -> Qua
     `SCHEMES`. `config.json` gets the section `quantization_config`, by which vLLM and transformers read the files.
 
     Raises:
-        InvalidModel: The model has no linear layers that can be quantised, or it is a mixture of experts, whose experts
-            are not linear layers.
+        InvalidModel: As `check_quantisable`; also if the files lack the weights of a linear layer, or have them under
+            another name or with another shape than transformers.
         FileExistsError: `out_dir` is not empty.
     """
     source, out = Path(checkpoint), Path(out_dir).resolve()
     if out.exists() and any(out.iterdir()):
         raise FileExistsError(f"{out}: is not empty; expected a new or empty directory")
-    linear = linear_layers(source)
-    preset, group = _scheme(scheme, linear.values(), source)
+    linear, preset, group = _chosen(source, scheme)
     sizes = _Sizes()
     with appearing(out, f"quantised-{scheme}") as directory:
         for file in source.iterdir():
@@ -86,11 +85,33 @@ def quantise(checkpoint: str | Path, out_dir: str | Path, *, scheme: str) -> Qua
             tensors = dict(_file_tensors(file, linear, preset, sizes))
             save_file(tensors, directory / file.name, metadata={"format": "pt"})
             weight_map |= dict.fromkeys(tensors, file.name)
+        if missed := [name for name in linear if f"{name}.weight_scale" not in weight_map]:
+            raise InvalidModel(
+                (
+                    f"{source}: {len(missed)} of {len(linear)} linear layers of its configuration have no weights of "
+                    f"their name and shape in its files, such as {missed[0]}; expected weights for all of them",
+                )
+            )
         if (source / INDEX).is_file():
             document = {"metadata": {"total_size": sizes.after}, "weight_map": weight_map}
             (directory / INDEX).write_text(json.dumps(document, indent=2) + "\n")
         _write_config(directory / "config.json", preset)
     return Quantised(scheme, sizes.num_layers, group, sizes.before, sizes.after, sizes.error)
+
+
+def check_quantisable(checkpoint: str | Path, *, scheme: str) -> None:
+    """Check that models with the configuration of a checkpoint can be quantised; its weights are not read.
+
+    Raises InvalidModel if there are no linear layers, if a row of one has a length that no group divides, or if the
+    model is a mixture of experts, whose experts are not linear layers. `scheme` is a key of `SCHEMES`.
+    """
+    _chosen(Path(checkpoint), scheme)
+
+
+def _chosen(checkpoint: Path, name: str) -> tuple[dict[str, tuple[int, int]], QuantizationScheme, int]:
+    """The shapes of a model's linear layers by name, the scheme `name` of compressed-tensors, and its group's size."""
+    linear = linear_layers(checkpoint)
+    return linear, *_scheme(name, linear.values(), checkpoint)
 
 
 @dataclass

@@ -9,7 +9,7 @@ import secrets
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -180,8 +180,8 @@ class EngineWorker:
         `spans` are the ranges of samples to compare. The merge of `recipe` is computed on the CPU and written to a
         checkpoint, on a disk that has the room, which transformers loads and runs in float32: on a GPU of this machine
         that is free (`gpu_verification`), else on the CPU. If the recipe has alignments (maps between layers), it
-        has no ordinary checkpoint, and the merged model is built in transformers directly. Returns a report of 0
-        samples if nothing can be compared, or if no disk has the room.
+        has no ordinary checkpoint, and the merged model is built in transformers directly, without files. Returns a
+        report of 0 samples if nothing can be compared, or if no disk has the room.
         """
         import torch
 
@@ -198,10 +198,13 @@ class EngineWorker:
         engine.swap(recipe)
         texts = texts_to_read(self.evaluator, samples, spans)
         # Users' exports are computed on the CPU, also where the engine merges on a GPU.
-        bank, model = open_bank(family_to_json(engine.family)).on("cpu"), None
+        bank = open_bank(family_to_json(engine.family)).on("cpu")
         dtype = getattr(torch, engine.dtype)
-        is_aligned = any(layer.alignment for layer in recipe.layers)
-        num_parameters = 0 if is_aligned else sum(map(math.prod, merged_names(recipe, bank).values()))
+        if any(layer.alignment for layer in recipe.layers):
+            arguments = (recipe.digest, engine.prompts.directory, engine.options)
+            model = merged_model(recipe, bank, dtype=engine.dtype)
+            return verify(*arguments, **self._compared(samples, spans, texts), evaluator=self.evaluator, model=model)
+        num_parameters = sum(map(math.prod, merged_names(recipe, bank).values()))
         try:
             with scratch(
                 num_parameters * dtype.itemsize,
@@ -209,30 +212,29 @@ class EngineWorker:
                 places=[Path(tempfile.gettempdir()), cache_dir() / "scratch"],
             ) as place:
                 directory = place / "merge"
-                if is_aligned:
-                    model = merged_model(recipe, bank, dtype=engine.dtype)
-                else:
-                    export(recipe, bank, directory, dtype=dtype)
-                arguments = (
-                    recipe.digest,
-                    str(directory) if model is None else engine.prompts.directory,
-                    engine.options,
-                )
-                options: dict[str, Any] = {
-                    "samples": samples,
-                    "spans": spans,
-                    "dtype": engine.dtype,
-                    "engine_logprobs": dict(zip(texts, engine.logprobs(texts), strict=True)),
-                }
-                if self._verify_elsewhere is not None and model is None:
+                export(recipe, bank, directory, dtype=dtype)
+                arguments = (recipe.digest, str(directory), engine.options)
+                options = self._compared(samples, spans, texts)
+                if self._verify_elsewhere is not None:
                     report = self._verify_elsewhere(arguments, options, num_parameters=num_parameters)
                     if report is not None:
                         return report
-                return verify(*arguments, **options, evaluator=self.evaluator, model=model)
+                return verify(*arguments, **options, evaluator=self.evaluator)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             return _not_verified(recipe, engine.dtype, f"the export of the merge cannot be written: {error}")
+
+    def _compared(
+        self, samples: tuple[SampleResult, ...], spans: tuple[Span, ...], texts: Sequence[tuple[int, ...]]
+    ) -> dict[str, Any]:
+        """The arguments of `verification.verify` with the engine's results; it reads `texts` of the merge it holds."""
+        return {
+            "samples": samples,
+            "spans": spans,
+            "dtype": self.engine.dtype,
+            "engine_logprobs": dict(zip(texts, self.engine.logprobs(texts), strict=True)),
+        }
 
     def check(self) -> tuple[CanaryReport, ...]:
         return (self.engine.check(),)

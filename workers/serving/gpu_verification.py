@@ -71,19 +71,20 @@ def verify_on_free_gpu(
     - `num_parameters`: the size of the exported model
     - `device`: the device of the actor, which has a GPU of Ray to itself
     - `start_s`: seconds until the actor must be ready
-    - `resources`: returns the free resources of the cluster; by default Ray is asked
+    - `resources`: returns the free resources of this machine; by default Ray is asked
     - `reserved`: what the actor reserves of this machine, as options of Ray
 
-    Returns None without Ray, if no GPU is free or large enough, and if the actor dies; the log says why. Raises the
-    errors of `verification.verify`.
+    Returns None without Ray, if no GPU of this machine is free or large enough, if the GPU's memory runs out, and if
+    the actor dies or cannot be placed; the log says why, except if no GPU is free. Raises the errors of
+    `verification.verify`.
     """
     import ray
-    from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
+    from ray.exceptions import RayError, RayTaskError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     if not ray.is_initialized():
         return None
-    if (resources or ray.available_resources)().get("GPU", 0) < 1:
+    if (resources or _free_here)().get("GPU", 0) < 1:
         return None
     # Only a process on this machine can read the export.
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
@@ -100,12 +101,33 @@ def verify_on_free_gpu(
         log.info("verification runs on a free GPU")
         report: VerificationReport = ray.get(actor.verify.remote(*arguments, **options))
     except RayTaskError as error:
+        if _is_of_gpu(error.cause):
+            log.warning("verification failed on the GPU, and the CPU computes: %s", error.cause)
+            return None
         if isinstance(error.cause, Exception):
             raise error.cause from None
         raise
-    except (ActorDiedError, ActorUnavailableError) as error:
-        log.warning("the process that verified on a GPU died, and the CPU computes: %s", error)
+    except RayError as error:  # the actor died or was not placed, or its answer was lost
+        log.warning("no process on a GPU verified, and the CPU computes: %s", error)
         return None
     finally:
         ray.kill(actor)
     return report
+
+
+def _free_here() -> Mapping[str, float]:
+    """The free resources of this machine, of Ray's."""
+    import ray
+    from ray._private.state import available_resources_per_node
+
+    found: Mapping[str, float] = available_resources_per_node().get(ray.get_runtime_context().get_node_id(), {})
+    return found
+
+
+def _is_of_gpu(error: BaseException | None) -> bool:
+    """Whether an error is PyTorch's of an accelerator, such as one whose memory is full. A CPU does not have it."""
+    import torch
+
+    if isinstance(error, (torch.OutOfMemoryError, torch.AcceleratorError)):
+        return True
+    return isinstance(error, RuntimeError) and str(error).startswith("CUDA error")  # of a library, such as cuBLAS

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import ray
+from ray._private.state import available_resources_per_node
 from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 
 from search_spaces.spaces.base import Coefficients
@@ -26,6 +28,9 @@ ACTOR_DEATH = (RayActorError, OutOfMemoryError)
 
 # An actor that died is replaced. After this many deaths without a result between them, the attempt ends.
 MAX_DEATHS = 3
+
+# Seconds until the process of an actor must run. Ray starts it once a machine has the resources, and it imports torch.
+START_S = 300.0
 
 # CPUs that Ray reserves for the gradient actor. As for a replica, the actor may use more.
 ACTOR_CPUS = 0.1
@@ -47,6 +52,8 @@ class RayGradients:
         self._coefficients: Coefficients | None = None
         self._request: ChargedRequest | None = None
         self._num_deaths = 0
+        self._start_call: Any = None  # ends once the actor runs; None if it is known to run
+        self._start_by = 0.0
 
     def use_completions(self, read: Callable[[], Completions]) -> None:
         """Use source models' completions, which `read` returns, as reference answers of later requests.
@@ -79,10 +86,30 @@ class RayGradients:
         """The result of the request that `begin` sent, or None if there is none within `timeout_s` seconds.
 
         The result is also None if the actor died; another actor then repeats the request. Raises InvalidModel,
-        InvalidTask, EngineUnavailable or StudyFailed in the cases that `finish` lists.
+        InvalidTask, EngineUnavailable or StudyFailed in the cases that `finish` and `check_start` list.
         """
         ready, _ = ray.wait([self.pending], timeout=timeout_s)
-        return self.finish() if ready else None
+        if ready:
+            return self.finish()
+        self.check_start()
+        return None
+
+    def check_start(self) -> None:
+        """Raise EngineUnavailable if the actor has not started in START_S seconds; then it is not started any more.
+
+        Resources that were free when the actor was asked for may have been taken before it got them.
+        """
+        if self._start_call is None:
+            return
+        if ray.wait([self._start_call], timeout=0)[0]:
+            self._start_call = None
+        elif time.monotonic() > self._start_by:
+            ray.kill(self.actor)
+            self.actor = self._start_call = None
+            raise EngineUnavailable(
+                f"the gradient actor did not start in {START_S:.0f} s, because no machine of the cluster had the CPUs "
+                "and GPUs free that it reserves; free some, or use fewer engine.replicas"
+            )
 
     def finish(self) -> LossesResult | GradientResult | None:
         """The result of the completed call to the gradient actor, or None if the actor died.
@@ -122,29 +149,32 @@ class RayGradients:
         Completions serve as reference answers of losses; coefficients are the parameters by which gradients are
         computed. The actor executes its calls in order, so it has both before the first request.
         """
-        inputs = on_free_device(self._inputs, ray.available_resources())
+        inputs = on_free_device(self._inputs, list(available_resources_per_node().values()))
         kind: Any = ray.remote(GradientActor)
         num_gpus = inputs.num_gpus if inputs.device == "cuda" else 0
         self.actor = kind.options(num_cpus=ACTOR_CPUS, num_gpus=num_gpus).remote(inputs)
+        self._start_call, self._start_by = self.actor.__ray_ready__.remote(), time.monotonic() + START_S
         if self._completions is not None:
             self.actor.use_completions.remote(self._completions())
         if self._coefficients is not None:
             self.actor.use_coefficients.remote(self._coefficients)
 
 
-def on_free_device(inputs: GradientInputs, resources: Mapping[str, float]) -> GradientInputs:
+def on_free_device(inputs: GradientInputs, machines: Sequence[Mapping[str, float]]) -> GradientInputs:
     """The inputs of a gradient actor, changed to compute on the CPU if no GPU is free.
 
-    `inputs` is returned unchanged if it asks for the CPU, or if `resources`, Ray's free resources, have a GPU. An actor
-    that reserves a GPU while none is free would wait forever. A model whose layers are divided over several GPUs is not
-    computed on the CPU, which would take days: EngineUnavailable is raised if fewer GPUs are free.
+    `machines` has Ray's free resources of each machine. `inputs` is returned unchanged if it asks for the CPU, or if a
+    machine has the GPUs. An actor that reserves GPUs which no machine has free would wait forever. A model whose layers
+    are divided over several GPUs is not computed on the CPU, which would take days: EngineUnavailable is raised if no
+    machine has that many free.
     """
-    if inputs.device != "cuda" or resources.get("GPU", 0) >= inputs.num_gpus:
+    free = max((machine.get("GPU", 0) for machine in machines), default=0)
+    if inputs.device != "cuda" or free >= inputs.num_gpus:
         return inputs
     if inputs.num_gpus > 1:
         raise EngineUnavailable(
-            f"gradients are planned on {inputs.num_gpus} GPUs of one machine, and {resources.get('GPU', 0):g} of the "
-            "cluster are free; free GPUs, or use fewer engine.replicas"
+            f"gradients are planned on {inputs.num_gpus} GPUs of one machine, and at most {free:g} are free on one; "
+            "free GPUs, or use fewer engine.replicas"
         )
     logger.warning("no GPU is free for gradients, so the CPU computes them")
     return replace(inputs, device="cpu")

@@ -58,9 +58,10 @@ class RayProposer:
     - `completions`: reads correct completions of the study's source models
     - `checkpoints`: stores the policies of a searcher that trains policies
 
-    The method `result` raises EngineUnavailable if actors keep dying, or if an actor cannot read files that it needs.
-    It raises InvalidModel or InvalidTask if an actor cannot use a model or a task. It raises StudyFailed if an actor
-    cannot work for another reason, for example because a policy has numbers that are NaN.
+    The method `result` raises EngineUnavailable if actors keep dying, if the gradient actor does not start, or if an
+    actor cannot read files that it needs. It raises InvalidModel or InvalidTask if an actor cannot use a model or a
+    task. It raises StudyFailed if an actor cannot work for another reason, for example because a policy has numbers
+    that are NaN.
     """
 
     def __init__(
@@ -142,6 +143,8 @@ class RayProposer:
         while True:
             ready, _ = ray.wait([self._pending], timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
+                if self._gradients is not None:
+                    self._gradients.check_start()
                 return None
             answer = self._finish()
             if answer is not None:

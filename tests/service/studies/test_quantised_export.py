@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,12 +14,16 @@ import pytest
 from search_spaces.study.engine import EngineOptions
 from service.errors import Conflict, NotFound
 from service.store import Store
+from service.studies import quantised_export
 from service.studies.quantised_export import export_quantised, scores_table
 from service.types import JobRecord
 from tests.builders import tiny_family
 from tests.service.site import Site
 from tests.service.sums import score_baselines, sums_study, write_sums
-from workers.errors import EngineUnavailable
+from workers.errors import EngineUnavailable, InvalidModel
+from workers.export import quantised
+from workers.models.family import ResolvedFamily
+from workers.models.modalities import IMAGE
 from workers.types import SampleResult, Span
 
 BEST = "7"
@@ -113,6 +119,54 @@ def test_a_trial_without_held_out_scores_and_wrong_places(site: Site, tmp_path: 
     with pytest.raises(NotFound, match="trial '99'"):
         export_quantised(site.store, record, "99", tmp_path / "new", scheme="int8", score=all_right)
     assert not (tmp_path / "new").exists()
+
+
+def test_what_cannot_be_quantised_is_not_exported(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An export of a large model takes long, so what can be refused is refused before it."""
+    monkeypatch.setattr(quantised_export, "export_trial", lambda *_, **__: pytest.fail("the merge is exported"))
+
+    def export(scheme: str) -> None:
+        export_quantised(site.store, the_study(site), BEST, tmp_path / "q", scheme=scheme, score=all_right)
+
+    monkeypatch.setattr(quantised, "GROUPS", (48,))
+    with pytest.raises(InvalidModel, match=r"linear layers have .*32.* inputs; int4 needs multiples of 48"):
+        export("int4")
+    monkeypatch.setattr(ResolvedFamily, "modality", IMAGE)
+    with pytest.raises(InvalidModel, match="is a model of kind image; expected a model that vLLM runs"):
+        export("int8")
+    assert not (tmp_path / "q").exists()
+
+
+def test_a_full_disk_is_a_conflict(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def export() -> None:
+        export_quantised(site.store, the_study(site), BEST, tmp_path / "q", scheme="int8", score=all_right)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(quantised, "save_file", full)
+        with pytest.raises(Conflict, match=r"q: No space left on device: the merge in full and the quantised model"):
+            export()
+    assert list(tmp_path.iterdir()) == []
+    # What an export left behind that was killed is removed by the next one.
+    left = tmp_path / "mergesearch-quantise-killed"
+    left.mkdir()
+    (left / ".lock").touch()
+    export()
+    assert list(tmp_path.iterdir()) == [tmp_path / "q"]
+
+
+def test_scores_are_of_positions_without_a_gap(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A range of samples begins at the first one, so those after a sample that was not scored are left out."""
+    stored = site.store.samples
+
+    def with_gap(*arguments: Any, **options: Any) -> tuple[SampleResult, ...]:
+        return tuple(sample for sample in stored(*arguments, **options) if sample.position != 5)
+
+    monkeypatch.setattr(site.store, "samples", with_gap)
+    found = export_quantised(site.store, the_study(site), BEST, tmp_path / "q", scheme="int8", score=all_right)
+    assert found["sums"].quantised.samples == found["sums"].merge.samples == 5
 
 
 def test_changed_data_are_not_compared(site: Site, tmp_path: Path) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.builders import tiny_llama
@@ -66,6 +67,18 @@ def test_a_model_in_several_files_keeps_them(checkpoint: Path, tmp_path: Path) -
     assert index["metadata"]["total_size"] == found.bytes_after
     first = files[index["weight_map"]["model.layers.0.mlp.up_proj.weight"]]["model.layers.0.mlp.up_proj.weight"]
     assert first.dtype == torch.int8
+
+
+def test_a_layer_whose_weights_are_not_found_is_an_error(checkpoint: Path, tmp_path: Path) -> None:
+    """A file with other names than transformers' modules would leave layers in 16 bits."""
+    shutil.copytree(checkpoint, tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["decoder.layers.3.mlp.up_proj.weight"] = tensors.pop("model.layers.3.mlp.up_proj.weight")
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(InvalidModel, match=r"1 of 56 linear layers .* such as model\.layers\.3\.mlp\.up_proj;"):
+        quantise(tmp_path / "model", tmp_path / "out", scheme="int8")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def test_what_cannot_be_quantised_is_refused(tmp_path: Path) -> None:

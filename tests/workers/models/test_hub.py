@@ -240,6 +240,33 @@ def test_broken_download_continues(hub: Hub) -> None:
     assert hub.sent == {second: sizes[second]}
 
 
+def test_a_download_needs_no_lock_and_a_complete_one_no_hub(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Models can be used with a cache whose lock files belong to another user."""
+    opened = Path.open
+
+    def refused(path: Path, mode: str = "r", *arguments: Any, **options: Any) -> Any:
+        if path.suffix == ".lock" and path.parent.name == "downloads":
+            raise PermissionError(f"{path}: another user's")
+        return opened(path, mode, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", refused)
+    place = locate("owner/math")
+    (found,) = fetched([place])
+    assert (found / "model.safetensors").is_file()
+    assert "it cannot be locked" in caplog.text
+    caplog.clear()
+    hub.requests.clear()
+    assert fetched([place]) == (found,)
+    assert hub.requests == []
+    assert caplog.text == ""
+    # An interrupted download may lack a small file.
+    (found / "config.json").unlink()
+    fetched([place])
+    assert (found / "config.json").is_file()
+
+
 def test_how_far_a_download_is_can_be_heard(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("workers.models.remote.hub.INTERVAL_S", 0.0)
     notes: list[str] = []

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 import torch
+from ray.exceptions import ActorDiedError, ActorUnschedulableError, RayError, RayTaskError
 
 from search_spaces.study.engine import EngineOptions
 from tests.workers.recipes import arithmetic
@@ -25,6 +28,7 @@ from workers.types import Family, Span, TaskSpec
 OPTIONS = EngineOptions(max_model_len=64)
 FREE: Mapping[str, float] = {"CPU": 2.0, "GPU": 1.0}
 A_CPU = {"num_cpus": 1}
+HERE = "a1" * 28  # a node's id in Ray
 
 
 @pytest.fixture(scope="module")
@@ -106,8 +110,77 @@ def test_a_model_must_fit_into_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert verifier.lack(2**30 + 1) == "5.0 GiB are needed on the GPU, 5.0 are free"
 
 
-def test_without_ray_the_caller_verifies(monkeypatch: pytest.MonkeyPatch) -> None:
-    import ray
+class _Actor:
+    """Stand-in for the handle of an actor, for its methods, and for the class that Ray makes of one."""
 
+    def __getattr__(self, name: str) -> _Actor:
+        return self
+
+    def options(self, **_: Any) -> _Actor:
+        return self
+
+    def remote(self, *_: Any, **__: Any) -> Any:
+        return self
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RayTaskError("verify", "", torch.OutOfMemoryError("CUDA out of memory")),
+        RayTaskError("verify", "", torch.AcceleratorError("CUDA error: an illegal memory access")),
+        RayTaskError("verify", "", RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED")),
+        ActorDiedError(),
+        ActorUnschedulableError("its machine has left"),
+    ],
+)
+def test_the_caller_verifies_if_the_gpu_fails(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with_ray(monkeypatch, error)
+    assert verify_on_free_gpu((), {}, num_parameters=1, resources=lambda: FREE) is None
+    assert "the CPU computes" in caplog.text
+
+
+def test_other_errors_of_the_process_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_ray(monkeypatch, RayTaskError("verify", "", RuntimeError("shapes differ")))
+    with pytest.raises(RuntimeError, match="shapes differ") as raised:
+        verify_on_free_gpu((), {}, num_parameters=1, resources=lambda: FREE)
+    assert not isinstance(raised.value, RayError)
+
+
+def test_only_gpus_of_this_machine_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No process is started if only another machine has a free GPU."""
+    from ray._private import state
+
+    with_ray(monkeypatch, ActorDiedError())
+    free: dict[str, dict[str, float]] = {HERE: {"CPU": 2.0}, "there": {"GPU": 8.0}}
+    monkeypatch.setattr(state, "available_resources_per_node", lambda: free)
+    monkeypatch.setattr(ray, "remote", lambda _: pytest.fail("an actor is started"))
+    assert verify_on_free_gpu((), {}, num_parameters=1) is None
+
+
+def with_ray(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """Replace Ray by a stand-in whose actor is ready, and whose answer is `error`."""
+    actor, answers = _Actor(), iter([None, error])
+
+    def get(_: Any) -> Any:
+        answer = next(answers)
+        if answer is not None:
+            raise answer
+        return None
+
+    replaced: dict[str, Any] = {
+        "is_initialized": lambda: True,
+        "get_runtime_context": lambda: SimpleNamespace(get_node_id=lambda: HERE),
+        "remote": lambda _: actor,
+        "wait": lambda refs, *, timeout: (refs, []),
+        "get": get,
+        "kill": lambda _: None,
+    }
+    for name, value in replaced.items():
+        monkeypatch.setattr(ray, name, value)
+
+
+def test_without_ray_the_caller_verifies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     assert gpu_verification.verify_on_free_gpu((), {}, num_parameters=1) is None

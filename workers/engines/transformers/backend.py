@@ -6,6 +6,7 @@ log-probabilities.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -99,7 +100,12 @@ class Reference:
         while any(text is None for text in texts):
             positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
             output = self.model(
-                input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
+                input_ids=ids,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+                **_last_logits_only(self.model),
             )
             cache = output.past_key_values
             best = _checked(output.logits[:, -1], len(requests)).float().log_softmax(-1).topk(2)
@@ -192,6 +198,16 @@ def next_token_scores(model: Any, tokens: Sequence[int]) -> torch.Tensor:
 def _device_of(model: Any) -> Any:
     """The device of a model's inputs. A wrapper without a device moves its inputs itself."""
     return getattr(model, "device", "cpu")
+
+
+def _last_logits_only(model: Any) -> dict[str, int]:
+    """Arguments with which a model computes logits at the last position only; none if its `forward` does not take any.
+
+    The logits of a batch of prompts at all positions may need more memory than the weights.
+    """
+    forward = getattr(model, "forward", None)
+    known = inspect.signature(forward).parameters if forward is not None else {}
+    return {"logits_to_keep": 1} if "logits_to_keep" in known else {}
 
 
 def _checked(logits: torch.Tensor, num_prompts: int) -> torch.Tensor:

@@ -2,7 +2,8 @@
 
 How much rounding changes log-probabilities depends on the model: logits near 32 lie 0.125 apart in bfloat16, and small
 logits much closer. Therefore transformers computes some texts in both dtypes, with the same weights, and the tolerances
-are multiples of the differences between its results. In float32 the tolerance is a constant.
+are multiples of the differences between its results. In float32 the tolerance is a constant. If rounding changes the
+results so much that another merge could not be told from the right one, nothing is compared (`too_large`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 from workers.engines.transformers.backend import next_token_scores
 from workers.evaluation.prompts import LOGPROB_TOLERANCE
 
-__all__ = ["LEAST_TOLERANCE", "TIMES_ROUNDING", "Tolerance", "measured_tolerance"]
+__all__ = ["LEAST_TOLERANCE", "TIMES_ROUNDING", "Tolerance", "measured_tolerance", "too_large"]
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +29,9 @@ TIMES_ROUNDING = 2.5
 
 # The least tolerance in 16 bits, for models that hardly round.
 LEAST_TOLERANCE = {"float16": 0.002, "bfloat16": 0.01}
+
+# The largest tolerance in 16 bits, as a multiple of the constant LOGPROB_TOLERANCE. With more, wrong merges would pass.
+MOST_TIMES_CONSTANT = 2.0
 
 # The root mean square of n differences varies by chance, by about 1/sqrt(n) of itself: so many times this share are
 # allowed for a single text or sample.
@@ -71,6 +75,11 @@ class Tolerance:
             return self.value
         return max(TIMES_GAP * self.gap_rounding, self.value)
 
+    @property
+    def too_large(self) -> str | None:
+        """Reason why wrong merges could pass with these tolerances, as text; None if they cannot."""
+        return too_large(self.dtype, self.rounding, self.gap_rounding)
+
     def of(self, count: int) -> float:
         """The largest difference over `count` log-probabilities, which is larger the fewer they are.
 
@@ -81,12 +90,30 @@ class Tolerance:
         return self.value * (1 + TIMES_CHANCE / TIMES_ROUNDING / math.sqrt(max(1, count)))
 
 
+def too_large(dtype: str, *roundings: float | None) -> str | None:
+    """Reason why a measured effect of rounding to `dtype` gives no usable tolerance, as text; None if all do.
+
+    `roundings` are root mean squares of changes of log-probabilities or of gaps between them, in nats, or None if they
+    were not measured. One is too large if it is not finite, or if TIMES_ROUNDING times it is more than
+    MOST_TIMES_CONSTANT times LOGPROB_TOLERANCE.
+    """
+    most = MOST_TIMES_CONSTANT * LOGPROB_TOLERANCE[dtype] / TIMES_ROUNDING
+    for rounding in roundings:
+        if rounding is not None and not rounding <= most:  # NaN is not
+            return (
+                f"rounding to {dtype} alone changes the log-probabilities of this model by {rounding:.3g} nats (root "
+                f"mean square); a wrong merge is only found up to {most:.3g}"
+            )
+    return None
+
+
 def measured_tolerance(model: Any, texts: Iterable[Sequence[int]], *, dtype: str) -> Tolerance:
     """Measure how rounding to `dtype` changes the log-probabilities of `texts`, and return the tolerances.
 
     `model` is a transformers model in float32, whose weights are converted to `dtype` and back: afterwards they are the
     same. `texts` are lists of token ids, of which the first up to 1,024 tokens (MOST_TOKENS) are used. The tolerances
-    are constants for "float32", without texts, and if transformers cannot compute in `dtype`.
+    are constants for "float32", without texts, and if transformers cannot compute in `dtype`. Measured ones may be too
+    large to find wrong merges with them (`Tolerance.too_large`).
     """
     chosen = list(_first(texts))
     if dtype == "float32" or not chosen:

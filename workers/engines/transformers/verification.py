@@ -24,7 +24,7 @@ from workers.engines.transformers.rounding import explained, rounding_bounds
 from workers.engines.transformers.tolerance import Tolerance, measured_tolerance
 from workers.errors import InvalidTask
 from workers.evaluation.lm_eval import TaskEvaluator
-from workers.evaluation.prompts import Continuation, Generation, Prompts
+from workers.evaluation.prompts import LOGPROB_TOLERANCE, Continuation, Generation, Prompts
 from workers.types import SampleDifference, SampleResult, Span, VerificationReport
 
 __all__ = ["nothing_to_compare", "texts_to_read", "verify"]
@@ -69,6 +69,9 @@ def verify(
       its tokenizer and configuration
     - `device`: where transformers computes
 
+    Returns a report of 0 samples, with the reason, if rounding to `dtype` changes the merge's log-probabilities so much
+    that a wrong merge could pass (`tolerance.too_large`).
+
     Raises InvalidTask if a sample of a span is missing in `samples`, or if a text in `engine_logprobs` begins with the
     prompt of none of these samples.
     """
@@ -87,6 +90,8 @@ def verify(
             raise InvalidTask(f"verify: no stored sample of {expected.objective} at position {expected.position}")
         pairs.append(_Pair(stored, expected, evaluator.requests(tasks[expected.objective], expected.position)))
     tolerance = measured_tolerance(reference.model, _mixed(engine_logprobs, pairs), dtype=dtype)
+    if tolerance.too_large is not None:
+        return VerificationReport(recipe_digest, 0, 0, 0.0, LOGPROB_TOLERANCE[dtype], (), 0, reason=tolerance.too_large)
     comparison = _Comparison(reference, tolerance)
     comparison.read(pairs, engine_logprobs)
     differences = tuple(found for pair in pairs if (found := comparison.difference(pair)) is not None)

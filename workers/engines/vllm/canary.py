@@ -21,11 +21,11 @@ import torch
 
 from search_spaces.recipe import Recipe
 from workers.cache import cache_dir, cached
-from workers.directories import turn
+from workers.directories import turn_if_writable
 from workers.engines.transformers.backend import logprobs, typical_difference
 from workers.engines.transformers.merged_models import merged_model
 from workers.engines.transformers.rounding import MOST, explained, rounding_bounds
-from workers.engines.transformers.tolerance import LEAST_TOLERANCE, TIMES_ROUNDING
+from workers.engines.transformers.tolerance import LEAST_TOLERANCE, TIMES_ROUNDING, too_large
 from workers.engines.vllm.worker_extension import family_to_json, open_bank
 from workers.errors import EvidenceMismatch, TrialFailed
 from workers.evaluation.prompts import LOGPROB_TOLERANCE
@@ -137,7 +137,8 @@ class Calibration:
 class Canary:
     """Regular comparisons of one engine with transformers (canaries), and the number of comparisons that it passed.
 
-    A comparison is skipped if there is too little memory for it, or if logits are not finite. The reason of the last
+    A comparison is skipped if there is too little memory for it, if logits are not finite, or if rounding changes the
+    base model's log-probabilities so much that a wrong swap would pass (`tolerance.too_large`). The reason of the last
     skipped comparison is kept.
 
     - `family`: the base model and its experts
@@ -210,9 +211,9 @@ class Canary:
         - `engine_logprobs`: returns the engine's log-probabilities of the tokens of each prompt except the first
         - `free_bytes`: the host memory that a second model, in transformers, may take
 
-        Returns None, for a skipped comparison, if a second model does not fit into this memory, or the merge's logits
-        are not finite. Raises EvidenceMismatch if the difference, or the share of the base model in the engine's
-        log-probabilities, is larger than rounding explains.
+        Returns None, for a skipped comparison, if a second model does not fit into this memory, the merge's logits are
+        not finite, or rounding is too large to find a wrong swap. Raises EvidenceMismatch if the difference, or the
+        share of the base model in the engine's log-probabilities, is larger than rounding explains.
         """
         is_base = recipe.digest == self._base.digest
         key = self._calibration_key()
@@ -229,6 +230,9 @@ class Canary:
             return None
         bank = open_bank(family_to_json(self._family))
         self._calibration = known or self._make_calibration(key, bank)
+        if (reason := too_large(self._dtype, self._calibration.rounding)) is not None:
+            self._skipped = reason
+            return None
         model = None
         if is_base:
             theirs: Sequence[float] = self._calibration.base
@@ -253,7 +257,7 @@ class Canary:
         Replicas of a family start at the same time. The first one measures, and needs memory for a second model; the
         others wait for it. `key` is the key of the result in the cache, and `bank` has the weights.
         """
-        with turn(cache_dir() / "canaries" / digest_of(key)[:16]):
+        with turn_if_writable(cache_dir() / "canaries" / digest_of(key)[:16]):
             if (known := _known_calibration(key)) is not None:
                 return known
             model = merged_model(self._base, bank, dtype=self._dtype)

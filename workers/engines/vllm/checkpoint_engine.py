@@ -7,12 +7,15 @@ caller.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +25,17 @@ from workers.engines.vllm.environment import engine_environment, let_llvmlite_be
 from workers.engines.vllm.memory import MAX_NUM_SEQS, kv_cache_bytes
 from workers.errors import EngineUnavailable
 from workers.evaluation.prompts import Prompts
+from workers.evaluation.system_calls import PR_SET_PDEATHSIG
 from workers.types import SampleResult, Span
 
 __all__ = ["CheckpointEngine", "scores_of"]
 
 # The share of a GPU's memory that vLLM may use for weights and cache. Nothing else uses the GPU.
 GPU_SHARE = 0.9
+
+# Seconds that the process may take to start, and for each sample: much more than it needs, a hanging one is to end.
+START_S = 3600.0
+SAMPLE_S = 120.0
 
 # Lines of the end of a failed process's output that a message has.
 SHOWN = 5
@@ -83,22 +91,46 @@ class CheckpointEngine(Engine):
         raise NotImplementedError(method)
 
 
-def scores_of(directory: str | Path, options: EngineOptions, spans: Sequence[Span]) -> tuple[SampleResult, ...]:
+def scores_of(
+    directory: str | Path, options: EngineOptions, spans: Sequence[Span], *, limit_s: float | None = None
+) -> tuple[SampleResult, ...]:
     """Score samples of tasks with the checkpoint in `directory`, in a process of its own, and return the samples.
 
     `options` are the options of the engine, and `spans` the ranges of samples. Raises EngineUnavailable, with the end
-    of its output, if the process fails.
+    of its output, if the process fails, or if it runs for more than `limit_s` seconds: by default an hour, and two
+    minutes more for each sample.
     """
+    if limit_s is None:
+        limit_s = START_S + SAMPLE_S * sum(span.stop - span.start for span in spans)
     with tempfile.TemporaryDirectory(prefix="mergesearch-scores-") as place:
-        job, result = Path(place) / "job", Path(place) / "result"
+        job, result, log = (Path(place) / name for name in ("job", "result", "log"))
         job.write_bytes(pickle.dumps((str(directory), options, tuple(spans))))
         command = [sys.executable, "-m", "workers.engines.vllm.checkpoint_engine", str(job), str(result)]
-        finished = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-        if finished.returncode != 0:
-            end = "\n".join(finished.stdout.strip().splitlines()[-SHOWN:])
-            raise EngineUnavailable(f"vLLM cannot score {directory} (exit status {finished.returncode}):\n{end}")
+        status = _run(command, log, limit_s)
+        if status != 0:
+            why = f"stopped after {limit_s:g} s" if status is None else f"exit status {status}"
+            end = "\n".join(log.read_text(errors="replace").strip().splitlines()[-SHOWN:])
+            raise EngineUnavailable(f"vLLM cannot score {directory} ({why}):\n{end}")
         samples: tuple[SampleResult, ...] = pickle.loads(result.read_bytes())
         return samples
+
+
+def _run(command: Sequence[str], log: Path, limit_s: float) -> int | None:
+    """Run a command whose output goes to the file `log`; return its exit status, or None if it took too long.
+
+    After `limit_s` seconds, and if this process is interrupted, the command's processes are killed, also those that it
+    has started itself, as vLLM does.
+    """
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            return process.wait(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def _main(job: Path, result: Path) -> None:
@@ -111,4 +143,7 @@ def _main(job: Path, result: Path) -> None:
 
 
 if __name__ == "__main__":
+    ctypes.CDLL(None).prctl(
+        PR_SET_PDEATHSIG, signal.SIGKILL
+    )  # it is not in the session of the process that waits for it
     _main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -8,6 +8,7 @@ they run in Triton's interpreter.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -21,7 +22,7 @@ from workers.merging.masks import MULTIPLIERS, STEP, hashes
 from workers.merging.order_statistics import LARGEST_MARK, SPACING, Threshold
 from workers.merging.shards import Shard
 
-__all__ = ["element_hash", "merge"]
+__all__ = ["element_hash", "launching_on", "merge"]
 
 BLOCK = 1024  # elements of one Triton program
 
@@ -43,7 +44,7 @@ def merge(
     exact (`kernels.exact_rule`), because elements between two bounds of a threshold may be in other shards.
     """
     xs, size = tuple(tensors), out.numel()
-    at = _Places.of(shard, is_packed=all(tensor.numel() == size for tensor in xs))
+    at = _Places.of(shard, out.device, is_packed=all(tensor.numel() == size for tensor in xs))
     match rule:
         case rules.WeightedSum(weights):
             at.launch(_weighted_sum, size, xs, _floats(weights, out), out, size)
@@ -68,15 +69,25 @@ def merge(
             raise NotImplementedError(f"no CUDA kernel for {rule}")
 
 
+def launching_on(device: torch.device) -> AbstractContextManager[Any]:
+    """Context manager in which Triton launches kernels on `device`; nothing changes for a device other than CUDA's.
+
+    Triton launches on the process's current device, which need not be that of the operands.
+    """
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
 @dataclass(frozen=True)
 class _Places:
     """Places of the computed elements in their whole tensor, as arguments of kernels.
 
     The element at the position p of the result is the element first + p / run * stride + p % run of the whole tensor,
     with p / run rounded down. `is_shard` says whether the result has only the elements of a shard; otherwise these
-    numbers are not used. `is_packed` says whether the operands, too, have only the elements of the shard.
+    numbers are not used. `is_packed` says whether the operands, too, have only the elements of the shard. `device` is
+    the device of the operands and the result.
     """
 
+    device: torch.device
     first: int = 0
     run: int = 1
     stride: int = 1
@@ -84,24 +95,25 @@ class _Places:
     is_packed: bool = False
 
     @classmethod
-    def of(cls, shard: Shard | None, *, is_packed: bool) -> Self:
+    def of(cls, shard: Shard | None, device: torch.device, *, is_packed: bool) -> Self:
         if shard is None:
-            return cls()
-        return cls(shard.first, max(1, shard.run), shard.stride, is_shard=True, is_packed=is_packed)
+            return cls(device)
+        return cls(device, shard.first, max(1, shard.run), shard.stride, is_shard=True, is_packed=is_packed)
 
     def launch(self, kernel: Any, size: int, *arguments: Any, **constants: Any) -> None:
-        """Launch `kernel` for `size` elements, without waiting for the device."""
-        kernel[(triton.cdiv(size, BLOCK),)](
-            *arguments,
-            self.first,
-            self.run,
-            self.stride,
-            SHARD=self.is_shard,
-            PACKED=self.is_packed,
-            BLOCK=BLOCK,
-            enable_fp_fusion=False,
-            **constants,
-        )
+        """Launch `kernel` for `size` elements on the operands' device, without waiting for the device."""
+        with launching_on(self.device):
+            kernel[(triton.cdiv(size, BLOCK),)](
+                *arguments,
+                self.first,
+                self.run,
+                self.stride,
+                SHARD=self.is_shard,
+                PACKED=self.is_packed,
+                BLOCK=BLOCK,
+                enable_fp_fusion=False,
+                **constants,
+            )
 
 
 def _ties_of(

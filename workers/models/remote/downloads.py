@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from workers.cache import cache_dir
-from workers.directories import turn
+from workers.directories import turn_if_writable
 from workers.errors import InvalidModel
 from workers.models.remote.hub import Hub
 from workers.models.remote.objects import Objects
@@ -48,6 +48,9 @@ class Origin(Protocol):
         `note` is called with lines about the progress. `total` is the number of bytes to download, for these lines.
         """
 
+    def choose(self, record: SnapshotRecord) -> None:
+        """Note that the downloaded model that `record` describes is that of the requested revision."""
+
     def reason(self, error: Exception, record: SnapshotRecord) -> str:
         """One-line text that says why the download of the model `record` failed with `error`."""
 
@@ -81,10 +84,12 @@ def fetched(directories: Sequence[Path], *, note: Callable[[str], None] = log.in
 
 def _fetch(record: SnapshotRecord, note: Callable[[str], None]) -> Path:
     origin = _origin(record)
-    total = 0
+    if _is_complete(record):
+        origin.choose(record)
+        return origin.place(record)
     try:
         # One process of the machine downloads a model; the others find it when it is complete.
-        with turn(cache_dir() / "downloads" / f"{record.name.replace('/', '--')}@{record.commit[:12]}"):
+        with turn_if_writable(cache_dir() / "downloads" / f"{record.name.replace('/', '--')}@{record.commit[:12]}"):
             total = sum(_absent_files(record).values())
             with phase(f"downloads {record.name}") if total else nullcontext():
                 if total:
@@ -99,6 +104,13 @@ def _fetch(record: SnapshotRecord, note: Callable[[str], None]) -> Path:
             )
         ) from error
     return origin.place(record)
+
+
+def _is_complete(record: SnapshotRecord) -> bool:
+    """Whether all files of the model `record` are on this machine, so that nothing needs to be downloaded or locked."""
+    place = _origin(record).place(record)
+    has_small_files = all((place / file).is_file() for file in record.small_files)
+    return not record.is_outline and has_small_files and not _absent_files(record)
 
 
 def _absent_files(record: SnapshotRecord) -> dict[str, int]:

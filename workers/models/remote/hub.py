@@ -49,7 +49,10 @@ class Hub:
         snapshot = _download(record.name, record.commit, files, _notes(note, total))
         if missing := [file for file, size in record.sizes.items() if not has_size(snapshot / file, size)]:
             raise HubUnusable(f"{', '.join(missing)} did not arrive")
-        _point_to(snapshot, record.revision)
+        self.choose(record)
+
+    def choose(self, record: SnapshotRecord) -> None:
+        _point_to(self.place(record), record.revision)
 
     def reason(self, error: Exception, record: SnapshotRecord) -> str:
         return reason_of(error, record.name, record.revision)

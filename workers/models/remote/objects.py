@@ -53,6 +53,9 @@ class Objects:
             done += size
             note(f"Downloaded {size_text(done)} of {size_text(total)}")
 
+    def choose(self, record: SnapshotRecord) -> None:
+        """Do nothing: a folder of an object store has no revisions that are chosen."""
+
     def reason(self, error: Exception, record: SnapshotRecord) -> str:
         return " ".join(str(error).split()) or type(error).__name__
 

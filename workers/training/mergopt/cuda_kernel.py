@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from workers.merging.kernels.cuda import element_hash
+from workers.merging.kernels.cuda import element_hash, launching_on
 from workers.merging.masks import key_words
 
 __all__ = ["add_noise"]
@@ -27,7 +27,8 @@ def add_noise(flat: torch.Tensor, quantiles: torch.Tensor, *, key: int, start: i
     """
     if size := flat.numel():
         numbers = torch.tensor([*key_words(key), start], dtype=torch.int64, device=flat.device)
-        _add[(triton.cdiv(size, BLOCK),)](flat, quantiles, numbers, size, BLOCK=BLOCK, enable_fp_fusion=False)
+        with launching_on(flat.device):
+            _add[(triton.cdiv(size, BLOCK),)](flat, quantiles, numbers, size, BLOCK=BLOCK, enable_fp_fusion=False)
 
 
 @triton.jit

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -283,14 +284,53 @@ def test_actor_has_the_planned_device_if_it_is_free(inputs: GradientInputs) -> N
     from service.tune.proposing.ray_gradients import on_free_device
 
     on_gpu = replace(inputs, device="cuda")
-    assert on_free_device(on_gpu, {"GPU": 1.0}) is on_gpu
-    assert on_free_device(on_gpu, {"CPU": 8.0, "GPU": 0.5}) == inputs
-    assert on_free_device(inputs, {"GPU": 8.0}) is inputs
+    assert on_free_device(on_gpu, [{"CPU": 1.0}, {"GPU": 1.0}]) is on_gpu
+    assert on_free_device(on_gpu, [{"CPU": 8.0, "GPU": 0.5}, {"GPU": 0.5}]) == inputs
+    assert on_free_device(on_gpu, []) == inputs
+    assert on_free_device(inputs, [{"GPU": 8.0}]) is inputs
     on_two = replace(on_gpu, num_gpus=2)
-    assert on_free_device(on_two, {"GPU": 2.0}) is on_two
+    assert on_free_device(on_two, [{"GPU": 1.0}, {"GPU": 2.0}]) is on_two
     assert (on_gpu.devices, on_two.devices, inputs.devices) == (("cuda",), ("cuda:0", "cuda:1"), ("cpu",))
-    with pytest.raises(EngineUnavailable, match="planned on 2 GPUs of one machine, and 1 of the cluster are free"):
-        on_free_device(on_two, {"GPU": 1.0})
+    with pytest.raises(EngineUnavailable, match="planned on 2 GPUs of one machine, and at most 1 are free on one"):
+        on_free_device(on_two, [{"GPU": 1.0}, {"GPU": 1.0}])
+
+
+def test_actor_that_gets_no_resources_does_not_wait_forever(
+    inputs: GradientInputs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process may take the GPU between the look at free ones and the start."""
+    from service.tune.proposing import ray_gradients
+
+    killed: list[Any] = []
+    actor = SimpleNamespace(
+        __ray_ready__=SimpleNamespace(remote=lambda: "start"), run=SimpleNamespace(remote=lambda request: "run")
+    )
+    kind = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda _: actor))
+    monkeypatch.setattr(ray_gradients, "available_resources_per_node", dict)
+    monkeypatch.setattr(ray, "remote", lambda _: kind)
+    monkeypatch.setattr(ray, "kill", killed.append)
+    ended: list[str] = []
+
+    def wait(calls: list[str], *, timeout: float) -> tuple[list[str], list[str]]:
+        return [call for call in calls if call in ended], []
+
+    monkeypatch.setattr(ray, "wait", wait)
+    request = LossesRequest(label="", point=(), positions={"math": (0,)})
+    gradients = RayGradients(inputs)
+    gradients.begin(request)
+    assert gradients.result(timeout_s=0.0) is None
+    monkeypatch.setattr(ray_gradients, "START_S", -1.0)
+    gradients = RayGradients(inputs)
+    gradients.begin(request)
+    with pytest.raises(EngineUnavailable, match="the gradient actor did not start in"):
+        gradients.result(timeout_s=0.0)
+    assert killed == [actor]
+    # Once the actor runs, its computations may take as long as they need.
+    gradients.begin(request)
+    ended.append("start")
+    assert gradients.result(timeout_s=0.0) is None
+    ended.clear()
+    assert gradients.result(timeout_s=0.0) is None
 
 
 def test_actor_reads_requested_completions(inputs: GradientInputs) -> None:

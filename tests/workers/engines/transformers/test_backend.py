@@ -96,3 +96,27 @@ def test_infinite_logits_are_no_reference_and_masked_ones_are(reference: Referen
                 ask()
     finally:
         hook.remove()
+
+
+def test_completions_need_logits_at_the_last_position_only(
+    reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The logits of a prompt have one row; a model that computes all of them anyway gives the same completion."""
+    num_rows: list[int] = []
+    hook = reference.model.register_forward_hook(lambda *arguments: num_rows.append(arguments[-1].logits.shape[1]))
+    request = Generation(tuple(reference.prompts.encode("12+30=")), 3)
+    try:
+        (completion,) = reference.generate([request])
+        assert num_rows == [1, 1, 1]
+        num_rows.clear()
+        forward = type(reference.model).forward
+
+        def without(self: Any, *, input_ids: Any, attention_mask: Any, position_ids: Any, **cache: Any) -> Any:
+            assert set(cache) == {"past_key_values", "use_cache"}
+            return forward(self, input_ids, attention_mask=attention_mask, position_ids=position_ids, **cache)
+
+        monkeypatch.setattr(type(reference.model), "forward", without)
+        assert reference.generate([request]) == [completion]
+        assert num_rows == [len(request.tokens), 1, 1]
+    finally:
+        hook.remove()

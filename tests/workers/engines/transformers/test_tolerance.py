@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,46 @@ def test_few_tokens_are_read_in_16_bits(reference: Reference, monkeypatch: pytes
     monkeypatch.setattr(tolerance, "MOST_TOKENS", 80)
     measured_tolerance(reference.model, [*TEXTS, *TEXTS], dtype="bfloat16")
     assert lengths == [57, 23, 57, 23]
+
+
+def test_rounding_that_hides_wrong_merges_is_too_large() -> None:
+    assert Tolerance("bfloat16").too_large is None
+    assert Tolerance("bfloat16", 0.24, 0.24).too_large is None
+    assert Tolerance("float16", 0.04, 0.04).too_large is None
+    for wrong in (0.25, math.inf, math.nan):
+        for found in (Tolerance("bfloat16", wrong, 0.01), Tolerance("bfloat16", 0.01, wrong)):
+            reason = found.too_large
+            assert reason is not None
+            assert "rounding to bfloat16 alone changes the log-probabilities of this model by" in reason
+            assert "a wrong merge is only found up to 0.24" in reason
+
+
+def test_a_wrong_merge_does_not_pass_by_large_rounding(reference: Reference, tmp_path: Path) -> None:
+    """Logits in the thousands are far apart in bfloat16. Garbage would be within the tolerance measured on them."""
+    steep = Reference(reference.prompts.directory, OPTIONS)
+    output = steep.model.get_output_embeddings()
+    output.weight = torch.nn.Parameter(output.weight.data * 1000)
+    (tmp_path / "a.jsonl").write_text('{"prompt": "what is 1 and 1?", "answer": "?"}\n')
+    spans = (Span("sums", TaskSpec({"file": str(tmp_path / "a.jsonl"), "max_tokens": 5}, "exact_match"), 0, 1),)
+    evaluator = TaskEvaluator(steep, Prompts(reference.prompts.directory, OPTIONS))
+    samples = evaluator.score(spans).samples
+    (text,) = texts_to_read(evaluator, samples, spans)
+    measured = measured_tolerance(steep.model, [text], dtype="bfloat16")
+    assert measured.rounding is not None
+    off = [value + 0.9 * measured.value for value in logprobs(steep.model, text)]
+    found = verify(
+        "digest",
+        reference.prompts.directory,
+        OPTIONS,
+        samples=samples,
+        spans=spans,
+        dtype="bfloat16",
+        engine_logprobs={text: off},
+        model=steep.model,
+    )
+    assert (found.num_samples, found.is_equal, found.tolerance) == (0, False, 0.3)
+    assert found.reason == measured.too_large
+    assert found.reason is not None
 
 
 def test_a_small_difference_of_all_samples_is_found(reference: Reference, tmp_path: Path) -> None:

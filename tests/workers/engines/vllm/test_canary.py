@@ -154,3 +154,19 @@ def test_the_base_is_measured_once_on_a_machine(
         record.write_text("x")
     start("h")
     assert len(built) == 3
+
+
+def test_a_canary_is_skipped_if_rounding_hides_wrong_swaps(
+    shipped: Family, bank: Bank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(canary, "open_bank", lambda document: bank)
+    monkeypatch.setattr(canary, "calibrate", lambda *_, dtype: Calibration(dtype, (-1.0,) * 188, math.inf))
+    one = Canary(shipped, base=base_recipe(shipped), replica="a", dtype="bfloat16", vocabulary=104, max_length=512)
+
+    def garbage(prompts: Any) -> list[list[float]]:
+        return [[-9.0] * (len(prompt) - 1) for prompt in prompts]
+
+    report = one.make(base_recipe(shipped), garbage, free_bytes=1 << 40, swap_count=1)
+    assert report.canaries == 0
+    assert "rounding to bfloat16 alone changes the log-probabilities of this model by inf nats" in report.skipped

@@ -5,10 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+
+from workers.merging.shards import Shard
 
 
 def check_all(sizes: tuple[int, ...], device: str) -> int:
@@ -57,7 +62,6 @@ def check_shards(shape: tuple[int, ...], device: str) -> int:
     """
     from tests.workers.merging.kernels.test_kernels import bits, given_to, merges, operands
     from workers.merging.kernels import FUSED, ON_CUDA, cuda, exact_rule
-    from workers.merging.shards import Shard
 
     compared = 0
     for num_sources, dtype in ((2, torch.float32), (3, torch.bfloat16)):
@@ -96,6 +100,31 @@ def test_interpreter_gives_plain_bits() -> None:
 def test_interpreter_gives_the_bits_of_whole_merges_to_shards() -> None:
     """Kernels give shards the bits of whole merges in the interpreter, from whole operands and from their parts."""
     assert interpreted("check_shards((7, 33), 'cpu')") > 150
+
+
+def test_kernels_are_launched_on_the_device_of_their_operands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton launches on the process's current device, so that of the operands is made the current one."""
+    from workers.merging.kernels import cuda
+
+    current: list[torch.device] = []
+    launched: list[tuple[torch.device, ...]] = []
+
+    @contextmanager
+    def device(chosen: torch.device) -> Iterator[None]:
+        current.append(chosen)
+        yield
+        current.pop()
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *_, **__: launched.append(tuple(current))
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    second = torch.device("cuda:1")
+    for shard in (None, Shard(0, 1, 1, (1,))):
+        cuda._Places.of(shard, second, is_packed=False).launch(Kernel(), 5)
+    cuda._Places.of(None, torch.device("cpu"), is_packed=False).launch(Kernel(), 5)
+    assert launched == [(second,), (second,), ()]
 
 
 def interpreted(call: str) -> int:

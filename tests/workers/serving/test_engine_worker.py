@@ -1,0 +1,76 @@
+"""Verification by the worker of a replica, whose engine and comparison with transformers are stand-ins."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from search_spaces.recipe import Recipe
+from search_spaces.study.engine import EngineOptions
+from tests.workers.recipes import arithmetic
+from workers.engines.transformers import merged_models, verification
+from workers.serving import engine_worker
+from workers.serving.engine_worker import EngineWorker
+from workers.types import Family, VerificationReport
+
+FOUND = VerificationReport("digest", 2, 2, 0.0, 1e-3, (), 0)
+
+
+class Aligned:
+    """A recipe as far as verification reads it, of which each layer has an alignment."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.digest = recipe.digest
+        self.layers = [SimpleNamespace(alignment="of another layer")] * len(recipe.layers)
+
+
+@pytest.fixture
+def worker(tied_family: Family, monkeypatch: pytest.MonkeyPatch) -> EngineWorker:
+    """A worker on a machine whose disks are full."""
+
+    def full(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.ENOSPC, "1.0 GiB of temporary files fit on no disk")
+
+    monkeypatch.setattr(engine_worker, "scratch", full)
+    monkeypatch.setattr(verification, "nothing_to_compare", lambda *_, **__: None)
+    monkeypatch.setattr(verification, "texts_to_read", lambda *_: ((1, 2),))
+    made = EngineWorker.__new__(EngineWorker)
+    made.engine = SimpleNamespace(  # type: ignore[assignment]
+        family=tied_family,
+        dtype="float32",
+        options=EngineOptions(max_model_len=64),
+        prompts=SimpleNamespace(directory=Path(tied_family.base.directory)),
+        swap=lambda recipe: None,
+        logprobs=lambda texts: [[-1.0] for _ in texts],
+    )
+    made.evaluator = SimpleNamespace()  # type: ignore[assignment]
+    return made
+
+
+def test_a_merge_with_alignments_is_verified_without_a_disk(
+    worker: EngineWorker, tied_family: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not exported, so a full disk is no reason to leave it out."""
+    asked: list[dict[str, Any]] = []
+
+    def verify(*_: Any, **options: Any) -> VerificationReport:
+        asked.append(options)
+        return FOUND
+
+    monkeypatch.setattr(verification, "verify", verify)
+    monkeypatch.setattr(merged_models, "merged_model", lambda *_, dtype: f"the model in {dtype}")
+    recipe: Any = Aligned(arithmetic(tied_family, 0.3, 0.5))
+    assert worker.verify(recipe, (), ()) is FOUND
+    ((options),) = asked
+    assert (options["model"], options["engine_logprobs"]) == ("the model in float32", {(1, 2): [-1.0]})
+
+
+def test_an_export_that_fits_on_no_disk_is_not_verified(worker: EngineWorker, tied_family: Family) -> None:
+    recipe = arithmetic(tied_family, 0.3, 0.5)
+    found = worker.verify(recipe, (), ())
+    assert (found.recipe_digest, found.num_samples) == (recipe.digest, 0)
+    assert "the export of the merge cannot be written: [Errno 28] 1.0 GiB of temporary files" in (found.reason or "")
