@@ -154,7 +154,8 @@ def check_view(browser: Browser, url: str, path: str, *, expected: tuple[str, ..
             page = opened.goto(path)
             expect(page.get_by_role("heading", level=1)).to_be_visible()
             expect(page.get_by_text("Loading", exact=True)).to_have_count(0)
-            assert axe_violations(page) == []
+            found = axe_violations(page)
+            assert not found, str(found)
             page.set_viewport_size({"width": 320, "height": 800})
             page.wait_for_function("document.documentElement.scrollWidth <= window.innerWidth")  # charts follow
 
