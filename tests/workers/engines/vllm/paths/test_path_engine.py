@@ -123,8 +123,9 @@ def test_paths_with_alignments_are_what_transformers_computes(
     path_engine.swap(recipe)
     spans = (Span("sums", sums, 0, 20),)
     evaluator = TaskEvaluator(path_engine, path_engine.prompts)
-    worker = SimpleNamespace(engine=path_engine, evaluator=evaluator)
-    report_of = EngineWorker.verify(worker, recipe, evaluator.score(spans).samples, spans)  # type: ignore[arg-type]
+    worker = object.__new__(EngineWorker)  # with the engine that the tests share
+    worker.engine, worker.evaluator = path_engine, evaluator
+    report_of = worker.verify(recipe, evaluator.score(spans).samples, spans)
     assert (report_of.num_samples, report_of.num_beyond) == (20, 0)
     assert report_of.num_logprobs > 0
 
