@@ -104,6 +104,9 @@ def deploy_scorer(
         serve.start(proxy_location="Disabled", controller_options={"runtime_env": {"env_vars": CONTROLLER_ENVIRONMENT}})
         if not answered(functools.partial(is_deployed, name), deadline=deadline):
             ranks, most = options.tensor_parallel_size, _most_gpus()
+            modality = MODALITIES[family.modality]
+            if gpus is GpuNeed.NEEDED and not modality.runs_on_vllm:
+                gpus = GpuNeed.IF_ANY  # a build of vLLM for GPUs says nothing about other engines
             on_gpus = gpus is not GpuNeed.IF_ANY or most > 0
             if on_gpus and most < ranks and gpus is not GpuNeed.MAY_COME:
                 raise EngineUnavailable(
@@ -139,7 +142,6 @@ def deploy_scorer(
                     "runtime_env": {"env_vars": environment},
                 },
             )
-            modality = MODALITIES[family.modality]
             own: dict[str, Any] = {}
             if modality.runs_on_vllm:
                 most_engines = replicas if keep_idle_s is None else max_replicas
