@@ -71,6 +71,9 @@ KEYS = frozenset({"images", "split", "config", "head", "classes", "templates", "
 # Options of a task's entry in the study file that only text tasks have.
 OF_TEXT = ("filter", "split", "num_fewshot", "max_tokens", "until", "template")
 NUM_THREADS = 8
+# Digests of image files by their state, as a study's checks read each task several times; about 400 bytes an entry.
+MOST_DIGESTS = 1 << 18
+_digests: dict[tuple[str, int, int, int], str] = {}
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -128,7 +131,19 @@ class ImageSet:
         """The sha256 (hex) of each image file. Raises InvalidTask if one cannot be read."""
 
         def digest(sample: ImageSample) -> str:
-            return hashlib.sha256(self.read(sample)).hexdigest()
+            if sample.row is not None:
+                return hashlib.sha256(self.read(sample)).hexdigest()
+            try:
+                found = sample.file.stat()
+            except OSError:
+                return hashlib.sha256(self.read(sample)).hexdigest()  # says why it cannot be read
+            key = (str(sample.file), found.st_mtime_ns, found.st_size, found.st_ino)
+            if (known := _digests.get(key)) is None:
+                known = hashlib.sha256(self.read(sample)).hexdigest()
+                if len(_digests) >= MOST_DIGESTS:
+                    _digests.clear()
+                _digests[key] = known
+            return known
 
         with ThreadPoolExecutor(NUM_THREADS) as threads:
             return tuple(threads.map(digest, self.samples))
