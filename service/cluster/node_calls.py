@@ -79,15 +79,16 @@ class Node:
 def nodes_of(dashboard_url: str | None) -> tuple[Node, ...]:
     """Find the living nodes of the Ray cluster whose dashboard is at `dashboard_url`.
 
-    Raises ConnectionError if the dashboard does not answer.
+    Raises ConnectionError if the dashboard does not answer, or wants a token that this process does not have.
     """
+    from ray.exceptions import AuthenticationError
     from ray.util.state import list_nodes
     from ray.util.state.exception import RayStateApiException
 
     try:
         alive = [("state", "=", "ALIVE")]
         found = list_nodes(dashboard_url, filters=alive, limit=MAX_NODES, raise_on_missing_output=False)
-    except (RayStateApiException, RuntimeError) as error:
+    except (RayStateApiException, RuntimeError, AuthenticationError) as error:
         raise ConnectionError(f"Ray's dashboard does not list its nodes: {error}") from error
     return tuple(
         Node(

@@ -194,7 +194,7 @@ def test_model_is_scored_without_a_search(tmp_path: Path, ray_address: str) -> N
         words = [*command, "--benchmarks", file, "--out", out]
         with started(words, directory=out, ray_address=ray_address) as run:
             assert run.wait(timeout_s=START_S) == 0, run.log
-        assert "Traceback" not in run.log
+        assert "Traceback" not in run.log, run.log
         summary = json.loads((out / "summary.json").read_text())
         (row,) = summary["benchmarks"]["rows"]
         assert sorted(row["values"]) == sorted(names)
@@ -225,7 +225,7 @@ def test_disagreement_fails_every_run(small: Path, tmp_path: Path, ray_address: 
     for attempt in (1, 2):
         with started(fake(small, out, garbles=attempt == 1), directory=out, ray_address=ray_address) as run:
             assert run.wait(timeout_s=START_S) == 1, run.log
-        assert "Traceback" not in run.log
+        assert "Traceback" not in run.log, run.log
         summary = json.loads((out / "summary.json").read_text())
         assert summary["state"] == JobState.FAILED
         assert summary["verification"]["status"] == "disagreement"

@@ -247,6 +247,11 @@ def schema(server: ApiServer, chat: Served) -> Any:
             with suppress(NotFound):
                 server.store.job(str(parameters.get("study_id")))
                 parameters["study_id"], case.query = finished.id, {**(case.query or {}), "reference": 1}
+        is_export = case.method.upper() == "POST" and case.operation.path.endswith("/exports")
+        if is_positive and is_export and next(configurations):  # of a study that has trials to export
+            with suppress(NotFound):
+                server.store.job(str(parameters.get("study_id")))
+                parameters["study_id"], case.body = finished.id, {"trial": "best"}
         if "/openai/" in case.operation.path:  # without a driver the answer is 503
             with suppress(NotFound):
                 server.store.job(str(parameters.get("served_id")))
