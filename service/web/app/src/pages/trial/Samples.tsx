@@ -230,7 +230,8 @@ async function step(list: RefObject<HTMLOListElement | null>, by: number, more: 
   const at = rows().findIndex((row) => row.contains(document.activeElement))
   if (by > 0 && at === rows().length - 1) {
     await more()
-    await new Promise(requestAnimationFrame)
+    // Until they are drawn; without further samples, for half a second.
+    for (let frame = 0; frame < 30 && rows().length <= at + 1; frame += 1) await new Promise(requestAnimationFrame)
   }
   rows()[at < 0 ? 0 : Math.max(0, at + by)]?.focus()
 }
