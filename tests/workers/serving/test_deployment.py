@@ -214,10 +214,14 @@ def test_changed_models_end_the_wait(ray_cluster: None, tied_family: Family, tmp
 
 
 @pytest.mark.parametrize("gpus", [GpuNeed.NEEDED, GpuNeed.MAY_COME])
-def test_engines_for_gpus_never_run_on_the_cpu(ray_cluster: None, tied_family: Family, gpus: GpuNeed) -> None:
+def test_engines_for_gpus_never_run_on_the_cpu(
+    ray_cluster: None, tied_family: Family, gpus: GpuNeed, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Replicas planned for GPUs are refused by a cluster without any, or wait for one: no engine starts on the CPU."""
     from ray import serve
 
+    # Serve waits as long for a replica that has no place yet as for one that finishes a chunk.
+    monkeypatch.setattr("workers.serving.deployment.FINISH_CHUNK_S", 1.0)
     reason = "has 0; add a machine with GPUs" if gpus is GpuNeed.NEEDED else "not ready within 3 s"
     with pytest.raises(EngineUnavailable, match=reason):
         deploy_scorer(tied_family, OPTIONS, name="fake-gpus", make_worker=FakeScorer, gpus=gpus, start_timeout_s=3.0)

@@ -96,7 +96,7 @@ def test_the_caller_verifies_where_no_gpu_is_free(
         )
         is None
     )
-    assert "no GPU of this machine became free" in caplog.text
+    assert "no process on a GPU verified, and the CPU computes: The actor is not schedulable" in caplog.text
     # The process that got a GPU has none, or one that is too small.
     assert verify_on_free_gpu(arguments, options, num_parameters=1, resources=lambda: FREE, reserved=A_CPU) is None
     assert "verification is computed on the CPU: PyTorch finds no GPU" in caplog.text
