@@ -149,7 +149,7 @@ def test_tasks_that_have_no_zero_shot_head(worker: ImageWorker, folder: Path, tm
     assert worker.evaluator.task(named).names == CLASSES
 
 
-def test_whole_models_classify_by_one_template_as_transformers_do(
+def test_one_template_classifies_as_transformers_does(
     worker: ImageWorker, merges: dict[str, Recipe], folder: Path, family: Family
 ) -> None:
     """With one template, the worker's log-probabilities for the base are those of CLIPModel's forward pass."""

@@ -128,7 +128,7 @@ def test_statistics_are_in_host_memory_beside_the_sources() -> None:
     assert "host" not in divided(replace(needs, statistics=3 * GB + 1), A100, host=host).placements
 
 
-def test_statistics_that_can_be_dropped_do_not_displace_the_sources() -> None:
+def test_droppable_statistics_do_not_displace_the_sources() -> None:
     """Sources stay in host memory where tables of several sources would not fit beside them: these get what is left."""
     needs = replace(four(LLAMA_2_7B), statistics=10 * GB, recent=8 * GB)
     host = 2 * (needs.bank + 8 * 2 * GB)  # the tables of single experts of 8 processes
