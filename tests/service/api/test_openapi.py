@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 import schemathesis
+import schemathesis.hooks
 from fastapi.routing import APIRoute
 from schemathesis.engine import Status, from_schema
 from schemathesis.engine.events import FatalError, NonFatalError, ScenarioFinished
@@ -55,7 +56,7 @@ NUM_PARTS = 3
 UNLIMITED = RateLimits(*(Rate(math.inf, math.inf) for _ in range(4)))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture  # of each part, so that its requests and their answers do not depend on other parts
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
     with ApiServer(tmp_path_factory.mktemp("api"), rates=UNLIMITED) as server, upstream({"/api/jobs/": []}) as ray:
         server.cluster.ray = ray.dashboard
@@ -65,15 +66,15 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
         yield server
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def chat(server: ApiServer) -> Iterator[Served]:
     """A served study whose driver is in this process."""
     with served(server.store, finished_study(server.store, num_trials=5)) as chat:
         yield chat
 
 
-@pytest.fixture(scope="module")
-def schema(server: ApiServer, chat: Served) -> Any:
+@pytest.fixture
+def schema(server: ApiServer, chat: Served) -> Iterator[Any]:
     """Of well-formed names of studies and exports, some are of what there is."""
     finished, marked = (finished_study(server.store, num_trials=5) for _ in range(2))
     searched = finished_study(server.store)
@@ -280,7 +281,8 @@ def schema(server: ApiServer, chat: Served) -> Any:
         if case.headers and "Idempotency-Key" in case.headers and case.operation.path.endswith("/studies"):
             case.headers["Idempotency-Key"] += f"s{next(numbers)}" if case.media_type == "application/json" else "s"
 
-    return schema
+    yield schema
+    schemathesis.hooks.unregister(before_call)
 
 
 def problems_of(schema: Any) -> list[str]:
