@@ -112,7 +112,7 @@ class ColumnChoice:
             raise InvalidQuery("fields", f"has {len(self._patterns)} patterns; give at most {MAX_PATTERNS}")
 
     def of(self, columns: Iterable[str]) -> frozenset[str]:
-        """Those names of `columns` that the user has chosen, by name or by pattern."""
+        """Names of `columns` that the user has chosen, by name or by pattern."""
         every = frozenset(columns)
         return (every & self._names).union(*(matching(every, pattern) for pattern in self._patterns))
 

@@ -1,4 +1,4 @@
-"""What `auto` finds on the small family of image classifiers, beside fixed recipes, tuned ones, AdaMerging and chance.
+"""Merges that `auto` finds on the image family, beside fixed and tuned recipes, AdaMerging and chance.
 
 The family is that of `image_family` (seed 0), trained into `.bench/images` when it is first needed; its training reads
 neither search nor judge images. The protocol was fixed before a judge image was scored:
@@ -171,7 +171,7 @@ def _document(algorithm: str, seed: int) -> str:
 
 @dataclass(frozen=True)
 class Arm:
-    """What an arm chose, and its `answers` to the held-out images of each task."""
+    """Choice of an arm, and its `answers` to the held-out images of each task."""
 
     label: str
     search: float

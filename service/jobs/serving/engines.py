@@ -49,7 +49,7 @@ class Situation:
 
 @dataclass(frozen=True)
 class Choice:
-    """Which kind of replicas completes prompts now (`place`), or what must happen before one can.
+    """Kind of replicas that completes prompts now (`place`), or what must happen before one can.
 
     If `place` is None, no engine completes prompts now, and `waits_for` says what must happen first. `yields` is
     whether completions end as soon as a search uses the engine.

@@ -178,7 +178,7 @@ def test_a_server_without_users_has_a_queue(server: ApiServer, http: httpx.Clien
 
 
 def test_limits_are_changed_by_administrators(company: Company) -> None:
-    """What is left out stays, null lifts a quota, and the audit log has both values; members see the limits."""
+    """Omitted limits stay, null lifts a quota, and the audit log has both values; members see the limits."""
     with company.http("root") as http:
         assert http.get("/v1/teams/red").json()["limits"] == LIMITS
         changed = http.patch("/v1/teams/red", json={"weight": 2, "gpu_hours": 500.5, "max_running": 2})

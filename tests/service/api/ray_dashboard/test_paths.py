@@ -1,4 +1,4 @@
-"""Which requests are forwarded to Ray's dashboard, and that every route of the installed Ray is sorted."""
+"""Requests that are forwarded to Ray's dashboard, and a check that every route of the installed Ray is sorted."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_paths_that_lead_elsewhere_are_refused(path: str) -> None:
 
 
 def test_the_path_is_sent_as_it_was_checked() -> None:
-    """What separates the parts of a path is escaped again in the parts, so that Ray reads the same parts."""
+    """Separators of a path's parts are escaped again in the parts, so that Ray reads the same parts."""
     sent = target("/api/jobs/ä ?#%2F..", [("a b", "c&d"), ("a b", "2")])
     assert sent.place == "/api/jobs/%C3%A4%20%3F%23%252F..?a+b=c%26d&a+b=2"
     assert sent.treatment is Treatment.DATA

@@ -1,4 +1,4 @@
-"""What may be secret is removed from answers of Ray's dashboard, and everything else stays."""
+"""Possible secrets are removed from answers of Ray's dashboard, and everything else stays."""
 
 from __future__ import annotations
 
