@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, Request, expect, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Locator, Page, Request, expect, sync_playwright
 
 from service.web.pages import STATIC
 from tests.browser import browser_path
@@ -20,6 +20,7 @@ __all__ = [
     "check_view",
     "chromium",
     "is_built",
+    "press",
     "screenshot",
     "signed",
     "visit",
@@ -58,6 +59,12 @@ def chromium() -> Iterator[Browser]:
             yield browser
         finally:
             browser.close()
+
+
+def press(control: Locator, key: str = "Enter") -> None:
+    """Presses a key at a control once it is enabled: unlike `click`, `Locator.press` does not wait for that."""
+    expect(control).to_be_enabled()
+    control.press(key)
 
 
 class Visit:

@@ -17,7 +17,7 @@ from tests.service.api.accounts import OPERATOR, Company
 from tests.service.api.harness import ApiServer, stored_study
 from tests.service.api.ray_dashboard.upstream import upstream
 from tests.service.api.test_cluster import node
-from tests.service.web.driving import SCHEMES, Visit, axe_violations, visit
+from tests.service.web.driving import SCHEMES, Visit, axe_violations, press, visit
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ def test_a_user_is_added_and_gets_a_token(root: Visit, company: Company) -> None
     table = page.get_by_role("region", name="Table of users")
     expect(table.get_by_role("row")).to_have_count(len(company.accounts.users()) + 1)
     page.get_by_label("Name", exact=True).fill("newcomer")
-    page.get_by_role("button", name="Add user").press("Enter")
+    press(page.get_by_role("button", name="Add user"))
     row = table.get_by_role("row").filter(has_text="newcomer")
     expect(row).to_contain_text("enabled")
     row.get_by_role("button", name="New token: newcomer").click()
@@ -213,7 +213,7 @@ def test_administrators_move_jobs_by_keyboard(root: Visit, company: Company, que
     expect(earlier).to_be_focused()
     moved = company.accounts.audit(target=f"job {queued['second'].id}")[-1]
     assert (moved.action, moved.user, moved.after) == ("job.move", "root", {"before": queued["first"].id})
-    table.get_by_role("button", name="First: secret").press("Enter")
+    press(table.get_by_role("button", name="First: secret"))
     expect(page.get_by_text("secret is the first of its priority.")).to_be_visible()
     assert company.accounts.audit(target=f"job {queued['secret'].id}")[-1].after == {"before": ""}
 

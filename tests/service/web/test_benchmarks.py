@@ -9,7 +9,7 @@ from playwright.sync_api import Browser, expect
 from service.types import JobRecord
 from tests.service.api.harness import FAMILY, ApiServer, finished_study, stored_study
 from tests.service.web.benchmarked import REASON, TEMPLATE, WORST, benchmarked_study
-from tests.service.web.driving import Visit, check_view
+from tests.service.web.driving import Visit, check_view, press
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ def test_benchmarks_are_added(visitor: Visit, server: ApiServer, http: httpx.Cli
     page.get_by_role("button", name="Add").click()
     expect(page.get_by_role("alert").get_by_text("benchmarks.0.trials.0", exact=True)).to_be_visible()
     editor.fill(wrong.replace("[99]", "[best]"))
-    page.get_by_role("button", name="Add").press("Enter")
+    press(page.get_by_role("button", name="Add"))
     expect(page.get_by_text("Benchmarks can be added once the study is complete.")).to_be_visible(timeout=30_000)
     expect(page.get_by_label("Connection")).to_have_text("live")
     assert [each["name"] for each in http.get(f"/v1/studies/{study.id}/study").json()["benchmarks"]] == ["sums"]

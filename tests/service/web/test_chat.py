@@ -13,7 +13,7 @@ from service.types import JobRecord, JobState
 from tests.service.api.harness import ApiServer
 from tests.service.api.test_served import wait_until_free
 from tests.service.jobs.serving.local import Served, served
-from tests.service.web.driving import Visit, check_view
+from tests.service.web.driving import Visit, check_view, press
 
 SAID = "how many are two and three"
 
@@ -138,7 +138,7 @@ def test_progress_and_the_end_are_told(visitor: Visit, chat: Served, http: httpx
     chat.writer.heartbeat(wall_clock_s=30, progress={"engine": "own", "requests": 12, "ends_in_s": 1700.0})
     expect(page.get_by_text("An engine of its own answers. 12 requests so far.")).to_contain_text("28m20s")
     page.get_by_role("button", name="Cancel").click()
-    page.get_by_role("dialog").get_by_role("button", name="Cancel").press("Enter")
+    press(page.get_by_role("dialog").get_by_role("button", name="Cancel"))
     expect(page.get_by_text("Serving has ended.")).to_be_visible()
     expect(page.get_by_role("textbox", name="Message")).to_have_count(0)
     assert http.get(f"/v1/served/{chat.job.id}").json()["state"] == "CANCELLED"

@@ -14,7 +14,7 @@ from service.types import ExportRecord, ExportState, JobRecord, Scope
 from tests.service.api.accounts import Company, bearer
 from tests.service.api.family import family_study
 from tests.service.api.harness import ApiServer, finished_study, stored_study
-from tests.service.web.driving import Visit, visit
+from tests.service.web.driving import Visit, press, visit
 
 WEIGHTS = b"w" * 1_234_567
 
@@ -58,7 +58,7 @@ def test_an_export_is_deleted_after_a_question(visitor: Visit, exported: JobReco
     page = visitor.goto(f"/studies/{exported.id}/exports")
     delete = page.get_by_role("button", name="Delete the export of trial 3")
     dialog = page.get_by_role("dialog")
-    delete.press("Enter")
+    press(delete)
     expect(dialog).to_contain_text("Delete the export of trial 3 in bfloat16")
     page.keyboard.press("Escape")
     expect(dialog).to_have_count(0)
@@ -88,7 +88,7 @@ def test_a_new_export_is_followed_to_its_end(visitor: Visit, server: ApiServer, 
     page.get_by_role("combobox", name="Export").select_option(label="a trial")
     page.get_by_role("textbox", name="Trial").fill("5")
     page.get_by_role("combobox", name="dtype").select_option("float32")
-    page.get_by_role("button", name="Begin").press("Enter")
+    press(page.get_by_role("button", name="Begin"))
     row = page.get_by_role("region", name="Exports of the study").get_by_role("row").nth(1)
     expect(row.get_by_text("complete")).to_be_visible(timeout=60_000)
     (export,) = http.get(f"/v1/studies/{study.id}/exports").json()["exports"]

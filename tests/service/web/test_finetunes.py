@@ -17,7 +17,7 @@ from playwright.sync_api import Browser, expect
 from service.types import EventKind, JobRecord, JobState, Scope
 from tests.service.api.accounts import Company, bearer
 from tests.service.api.harness import ApiServer, analysed_fleet, finished_finetune, stored_finetune
-from tests.service.web.driving import Visit, axe_violations, check_view, visit
+from tests.service.web.driving import Visit, axe_violations, check_view, press, visit
 
 
 def analysis(name: str, *losses: float, samples: int = 7) -> dict[str, Any]:
@@ -199,8 +199,8 @@ def test_verbs_steer_a_fine_tuning(visitor: Visit, server: ApiServer, http: http
         return str(http.get(f"/v1/finetunes/{record.id}").json()["state"])
 
     page = visitor.goto(f"/finetunes/{record.id}")
-    page.get_by_role("button", name="Pause").press("Enter")
-    page.get_by_role("button", name="Resume").press("Enter")
+    press(page.get_by_role("button", name="Pause"))
+    press(page.get_by_role("button", name="Resume"))
     expect(page.get_by_role("button", name="Pause")).to_be_visible()
     cancelled: list[str] = []
     page.on("request", lambda request: cancelled.append(request.url) if request.url.endswith(":cancel") else None)
@@ -210,7 +210,7 @@ def test_verbs_steer_a_fine_tuning(visitor: Visit, server: ApiServer, http: http
     page.keyboard.press("Escape")
     expect(page.get_by_role("dialog")).to_have_count(0)
     expect(cancel_button).to_be_focused()
-    page.get_by_role("button", name="Pause").press("Enter")  # a request after the one that Escape could have sent
+    press(page.get_by_role("button", name="Pause"))  # a request after the one that Escape could have sent
     expect(page.get_by_role("button", name="Resume")).to_be_visible()
     assert cancelled == []
     assert state() != "CANCELLED"

@@ -12,7 +12,7 @@ from service.store import JobWriter, schema
 from service.types import EventKind, JobState
 from tests.service.api.harness import ApiServer, snapshot, stored_study, write_trial
 from tests.service.synthetic_run import run_record
-from tests.service.web.driving import visit
+from tests.service.web.driving import press, visit
 
 # A browser opens six connections to a server: with one stream for each tab, the seventh would not load.
 NUM_TABS = 10
@@ -86,7 +86,7 @@ def test_a_table_waits_for_the_reader(browser: Browser, tmp_path: Path) -> None:
         chip = page.get_by_role("button", name="3 new trials: show")
         expect(chip).to_be_visible(timeout=15_000)
         expect(page.get_by_text("9 trials", exact=True)).to_be_visible()
-        chip.press("Enter")
+        press(chip)
         expect(page.get_by_text("12 trials", exact=True)).to_be_visible()
         expect(chip).to_have_count(0)
 

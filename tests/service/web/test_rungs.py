@@ -11,7 +11,7 @@ from playwright.sync_api import expect
 
 from service.types import JobRecord
 from tests.service.api.harness import ApiServer, stored_study
-from tests.service.web.driving import Visit, signed
+from tests.service.web.driving import Visit, press, signed
 
 BINS = 300
 
@@ -35,7 +35,7 @@ def test_enter_lists_who_was_stopped(visitor: Visit, searched: JobRecord, http: 
     """Enter at a rung lists its stopped trials with the rule, and those that failed with their reason."""
     page = visitor.goto(f"/studies/{searched.id}/rungs")
     rung = page.get_by_role("region", name="Bracket 1").get_by_role("button", name="Rung 0 ")
-    rung.press("Enter")
+    press(rung)
     expect(page).to_have_url(re.compile(r"bracket=1&rung=0"))
     expect(rung).to_have_attribute("aria-expanded", "true")
     query = {"state": "PRUNED", "where": "bracket=1,rung=0"}
@@ -85,7 +85,7 @@ def test_a_timeline_is_zoomed_in_the_address(visitor: Visit, searched: JobRecord
     page = visitor.goto(f"/studies/{searched.id}/timeline")
     whole = http.get(f"/v1/studies/{searched.id}/plots/timeline?bins={BINS}").json()
     length = whole["end"] - whole["start"]
-    page.get_by_role("button", name="Zoom in").press("Enter")
+    press(page.get_by_role("button", name="Zoom in"))
     expect(page).to_have_url(re.compile("from="))
     query = page.url.partition("?")[2]
     start, end = (float(part.partition("=")[2]) for part in query.split("&"))

@@ -21,7 +21,7 @@ from service.store.documents import CONTAMINATION, Overlap
 from service.types import JobRecord, JobState
 from tests.service.api.harness import ApiServer, document, snapshot, stored_study
 from tests.service.synthetic_run import run_record
-from tests.service.web.driving import APP, Visit, signed, visit
+from tests.service.web.driving import APP, Visit, press, signed, visit
 from tests.service.web.made import searched_study
 from workers.types import Split
 
@@ -126,7 +126,7 @@ def test_a_choice_has_its_price(visitor: Visit, study: JobRecord, http: httpx.Cl
         low, high = wanted[each]["ci95"]
         price = page.get_by_test_id("price").locator("div").filter(has_text=re.compile(f"^{each}"))
         expect(price).to_contain_text(f"{signed(wanted[each]['value'])} {signed(low)} to {signed(high)}")
-    page.get_by_role("button", name=f"Count from trial {found[name]}").press("Enter")
+    press(page.get_by_role("button", name=f"Count from trial {found[name]}"))
     expect(picked).to_contain_text("Move a slider")
 
 
@@ -268,8 +268,8 @@ def test_columns_of_trials_are_chosen(visitor: Visit, study: JobRecord, http: ht
     table = page.get_by_role("region", name="Trials")
     menu = page.locator("details").filter(has_text="Shown columns")
     menu.locator("summary").press("Enter")
-    page.get_by_role("checkbox", name="origin", exact=True).press("Space")
-    page.get_by_role("checkbox", name="recipe", exact=True).press("Space")
+    press(page.get_by_role("checkbox", name="origin", exact=True), "Space")
+    press(page.get_by_role("checkbox", name="recipe", exact=True), "Space")
     page.keyboard.press("Escape")
     expect(menu.locator("summary")).to_be_focused()
     heads = ["trial", "compare", "label", "state", "rung", "samples", "math", "text", "lookup", "recipe"]
