@@ -5,7 +5,7 @@
 - `search`: the sections `search_space` and `search`
 - `fidelity`: the section `fidelity`
 - `objectives`: the sections `objectives` and `holdout`
-- `image_suites`: image tasks that a study names
+- `image_suites`: the image tasks that a study file can name, such as SUN397 and DTD
 - `benchmarks`: the sections `benchmarks` and `contamination`
 - `attacks`: the option `attack` of a benchmark
 - `judge`: the option `judge` of a benchmark

@@ -270,7 +270,7 @@ def _streams(data: Any) -> dict[str | None, int]:
     """Write a data set to temporary files as Arrow streams, and return a file descriptor for each split, by name.
 
     A process that may open no files reads the data through these descriptors. The files are deleted at once, but stay
-    readable until the descriptors are closed. `data` is what `datasets.load_dataset` returned. For a data set without
+    readable until the descriptors are closed. `data` is a result of `datasets.load_dataset`. For a data set without
     splits, the only key of the result is None. Raises InvalidTask if `data` is neither a data set in memory nor a
     mapping of splits to such data sets, for example if it is streamed.
     """

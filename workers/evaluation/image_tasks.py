@@ -4,12 +4,12 @@ The description of a task in a study file has these keys:
 
 - `images`: the folder, the JSONL file, or hub:OWNER/NAME, a data set that `data_sets` finds
 - `split`, `config`: the split and, if it has several, the configuration of a data set
-- `head`: the alias of the model whose head scores the task
-- `classes`: names of the classes in the order of the head's outputs; without it, classes are found by the names in the
-  head's configuration, or, if that has none, are in alphabetical order
+- `head`: the alias of the model whose classification head scores the task
+- `classes`: names of the classes in the order of the head's outputs; without this key, classes are matched to outputs
+  by the names in the head's configuration or, if the configuration has no names, in alphabetical order
 - `templates`: texts that describe a class to the text tower of CLIP, with {} in place of the class's name
-- `image`, `label`: the keys of a JSONL line with the image's path, relative to the file's directory, and its label, a
-  class's name or the index of an output; of a data set, the columns with the image and the label
+- `image`, `label`: in a JSONL file, the keys of a line's image path and label; in a data set, the names of the two
+  columns. Paths are relative to the file's directory. A label is a class's name or the index of an output.
 
 The metrics are `acc` (the right class has the largest logit) and `acc_top5` (it is among the five largest).
 """
@@ -81,9 +81,9 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 class ImageSample:
     """One image file and its label.
 
-    `name` is the path within the task's data, by which the sample is called. The images of a data set have no files of
-    their own: `row` is the number of the row, and `file` a name for messages. `label` is an index in the set's
-    `classes` or, without classes, the head's output.
+    `name` is the sample's path within the task's data. An image of a hub data set has no file of its own: `row` is then
+    the number of its row, and `file` is only a name for messages. `label` is an index in the set's `classes` or,
+    without classes, the index of an output of the classification head.
     """
 
     file: Path
@@ -94,8 +94,9 @@ class ImageSample:
 
 @dataclass(frozen=True)
 class ImageSet:
-    """Images with labels, in the order of their names (of lines, in a JSONL file).
+    """Images with labels: the data of an image task.
 
+    The images of a folder are in the order of their names, those of a JSONL file or data set in the order of its rows.
     `classes` has the names of the classes; None if labels are the indices of a head's outputs. `is_ordered` says
     whether classes are in the order of the head's outputs. `where` is the folder or file, for messages.
     """
@@ -112,7 +113,7 @@ class ImageSet:
         return str(sample.label) if self.classes is None else self.classes[sample.label]
 
     def read(self, sample: ImageSample) -> bytes:
-        """Read the bytes of a sample's file. Raises InvalidTask, which names the file, if it cannot be read."""
+        """Read the encoded image of a sample, as bytes. Raises InvalidTask, with the file's name, if that fails."""
         file = sample.file
         if sample.row is not None:
             stored = self.rows[sample.row][self.column] or {}
@@ -128,7 +129,7 @@ class ImageSet:
 
     @cached_property
     def digests(self) -> tuple[str, ...]:
-        """The sha256 (hex) of each image file. Raises InvalidTask if one cannot be read."""
+        """The sha256 (hex) of each image's bytes. Raises InvalidTask if an image cannot be read."""
 
         def digest(sample: ImageSample) -> str:
             if sample.row is not None:
@@ -150,7 +151,7 @@ class ImageSet:
 
     @cached_property
     def content(self) -> str:
-        """Digest of all names, labels and images."""
+        """Digest of the names, classes and bytes of all images."""
         rows = [
             (sample.name, self.class_of(sample), digest)
             for sample, digest in zip(self.samples, self.digests, strict=True)
@@ -160,9 +161,9 @@ class ImageSet:
 
 @dataclass(frozen=True)
 class ImageTask:
-    """An image task whose data were read: the specification, the images, and the order of scoring.
+    """An image task whose data have been read: its specification, its images, and the order of scoring.
 
-    Beginnings of the order have all classes in proportion to their numbers of images.
+    Every beginning of the order has all classes in proportion to their numbers of images.
     """
 
     spec: TaskSpec
@@ -171,22 +172,22 @@ class ImageTask:
 
     @property
     def head(self) -> str:
-        """Alias of the model whose head scores the task."""
+        """Alias of the model whose classification head scores the task."""
         assert isinstance(self.spec.task, Mapping)
         return str(self.spec.task["head"])
 
     @property
     def num_largest(self) -> int:
-        """The number of largest logits among which the right class must be."""
+        """The number k of the metric, top-k accuracy: the right class must be among the k largest logits."""
         return IMAGE_METRICS[self.spec.metric]
 
 
 @dataclass(frozen=True)
 class PreparedTask:
-    """An image task with its head.
+    """An image task with the classification head that scores it.
 
-    `outputs` has the head's output for the class of each sample, in the order of scoring; `names` has the name of each
-    output.
+    `outputs` has, for each sample in the order of scoring, the index of the head's output for the right class. `names`
+    has the name of each output.
     """
 
     task: ImageTask
@@ -196,10 +197,10 @@ class PreparedTask:
 
 
 def read_image_set(task: Mapping[str, Any], access: FileAccess | None = None) -> ImageSet:
-    """List the images and labels of a task, described as in a study file; images are not read.
+    """List the images and labels of an image task, without reading the images.
 
-    `access` limits the files that may be named; None is no limit. Raises InvalidTask, which names the file and, in a
-    JSONL file, the line.
+    `task` describes the task as in a study file. `access` limits the files that may be named; None is no limit. Raises
+    InvalidTask, whose message has the file and, for a JSONL file, the line.
     """
     if unknown := sorted(set(task) - KEYS):
         raise InvalidTask(f"image task: unknown key {unknown[0]!r}; known are {', '.join(sorted(KEYS))}")
@@ -227,9 +228,9 @@ def read_image_set(task: Mapping[str, Any], access: FileAccess | None = None) ->
 
 
 def load_image_task(spec: TaskSpec) -> ImageTask:
-    """Read the data of the task `spec`, and check its options and that data are those of `spec.content`.
+    """Read the data of the image task `spec`, after checking its options.
 
-    Raises InvalidTask if the task cannot be used.
+    Raises InvalidTask if the task cannot be used, or if the data have another digest than `spec.content`.
     """
     assert isinstance(spec.task, Mapping)
     label = str(spec.task.get("images"))
@@ -251,7 +252,7 @@ def load_image_task(spec: TaskSpec) -> ImageTask:
 
 
 def prepared_task(spec: TaskSpec, sources: ResolvedFamily) -> PreparedTask:
-    """Read an image task, and find the head that it names among the models `sources`.
+    """Read an image task, and find the classification head that it names among the models `sources`.
 
     Raises InvalidTask if the task cannot be used, no model has the head, or the head has other classes.
     """
@@ -297,7 +298,7 @@ def prepared_task(spec: TaskSpec, sources: ResolvedFamily) -> PreparedTask:
 
 @dataclass(frozen=True)
 class ImageFacts:
-    """Number of images in a folder or JSONL file, and the number for each class by its name or index."""
+    """Number of images in a folder or JSONL file: in total, and in each class (by its name or index)."""
 
     num_images: int
     classes: Mapping[str, int]
@@ -305,7 +306,7 @@ class ImageFacts:
 
 
 def image_facts(place: str) -> ImageFacts:
-    """Count the images in a folder or JSONL file, after decoding each. Raises InvalidTask, which names broken files."""
+    """Count the images in a folder or JSONL file. Raises InvalidTask if an image cannot be decoded."""
     images = read_image_set({"images": place, "head": "any"})
     check_decodable(images)
     counts = Counter(map(images.class_of, images.samples))
@@ -313,7 +314,7 @@ def image_facts(place: str) -> ImageFacts:
 
 
 class ImageTasks:
-    """Tasks of images and labels (`workers.evaluation.task_reader.TaskReader`)."""
+    """Reader of image tasks; it implements the interface `workers.evaluation.task_reader.TaskReader`."""
 
     def content(self, task: Mapping[str, Any], access: FileAccess | None = None) -> str:
         return read_image_set(task, access).content
@@ -338,7 +339,10 @@ class ImageTasks:
             yield Item(sample.name, f"image {digest}")
 
     def lengths(self, spec: TaskSpec, prompts: Prompts, *, cache: str | Path | None = None) -> Lengths:
-        """The model reads one token for each patch of an image, and one for the class; it generates none."""
+        """Numbers of tokens for one image: the model reads one for each patch and one for the class.
+
+        The model generates nothing; an image counts as one generated token.
+        """
         size, patch = int(prompts.config["image_size"]), int(prompts.config["patch_size"])
         return Lengths((size // patch) ** 2 + 1, 1.0, 1.0)
 
@@ -353,7 +357,7 @@ IMAGE_TASKS = ImageTasks()
 
 
 def texts_of(task: ImageTask, start: int, stop: int) -> SampleTexts:
-    """File and class of the samples [start, stop) of a task, in the order of scoring."""
+    """File name and right class of the samples [start, stop) of an image task, in the order of scoring."""
     samples = [task.images.samples[index] for index in task.order[start:stop]]
     return tuple((str(sample.file), task.images.class_of(sample)) for sample in samples)
 
@@ -420,7 +424,7 @@ def _of_lines(
 def _of_data_set(
     place: str, task: Mapping[str, Any], stated: tuple[str, ...] | None, access: FileAccess | None
 ) -> ImageSet:
-    """The images of a data set of the hub, from the first place that has it (`data_sets`)."""
+    """List the images and labels of a hub data set, which is loaded from the first place that has it (`data_sets`)."""
     import datasets
 
     name, image, label = place.removeprefix(HUB), str(task.get("image") or "image"), str(task.get("label") or "label")
@@ -464,7 +468,7 @@ def _of_data_set(
 
 
 def _row(line: str, task: Mapping[str, Any], *, where: str) -> tuple[str, int | str]:
-    """Path and label of a line of a JSONL file."""
+    """Read the image's path and the label from one line of a JSONL file."""
     try:
         document = json.loads(line)
     except ValueError as error:
@@ -481,7 +485,10 @@ def _row(line: str, task: Mapping[str, Any], *, where: str) -> tuple[str, int | 
 
 
 def check_decodable(images: ImageSet) -> None:
-    """Decode every image. Raises InvalidTask, which names the broken files. Results are cached by content."""
+    """Check that every image can be decoded. Raises InvalidTask, with the names of broken files.
+
+    The result is cached by the images' content.
+    """
     key = f"decodable images/1 {images.content}"
     if cached(key) is not None:
         return

@@ -165,7 +165,7 @@ def lack_of_references(spec: TaskSpec) -> str | None:
 
 
 def lack_of_right_answers(spec: TaskSpec) -> str | None:
-    """Reason why a task of prompts and answers has no loss (`lack_of_references`); None if it has one."""
+    """Reason why no loss can be computed on a text task (`lack_of_references`); None if one can."""
     with build_task(spec) as task:
         return built_tasks.lack_of_references(task, CHECKED)
 

@@ -6,8 +6,9 @@ and the words that a fill-mask model proposes.
 
 StressTest's sentences (Naik et al., 2018, "Stress Test Evaluation for Natural Language Inference") are tried one by
 one. The attacks on words are greedy. Each word in turn is replaced by "[UNK]"; the losses that this causes give the
-order in which words are changed, the largest loss first. Of the changes of a word, the worst is kept if it is worse
-than what was found so far (Jin et al., 2019, "Is BERT Really Robust?"; TextAttack and PromptBench search in this way).
+order in which words are changed, the largest loss first. Then each word is changed in several ways. The change with the
+lowest metric is kept if the metric is lower than that of the present template (Jin et al., 2019, "Is BERT Really
+Robust?"; TextAttack and PromptBench search in this way).
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ Count = Annotated[int, Field(ge=1)]
 
 
 class Data(Section):
-    """Training data: a JSONL file (`file`), a dataset (`dataset`) or, for models that read images, `images`."""
+    """Training data: a JSONL file (`file`), a dataset (`dataset`) or, for image classifiers, images (`images`)."""
 
     file: Line | None = None
     """A JSONL file with one object on each line, which has `messages` of a chat, `prompt` and `completion` as lists of

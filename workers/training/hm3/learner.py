@@ -138,8 +138,8 @@ class BaseLearner:
     def ideal(self) -> Tensor | None:
         """The ideal point [objectives], the best known outcome in each objective of the remembered episodes.
 
-        An episode is a sequence of layers (layer path) that a policy has built for a new model, and an outcome is what
-        this model scores. Tchebycheff's function measures the distance of outcomes from this point (`scalarisation`).
+        An episode is a sequence of layers (layer path) that a policy has built for a new model, and an outcome is a
+        score of this model. Tchebycheff's function measures the distance of outcomes from the point (`scalarisation`).
         If no episode is remembered, each number is 1, the best possible outcome. The result is None if outcomes are
         combined by weighted sums.
         """

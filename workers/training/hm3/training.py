@@ -144,11 +144,10 @@ class PolicyTraining:
     def num_needed(self, number: int) -> int:
         """Number of iterations whose outcomes must be known before episode `number` can be built.
 
-        An iteration is a group of episodes (sequences of layers that a policy builds). All iterations are needed from
-        which the policy that builds the episode has learned by then. If there is a single policy, these are all
-        iterations before the previous one, because the policy builds episodes before it has learned from the previous
-        iteration. If several policies take turns, these are the iterations up to the last one that the same policy
-        built. The result is 0 if policies do not learn.
+        An iteration is a group of episodes (sequences of layers that a policy builds). The policy must first have
+        learned from the needed iterations. A single policy needs all iterations before the previous one; it learns from
+        the previous iteration later. If several policies take turns, the needed iterations end with the last earlier
+        iteration of the same policy. The result is 0 if policies do not learn.
         """
         if not self.options.learns:
             return 0
@@ -179,9 +178,9 @@ class PolicyTraining:
     def is_learned_from(self, iteration: int) -> bool:
         """Whether a policy learns from the outcomes of its episodes in an iteration.
 
-        An iteration is a group of episodes (sequences of layers that the policy builds), and an outcome is what such a
-        sequence scores as a model. The result is False if learning is switched off. A policy that begins untrained does
-        not learn from its first iterations, the warm-up, either.
+        An iteration is a group of episodes (sequences of layers that the policy builds), and an outcome is the score of
+        a sequence as a model. The result is False if learning is switched off, and in the first iterations (warm-up) of
+        a policy that begins untrained.
         """
         return self.options.learns and (bool(self._start) or self.turn_of(iteration) >= self.options.warm_up)
 
