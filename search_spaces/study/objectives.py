@@ -109,10 +109,10 @@ class InlineTask(DescribedTask):
 
 
 class ImageTask(DescribedTask):
-    """A task of images with labels, in a folder or a JSONL file, which is scored with the head of one of the models.
+    """A task of images with labels: a folder, a JSONL file or a hub data set, scored with the head of a source model.
 
-    The metric acc is the share of images whose class has the largest logit; acc_top5, of those whose class is among the
-    five largest.
+    A head maps an image's features to classes. The metric `acc` is the share of images whose right class has the
+    largest logit. The metric `acc_top5` is the share of images whose right class is among the five largest logits.
     """
 
     images: Line

@@ -243,7 +243,7 @@ def _slices(recipe: Recipe, slice_of: Callable[[int], _Slice]) -> list[_Slice]:
 def _with_scaled_mlps(recipe: Recipe, layout: Layout) -> Recipe:
     """Copy `recipe`, and replace its MLP scales by scaled tensors, because mergekit has no MLP scales.
 
-    An MLP scale is a factor on what a layer's MLP adds to the residual stream. Instead, the last tensors of the MLP
+    An MLP scale is a factor on the output of a layer's MLP. Instead, the last tensors of the MLP
     become copies of the source's tensors that are multiplied by the scale; `layout` has the names of the models'
     tensors. Raises Inexpressible for an MLP with a scale that is merged from several models.
     """

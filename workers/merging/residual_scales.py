@@ -62,10 +62,10 @@ MLP_END = re.compile(
 class BranchFactors:
     """Factors on the outputs of one layer's attention and MLP, which replace the scales of a recipe's layers.
 
-    A scale is a factor on the residual stream after a layer. The factors have the same effect, because they divide what
-    all later layers add to the stream by the scale. `stream` multiplies the output of the layer's attention, and is one
-    over the product of the scales of all earlier layers. `mlp` multiplies the output of the layer's MLP. It is `stream`
-    times the layer's MLP scale, a factor on the MLP's output alone.
+    A scale is a factor on the residual stream after a layer. The factors have the same effect: they divide the outputs
+    that all later layers add to the stream by the scale. `stream` multiplies the output of the layer's attention, and
+    is one over the product of the scales of all earlier layers. `mlp` multiplies the output of the layer's MLP. It is
+    `stream` times the layer's MLP scale, a factor on the MLP's output alone.
     """
 
     stream: float = 1.0

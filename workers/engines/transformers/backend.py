@@ -201,7 +201,7 @@ def _device_of(model: Any) -> Any:
 
 
 def _last_logits_only(model: Any) -> dict[str, int]:
-    """Arguments with which a model computes logits at the last position only; none if its `forward` does not take any.
+    """Keyword arguments that make a model compute logits at the last position only; empty if it has no such option.
 
     The logits of a batch of prompts at all positions may need more memory than the weights.
     """

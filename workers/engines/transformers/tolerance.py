@@ -81,9 +81,9 @@ class Tolerance:
         return too_large(self.dtype, self.rounding, self.gap_rounding)
 
     def of(self, count: int) -> float:
-        """The largest difference over `count` log-probabilities, which is larger the fewer they are.
+        """The largest difference over `count` log-probabilities; the limit is larger for small counts.
 
-        Without a measurement it is `value`, whatever the count.
+        If rounding was not measured, the result is `value` for every count.
         """
         if self.rounding is None:
             return self.value
@@ -130,7 +130,7 @@ def measured_tolerance(model: Any, texts: Iterable[Sequence[int]], *, dtype: str
 
 
 def _first(texts: Iterable[Sequence[int]]) -> Iterator[Tokens]:
-    """Yield the texts that are used, cut so that they have at most MOST_TOKENS tokens together."""
+    """Yield the first of `texts`, with at most MOST_TOKENS tokens together; the last text may be cut."""
     left = MOST_TOKENS
     for text in texts:
         if left < 2:

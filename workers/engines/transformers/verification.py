@@ -336,7 +336,7 @@ class _Comparison:
 
 
 def _mixed(texts: Iterable[Tokens], pairs: Sequence[_Pair]) -> list[Tokens]:
-    """`texts`, reordered so that the objectives of the samples that they belong to take turns."""
+    """Reorder `texts` so that texts of different objectives take turns; `pairs` has the sample of each text."""
     by_objective: dict[str, list[Tokens]] = {}
     for text in texts:
         by_objective.setdefault(_pair_of(text, pairs).stored.objective, []).append(text)

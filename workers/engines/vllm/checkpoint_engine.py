@@ -85,7 +85,7 @@ class CheckpointEngine(Engine):
         )
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Answer the only call that generation makes of the extension for merges: it counts no bad logits."""
+        """Replace calls of the worker extension for merges, which this engine lacks: report that no logits are bad."""
         if method == "mergesearch_bad_rows":
             return [0, 0]
         raise NotImplementedError(method)

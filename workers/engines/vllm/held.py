@@ -165,8 +165,8 @@ class HeldWeights:
     def _needed(self, parameters: Iterable[str]) -> Collection[str]:
         """Select those names in `parameters` whose parameters must be written before the model can be used.
 
-        In this class, these are all of them. Writing a merge fails if one of them was written neither by this swap nor
-        by an earlier one.
+        This class selects all names. Writing a merge fails if a selected parameter was never written, neither by this
+        swap nor by an earlier one.
         """
         return set(parameters)
 
@@ -203,7 +203,7 @@ class HeldWeights:
         return Writing(len(changed), materialise_s, repack_s)
 
     def _num_of_shards(self, names: Collection[str]) -> dict[str, int]:
-        """The number of elements that this rank holds of each tensor in `names` of which it computes only these."""
+        """Number of elements in this rank's shard of each tensor in `names` that the rank does not compute whole."""
         return {
             name: place.shard.num_elements
             for name in names

@@ -36,7 +36,7 @@ def check_call(code: str, name: str, given: str, wanted: str) -> None:
     """Raise an error unless the function `name` in `code`, a model's program, returns the expected value.
 
     `name` may also be a method of the class `Solution` in the program. Each line of `given` is one of the arguments,
-    and `wanted` is what it must return, all in JSON.
+    and `wanted` is the expected return value, all in JSON.
     """
     sys.set_int_max_str_digits(MAX_DIGITS)
     module = _executed(PRELUDE + code)

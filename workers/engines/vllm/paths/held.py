@@ -136,8 +136,8 @@ class HeldPath(HeldWeights):
 
         `plan` lists tensors of the merge of `recipe`: those outside layers (embedding, final norm and output head), and
         those of the layers to write. `bank` has the weights of the source models. `into(name, shape)` returns memory
-        for computing a tensor. Returns what was written. After a failure, the contents of all layers of the engine
-        count as unknown.
+        for computing a tensor. Returns the number of written tensors, with timings. After a failure, the contents of
+        all layers of the engine count as unknown.
         """
         try:
             done = self._write(plan, bank, into)
@@ -353,8 +353,8 @@ def _by_layer(plan: TensorPlan, bank: Bank) -> tuple[list[MergedTensor], list[Ha
     engine applies scales when it computes. Returns three values:
 
     - the tensors outside layers: embedding, final norm and output head
-    - for each layer, a description of what it contains: a value that is equal for layers whose tensors are computed in
-      the same way
+    - for each layer, a description of its content: a value that is equal for layers whose tensors are computed in the
+      same way
     - the tensors of each layer
     """
     from workers.merging.plan import computations
