@@ -94,7 +94,9 @@ class LayerGroup:
 
 @dataclass(frozen=True)
 class ParameterPlace:
-    """Part of a merge that one searched parameter changes; a field is None if it is not a single part.
+    """The part of a merge that one searched parameter changes.
+
+    A field is None if the parameter changes several layers, parts or experts.
 
     - `layers`: the layers, such as a layer group
     - `part`: the component group of these layers, such as attention, or a tensor, or a part outside of layers

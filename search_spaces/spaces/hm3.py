@@ -331,7 +331,7 @@ class Hm3Space:
 
     @cached_property
     def _names(self) -> dict[str, tuple[str, int | None]]:
-        """Models from which layer paths (sequences of layers that make a new model) take layers, by name.
+        """Models that provide layers for layer paths (sequences of layers that make a new model), by name.
 
         A model of the study has its alias (name in the study file) as the key, and (alias, None) as the value. Layers
         may also come from models that are merged from the experts, one for each preference vector (weights of the

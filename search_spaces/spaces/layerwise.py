@@ -327,7 +327,7 @@ def _problems(models: SearchedModels, num_groups: int) -> Iterator[Problem]:
 
 
 def _merge_of(recipe: Recipe, name: str, place: TensorLocation) -> Merge:
-    """The merge by which a recipe makes the tensor `name`; `place` is the tensor's location in the model."""
+    """The merge of the tensor `name` in a recipe; `place` is the tensor's location in the model."""
     if name in recipe.tensors:
         return recipe.tensors[name]
     if place.part == "embedding" or place.part == "head":

@@ -354,7 +354,7 @@ class LfsSpace:
         return None
 
     def _methods_of(self, merge: Merge) -> tuple[str, ...]:
-        """The names of those methods of the space that may produce the canonical merge `merge`.
+        """Names of the space's methods that may produce the canonical merge `merge`.
 
         If the merge is an unchanged model, the result has all methods of the space, because each of them may give such
         a merge. Otherwise the result has only the merge's own method, or it is empty if the space does not have this

@@ -1,4 +1,4 @@
-"""Entries of a study file by which trials are scored: metrics on tasks (objectives, holdout data), and costs."""
+"""Entries of a study file that define how trials are scored: metrics on tasks (objectives, holdout data), and costs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class DescribedTask(Section):
 
     @property
     def place_key(self) -> str:
-        """The key under which the study file names the data."""
+        """The key of the task's description, in the study file, that names the task's data."""
         raise NotImplementedError
 
     @property

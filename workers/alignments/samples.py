@@ -1,4 +1,4 @@
-"""Search samples from which alignments are learned, and their prompts.
+"""Prompts for learning alignments, and the search samples that have these prompts.
 
 They are the first tenth of the search samples, as in HM3.
 """

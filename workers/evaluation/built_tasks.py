@@ -201,7 +201,7 @@ class BuiltTask:
 
 
 def permutation(sizes: Mapping[str, int], *, seed: int) -> tuple[tuple[int, int], ...]:
-    """Random order of all samples; every beginning of it has all groups in proportion to their sizes.
+    """Random order of all samples; every beginning of the order has all groups in proportion to their sizes.
 
     `sizes` maps a group's name to its number of samples. The result has a pair (index of the group, index of the sample
     in the group) for each sample. In every beginning, groups of equal size differ by at most one sample. The order

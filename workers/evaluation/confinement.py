@@ -80,7 +80,7 @@ class Confinement(ABC):
         return code
 
     def of_program(self, number: int) -> Self:
-        """Sandbox for the next program of the calling process; this class uses itself for every program.
+        """Sandbox for the next program of the calling process; in this class, the same sandbox serves every program.
 
         A subclass may run each program as a different user. `number` is the number of programs that the calling process
         has started before.

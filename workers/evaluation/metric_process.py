@@ -253,7 +253,7 @@ class MetricProcess(TaskProcess):
             self._send_task(task, documents)
 
     def _check(self) -> None:
-        """Do nothing: the process runs no code of tasks, so that it need not be checked for misuse of resources."""
+        """Do nothing: the process runs no code of tasks, and so cannot misuse resources."""
 
     def _send_task(self, task: BuiltTask, documents: Documents) -> None:
         try:

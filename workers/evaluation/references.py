@@ -1,4 +1,4 @@
-"""References: the right answers of a task's samples as tokens on which a model's loss is computed.
+"""References: the right answers of a task's samples, as tokens for computing a model's loss.
 
 The reference of a generating task is the task's target, after the task's prompt. For a multiple choice the model reads
 all options, as for scoring. Tasks without references are found without a tokenizer.
@@ -171,7 +171,7 @@ def lack_of_right_answers(spec: TaskSpec) -> str | None:
 
 
 def _scales(options: Sequence[str], metric: str) -> tuple[float, ...]:
-    """Factors on the log-likelihoods of a multiple choice's options with which `metric` corrects for their lengths.
+    """Factors for the log-likelihoods of a multiple choice's options; `metric` corrects for the options' lengths by them.
 
     There is a factor for each of `options`. For a metric that divides by lengths (acc_norm, acc_bytes), the factor is
     the mean length of the options divided by the option's length. For any other metric it is 1.

@@ -141,7 +141,7 @@ class _Server:
         self._local.close(digest)
 
     def documents(self, system_prompt: str | None, has_template: bool, tokenizer: str, limit: int | None) -> None:
-        """Build the requests of the documents of the task that this process runs, and send them as the reply.
+        """Build the requests of all documents of this process's task, and send the requests as the reply.
 
         A document is lm-eval's sample, a request a prompt to complete or to score. `has_template` says whether prompts
         are rendered by a chat template, which the parent process does. `system_prompt` may be None, `tokenizer` is the

@@ -192,7 +192,7 @@ def _names(sources: ResolvedFamily, *, has_directories: bool) -> dict[str, tuple
 
 
 def _named_models(document: Any) -> set[str]:
-    """Names of all models in a mergekit configuration or a part of it; of BASE+ADAPTER both."""
+    """Names of all models in a mergekit configuration or a part of it; BASE+ADAPTER counts as two names."""
     if isinstance(document, Mapping):
         texts = [document.get(key) for key in ("model", "base_model", "tokenizer_source")]
         own = {part for text in texts if isinstance(text, str) for part in text.split("+")}
@@ -358,7 +358,7 @@ def _models(recipe: Recipe) -> tuple[str, ...]:
 
 
 def _layers(merges: Mapping[str, Merge], index: int, models: tuple[str, ...]) -> dict[str, int]:
-    """For each model, the layer from which the merged layer with the index `index` is made, by the model's alias.
+    """The source layer of each model for the merged layer with the index `index`, by the model's alias.
 
     `merges` are the merges of the merged layer. A model of `models` that no merge uses gets an arbitrary layer, because
     a slice must name a layer of every model. Raises Inexpressible if several layers of one model are used.
@@ -449,7 +449,7 @@ def _slerp_slice(recipe: Recipe, index: int, layout: Layout) -> _Slice:
 
 
 def _joined(slices: list[_Slice]) -> list[_Slice]:
-    """Join adjacent slices of the same models and consecutive layers, if their settings agree.
+    """Join adjacent slices of a mergekit file that have the same models, consecutive layers and compatible settings.
 
     A setting of a slice is for one piece (a component or a single tensor). A joined slice has the settings of both
     slices.
@@ -485,7 +485,7 @@ def _compatible(
 
 
 def _filters(recipe: Recipe, layout: Layout) -> tuple[tuple[str, str], ...]:
-    """Filters by which a mergekit file selects the tensors of each piece: pairs (piece, filter) in order of precedence.
+    """Filters that select the tensors of each piece in a mergekit file: pairs (piece, filter) in order of precedence.
 
     A piece is a component, or a single tensor if the recipe has merges of single tensors. A filter matches the tensors
     whose names contain it; the first filter that matches a tensor is used. Raises Inexpressible if, with the tensor

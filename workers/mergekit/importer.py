@@ -276,7 +276,7 @@ class _Builder:
 
 
 def _placeholder() -> Merge:
-    """Placeholder for an invalid merge, with which the import continues and finds further problems.
+    """Replacement for an invalid merge, so that the import can continue and find further problems.
 
     The merge is never computed, because the import fails.
     """

@@ -87,7 +87,7 @@ def read_configuration(
 
 
 class _AsInYaml(reprlib.Repr):
-    """Formatter of values for messages, which writes them as a YAML file would, shortened if they are long."""
+    """Formatter of values for messages, in the notation of YAML files; long values are shortened."""
 
     def repr_bool(self, value: bool, level: int) -> str:
         return str(value).lower()

@@ -225,7 +225,7 @@ def sources_of(
 
 
 def _keys_of(tensor: MergedTensor, plan: TensorPlan, bank: Bank) -> tuple[tuple[Key, ...], Key | None]:
-    """Names of the tensors from which a merged tensor is computed: (those of the sources, that of the base).
+    """Names of the tensors that a merged tensor is computed from, as the pair (names of the sources, name of the base).
 
     A name is (alias of the model in `bank`, name of the tensor). The base's is None if the method needs no base.
     """
@@ -248,7 +248,7 @@ def operands_of(tensor: MergedTensor, plan: TensorPlan, bank: Bank) -> Operands:
 
 @dataclass(frozen=True)
 class _Computation:
-    """A merged tensor to compute, with the names of its source tensors and their statistics.
+    """A merged tensor to compute, with the names and statistics of its source tensors.
 
     `sources` and `base` are names of source tensors as (model's alias, tensor's name); `base` is None if the method
     needs no base. `keys` are the keys of random masks, one per source; None if the method draws no masks. The fields
@@ -429,7 +429,7 @@ class _ShardComputation:
         destination.copy_(merged if factor == 1 else merged * factor)
 
     def _operands(self, bank: Bank) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
-        """Tensors of the sources, and that of the base or None, from which the shard is computed.
+        """Tensors for computing the shard: those of the sources, and that of the base or None.
 
         With kernels for the CPU, the tensors are whole. For a GPU they may have only the elements of the shard
         (`Bank.parts`). `bank` has the weights of the source models.

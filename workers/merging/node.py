@@ -1,4 +1,4 @@
-"""Sharing between the processes of one node: values that one of them computes, and memory that one of them fills.
+"""Sharing between the processes of one node: one process computes a value or fills memory, and the others read it.
 
 Ranks of an engine, and engines of one family of models, need the same statistics and the same source weights. They
 share a directory of the node's shared memory that is named after the content of the sources. Locks of the operating

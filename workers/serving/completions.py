@@ -1,4 +1,4 @@
-"""Completions of one merge: requests, the parts of their answers, and the batch in which an engine generates them.
+"""Completions of prompts with one merge: requests, parts of completions, and the batch that an engine generates.
 
 The engine generates in steps, each of which adds a token to every completion of the batch. Requests for the same merge
 join the batch between two steps. The classes here connect the thread of the engine with the event loop of the replica.

@@ -260,7 +260,7 @@ class CoefficientGradients:
             )
 
     def _device_of(self, tensor: MergedTensor) -> torch.device:
-        """The device of the model's part into which a merged tensor, or the first piece of it, is written."""
+        """The device of the parameter into which a merged tensor, or its first piece, is written."""
         return next(self.model.memory[name].device for name in tensor.shapes())
 
     def _targets(self, batch: Batch, completions: Collection[str]) -> dict[str, _Targets]:

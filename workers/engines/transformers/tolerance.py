@@ -158,7 +158,7 @@ def _read(
 
 @contextmanager
 def _computing_in(model: Any, dtype: torch.dtype) -> Iterator[None]:
-    """Context manager in which the parameters of `model` have another dtype. Weights that lose bits are kept aside.
+    """Context manager that converts the parameters of `model` to another dtype, and restores them at the end.
 
     Buffers are not converted: transformers keeps them in float32, whatever the dtype of the weights.
     """

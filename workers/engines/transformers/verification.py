@@ -138,7 +138,7 @@ def nothing_to_compare(
 def texts_to_read(
     evaluator: TaskEvaluator, samples: Iterable[SampleResult], spans: Iterable[Span]
 ) -> tuple[Tokens, ...]:
-    """The texts, as token ids, for which engine and transformers are compared token by token.
+    """Select the texts, as token ids, for comparing the engine with transformers token by token.
 
     There is a text for each of the first TEXTS_READ samples of each of `spans` (ranges of samples of one task); tasks
     with random completions are left out. The text is the sample's prompt with the completion that the engine gave in
@@ -160,7 +160,7 @@ def texts_to_read(
 
 @dataclass(frozen=True)
 class _Pair:
-    """One sample as the engine scored it (`stored`) and as transformers scores it (`expected`).
+    """One sample with two results: that of the engine (`stored`) and that of transformers (`expected`).
 
     `requests` are the sample's tokenized requests. A request is a prompt to complete, or one option of a multiple
     choice with its prompt.

@@ -1,4 +1,4 @@
-"""Engine for one checkpoint as vLLM itself loads it, quantised ones included, and the scores of tasks with it.
+"""Engine for one checkpoint, which may be quantised, as vLLM itself loads it; and scores of tasks with this engine.
 
 It has no sources and merges nothing. `python -m workers.engines.vllm.checkpoint_engine JOB RESULT` scores spans in a
 process of its own, because a process can have one engine only: JOB and RESULT are files with pickled objects of the
@@ -116,7 +116,7 @@ def scores_of(
 
 
 def _run(command: Sequence[str], log: Path, limit_s: float) -> int | None:
-    """Run a command whose output goes to the file `log`; return its exit status, or None if it took too long.
+    """Run a command, and write its output to the file `log`; return its exit status, or None if it took too long.
 
     After `limit_s` seconds, and if this process is interrupted, the command's processes are killed, also those that it
     has started itself, as vLLM does.

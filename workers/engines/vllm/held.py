@@ -163,7 +163,7 @@ class HeldWeights:
         return dict(self.model.named_parameters())
 
     def _needed(self, parameters: Iterable[str]) -> Collection[str]:
-        """Select those names in `parameters` whose parameters must be written before the model can be used.
+        """Select the parameters, by the names `parameters`, that must be written before the model can be used.
 
         This class selects all names. Writing a merge fails if a selected parameter was never written, neither by this
         swap nor by an earlier one.
@@ -338,7 +338,7 @@ def _comparable(packed: Mapping[str, torch.nn.Module]) -> frozenset[str]:
 
 
 def _derive_of(module: torch.nn.Module) -> Any:
-    """Find the method by which an attention module updates its kernel's copies of weights.
+    """Find the method of an attention module that updates its kernel's copies of weights.
 
     Some attention kernels compute with a copy of weights in another dtype, which must follow when the weights change.
     The method takes the dtype, and updates the copies in place. Returns None for modules without it.

@@ -1,4 +1,4 @@
-"""Planning of the prompts from which an engine computes the log-probabilities of continuations.
+"""Choice of the prompts that an engine must read to compute the log-probabilities of continuations.
 
 One prompt gives the log-probabilities of its last tokens, and of tokens that may follow it. A token that may follow
 needs only one row of logits, and the prompt's beginning comes from the prefix cache. Therefore all options of one token

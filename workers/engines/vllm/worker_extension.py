@@ -276,7 +276,7 @@ def open_bank(
     is_shared: bool = False,
     max_recent_bytes: int | None = None,
 ) -> Bank:
-    """Open the source weights of a base model and its experts (a family); the object that holds them is the bank.
+    """Open the source weights of a base model and its experts (a family); return the bank, the object that holds them.
 
     `family` is the description of these models, as JSON in the form of `family_to_json`. A process has one bank, for
     the family that was opened last. If this family is open already, its bank is returned. In a process that has an

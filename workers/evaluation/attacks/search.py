@@ -1,4 +1,4 @@
-"""Search for the prompt template with which a model's metric is lowest, as in PromptBench.
+"""Search for the prompt template on which a model's metric is lowest, as in PromptBench.
 
 A search is a generator: it yields templates, and receives the model's metric with each of them. So it can be stopped at
 any template and repeated later with the same values. It depends only on the template, the option `attack`, the seed,

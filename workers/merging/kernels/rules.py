@@ -1,4 +1,4 @@
-"""Rules: the formulas with which kernels on every device compute each element of a merge, as plain data.
+"""Rules: formulas of merges as plain data; kernels on every device compute each element by a rule.
 
 All methods that have a kernel reduce to these few rules. A rule consists of plain numbers; a few rules also have
 tensors. Numbers for each source are tuples in the order of the sources. theta_s is source s, b is the base, and tau_s

@@ -160,7 +160,7 @@ def magnitude_sampled(
 
 
 def row_width(tensor: torch.Tensor) -> int:
-    """Length of the rows of a tensor within which MagPrune ranks elements.
+    """Length of a tensor's rows; MagPrune ranks the elements within each row.
 
     It is the last dimension of `tensor`; a tensor with fewer than two dimensions is one row. MagPrune is a method that
     drops elements of task vectors at random, smaller ones of a row more often.

@@ -88,7 +88,7 @@ def _in_function(code: str) -> ast.Module:
 
 
 def _give(text: str) -> None:
-    """Make `text` the standard input of a model's program, which may use it as `sys.stdin` or by the name `stdin`.
+    """Make `text` the standard input of a model's program, under both names: `sys.stdin` and `stdin`.
 
     `sys.stdin` becomes a stream of text. It has no attribute `buffer`, so the program cannot read bytes. The module of
     the program has run `from sys import *` before this call, and may have imported `stdin` itself. In such a program

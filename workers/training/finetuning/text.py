@@ -169,7 +169,7 @@ TEXT_TRAINING = TextTraining()
 
 
 def pad_token(spec: FinetuneSpec, tokenizer: Any, base: Path) -> int:
-    """Id of the token with which rows are padded: the one that `spec` names, else the pad token of `tokenizer`.
+    """Id of the padding token of rows: the token that `spec` names, else the pad token of `tokenizer`.
 
     Raises InvalidModel if there is no such token. `base` is the directory of the base model, for the message.
     """

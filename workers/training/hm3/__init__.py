@@ -1,4 +1,4 @@
-"""The lower level of HM3: an actor-critic that learns which layer of which model comes next in a layer path.
+"""The lower level of HM3: an actor-critic that learns to choose the next layer of a layer path.
 
 The paper is "HM3: Hierarchical Multi-Objective Model Merging for Pretrained Models" (arXiv:2409.18893). A layer path is
 a sequence of steps, each of which is a layer of one of several models. The state is the path so far. An action is the

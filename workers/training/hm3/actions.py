@@ -74,14 +74,15 @@ def distribution(
 
 
 def followed(proto_BD: Tensor, taken_BE: Tensor, places_B: Tensor) -> Tensor:
-    """Proto-actions [B, D] with which a policy would have taken one given step in each of B episodes.
+    """Proto-actions [B, D] for one given step in each of B episodes, as if the policy had chosen the steps itself.
 
-    In an episode, a policy builds a layer path (sequence of layers of a new model) step by step. From the result a
-    policy learns a path that was given to it. A proto-action is a point in the E-dimensional space of the steps'
-    embeddings; here it is the embedding of the given step, in `taken_BE`. If layers have scales, a proto-action has one
-    more number (D = E + 1, otherwise D = E): the scale of the path's last layer, as a position in the range of scales.
-    `places_B` has this position, or NaN if no scale was given; then the number in `proto_BD` is used, the proto-action
-    that the policy drew itself.
+    In an episode, a policy builds a layer path (sequence of layers of a new model) step by step. Some paths are given
+    instead, and the policy learns from them by these proto-actions. A proto-action is a point in the E-dimensional
+    space of the steps' embeddings. Here the point is the embedding of the given step, in `taken_BE`.
+
+    If layers have scales, a proto-action has one more number (D = E + 1, otherwise D = E): the scale of the path's last
+    layer, as a position in the range of scales. `places_B` has this position. If it is NaN, because no scale was given,
+    the number is copied from `proto_BD`, the policy's own proto-action.
     """
     own = proto_BD[:, taken_BE.shape[1] :]
     return torch.cat([taken_BE, torch.where(places_B[:, None].isnan(), own, places_B[:, None])], dim=1)

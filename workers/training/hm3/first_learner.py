@@ -1,4 +1,4 @@
-"""PPO learner of version 1 of the searcher `hm3`, with which studies of that version continue.
+"""PPO learner of version 1 of the searcher `hm3`; studies that began with this version continue with it.
 
 It differs from `learner` in three points:
 

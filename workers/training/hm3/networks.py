@@ -87,7 +87,7 @@ class Networks(nn.Module):
 
     @torch.no_grad()
     def measure(self, outcomes_BK: Tensor) -> None:
-        """Set the mean and standard deviation of outcomes, to which the value network's outputs are scaled.
+        """Set the mean and the standard deviation of outcomes; the value network's outputs are scaled to them.
 
         The value network predicts outcomes: the scores of an episode's layer path (sequence of layers) in each
         objective. `outcomes_BK` [episodes, objectives] are the first known outcomes; their mean and standard deviation

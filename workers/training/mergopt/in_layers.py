@@ -1,4 +1,4 @@
-"""Noise of MergOPT that layers see when they read their weights; parameters stay unchanged and need no copy.
+"""Noise of MergOPT, added where layers read their weights; the parameters themselves stay unchanged and need no copy.
 
 While a module computes, a tensor with noise replaces a parameter. Autograd does not save that tensor, but a description
 from which it can be recomputed. Therefore the tensor is freed when the module is done, and the backward pass recomputes

@@ -1,4 +1,4 @@
-"""Sharpness-aware minimization (SAM and ASAM), with which the method SAFT-Merge trains experts for merging.
+"""Sharpness-aware minimization (SAM and ASAM); the method SAFT-Merge uses it to train experts for merging.
 
 A step computes two gradients: g at the parameters theta, then another one at theta plus an offset, where the loss is
 higher. The second gradient updates theta. With rho as the size of the offset and eta as a small constant:

@@ -1,7 +1,7 @@
-"""Writing of merges into an engine for layer paths, as paths through a pool of layers, in vLLM's worker.
+"""HeldPath: the weights in vLLM's worker of an engine for layer paths, and the writing of merges over them.
 
-A layer of the pool holds a merged layer without its scale. Therefore one copy is used at every hop (step of a path) and
-with every scale.
+The engine has a pool of layers, and a merge is a path through the pool. A layer of the pool is stored without its
+scale. Therefore one copy of it serves every hop (step of a path), with any scale.
 """
 
 from __future__ import annotations
