@@ -66,7 +66,7 @@ class DescribedTask(Section):
         return self.model_dump(mode="json", exclude_none=True)
 
     def at(self, place: str) -> Self:
-        """Copy of the task whose data are at `place`."""
+        """A copy of the task that finds its data at `place`, a path or URL."""
         return self.model_copy(update={self.place_key: place})
 
 
@@ -211,7 +211,7 @@ class ObjectiveSpec(ScoredTask):
 class CostSpec(Section):
     """An objective that is a cost of the merged model, such as its number of layers; less is better.
 
-    It needs no data, because its value follows from the recipe.
+    A cost needs no data, because its value follows from the recipe.
     """
 
     name: Name

@@ -1,8 +1,8 @@
 """Evaluation tasks that have their own Python functions, each built and scored in a confined process (a sandbox).
 
 The confined process reads the task's files, the packages and the libraries of the system, and the data that this
-process has loaded for it. It writes only below a separate temporary directory. `confinement` lists all restrictions.
-The confined process sends JSON, which is checked here.
+process has loaded for it. The process writes only below a separate temporary directory. `confinement` lists all
+restrictions. The confined process sends JSON, which is checked here.
 """
 
 from __future__ import annotations

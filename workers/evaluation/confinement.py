@@ -98,8 +98,8 @@ class Confinement(ABC):
         - neither reads other processes nor changes their priority, affinity or limits
         - changes no owners, modes, times or attributes of files, mounts nothing, and enters no namespace
 
-        Raises ConfinementUnavailable if the system does not offer what is needed, and RuntimeError if the process has
-        several threads. After an error the process must not continue.
+        Raises ConfinementUnavailable if the system lacks a mechanism for these restrictions, and RuntimeError if the
+        process has several threads. After an error the process must not continue.
         """
         refuse_threads()
         limit_resources(self.limits())

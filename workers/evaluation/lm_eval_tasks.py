@@ -300,8 +300,8 @@ def _inline_task(name: str, rows: Sequence[InlineRow], task: Mapping[str, Any], 
 def _load(spec: TaskSpec, loading: Loading) -> dict[str, Any]:
     """Load the tasks of `spec` with lm-eval, from a YAML file or by a registered name.
 
-    `loading` is one of the context managers of `task_loading`, which decides what lm-eval may read while it loads.
-    Returns lm-eval's task objects by name.
+    `loading` is one of the context managers of `task_loading`; it limits the files that lm-eval may read. Returns
+    lm-eval's task objects by name.
     """
     assert isinstance(spec.task, str)
     return _from_yaml(spec.task, spec, loading) if is_file(spec.task) else _from_name(spec.task, loading)

@@ -171,10 +171,11 @@ def lack_of_right_answers(spec: TaskSpec) -> str | None:
 
 
 def _scales(options: Sequence[str], metric: str) -> tuple[float, ...]:
-    """Factors for the log-likelihoods of a multiple choice's options; `metric` corrects for the options' lengths by them.
+    """Factors for the log-likelihoods of the options of a multiple choice, which correct for the options' lengths.
 
-    There is a factor for each of `options`. For a metric that divides by lengths (acc_norm, acc_bytes), the factor is
-    the mean length of the options divided by the option's length. For any other metric it is 1.
+    There is a factor for each of `options`; `metric` decides whether and how lengths count. For a metric that divides
+    by lengths (acc_norm, acc_bytes), the factor is the mean length of the options divided by the option's length. For
+    any other metric it is 1.
     """
     if metric == "acc_norm":
         lengths = [max(1, len(option)) for option in options]

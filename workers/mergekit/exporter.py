@@ -73,8 +73,8 @@ def mergekit_config(
 ) -> dict[str, Any]:
     """Convert a recipe to a mergekit configuration that computes the same merge, ready to be written as YAML.
 
-    The models are named by `directories`, which has a directory or hub id for each of the recipe's aliases. They are
-    merged in float32; the merge is stored in `dtype`. `layout` has the names of the models' tensors. Raises
+    The models are named by `directories`, which has a directory or hub id for each of the recipe's aliases. The models
+    are merged in float32, and the merge is stored in `dtype`. `layout` has the names of the models' tensors. Raises
     Inexpressible if mergekit would compute other tensors.
     """
     recipe = recipe.canonical()

@@ -56,7 +56,7 @@ class Scratch:
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Memory for a tensor of the shape `shape`; it is valid until the next call of this method.
 
-        All tensors share this memory, so the tensor's `name` is not used. It is a parameter because merges ask for
+        All tensors share this memory, so the tensor's `name` is not used. The parameter exists because merges ask for
         memory by name and shape.
         """
         size = math.prod(shape)
@@ -81,8 +81,8 @@ def merged_tensors(
     computed.
 
     Each tensor is computed in float32 and rounded once, to `dtype`. Recipes with equal digests give equal bits. A
-    tensor may share memory with the bank and must not be written to. It is on the bank's device, or on the CPU if that
-    device has too little memory for it (`devices`).
+    tensor may share memory with the bank and must not be written to. Each tensor is on the bank's device, or on the CPU
+    if that device has too little memory for it (`devices`).
 
     `into` may be a function that returns the memory for a tensor of a given name and shape. The memory must be
     contiguous, of `dtype`, and on the bank's device. This saves time, because allocating memory takes longer than
@@ -409,8 +409,8 @@ class _ShardComputation:
     def write(self, bank: Bank, destination: torch.Tensor) -> None:
         """Compute the shard's elements, and write them to the contiguous memory `destination`.
 
-        `bank` has the weights of the source models, and computes the elements on its device. They are rounded once, to
-        the dtype of `destination`.
+        `bank` has the weights of the source models, and computes the elements on its device. The elements are rounded
+        once, to the dtype of `destination`.
         """
         shard, factor = self.shard, self.tensor.factor
         if _is_copy(self.tensor):

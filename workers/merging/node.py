@@ -1,9 +1,9 @@
 """Sharing between the processes of one node: one process computes a value or fills memory, and the others read it.
 
-Ranks of an engine, and engines of one family of models, need the same statistics and the same source weights. They
-share a directory of the node's shared memory that is named after the content of the sources. Locks of the operating
-system (`flock`) decide which process computes, and show which processes use the directory. A lock ends with the process
-that holds it, in whatever way the process ends.
+Ranks of an engine, and engines of one family of models, need the same statistics and the same source weights. These
+processes share a directory of the node's shared memory, which is named after the content of the sources. Locks of the
+operating system (`flock`) decide which process computes, and show which processes use the directory. When a process
+ends for any reason, its lock ends too.
 """
 
 from __future__ import annotations

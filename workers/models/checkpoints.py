@@ -1,6 +1,6 @@
 """A Hugging Face checkpoint on disk: its configuration, and its tensors by name.
 
-This module checks the configuration and the safetensors headers before it reads anything large. It maps tensors into
+This module checks the configuration and the safetensors headers before it reads anything large. Tensors are mapped into
 memory one at a time, when they are requested. Pickles are never loaded, and no code of a model is ever run.
 """
 

@@ -68,7 +68,7 @@ class CompletionPart:
 class LiveCompletion:
     """A completion that is being generated: the engine's thread adds its parts, and an event loop reads them.
 
-    It must be created in the event loop that reads its parts. `request` has the prompt and the options.
+    The object must be created in the event loop that reads its parts. `request` has the prompt and the options.
     """
 
     def __init__(self, request: CompletionRequest) -> None:

@@ -47,8 +47,8 @@ __all__ = ["EngineWorker"]
 class _Stream:
     """Adapter that passes the engine's generated text on to the completion `live`.
 
-    It has the interface `workers.evaluation.prompts.Stream`, which the engine expects. `generation` has the prompt's
-    tokens and the options, and `digest` is the digest of the recipe whose merge the engine holds.
+    The class implements the interface `workers.evaluation.prompts.Stream`, which the engine expects. `generation` has
+    the prompt's tokens and the options, and `digest` is the digest of the recipe whose merge the engine holds.
     """
 
     live: LiveCompletion

@@ -22,8 +22,8 @@ EXAMPLES = {"study": STUDY_FILE, "front": "front.yaml", "lfs": "lfs.yaml"}
 def family_dir() -> pathlib.Path:
     """Directory of the tiny models that this package ships: a base model and experts, with evaluation tasks.
 
-    It contains base/, experts/<skill>/, tasks/<skill>_{search,holdout,train}.jsonl, study.yaml (merges the experts) and
-    retrain.yaml (trains new ones).
+    The directory contains base/, experts/<skill>/, tasks/<skill>_{search,holdout,train}.jsonl, study.yaml (merges the
+    experts) and retrain.yaml (trains new ones).
     """
     return pathlib.Path(__file__).resolve().parent
 

@@ -1,9 +1,8 @@
 """Coefficient gradients: derivatives of the loss on reference answers with respect to a merge's coefficients.
 
-The code that computes merges for inference engines also computes the merge here, which is written into a transformers
-model. One backward pass then gives the gradient of each merged tensor. Each gradient is reduced to one number per
-coefficient as soon as it is computed, and then freed, so that the gradients of the whole model are never in memory at
-once.
+The merge is computed by the same code as for inference engines, and is written into a transformers model. One backward
+pass then gives the gradient of each merged tensor. Each gradient is reduced to one number per coefficient as soon as it
+is computed, and then freed, so that the gradients of the whole model are never in memory at once.
 """
 
 from __future__ import annotations
@@ -401,7 +400,7 @@ class CoefficientGradients:
 def free_bytes(device: torch.device) -> int | None:
     """Bytes of a GPU's memory that this process can allocate now; None for other devices, whose limit is not known.
 
-    They are the GPU's free memory and the memory that torch has reserved but does not use.
+    The result is the sum of the GPU's free memory and the memory that torch has reserved but does not use.
     """
     if device.type != "cuda":
         return None

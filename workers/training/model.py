@@ -1,6 +1,6 @@
 """A transformers model into which merges are written in place, and whose parameters have gradients.
 
-The module maps each merged tensor to a parameter. It does not depend on merge methods or losses.
+The module maps each merged tensor to a parameter. The module does not depend on merge methods or losses.
 """
 
 from __future__ import annotations

@@ -189,7 +189,7 @@ def whole_characters(text: str) -> str:
 def next_token_scores(model: Any, tokens: Sequence[int]) -> torch.Tensor:
     """A transformers model's log-probabilities [num_tokens, vocabulary] of the next token after each of `tokens`.
 
-    They are on the model's device. Raises EvidenceMismatch if logits are NaN or infinite.
+    The result is on the model's device. Raises EvidenceMismatch if logits are NaN or infinite.
     """
     logits = _checked(model(input_ids=torch.tensor([list(tokens)], device=_device_of(model))).logits[0], 1)
     return logits.float().log_softmax(-1)

@@ -142,8 +142,8 @@ def texts_to_read(
 
     There is a text for each of the first TEXTS_READ samples of each of `spans` (ranges of samples of one task); tasks
     with random completions are left out. The text is the sample's prompt with the completion that the engine gave in
-    `samples`, or with the sample's first option in a multiple choice. It is cut to the length that the engine reads.
-    `evaluator` provides the samples' prompts and options.
+    `samples`, or with the sample's first option in a multiple choice. The text is cut to the length that the engine
+    reads. `evaluator` provides the samples' prompts and options.
     """
     known = {(sample.objective, sample.position): sample for sample in samples}
     room = evaluator.lm.max_length - 1  # the engine always generates one token
@@ -318,7 +318,8 @@ class _Comparison:
 
         `prompt` and `completion` are token ids. For each token of `completion`, the gap is the log-probability (natural
         log) of the likeliest token minus that of this token, by transformers. The result is the largest gap, but at
-        most FAR, a very large number. It is FAR if the completion has a token that the exported model lacks.
+        most FAR, a very large number. The result is also FAR if the completion has a token that the exported model
+        lacks.
         """
         if max(completion) >= self.reference.model.get_input_embeddings().num_embeddings:
             return FAR
@@ -357,7 +358,8 @@ def _finite(difference: float) -> float:
 def _legible(text: str) -> str:
     """Remove replacement characters (U+FFFD) from `text`.
 
-    They stand for bytes that are not a character. Two programs may decode the same tokens to different numbers of them.
+    Replacement characters stand for bytes that are not a character. Two programs may decode the same tokens to
+    different numbers of such characters.
     """
     return text.replace("\ufffd", "")
 

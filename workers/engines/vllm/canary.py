@@ -1,9 +1,9 @@
 """The canary: a regular check that an engine computes correctly, by comparing its log-probabilities with transformers'.
 
-Both compute the log-probabilities of fixed prompts for the same merge. A wrong swap (writing of a merge into the
-engine) gives wrong scores without any error, and only this comparison detects it. The tolerance is measured for each
-model, once on a machine. It follows from how much rounding to the engine's dtype changes the base model's
-log-probabilities in transformers.
+The engine and transformers compute the log-probabilities of fixed prompts for the same merge. A wrong swap (writing of
+a merge into the engine) gives wrong scores without any error, and only this comparison detects it. The tolerance is
+measured for each model, once on a machine. The tolerance follows from the change of the base model's log-probabilities,
+in transformers, when weights are rounded to the engine's dtype.
 """
 
 from __future__ import annotations
@@ -113,9 +113,9 @@ class Calibration:
 
         `ours` are the engine's log-probabilities, `theirs` those of transformers for the same tokens. `of` names the
         compared texts in the message. `bounds` returns the largest change of each token's log-probability that rounding
-        explains (`rounding_bounds`). It is called only for "float32", if a difference is larger than the tolerance. The
-        returned difference (`typical_difference`) is the largest one in float32, and a root mean square in other
-        dtypes.
+        explains (`rounding_bounds`). This function is called only for "float32", if a difference is larger than the
+        tolerance. The returned difference (`typical_difference`) is the largest one in float32, and a root mean square
+        in other dtypes.
         """
         difference = typical_difference(ours, theirs, dtype=self.dtype)
         if bounds is not None and self.dtype == "float32" and self.tolerance < difference < MOST:

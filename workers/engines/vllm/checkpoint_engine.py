@@ -1,8 +1,8 @@
 """Engine for one checkpoint, which may be quantised, as vLLM itself loads it; and scores of tasks with this engine.
 
-It has no sources and merges nothing. `python -m workers.engines.vllm.checkpoint_engine JOB RESULT` scores spans in a
-process of its own, because a process can have one engine only: JOB and RESULT are files with pickled objects of the
-caller.
+This engine has no source models and merges nothing. `python -m workers.engines.vllm.checkpoint_engine JOB RESULT`
+scores spans (ranges of samples) in a separate process, because a process can have only one engine: JOB and RESULT are
+files with pickled objects of the caller.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class CheckpointEngine(Engine):
 def scores_of(
     directory: str | Path, options: EngineOptions, spans: Sequence[Span], *, limit_s: float | None = None
 ) -> tuple[SampleResult, ...]:
-    """Score samples of tasks with the checkpoint in `directory`, in a process of its own, and return the samples.
+    """Score samples of tasks with the checkpoint in `directory`, in a separate process, and return the samples.
 
     `options` are the options of the engine, and `spans` the ranges of samples. Raises EngineUnavailable, with the end
     of its output, if the process fails, or if it runs for more than `limit_s` seconds: by default an hour, and two

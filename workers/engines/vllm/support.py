@@ -56,7 +56,7 @@ class Capability:
 
 
 class CapabilityProbe:
-    """A query about which models vLLM can run, answered by a separate process.
+    """Query to vLLM, in a separate process, about the models that it can run.
 
     The constructor starts the process. Models whose answer is in the cache are left out of the query.
     """

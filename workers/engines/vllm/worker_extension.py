@@ -258,7 +258,7 @@ class MergeExtension:
 def _room(device: torch.device) -> int:
     """Bytes of memory that this process can allocate now on the GPU `device`.
 
-    They are the GPU's free memory and the memory that torch has reserved but does not use.
+    The result is the sum of the GPU's free memory and the memory that torch has reserved but does not use.
     """
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

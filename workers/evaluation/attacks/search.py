@@ -1,8 +1,8 @@
 """Search for the prompt template on which a model's metric is lowest, as in PromptBench.
 
-A search is a generator: it yields templates, and receives the model's metric with each of them. So it can be stopped at
-any template and repeated later with the same values. It depends only on the template, the option `attack`, the seed,
-and the words that a fill-mask model proposes.
+A search is a generator: it yields templates, and receives the model's metric with each of them. Therefore a search can
+be stopped at any template and repeated later with the same values. The search depends only on the template, the option
+`attack`, the seed, and the words that a fill-mask model proposes.
 
 StressTest's sentences (Naik et al., 2018, "Stress Test Evaluation for Natural Language Inference") are tried one by
 one. The attacks on words are greedy. Each word in turn is replaced by "[UNK]"; the losses that this causes give the
@@ -94,8 +94,9 @@ def search(
     """Search for the template with the lowest metric; larger values of the metric are better for the model.
 
     A template is the text from which a task's prompts are made. The result is a generator that does not call the model
-    itself: it yields templates, expects the caller to send the model's metric with each of them, and returns what was
-    found. The search ends when no template can be worse, or `attack.option.max_queries` templates were scored.
+    itself: it yields templates, expects the caller to send the model's metric with each of them, and returns the
+    template that it has found. The search ends when no template can be worse, or `attack.option.max_queries` templates
+    were scored.
 
     Args:
         attack: The task's template, and the options of the attack.
@@ -158,7 +159,7 @@ class _Queries:
     ) -> Generator[tuple[str, ...], Sequence[float], list[tuple[Template, float]]]:
         """Generator that asks for the metric of each candidate (changed template), up to the limit of scored templates.
 
-        It yields the texts of the candidates within the limit, and is sent their metrics. It returns the pairs
+        The generator yields the texts of the candidates within the limit, receives their metrics, and returns the pairs
         (candidate, metric).
         """
         allowed = candidates if self.most is None else candidates[: self.most - self.count]

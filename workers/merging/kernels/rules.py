@@ -334,7 +334,7 @@ class Variable(NamedTuple):
 class VariableElection(NamedTuple):
     """Rule for a merge kernel of SCE as in mergekit: a weighted mean of task vectors at the most variable elements.
 
-    It differs from the rule `Variable` at sums of zero and for small weights. The rule is computed for each element. If
+    The rule differs from `Variable` at sums of zero and for small weights. The rule is computed for each element. If
     the variance of the element between the task vectors is below a threshold, the result is the base. Otherwise the
     result is the base plus the mean, with the weights `weights`, of the task vectors that have the elected sign. The
     elected sign is the sign of the sum of all task vectors; it is positive if this sum is zero. The divisor of the mean

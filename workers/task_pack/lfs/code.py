@@ -1,6 +1,6 @@
 """lm-eval filters that extract the program from a completion, by the published rules of LFS, DIS and M3.
 
-They run in the confined process of the task.
+The filters run in the confined process of the task.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Program that runs one test case of LiveBench's coding category on a solution. It is executed in the sandbox only.
+"""Program that runs one test case of LiveBench's coding category on a solution, inside the sandbox.
 
 `livebench_coding` appends a call of `check_call` or `check_output` to the text of this file. The program runs to its
 end if the solution passes. A solution runs in the same environment as in LiveBench's published code (April 2025 and
@@ -90,10 +90,10 @@ def _in_function(code: str) -> ast.Module:
 def _give(text: str) -> None:
     """Make `text` the standard input of a model's program, under both names: `sys.stdin` and `stdin`.
 
-    `sys.stdin` becomes a stream of text. It has no attribute `buffer`, so the program cannot read bytes. The module of
-    the program has run `from sys import *` before this call, and may have imported `stdin` itself. In such a program
-    the name `stdin` stands for the earlier stream, so the read methods of this stream are replaced by ones that read
-    `text`.
+    `sys.stdin` becomes a stream of text. This stream has no attribute `buffer`, so the program cannot read bytes. The
+    module of the program has run `from sys import *` before this call, and may have imported `stdin` itself. In such a
+    program the name `stdin` stands for the earlier stream, so the read methods of this stream are replaced by ones that
+    read `text`.
     """
     lines = iter(text.split("\n"))
     vars(sys.stdin).update(read=lambda *_: text, readline=lambda *_: next(lines), readlines=lambda *_: text.split("\n"))

@@ -4,7 +4,7 @@ The paper is "HM3: Hierarchical Multi-Objective Model Merging for Pretrained Mod
 a sequence of steps, each of which is a layer of one of several models. The state is the path so far. An action is the
 next layer, or the end of the path. A policy may first draw a proto-action, which is a point in the space of the steps'
 embeddings, and then choose a step near it. The reward is known once the whole path is scored. The package needs torch
-only. It does not depend on how paths are scored, or where scores are stored.
+only. The package does not depend on how paths are scored, or where scores are stored.
 
 The parts have RLlib's names: a module of networks, a runner that builds episodes with the networks, and a learner that
 improves them. RLlib's own Learner would fit. tests/benchmarks/bench_hm3_rllib.py compares it with the learner of this

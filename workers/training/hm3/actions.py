@@ -94,7 +94,7 @@ def given_places(paths: LayerPaths, scales: Sequence[Sequence[float]], length: i
     A layer path is the sequence of layers of a new model, and a layer scale is a factor on the residual stream after a
     layer. `scales` has the scales of each path's layers, one for each step. The result has the shape [paths, length]. A
     policy gives the scale of a step's layer together with the next step, so column t of the result has the scale of
-    step t - 1. It is NaN where no scale is given. If `scales` is empty, the result has no rows.
+    step t - 1. A number is NaN where no scale is given. If `scales` is empty, the result has no rows.
     """
     found = torch.full((len(scales), length), torch.nan)
     for row, given in enumerate(scales):

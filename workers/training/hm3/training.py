@@ -6,9 +6,9 @@ episodes of one iteration can be scored while the episodes of the next iteration
 preference vector, the policies take turns, one iteration each. A policy that is conditioned on the vector takes all
 vectors in each iteration, one after the other.
 
-A search may begin with given policies. They have no warm-up. From the beginning, they explore as rarely as a search
-does at its end. If given policies do not learn, the first episode of each preference vector is the path that the policy
-prefers, without noise.
+A search may begin with given policies. Given policies have no warm-up. From the beginning, they explore as rarely as
+other policies do at the end of a search. If given policies do not learn, the first episode of each preference vector is
+the path that the policy prefers, without noise.
 """
 
 from __future__ import annotations
@@ -187,9 +187,9 @@ class PolicyTraining:
     def source_of(self, iteration: int, *, newest: int) -> int | None:
         """Last iteration, up to `newest`, that the policy of `iteration` has learned from; None if there is none.
 
-        An iteration is a group of episodes (sequences of layers that the policy builds), after which the policy that
-        built them is updated and saved as a checkpoint. The checkpoint saved after the resulting iteration is the
-        policy's state after iteration `newest`. A policy does not learn from the iterations of its warm-up.
+        An iteration is a group of episodes (sequences of layers that the policy builds). After an iteration, the policy
+        learns from its episodes and is saved as a checkpoint, except during its warm-up. Therefore the checkpoint of
+        the resulting iteration is the policy's state after iteration `newest`.
         """
         last = newest - (newest - iteration) % self.num_policies
         return last if last >= 0 and self.is_learned_from(last) else None

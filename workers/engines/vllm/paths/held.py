@@ -281,7 +281,7 @@ class _Aligned:
 def _digest_of(alignment: Alignment) -> str:
     """Checksum of an alignment (a map of the residual stream), as a sha256 in hex.
 
-    It covers the name, type, shape and 64-bit sum of each of the alignment's tensors.
+    The checksum covers the name, type, shape and 64-bit sum of each of the alignment's tensors.
     """
     return checksum(alignment.tensors())
 
