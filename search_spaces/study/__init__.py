@@ -1,7 +1,7 @@
 """The study file: the models to merge, the space to search, and the limits of cost.
 
 - `file`: a whole study: loading, parsing, its JSON Schema; the section `limits`
-- `models`: the section `models`; how a study names another study
+- `models`: the section `models`; references to other studies
 - `search`: the sections `search_space` and `search`
 - `fidelity`: the section `fidelity`
 - `objectives`: the sections `objectives` and `holdout`

@@ -28,7 +28,7 @@ CHECKED = 100  # documents of each subtask whose targets are checked
 class Reading:
     """A text for computing a model's log-likelihood: the tokens of a prompt, followed by an answer.
 
-    The log-likelihood is that of the answer, the tokens after the first `num_context`. If `ends` is not empty, the
+    The answer begins after the first `num_context` tokens; its log-likelihood is computed. If `ends` is not empty, the
     answer must be followed by any one of these tokens, and the probability of this is included.
     """
 

@@ -226,8 +226,8 @@ class HeldWeights:
         - `into`: a function (name, shape) that returns memory for computing a tensor
 
         If vLLM's weight loader only copies a tensor's elements, the tensor is written to the same place without the
-        loader. Of such a tensor, only the shard that this rank holds is computed. The loader writes the other tensors.
-        Returns the names of the written parameters, and the seconds for computing the tensors.
+        loader, and only the shard that this rank holds is computed. The loader writes all other tensors. Returns the
+        names of the written parameters, and the seconds for computing the tensors.
         """
         from workers.merging.materialize import merge_into, merged_tensors
         from workers.merging.plan import merged_names

@@ -36,11 +36,11 @@ NO_NORM = 1e-7
 def trimmed(tau: torch.Tensor, k: float, order: TieOrder, magnitudes: Ranked | None = None) -> torch.Tensor:
     """Set all but the largest-magnitude elements of a task vector to zero (TIES, arXiv:2306.01708).
 
-    The share `k` of the n elements of `tau`, as `num_kept` rounds it, is kept; this is equation 6 of "Automated Model
-    Merging". `order` is the rule that breaks ties between equal magnitudes. `magnitudes` is a precomputed table of the
-    magnitudes, from which the threshold is taken; with None, the threshold is searched for. In a merge that trims whole
-    models, the table is that of the model's whole task vector, and n is the number of its elements. `tau` may be
-    modified.
+    The function keeps `num_kept(k, n)` of the n elements of `tau`, about the share `k`; this is equation 6 of
+    "Automated Model Merging". `order` is the rule that breaks ties between equal magnitudes. `magnitudes` is a
+    precomputed table of the magnitudes, from which the threshold is taken; with None, the threshold is searched for. In
+    a merge that trims whole models, the table is that of the model's whole task vector, and n is the number of its
+    elements. `tau` may be modified.
     """
     num_elements = tau.numel() if magnitudes is None else magnitudes.num_elements
     rank = num_kept(k, num_elements)
