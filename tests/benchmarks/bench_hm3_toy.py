@@ -59,7 +59,7 @@ POLICIES: Mapping[str, PolicyTrainingOptions] = {
 
 
 class Toy:
-    """The table of one seed: [num_actions] * num_steps, float32."""
+    """The score table of the environment for one seed: [num_actions] * num_steps, float32."""
 
     def __init__(
         self, seed: int, *, num_steps: int = NUM_STEPS, num_actions: int = NUM_ACTIONS, num_lures: int = NUM_LURES
@@ -87,7 +87,7 @@ class Toy:
 def episodes(
     toy: Toy, *, seed: int, num_models: int, options: PolicyTrainingOptions = OPTIONS
 ) -> Iterator[tuple[int, ...]]:
-    """The paths that a policy plays in the environment, while it learns."""
+    """Yield the paths that a policy builds in the environment while it learns."""
     names = tuple(f"model{number}" for number in range(num_models))
     paths = LayerPaths(names, toy.table.shape[0] // num_models, toy.num_steps, toy.num_steps)
     training = PolicyTraining(paths, options, seed=seed, preferences=((1.0,),))
@@ -104,7 +104,7 @@ def episodes(
 
 
 def by_policy(seed: int, options: PolicyTrainingOptions = OPTIONS) -> dict[str, int | None]:
-    """Different paths scored and episodes played up to the best path; None if it was not found."""
+    """Numbers of different scored paths and of episodes until the policy finds the best path; None if it does not."""
     toy = Toy(seed)
     seen: set[tuple[int, ...]] = set()
     played = episodes(toy, seed=seed, num_models=NUM_MODELS, options=options)
@@ -116,7 +116,7 @@ def by_policy(seed: int, options: PolicyTrainingOptions = OPTIONS) -> dict[str, 
 
 
 def by_evolution(seed: int) -> dict[str, int | None]:
-    """Evaluations of the searcher `es` up to the best path; None if it was not found."""
+    """Number of evaluations until the searcher `es` finds the best path; None if it does not."""
     toy = Toy(seed)
     parameters = Parameters(Categorical(f"step{step}", tuple(range(NUM_ACTIONS))) for step in range(NUM_STEPS))
     trials: list[Observation] = []
@@ -173,12 +173,12 @@ def run() -> dict[str, Any]:
 
 
 def median(found: Sequence[int | None], limit: int) -> float:
-    """Median over seeds, in which the limit stands for a path that was not found: then a lower bound."""
+    """Median over seeds; a path that was not found counts as `limit`, so that the median is then a lower bound."""
     return statistics.median(limit if count is None else count for count in found)
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """Episodes or evaluations until the best path was found, by seed."""
+    """Table of the episodes or evaluations until the best path was found, by seed."""
     rows = {name: ([each["episodes"] for each in arms], MAX_EPISODES) for name, arms in result["policies"].items()}
     rows["`es`"] = [each["evaluations"] for each in result["es"]], MAX_ES
     lines = [f"| seed | {' | '.join(map(str, SEEDS))} | median |", f"|---|{'---|' * len(SEEDS)}---|"]

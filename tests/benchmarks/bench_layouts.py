@@ -1,4 +1,4 @@
-"""Agreement of swapped engines with transformers, for every layout of `tests.layouts`.
+"""Agreement of engines with transformers after swaps, for every model layout of `tests.layouts`.
 
 For each layout: a family with random weights, an engine on its base, and candidates written into that engine one after
 another, merged by task arithmetic, SLERP, and task arithmetic again in the last layer alone. Each candidate is exported
@@ -107,7 +107,7 @@ def _candidates(family: Any) -> Iterator[Any]:
 
 
 def _by_transformers(recipe: Any, bank: Any, out: Path, prompts: list[list[int]]) -> tuple[list[list[float]], bool]:
-    """The log-probabilities of the exported model, and whether transformers found the export to be a whole one."""
+    """The log-probabilities of the exported model, and whether transformers found exactly the tensors that it needs."""
     from transformers import AutoModelForCausalLM
 
     from workers.engines.transformers.backend import ATTENTION, logprobs

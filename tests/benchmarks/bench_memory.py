@@ -1,4 +1,4 @@
-"""Memory of a bank and one candidate, for every fused method, in a process that may not take more.
+"""Memory of a bank and one merge by every fused method, in a process with a memory limit.
 
 The models of `merge_family`. Allowed are the sources, one result, and a tenth of both. The limit is RLIMIT_DATA, which
 needs no right to make a control group: it counts all that a process may write to, and files too as they are mapped,
@@ -42,7 +42,7 @@ def show(result: dict[str, Any]) -> None:
 
 
 def measure(directory: Path) -> list[dict[str, Any]]:
-    """Memory of a bank and its candidates, measured by `measure_here` in a process of its own."""
+    """Memory of a bank and its merges, measured by `measure_here` in a separate process."""
     return list(json.loads(output(__name__, str(directory))))
 
 

@@ -1,4 +1,4 @@
-"""Bandwidth of merging in memory against copying, for each method.
+"""Bandwidth of merging in memory by each method, compared with copying.
 
 Base and three experts of 110M float32 parameters each, random, in a Llama's shapes, two threads. Every candidate has
 new coefficients (a new k, t, or seed). Its time is from the recipe to the last merged tensor, written to memory that
@@ -76,7 +76,7 @@ def show(result: dict[str, Any]) -> None:
 
 
 def measure_fused(directory: Path) -> dict[str, Any]:
-    """Copying and the methods that have kernels, in turn."""
+    """Measure copying and the methods that have kernels, in turn."""
     import torch
 
     from search_spaces.methods import METHODS
@@ -118,7 +118,7 @@ def measure_fused(directory: Path) -> dict[str, Any]:
 
 
 def measure_ranked(directory: Path) -> list[dict[str, Any]]:
-    """DELLA by a bank that keeps ranks: the first candidate, which sorts, and another."""
+    """Measure DELLA with a bank that caches ranks: the first merge, which sorts, and a further one."""
     _, bank, merge = _merging(directory)
     bank.keep_ranks()
     rows = []
@@ -129,7 +129,7 @@ def measure_ranked(directory: Path) -> list[dict[str, Any]]:
 
 
 def measure_many(directory: Path) -> dict[str, Any]:
-    """Kernels with many sources, as parts of copy bandwidth."""
+    """Measure kernels with many sources, as shares of the copy bandwidth."""
     import torch
 
     from search_spaces.recipe import Merge, Source
@@ -172,7 +172,7 @@ def measure_many(directory: Path) -> dict[str, Any]:
 
 
 def _merging(directory: Path) -> tuple[Any, Any, Callable[[str, int], None]]:
-    """The family, its bank, and a function that merges the candidate of a method and a seed."""
+    """The family, its bank, and a function that merges by a given method and seed."""
     import torch
 
     from workers.merging.bank import Bank
@@ -195,7 +195,7 @@ def _bar(method: str) -> dict[str, Any]:
 
 
 def _extensions() -> list[str]:
-    """The vector extensions that the kernels are compiled for."""
+    """The vector extensions of the processor for which the kernels are compiled."""
     import llvmlite.binding as llvm
     import numba
 

@@ -1,4 +1,4 @@
-"""Time of a step of MergOPT and of SAM against a step of bare AdamW, on one Llama of 21M parameters.
+"""Time of a step of MergOPT and of SAM, compared with a step of AdamW, on one Llama of 21M parameters.
 
 All take turns in one process with two threads: forward and backward passes of 2,048 tokens, and the update. MergOPT has
 its two modes: parameters from a copy, and noise in the layers. Beside other programs on the same cores the ratio of CPU

@@ -1,4 +1,4 @@
-"""Layer paths in a live engine: agreement with transformers, time of a switch, memory, trials a minute.
+"""Layer paths in a live engine: agreement with transformers, time of a switch, memory, and trials per minute.
 
 Four parts, each engine in a process of its own, on CPU with one thread:
 

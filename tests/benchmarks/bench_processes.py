@@ -1,4 +1,4 @@
-"""CPU seconds of whole commands: their start-up, and merges against mergekit's command.
+"""CPU seconds of whole commands: their start-up, and merges compared with mergekit's command.
 
 User and system time are counted, which other programs on the machine change little.
 Start-up: `mergesearch merge` of two of the shipped experts, and `run --check` of the example study, against a process
@@ -67,7 +67,7 @@ def show(result: dict[str, Any]) -> None:
 
 
 def _medians(commands: Mapping[str, tuple[str, ...]], out: Path, environment: Mapping[str, str]) -> dict[str, float]:
-    """The median CPU seconds of each command, run by turns; what they write to `out` is removed."""
+    """The median CPU seconds of each command, run in turns; their files in `out` are removed."""
     seconds: dict[str, list[float]] = {name: [] for name in commands}
     for _ in range(1 + REPEATS):
         for name, command in commands.items():

@@ -1,4 +1,4 @@
-"""Time from a recipe to an engine that serves it, against mergekit's merge, and that with a new engine.
+"""Time from a recipe to an engine that serves the merge, compared with a merge by mergekit and a new engine.
 
 The models of `merge_family`, in float32; the engine is vLLM on CPU with two threads. A swap is: plan, merge, write in
 place, pack again (CPU only, on its own line), reset the prefix cache, checksum. Every candidate has new coefficients;
@@ -128,7 +128,7 @@ def _swap_last_layer(engine: Any, family: Any, seed: int) -> float:
 
 
 def _copying(family: Any) -> tuple[int, float]:
-    """The bytes of one model, and the seconds to copy them."""
+    """The number of bytes of one model, and the seconds for copying them."""
     import torch
 
     torch.set_num_threads(THREADS)
@@ -143,7 +143,7 @@ def _copying(family: Any) -> tuple[int, float]:
 
 
 def measure_restart(directory: Path) -> dict[str, Any]:
-    """Time of a new engine on a merged model: the seconds of its imports, and of its start to the first token."""
+    """Seconds of a new engine on a merged model: for its imports, and from its start to the first token."""
     from search_spaces.study.engine import EngineOptions
     from workers.engines.vllm.environment import engine_environment
 
