@@ -81,7 +81,7 @@ def settings(directory: Path) -> dict[str, str]:
 
 
 def podman(*words: str, environment: Mapping[str, str], timeout_s: float = 900.0) -> str:
-    """What a call of podman prints. Raises AssertionError, with its messages, if it fails."""
+    """Call podman and return its output. Raises AssertionError with podman's messages if the call fails."""
     return _call("podman", *words, environment=environment, timeout_s=timeout_s)
 
 

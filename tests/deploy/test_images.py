@@ -40,7 +40,7 @@ def version_problems(text: str) -> list[str]:
 
 
 def user_problems(text: str) -> list[str]:
-    """Reasons why the image's processes would not run as a user without rights, whose number a Pod can check."""
+    """Reasons why the image's processes would not run as an ordinary user with a numeric id, which a Pod can check."""
     last = list(instructions(text))
     users = [each.text for each in last if each.name == "USER" and each.stage == last[-1].stage]
     (*_, user) = ["0", *users]
@@ -49,7 +49,7 @@ def user_problems(text: str) -> list[str]:
 
 
 def installation_problems(text: str) -> list[str]:
-    """Commands that install what the constraints do not pin, or not all that a distribution needs.
+    """Commands that install versions not pinned by the constraints, or not all that a distribution needs.
 
     The script uv-pip installs what it is given and no more: it adds --no-deps, which uv does not accept twice.
     """
@@ -85,7 +85,7 @@ def needs_of(name: str) -> set[str]:
 
 
 def layer_problems(text: str) -> list[str]:
-    """Files that are copied into the image before larger layers that do not need them, or are only mounted."""
+    """Files copied into the image before larger layers that do not need them, and files that are only mounted."""
     parents = {stage: parent for parent, stage in re.findall(r"^FROM (\S+) AS (\S+)", text, re.MULTILINE)}
     stage, stages = list(instructions(text))[-1].stage, set()
     while stage in parents:

@@ -144,7 +144,7 @@ def _executable(member: tarfile.TarInfo) -> tarfile.TarInfo:
 
 
 def as_kubelet(pod: Pod, manifests: Manifests) -> dict[str, Any]:
-    """The pod as the kubelet would start it, with the stand-in as its image, and as the command of Ray's pods."""
+    """The pod as the kubelet would start it, but with the stand-in as its image and as the command of Ray's pods."""
     secrets = {each["metadata"]["name"]: each["data"] for each in manifests.of("Secret")}
     spec = copy.deepcopy(dict(pod.spec))
     kept = {each["name"] for each in spec.get("volumes", ()) if {"emptyDir", "persistentVolumeClaim"} & set(each)}

@@ -1,4 +1,4 @@
-"""Studies for the end-to-end tests, and what becomes of one that nothing disturbs."""
+"""Studies for the end-to-end tests, and the trials of undisturbed runs of them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SFS: Mapping[str, Any] = {"kind": "sfs", "model": "math"}
 def write_small_study(
     directory: Path, *, name: str, rungs: Sequence[int], max_trials: int, space: Mapping[str, Any] = LFS
 ) -> Path:
-    """For the fake scorer: the study's file, beside the models of a tiny family and the data."""
+    """Write a study for the fake scorer, beside the models of a tiny family and the data; returns its file."""
     tiny_family(directory, experts=EXPERTS)
     first = rungs[-1]
     for split, numbers in (("search", range(first)), ("holdout", range(first, first + NUM_HOLDOUT))):
@@ -132,7 +132,7 @@ def _benchmarks(directory: Path) -> list[dict[str, Any]]:
 
 
 def write_shipped_gradient_study(directory: Path, *, name: str, rungs: Sequence[int], max_trials: int) -> Path:
-    """For real engines: the shipped family, searched by gradients of its own models; the last trial is a mutant."""
+    """Write a study for real engines: the shipped family, searched by gradients; the last trial is a mutant."""
     document = shipped_study(directory, name=name, seed=0)
     document["search_space"] = {"kind": "layerwise"}
     gradient = {"steps": 12 * (max_trials - 1), "batch": 24, "points": max_trials - 1}
@@ -151,7 +151,7 @@ def undisturbed(
     resolved: ResolvedStudy | None = None,
     concurrency: int = 3,
 ) -> list[tuple[Any, ...]]:
-    """The trials, without Tune: what is scored, at most `concurrency` evaluations at a time, is in `directory`.
+    """Run a study without Tune, and return its trials. Its database is in `directory`.
 
     `scorer` is a fake unless given; `resolved` is what the compared run was created with, by default what is found
     now.
@@ -176,7 +176,7 @@ def undisturbed(
 
 
 def stored(directory: Path) -> list[Any]:
-    """Every chunk and every sample that is stored in the directory, in an order of their own."""
+    """All chunks and samples that are stored in the directory, in a fixed order."""
     chunks = query(directory, "SELECT recipe_digest, prompts, num_samples FROM evidence ORDER BY 1, 2")
     columns = "recipe_digest, split, objective, position, value, response"
     return [chunks, query(directory, f"SELECT {columns} FROM samples ORDER BY 1, 2, 3, 4")]

@@ -1,4 +1,4 @@
-"""SIGKILL at every point where a driver can be caught, in processes: the same command goes on as if nothing was."""
+"""SIGKILL at each point of a driver's work, in processes: the same command then continues as if without a kill."""
 
 from __future__ import annotations
 

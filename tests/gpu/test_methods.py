@@ -174,7 +174,7 @@ def test_a_tensor_above_two_billion_elements(method: str) -> None:
 
 
 def peak_of(call: Callable[[], torch.Tensor]) -> int:
-    """Bytes of GPU memory that `call` takes at most, its result included."""
+    """Peak of the GPU memory that `call` takes, in bytes, with its result."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
