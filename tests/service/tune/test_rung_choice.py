@@ -1,4 +1,4 @@
-"""What SMAC's forest learns from: the choice between all rungs and the highest budget, and its other options."""
+"""The results from which SMAC's forest learns: of all rungs or of the highest budget; and its other options."""
 
 from __future__ import annotations
 

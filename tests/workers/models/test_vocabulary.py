@@ -1,4 +1,4 @@
-"""Models with other tokens, brought to one vocabulary; mergekit is the oracle where its rule is ours."""
+"""Models with different tokens, brought to one vocabulary, and compared with mergekit if both have the same rule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scales of layers, which a policy draws and learns with the path: the actor of HM3's equation 16."""
+"""Scales of layers, which a policy draws and learns together with the path (the actor in HM3's equation 16)."""
 
 from __future__ import annotations
 
