@@ -44,9 +44,9 @@ class Repository:
 class Hub:
     """Repositories by name ("datasets/owner/name" for data).
 
-    Also requests as (method, path), how many bytes were sent of each LFS file ("name/file"), the contents of LFS files
-    that were uploaded by sha256, and which of the repositories that clients created are private. `write_refusal` is the
-    status and error code with which the hub refuses to create repositories.
+    The hub also records requests as (method, path), the number of bytes sent of each LFS file ("name/file"), the
+    contents of uploaded LFS files by sha256, and whether each repository created by a client is private.
+    `write_refusal` is the status and error code with which the hub refuses to create repositories.
     """
 
     url: str = ""

@@ -1,8 +1,8 @@
 """A study that the last version without migrations left in the middle of a rung when that version was killed.
 
-`tests/fixtures/mid_rung` holds its database as SQL, its data, and the trials that version ended with when nothing
-disturbed it. The models are the shipped family. Paths are placeholders there, and so are the digests of its tasks,
-which cover the paths of their files, and the fake scorer's hashes of prompts, which cover the digests.
+`tests/fixtures/mid_rung` holds the study's database as SQL, its data, and the trials of an undisturbed run of that
+version. The models are the shipped family. The files have placeholders for paths, for the digests of tasks (which cover
+the paths of their files), and for the fake scorer's hashes of prompts (which cover the digests).
 """
 
 from __future__ import annotations

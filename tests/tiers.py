@@ -58,7 +58,7 @@ def lane(fixtures: Collection[str]) -> str | None:
 def starts_nothing() -> Iterator[None]:
     """Context that raises AssertionError if Ray is started or vLLM is imported in it, which takes 10 to 40 s.
 
-    What another test of the same session started before is not counted. Importing Ray is allowed.
+    Earlier starts by other tests of the session do not count. Importing Ray is allowed.
     """
     before = _started()
     yield

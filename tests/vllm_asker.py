@@ -1,7 +1,7 @@
 """One process that asks vLLM about models for all processes of a test session: to import vLLM takes 10 s of a core.
 
-Tests run `command()` instead of `workers.engines.vllm.support.COMMAND`. It sends the names of both files to the process
-that asks vLLM, and starts that process if there is none. The process ends with the session.
+Tests run `command()` instead of `workers.engines.vllm.support.COMMAND`. The command sends the names of its input and
+output files to the process that asks vLLM, and starts this process if necessary. The process ends with the session.
 """
 
 from __future__ import annotations

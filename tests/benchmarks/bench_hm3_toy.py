@@ -2,14 +2,15 @@
 
 Paths have 6 steps of 12 actions each, and are scored by a table.
 
-The best path scores 1, and a path that has m of its steps in place m / 6. Beside it there are six lures, for which it
-is 0.8 m / 6; the score is the largest of the seven. A lure is a local optimum that four exchanged steps do not leave,
-and six of them attract more paths than the best one does. But on average over all other steps the steps of the best
-path are worth most: what a policy learns from many paths at once, and what a search that keeps one path does not see.
+The best path scores 1, and a path with m of the best path's steps in place scores m / 6. There are also six lures: a
+path with m steps of a lure in place scores 0.8 m / 6. A path's score is the largest of these seven. A lure is a local
+optimum that four exchanged steps do not leave, and six of them attract more paths than the best one does. But on
+average over all other steps, the best path's steps are worth most. A policy can learn this from many paths at once,
+while a search that keeps a single path does not see it.
 
-Evaluations are counted until the best path is first scored: of different paths (the service scores equal ones once),
-and for the policy of all episodes too. Of random search, which draws without repetition, the median is known: half of
-all paths. Every run of a seed is an arm that is kept.
+Evaluations of different paths are counted until the best path is first scored (the service scores equal paths once);
+for the policy, all episodes are counted too. Random search draws without repetition, so its median is known: half of
+all paths. Every run of a seed is an arm, whose result is kept.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Quality of merges of experts that were trained with MergOPT's noise, with offsets of real task vectors, and without.
 
-What is MergOPT's noise for? Arms that differ in nothing but the offset at which gradients are taken:
+The comparison asks for the use of MergOPT's noise. Its arms differ only in the offset of weights at which gradients are
+computed:
 
 - `adamw`: none
 - `mergopt`: the paper's Laplace noise, (K alpha - 1) z
@@ -19,7 +20,7 @@ The protocol was fixed before any judge item was read:
   vectors at that rate, in bfloat16 as they are written.
 - Merges of all experts at a fixed alpha (task arithmetic with 0.3, the value that the paper calls common, and weight
   averaging), and by each method at its coefficient that is the best on 200 search items a skill.
-- Judged on 1,000 held-out items a skill. Differences from AdamW are paired by seed and item.
+- Judgment: merges are judged on 1,000 held-out items a skill. Differences from AdamW are paired by seed and item.
 
 The pilot also measures whether the noise resembles a merge: the loss of each expert on its own skill at a merge, at
 noise of the same norm, and at resampled task vectors of the same norm.
@@ -30,8 +31,8 @@ pairs (table 19).
     make bench ONLY=mergopt_offsets
     MERGOPT_OFFSETS=shipped MERGOPT_OFFSETS_SEEDS=2 MERGOPT_OFFSETS_PARTS=all,mixed make bench ONLY=mergopt_offsets
 
-Hours: each judged arm and seed is an arm in `tests/benchmarks/results`; the experts stay in `.bench/mergopt_offsets`.
-Tables are of the seeds that are on file in all arms.
+The run takes hours. Results of each judged arm and seed are kept in `tests/benchmarks/results`, experts in
+`.bench/mergopt_offsets`. Tables have the seeds that are on file for all arms.
 """
 
 from __future__ import annotations

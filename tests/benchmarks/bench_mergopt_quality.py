@@ -1,18 +1,19 @@
 """Quality of merges of experts that were trained with MergOPT, AdamW, SGD, SAM and ASAM, on the shipped skills.
 
-For each optimizer and seed the experts of the tiny family's retraining are trained: same base, data, batches and number
-of steps (SAM and ASAM also with half as many, which take as long as AdamW's). The learning rate of each optimizer is
-the one whose experts are best on their own skill's search items in a pilot with a seed of its own; MergOPT is compared
-at AdamW's as well. Its b is the Laplace scale of the task vectors of the pilot's AdamW experts. A merge method's
-coefficient is chosen on search items, and the merge judged on 1,000 held-out items a skill. No training or merge looks
-at these. All three experts are merged, and each pair of them, which is judged on its own two skills.
+For each optimizer and seed, the experts of the tiny family's retraining are trained with the same base, data, batches
+and number of steps. SAM and ASAM are also trained with half as many steps, which take as long as AdamW's. A pilot with
+another seed chooses the learning rate of each optimizer: the one whose experts are best on their own skill's search
+items. MergOPT is also compared at AdamW's learning rate. MergOPT's b is the Laplace scale of the task vectors of the
+pilot's AdamW experts. A merge method's coefficient is chosen on search items, and the merge judged on 1,000 held-out
+items a skill. No training or merge looks at these. All three experts are merged, and each pair of them, which is judged
+on its own two skills.
 
-How much b and the learning rate matter (the paper's D.4.3) is seen on the pilot's seed: MergOPT with b halved and
+The pilot's seed also shows the effects of b and of the learning rate (the paper's D.4.3): MergOPT with b halved and
 doubled up to twice, and AdamW and MergOPT with each learning rate of the pilot.
 
-Hours: the judged merges of each optimizer and seed are an arm that is kept in `tests/benchmarks/results`; the experts
-stay in `.bench/mergopt_quality`. With the environment variable MERGOPT_QUALITY_SEEDS=1 the comparison is that of the
-first seed only, which a later run with more continues.
+The run takes hours. The judged merges of each optimizer and seed are an arm, kept in `tests/benchmarks/results`; the
+experts stay in `.bench/mergopt_quality`. With the environment variable MERGOPT_QUALITY_SEEDS=1 only the first seed is
+compared; a later run with more seeds continues the comparison.
 """
 
 from __future__ import annotations

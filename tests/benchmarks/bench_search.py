@@ -1,9 +1,9 @@
 """Quality of the merges that `auto` and black-box searchers find on trained families, by their cost in samples.
 
-`bench_searchers` compares searchers on families whose accuracies are made up: true values are known, spaces with
-conditions and choices are searched too, and it takes minutes. Here models are trained, so gradients exist and what was
-found can be judged on items that no search saw. That takes hours: every search is an arm that is kept in
-`tests/benchmarks/results/search`, and a bench that was interrupted continues after the last one.
+`bench_searchers` compares searchers on families with made-up accuracies: true values are known, spaces with conditions
+and choices are searched too, and a run takes minutes. Here models are trained, so gradients exist, and merges can be
+judged on items that no search saw. A run takes hours. Every search is an arm, kept in
+`tests/benchmarks/results/search`, and an interrupted bench continues after the last arm.
 
     make bench ONLY=search
     SEARCH_PARTS=demo,single,front SEARCH_FAMILIES=shipped,letters SEARCH_SEEDS=0-4 make bench ONLY=search
@@ -14,17 +14,17 @@ and nothing is chosen by those: `SEARCH_SEEDS=100-104`.
 A sample that is scored for a proposed trial counts 1, a sample of a loss 1, one of a gradient 3; sources and published
 recipes are not counted. The parts:
 
-- `demo`: the shipped study with `auto` on three objectives, against task arithmetic with the lambda that a scan on all
-  search data finds, and against what black-box searchers find for as many samples.
+- `demo`: the shipped study with `auto` on three objectives, compared with task arithmetic (its lambda found by a scan
+  on all search data), and with black-box searchers for as many samples.
 - `single`: one objective, the mean of the skills. `auto` for 8 and for 5 full evaluations' worth against the black-box
   searcher that is best on the judge items of each family after 40: the strongest rival, known only in hindsight.
 - `front`: three objectives. After how many samples' worth `auto` has the hypervolume that random search has after 200
   full evaluations; and hypervolumes at equal samples, of fronts chosen on search data, on judge items.
 
-Black-box searchers get what was fixed before any of them was run: one coefficient from 0 to 1 for each expert in each
-of four groups of layers, embedding and head (18 numbers: few, as suits them, and all sensible), full evaluations only,
-and the baselines as known results. The best trial of a search is that with the best mean on its
-search data, baselines included, as in a study.
+The setting of black-box searchers was fixed before any of them was run: one coefficient from 0 to 1 for each expert in
+each of four groups of layers, embedding and head (18 numbers: few, as suits them, and all sensible), full evaluations
+only, and the baselines as known results. The best trial of a search is the one with the best mean on its search data,
+baselines included, as in a study.
 """
 
 from __future__ import annotations

@@ -281,7 +281,7 @@ def ask_times(
 def compare(scenario: Scenario, seeds: range) -> dict[str, Any]:
     """True accuracy of the chosen trial, and hypervolume of the full-budget trials, by searcher and seed.
 
-    Also the true accuracy of the best baseline, by seed.
+    The table also has the true accuracy of the best baseline, by seed.
     """
     outcomes = {
         name: [Search(scenario, SEARCHERS[name], seed).run() for seed in seeds] for name in scenario.searchers()

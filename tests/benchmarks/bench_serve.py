@@ -1,8 +1,9 @@
-"""Cost of watching a study over HTTP: its speed with 100 watchers compared with its speed without; lost events.
+"""Cost of watching a study over HTTP: the study's speed with 100 watchers and without, and the number of lost events.
 
 HTTP server, Ray, its jobs, Serve and store are real; the replicas are fakes that take a fixed time per sample, so that
 a study lasts a minute and emits at least 5 events a second. Studies without and with watchers alternate on one server;
-the ratio is the median of the pairs' ratios of samples per second. Also the seconds until `/healthz` answers.
+the ratio is the median of the pairs' ratios of samples per second. The bench also measures the seconds until `/healthz`
+answers.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Time from a recipe to an engine that serves the merge, compared with a merge by mergekit and a new engine.
 
-The models of `merge_family`, in float32; the engine is vLLM on CPU with two threads. A swap is: plan, merge, write in
-place, pack again (CPU only, on its own line), reset the prefix cache, checksum. Every candidate has new coefficients;
-"one layer" changes only the last layer of the candidate held. What users do today is a merge by mergekit to a RAM disk
-and a new engine on it, both measured in processes of their own: mergekit's imports are not counted, those of the new
-engine's process are, since nobody gets one without; the ratio without them is given beside.
+The models are those of `merge_family` in float32; the engine is vLLM on CPU with two threads. A swap is: plan, merge,
+write in place, pack again (CPU only, on its own line), reset the prefix cache, checksum. Every candidate has new
+coefficients; "one layer" changes only the last layer of the candidate held. The alternative is a merge by mergekit to a
+RAM disk and a new engine on it, each measured in its own process. mergekit's imports are not counted. The new engine's
+imports are counted, because every new process needs them; a second ratio leaves them out.
 
-"At most" is how much faster than mergekit's merge a swap could be that does nothing but move the method's bytes, each
-source read once and the result written once, at the speed of copying: no bar above it can be met.
+"At most" is an upper bound of the ratio: the time of mergekit's merge divided by the time to move the method's bytes at
+the speed of copying, with each source read once and the result written once.
 """
 
 from __future__ import annotations

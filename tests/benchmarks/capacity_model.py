@@ -1,9 +1,9 @@
 """Simulation of many replicas, drivers and a database, for the shares of time in which they are busy.
 
-A chunk is scored by a replica. Its result waits for its study's driver, which handles one result after the other. The
+A replica scores a chunk. The chunk's result waits for its study's driver, which handles one result after the other. The
 driver stores the result in the database, which serves the drivers of all studies one after the other, and then sends
 the replica another chunk. Each driver has its own replicas; each replica always has the same number of chunks, of which
-it scores one at a time. Left out are the schedulers, which may have nothing to send, and the network.
+it scores one at a time. The simulation leaves out the schedulers, which may have nothing to send, and the network.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Exact match of merges by one teacher-forced pass instead of an engine, which makes searches of the benchmarks cheap.
 
 A greedy completion is the reference answer exactly if every token of the answer, and then a token that ends it, is the
-model's first choice after the tokens before it. One forward pass over prompt and answer shows all of that. Merging,
-model and references are those of the product's gradients; a path of another number of layers, or with alignments, is a
-model of its own, as the product's verification makes it. What equals the engine is completions that must equal the
-answer as they are (inline tasks whose answers have no white space at their ends); the benches compare both first.
+model's first choice after the tokens before it. One forward pass over prompt and answer shows all of these first
+choices. Merging, model and references are those of the service's gradients. A path with another number of layers, or
+with alignments, is built as a separate model, as in the service's verification. The scores equal the engine's if
+completions must equal the answer literally (inline tasks whose answers have no white space at their ends); the benches
+compare both first.
 """
 
 from __future__ import annotations
@@ -92,8 +93,8 @@ class _Batch:
 class OnePass:
     """A scorer by one teacher-forced pass; it implements the interface `workers.types.Scorer` for coordinators.
 
-    It holds one merge at a time, in float32 on CPU. What was scored once is read from files in `memory`, so that a
-    search that was interrupted soon continues where it was.
+    The scorer holds one merge at a time, in float32 on CPU. It keeps scores in files in `memory`, so that an
+    interrupted search soon reaches the same point again.
     """
 
     def __init__(self, family: Family, options: EngineOptions, *, memory: Path) -> None:

@@ -78,7 +78,8 @@ class RecallingPPO(PPOTorchLearner):  # type: ignore[misc]  # ray has no types
 class RllibLearner(BaseLearner):
     """Learner by RLlib's unchanged PPOTorchLearner: KL penalty, one optimizer, and GAE targets of one iteration.
 
-    RLlib's state has no KL coefficient. It is kept if `keeps_kl` is true, and starts anew otherwise.
+    RLlib's state does not contain the KL coefficient. The learner keeps the coefficient if `keeps_kl` is true, and
+    otherwise begins with the initial one.
     """
 
     recalls = False

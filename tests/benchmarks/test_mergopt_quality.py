@@ -17,7 +17,7 @@ METHODS = ("task arithmetic", "TIES", "DARE")
 
 @pytest.fixture(autouse=True)
 def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Temporary folder for arms of made-up experts."""
+    """Temporary folder for the benchmark's results with made-up experts."""
     monkeypatch.setattr(arms, "RESULTS", tmp_path / "results")
     return tmp_path / "results"
 

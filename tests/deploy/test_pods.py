@@ -1,7 +1,7 @@
 """Rendered pods in a real container runtime, podman with runc, with a small stand-in for the image.
 
-What the kubelet does is done here first: values of Secrets, and ConfigMaps and projected volumes left out. What is seen
-is what the kernel gives the processes: user, capabilities, system calls, and where they may write.
+The tests replace the kubelet: they insert the values of Secrets, and leave out ConfigMaps and projected volumes. They
+check the rights that the kernel gives the processes: user, capabilities, system calls, and writable places.
 """
 
 from __future__ import annotations

@@ -313,8 +313,8 @@ def stop_until_replaced(
 ) -> dict[str, Any]:
     """Stop the processes of a part that work on any of the studies, and return what was seen of their replacement.
 
-    That is the number of seconds until an event reported it (None: not within RECOVERY_S of `stop_s`), and the numbers
-    of processes that were stopped, and that still existed when they were continued.
+    The result has the number of seconds until an event reported the replacement (None: not within RECOVERY_S of
+    `stop_s`), the number of stopped processes, and the number of those that still existed when they were continued.
     """
     find, kind = STOPS[part]
     study = next((study for study in studies if list(find(server, study))), studies[-1])

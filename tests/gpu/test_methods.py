@@ -51,7 +51,7 @@ def on_gpu(stored: Operands, *, shift: int = 0) -> Operands:
 
 
 def chosen(num_sources: int) -> Iterator[Merge]:
-    """Merges of every method that takes so many sources; of more than three, of those with kernels for CUDA."""
+    """Merges by every method that takes this number of sources; above three, only methods with CUDA kernels."""
     if num_sources <= 3:
         yield from merges(num_sources)
         return

@@ -356,8 +356,8 @@ class Simulation:
     def bound_h(self, head: Job, found: list[Job]) -> float:
         """Hours that the oldest waiting job of a team waits at most, if all jobs have equal priorities.
 
-        The others get places before it until their usage for their weights is that of the team: `excess` GPU-hours, on
-        all places. Then jobs that run meanwhile may last.
+        First, other teams get places until their usage relative to their weights equals the team's: `excess` GPU-hours
+        on all places. Then the job waits for jobs that are still running.
         """
         own = sum(
             max(MIN_CHARGE_H, job.work_h - job.stored_h) * job.demand.num_gpus

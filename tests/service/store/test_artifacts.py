@@ -1,6 +1,6 @@
 """Artifacts, in a directory and in an object store.
 
-What was stored comes back or is refused, equal files take their room once, and no used file is deleted.
+Stored artifacts come back unchanged or are refused, equal files are stored once, and no used file is deleted.
 """
 
 from __future__ import annotations

@@ -117,8 +117,8 @@ def propose(
 class InlineProposer:
     """`proposals.Proposer` in the caller's thread, for searchers without computed steps; a random search by default.
 
-    With `seed` None, the seed of each draw is a checksum of all that the proposal knows. `steps` are the notes that the
-    study has already.
+    If `seed` is None, the seed of each draw is a checksum of all results that the proposal knows. `steps` are the
+    study's earlier notes.
     """
 
     def __init__(
@@ -194,7 +194,7 @@ def drive(
 ) -> None:
     """Run the study to its end, or until only judgments are left.
 
-    Which of the evaluations in flight finishes its next chunk first is drawn at random.
+    A random draw decides which evaluation in flight finishes its next chunk first.
     """
     draw = random.Random(order_seed)
     in_flight: list[tuple[Evaluation, int]] = []

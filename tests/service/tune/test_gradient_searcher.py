@@ -437,7 +437,7 @@ LARGER = replace(SETTING, num_samples={"math": 10, "text": 12})
 
 
 def of_completions(sign: float, completed: Any = None) -> Callable[[StepRequest], StepResult]:
-    """Losses on references that fall as the costs of text grow; on completions, multiplied by `sign`."""
+    """A function with losses of text: on references they fall as costs grow; on completions `sign` decides."""
 
     def compute(request: StepRequest) -> StepResult:
         if isinstance(request, CompletionsRequest):

@@ -69,7 +69,8 @@ class BubblewrapAlone(Bubblewrap):
 class BubblewrapVariant(BubblewrapAlone):
     """Namespaces and limits of the user that starts programs, with changed arguments of bwrap.
 
-    `without` is taken out of them, and `extra` is added. If `passes_environment`, bwrap gets the environment.
+    `without` lists arguments to remove, `extra` lists arguments to add. If `passes_environment`, bwrap gets the
+    environment.
     """
 
     without: tuple[str, ...] = ()

@@ -489,7 +489,7 @@ def loaded(directory: Path) -> dict[str, torch.Tensor]:
 def by_mergekit(text: str, out: Path) -> dict[str, torch.Tensor] | None:
     """Tensors by mergekit for a configuration; None if it refuses the file, or if its result is not finite.
 
-    What it writes before it fails at a configuration of another depth counts.
+    Tensors that mergekit writes before it fails at a configuration of another depth count.
     """
     from mergekit.config import MergeConfiguration
     from mergekit.merge import run_merge

@@ -27,7 +27,7 @@ NAMES = sorted(kernels.ON_CUDA)
 
 
 def merged_by(bank: Bank, recipe: Recipe, rank: int | None) -> dict[str, Any]:
-    """Merge a rank's half, or all for None; returns tensors, those merged whole, numbers of read elements and of rules."""
+    """Merge a rank's half, or all for None; returns tensors, those merged whole, and counts of reads and of rules."""
     shapes = merged_names(recipe, bank)
     whole = {key: torch.empty(shape) for key, shape in shapes.items()}
     parts = whole if rank is None else {key: halves(key, tensor, rank) for key, tensor in whole.items()}

@@ -31,8 +31,8 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory with Llamas that have different vocabularies.
 
-    They are base (100 tokens), wizard (one more), tools (two more, one of them the wizard's), and padded (128 rows for
-    100 tokens).
+    The Llamas are base (100 tokens), wizard (one more), tools (two more, one of them the wizard's), and padded (128
+    rows for 100 tokens).
     """
     root = tmp_path_factory.mktemp("vocabularies")
     tiny_llama(root / "padded", tied=False)

@@ -45,8 +45,8 @@ NUM_VERIFIED = 3  # trials, by default
 class Verifier(FakeScorer):
     """A fake scorer that records the recipes which it verifies.
 
-    It reports one differing sample for recipes in `disagreeing`. `cannot_verify` is the reason why it compares nothing,
-    `fails_with` the error that it raises.
+    The scorer reports one differing sample for recipes in `disagreeing`. `cannot_verify` is a reason to compare
+    nothing, `fails_with` an error to raise.
     """
 
     disagreeing: set[str] = field(default_factory=set)

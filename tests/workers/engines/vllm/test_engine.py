@@ -147,7 +147,7 @@ def test_a_question_with_letters_is_one_prompt(engine: Engine, monkeypatch: pyte
 class CachingVLLM:
     """A made-up model of three tokens in the place of vLLM, with a prefix cache of blocks of four tokens.
 
-    Of cached tokens it has no rows: vLLM's model runners either leave them out, or leave whatever memory contained.
+    The model has no rows for cached tokens: vLLM's model runners either omit these rows or return uninitialised memory.
     """
 
     def __init__(self, *, leaves_out: bool) -> None:

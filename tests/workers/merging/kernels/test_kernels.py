@@ -51,7 +51,7 @@ def merges(num_sources: int) -> Iterator[Merge]:
 
 
 def chosen_merges(num_sources: int) -> Iterator[Merge]:
-    """Merges with chosen coefficients; methods that keep a share of elements keep few, many and all."""
+    """Merges with chosen coefficients. Methods with a density are tried with few, many and all elements kept."""
     sources = tuple(Source(f"m{i}") for i in range(num_sources))
     numbers = LAMBDAS[:num_sources]
     yield Merge("linear", sources, {"weight": numbers})
