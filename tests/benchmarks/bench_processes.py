@@ -1,9 +1,9 @@
 """CPU seconds of whole commands: their start-up, and merges compared with mergekit's command.
 
-User and system time are counted, which other programs on the machine change little.
-Start-up: `mergesearch merge` of two of the shipped experts, and `run --check` of the example study, against a process
-that imports torch. Merges: the models of `merge_family` in a RAM disk, one mergekit file for both programs. Files are
-warm: each command ran once before, so fingerprints, compiled kernels and what vLLM can run are known.
+User and system time are counted, which other programs on the machine change little. Start-up: `mergesearch merge` of
+two of the shipped experts, and `run --check` of the example study, compared with a process that imports torch. Merges:
+the models of `merge_family` in a RAM disk, with one mergekit file for both programs. Each command ran once before, so
+fingerprints, compiled kernels and vLLM's answers about models are cached.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Share of time during which 16 and 32 replicas score, by scheduler and searcher; time of schedulers in long studies.
 
 Replicas are fakes whose chunks take one second of a simulated clock (`replica_clock`). Everything else of a study but
-Ray is real, and its CPU seconds pass on the same clock. Rungs of 30, 90 and 270 samples.
+Ray is real, and its CPU seconds pass on the same clock. The rungs have 30, 90 and 270 samples.
 """
 
 from __future__ import annotations

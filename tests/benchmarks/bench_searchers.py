@@ -5,9 +5,9 @@ whose layers and components matter to each skill by amounts drawn at random, and
 score on n samples is a draw of n Bernoulli trials, nested across rungs, so searchers see the noise of a real rung. All
 searchers run the same brackets, know the same baselines, and see results with the same lag.
 
-Reported is the true mean accuracy of the trial that looks best at the full budget, among those the searcher proposed,
-and the true hypervolume of all those at the full budget. A search is by every searcher that does not refuse it. For
-SMAC, `rung_surrogates` compares what its forest may learn from.
+The tables give the true mean accuracy of the proposed trial that looks best at the full budget, and the true
+hypervolume of all proposed trials at the full budget. Every searcher that can search a space searches it. For SMAC,
+`rung_surrogates` compares what its forest may learn from.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Simulation of a search on fake replicas, for the share of time in which the replicas work.
 
-The coordinator, its rung table, the store and the searchers are the product's. Simulated are the seconds that a replica
-takes for a chunk, and the waiting. The driver and the searcher's process are one processor each: while one computes,
-its CPU seconds pass on the clock, and nothing else of that process happens. As in the product, a replica has up to
-CHUNKS_IN_FLIGHT_PER_REPLICA chunks, works on one at a time, and a chunk goes to the replica that has fewest.
+The coordinator, its rung table, the store and the searchers are the product's. Only the seconds that a replica takes
+for a chunk, and the waiting, are simulated. The driver and the searcher's process are one processor each: while one
+computes, its CPU seconds pass on the clock, and nothing else of that process happens. As in the product, a replica has
+up to CHUNKS_IN_FLIGHT_PER_REPLICA chunks, works on one at a time, and a chunk goes to the replica that has fewest.
 
 Ray is left out: a message takes no time. When a result comes, the driver takes proposals for SEARCHER_SOON_S seconds,
 and if none comes until then, looks again LOOK_S seconds later, as in Tune's loop. While nothing is in flight, it waits.

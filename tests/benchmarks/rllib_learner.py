@@ -1,7 +1,8 @@
 """Learner of HM3's policies by RLlib's RLModule, Learner and PPO, as a replacement of the project's learner.
 
-Episodes are built by our runner. RLlib receives them finished: the observation is the path so far, the action is the
-proto-action, and the step that Wolpertinger chose appears in the next observation alone. It needs `ray[rllib]`.
+Episodes are built by our runner. RLlib receives finished episodes: the observation is the path so far, the action is
+the proto-action, and the step that Wolpertinger chose appears only in the next observation. The module needs
+`ray[rllib]`.
 """
 
 from __future__ import annotations

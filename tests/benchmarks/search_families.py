@@ -1,8 +1,8 @@
 """The families of the search benchmark, and studies of these families.
 
-Beside the shipped family there are two that the shipped script trains, with other skills and seeds: into
-`.bench/families`, when they are first needed. Their judge items (2,000 of each skill) were held out before training; of
-the shipped family these are its 1,000 holdout items. No search scores them.
+Besides the shipped family there are two families that the shipped script trains, with other skills and seeds, into
+`.bench/families` when they are first needed. Judge items (2,000 of each skill) are held out before training; the judge
+items of the shipped family are its 1,000 holdout items. No search scores judge items.
 """
 
 from __future__ import annotations

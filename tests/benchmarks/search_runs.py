@@ -1,8 +1,8 @@
 """Searches for the search benchmark, each in one process, with `one_pass` in place of engines.
 
 Coordinator, scheduler, searcher and gradient actor are the product's, and the trials are those that `mergesearch run`
-of the same study has. A finished search is a file in `.bench/search/runs`, from which several arms are measured. It is
-not run again unless its study, its family or the code of its searcher has changed, or FRESH=1 asks for it.
+of the same study has. A finished search is a file in `.bench/search/runs`, from which several arms are measured. A
+search is run again only if its study, its family or the code of its searcher has changed, or with FRESH=1.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`python -m tests.benchmarks.watchers_load`: watch events and send reads at a steady rate, from one process.
 
-It reads a JSON document from stdin (`Load`), prints a line as soon as all watchers are connected, sends reads for the
-given time, waits until all streams have ended, and prints what it saw as JSON.
+The process reads a JSON document from stdin (`Load`), prints a line as soon as all watchers are connected, sends reads
+for the given time, waits until all streams have ended, and prints its observations as JSON.
 """
 
 from __future__ import annotations
