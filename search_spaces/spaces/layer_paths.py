@@ -176,7 +176,7 @@ class LayerPaths:
             yield Categorical(PREFERENCE, tuple(range(self.num_preferences)))
 
     def path(self, configuration: Configuration) -> Path:
-        """The layer path that a configuration describes: the sequence of layers, of several models, of a new model.
+        """The layer path that a configuration describes: the layers of the new model, in order, from several models.
 
         Each layer is given by one number: the index of its model in `models`, times `num_layers`, plus the layer's
         index in the model. The space's parameters must accept the configuration's values. A layer that may not follow

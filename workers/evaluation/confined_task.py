@@ -185,7 +185,7 @@ class ConfinedTask(TaskProcess):
             raise InvalidTask(f"task {self._spec.task!r}: building its prompts {how}") from error
 
     def _how(self, error: Exception) -> str:
-        """Reason, for a message, why the process did not reply: it ended, or reached the time limit.
+        """Text for an error message that says why the process did not reply: it ended, or reached the time limit.
 
         `error` is the error of the connection to the process.
         """

@@ -286,9 +286,9 @@ class MagnitudeTable:
     def trim(self, rank: int) -> Trim:
         """A lower and an upper bound of the threshold that keeps the `rank` largest magnitudes.
 
-        `rank` is at least 1. A threshold is a magnitude with a tie-breaking mark: those of the `rank`-th largest
-        element. If the table has an entry for this element, both bounds are the threshold. Otherwise they are the
-        table's entries before and after the element.
+        `rank` is at least 1. The threshold is the magnitude and the tie-breaking mark of the `rank`-th largest element.
+        If the table has an entry for this element, both bounds are the threshold. Otherwise they are the table's
+        entries before and after the element.
         """
         cut, after = divmod(self.num_elements - rank, SPACING)
         low = self._threshold(cut)

@@ -40,7 +40,7 @@ FILES = {"model.safetensors": b"weights", "config.json": b"{}", "folder/tokenize
 
 @pytest.fixture
 def store(database: str) -> Iterator[Store]:
-    """A store with rows in every table except the artifacts of `filled`, whose files do not exist."""
+    """A store with rows in every table. The artifacts of `filled` are left out, because their files do not exist."""
     store = filled(database)
     with store.engine.begin() as connection:
         connection.execute(schema.artifacts.delete())

@@ -91,7 +91,7 @@ class Tolerance:
 
 
 def too_large(dtype: str, *roundings: float | None) -> str | None:
-    """Reason why a measured effect of rounding to `dtype` gives no usable tolerance, as text; None if all do.
+    """Text that says why a measured effect of rounding to `dtype` is too large for a tolerance; None if none is.
 
     `roundings` are root mean squares of changes of log-probabilities or of gaps between them, in nats, or None if they
     were not measured. One is too large if it is not finite, or if TIMES_ROUNDING times it is more than

@@ -245,7 +245,8 @@ class _Comparison:
         """Compare the log-probabilities of all samples together, if the engine computes in 16 bits.
 
         The root mean square of many differences varies less by chance than that of a single sample, so its tolerance is
-        smaller. If it is exceeded, the samples that are further apart than this tolerance are those that differ.
+        smaller. If the root mean square exceeds the tolerance, each sample whose own difference exceeds this tolerance
+        counts as different.
         """
         if not self._all:
             return

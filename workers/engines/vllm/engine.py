@@ -483,7 +483,7 @@ class Engine:
         return [[logprob for logprob, _ in tokens] for tokens in scored]
 
     def _scored(self, continuations: Sequence[Continuation]) -> list[list[Scored]]:
-        """For each of `continuations`, a pair (log-probability, is likeliest) for each scored token.
+        """A list for each of `continuations`, with a pair (log-probability, is likeliest) for each scored token.
 
         A continuation is a text whose beginning is given and whose other tokens are scored. The second value says
         whether the token is the likeliest in its place. Raises TrialFailed if the model's logits were NaN or infinite.
