@@ -21,7 +21,7 @@ __all__ = ["DEVICES", "MIB", "Confinement", "ending", "system_paths"]
 
 MIB = 1 << 20
 
-# What the interpreter and libraries open, of files that hold no secrets.
+# Files and folders that the interpreter and libraries open; they hold no secrets.
 SYSTEM = ("/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/dev/zero", "/dev/urandom", "/dev/random")
 DEVICES = ("/dev/null",)  # may be written too
 

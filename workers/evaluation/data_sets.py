@@ -28,7 +28,7 @@ DATA_VARIABLE = "MERGESEARCH_DATA"
 # Files of a snapshot that are no data.
 NO_DATA = ("README.md", ".gitattributes")
 
-# Where data come from that are not on the hub, by the first part of their names.
+# The sources of data sets that are not on the hub, by the first part of the data set's name.
 ELSEWHERE = {"TRACE": "the archive that the README of https://github.com/BeyonderXX/TRACE names"}
 
 

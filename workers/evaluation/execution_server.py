@@ -31,8 +31,8 @@ from workers.evaluation.system_calls import PR_SET_PDEATHSIG, ConfinementUnavail
 
 __all__ = ["WALL_FACTOR", "ExecutionStart", "serve"]
 
-# A program that waits, or gets no processor, ends after this multiple of its limit of processor time. The limit that
-# counts is that of processor time, because a value must not depend on what else the machine does.
+# A program that waits, or gets no processor, ends after this multiple of its limit of processor time. The limit of
+# processor time is the one that decides, because a value must not depend on the machine's load.
 WALL_FACTOR = 10
 MAX_SAID = 4096  # bytes that a program's process may send; one that sends more is ended
 
@@ -229,7 +229,7 @@ def _spawn(program: str, token: bytes, confinement: Bubblewrap, pipe: int) -> in
     """
     command, environment = confinement.command(
         without_packages(f"from {run_confined.__module__} import run_confined; run_confined()"),
-        os.environ,  # it has no secrets
+        os.environ,  # this process's environment has no secrets
     )
     with os.fdopen(os.memfd_create("program"), "wb") as file:
         file.write(
@@ -243,7 +243,7 @@ def _spawn(program: str, token: bytes, confinement: Bubblewrap, pipe: int) -> in
         )
         file.seek(0)
         process = subprocess.Popen(command, env=environment, stdin=file, stdout=pipe, stderr=pipe)
-    process.returncode = 0  # it is waited for by its id
+    process.returncode = 0  # the caller waits for the process by its id
     return process.pid
 
 

@@ -91,12 +91,12 @@ class _Server:
         self._channel = channel
         self._local = LocalMetrics()
         self._refused: dict[str, InvalidTask] = {}
-        self._task: BuiltTask | None = None  # with code of its own
+        self._task: BuiltTask | None = None  # a task with Python code
 
     def reply(self, **message: Any) -> None:
         try:
             text = json.dumps(message)
-        except (TypeError, ValueError) as error:  # what code of a task has returned
+        except (TypeError, ValueError) as error:  # the task's code returned the message
             raise InvalidTask(f"it has {error}; expected text, numbers, lists and dicts") from error
         self._channel.send(text.encode())
 

@@ -28,7 +28,7 @@ from workers.models.task_heads import (
 
 __all__ = ["ExportedHeads", "UnmergedParts", "UnmergedTowers", "unmerged_parts"]
 
-# What of the configuration belongs to a head.
+# The keys of a configuration that belong to a head.
 OF_HEAD = ("architectures", "id2label", "label2id", "num_labels", "problem_type")
 
 LOADING = """The encoder is merged; heads are those of the sources, unchanged, and each is for one task. The checkpoint

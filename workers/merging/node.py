@@ -37,7 +37,7 @@ SHARED_MEMORY = Path("/dev/shm")
 NUM_LOCKS = 64
 # Rules of recipes are removed, the oldest first, once there are twice as many.
 MOST_RULES = 4096
-OWN = "mergesearch-"  # and the number of a user, whose directories are below
+OWN = "mergesearch-"  # followed by the number of the user who owns the directories
 USERS, FILLED, SOURCES = "users", "filled", "sources"
 # A process that waits says so in the log after this time, and again each time that it has doubled.
 FIRST_NOTE_S = 2.0

@@ -33,9 +33,9 @@ __all__ = [
 ]
 
 WEIGHT, BIAS = "classifier.weight", "classifier.bias"
-# Of CLIP: the map from features of images to the space that they share with texts, [projection_dim, hidden_size].
+# CLIP's map from image features to the space that images and texts share, [projection_dim, hidden_size].
 PROJECTION = "visual_projection.weight"
-# Stored studies rely on it: another default would change their scores.
+# The default must not change, because scores of stored studies depend on it.
 DEFAULT_TEMPLATES = ("a photo of a {}.",)
 
 # The folder of an export with a file for each head.

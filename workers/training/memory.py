@@ -83,7 +83,7 @@ def tokens_within(
 
     The other arguments are those of `activation_bytes`.
     """
-    # Of many tokens, as the bytes of one token are rounded.
+    # Computed for many tokens, because the bytes of a single token are rounded.
     each = activation_bytes(config, 1 << 20, value_bytes, recomputes=recomputes, layers=layers) / (1 << 20)
     return max(0, int(room_bytes / each))
 

@@ -43,8 +43,8 @@ NUM_PROMPTS = 4
 CANARY_TOKENS = 48
 GIB = 1 << 30
 
-# How far the base model's share in the engine's log-probabilities may be from 0: rounding is not quite independent of
-# the merge (shares of up to 0.007 were seen), and the estimate has a standard error.
+# The largest distance from 0 that the base model's share in the engine's log-probabilities may have: rounding is not
+# quite independent of the merge (shares of up to 0.007 were seen), and the estimate has a standard error.
 LEAST_SHARE = 0.02
 MAX_STANDARD_ERRORS = 5.0
 

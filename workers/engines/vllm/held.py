@@ -66,13 +66,13 @@ class HeldWeights:
     def __init__(self, model: Any, dtype: torch.dtype) -> None:
         self.model = model
         self.dtype = dtype
-        # How each tensor was computed, and the sum of each parameter; empty if not known.
+        # The way in which each tensor was computed, and the sum of each parameter; empty if not known.
         self._computations: dict[str, Hashable] = {}
         self._sums: dict[str, int] = {}
         self._devices: dict[str, str] = {}  # the type of device that each tensor was computed on
-        # Where a merge of each tensor can be written directly; None if only vLLM's loader can write it.
+        # The place to which a merge of each tensor can be written directly; None if only vLLM's loader can write it.
         self.destinations: dict[str, Destination | None] = {}
-        # Why a tensor of which this rank holds a shard was merged as a whole, by tensor name.
+        # By tensor name, the reason why a tensor was merged as a whole although this rank holds only a shard of it.
         self.whole_because: dict[str, str] = {}
         self._unwritten: dict[str, torch.Tensor] = {}  # filled with NaN, and not written since
         self._random_buffers: frozenset[str] = frozenset()  # of these

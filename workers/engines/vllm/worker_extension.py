@@ -47,7 +47,7 @@ class MergeExtension:
     _mergesearch_weights: HeldWeights
     _mergesearch_digest: str | None
     _mergesearch_scratch: dict[torch.device, Scratch]
-    # Why the GPU has too little memory to merge in; "" if it has enough, or the engine has no GPU.
+    # The reason why the GPU has too little memory for merging; "" if it has enough, or if the engine has no GPU.
     _mergesearch_lack: str
 
     def mergesearch_open(

@@ -27,13 +27,13 @@ __all__ = ["local_file"]
 
 YAML = (".yaml", ".yml")
 
-# Parts that no path of a downloaded file has: it could lead out of the directory.
+# Parts that a downloaded file's path must not have, because it could lead out of the directory.
 UNSAFE = {"", ".", ".."}
 
 # Most bytes that the folder of a task file may have, since all of it is downloaded.
 MAX_FOLDER_BYTES = 4 * 2**30
 
-# Seconds after which versions are deleted that no process has asked for since.
+# A version is deleted if no process has used it for this many seconds.
 UNUSED_S = 7 * 24 * 3600.0
 
 # The end of the name of a version's directory.

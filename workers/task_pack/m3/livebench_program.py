@@ -28,7 +28,7 @@ PRELUDE = "\n".join(
     + [f"import {name}" for name in OPEN if name not in ("builtins", "typing")]
     + ["sys.setrecursionlimit(50_000)\n"]
 )
-MAX_DIGITS = 50_000  # of a number that is written or read as text
+MAX_DIGITS = 50_000  # of a number that is converted from or to text
 MAIN = "__name__ == '__main__'"
 
 
