@@ -13,7 +13,7 @@ from workers.types import Family
 
 CHARACTERS = "\n" + "".join(map(chr, range(32, 127)))
 
-# What the byte-level tokenizer learns its merges from.
+# Texts from which the byte-level tokenizer learns its merges.
 TEXT = [
     "the quick brown fox jumps over the lazy dog",
     "what is the sum of twelve and thirty? the answer is forty two.",

@@ -27,7 +27,7 @@ USER = "tests"
 PASSWORD = "pass@word/4711"
 START_S = 60.0
 
-# What the server logs, among its last lines, where processes of a killed server still have its memory.
+# A message among the server's last log lines if processes of a killed server still hold its memory.
 SHARED_MEMORY = "pre-existing shared memory block"
 
 SETTINGS = """

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 OURS = ("search_spaces", "workers", "service")
 
-# What takes long to import, or much memory: reasons to import one of our modules in the function that needs it.
+# Packages that take long to import, or much memory: only they justify an import inside a function.
 HEAVY = {
     "alembic",
     "fastapi",

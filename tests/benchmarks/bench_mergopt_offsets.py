@@ -490,7 +490,7 @@ def resemblance_table(experiment: Experiment) -> str:
     return "\n".join(lines)
 
 
-# Of parts that were not measured yet there is no table in docs.
+# Parts that were not measured yet have no table in docs.
 TABLES: dict[str, Callable[[], str]] = {
     "shipped-resemblance": lambda: resemblance_table(EXPERIMENTS["shipped"]),
 }

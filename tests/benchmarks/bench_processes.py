@@ -23,7 +23,7 @@ import yaml
 from tests.benchmarks import merge_family
 
 REPEATS = 3
-# Of what importing torch takes: must, goal.
+# Bars as multiples of the time of importing torch: must, goal.
 START_UP = (1.5, 1.2)
 # Times less than mergekit's command: must; goal 8 for the last two.
 MUST = {"linear": 2.5, "slerp": 2.5, "ties_weighted": 4.0, "dare_ties_l1": 4.0}

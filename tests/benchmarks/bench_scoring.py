@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 PAIRS = 5
 SAMPLES = {"generation": 48, "letters": 32, "texts": 24}
-# How many times as fast as lm-eval's backend.
+# Bars as multiples of the speed of lm-eval's backend.
 MUST = {"generation": 1.0, "letters": 2.0}
 GOAL = {"generation": 1.2, "letters": 3.0}
 # The largest difference of two log-likelihoods (natural) that is called equal.

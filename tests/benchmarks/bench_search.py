@@ -63,10 +63,10 @@ FRONT_MUST = 0.1  # of random search's samples
 
 NUM_COMPARED = 10 * 16  # samples of an objective on which the gradient searcher compares losses with scores
 
-# Of `auto` on three objectives: the divisions of the preference vectors' lattice, the descents, and the trials in all,
-# which use up each budget. Chosen on seeds 0 and 1 of all families. What was chosen before any run, all vectors of
-# lattice 2 and batches of 48 without midpoints, had reached the target with no seed from 100 to 104 of the shipped
-# family.
+# Settings of `auto` on three objectives: the divisions of the preference vectors' lattice, the descents, and all
+# trials, which use up each budget. They were chosen on seeds 0 and 1 of all families. The first setting, chosen before
+# any run (all vectors of lattice 2, batches of 48, no midpoints), had reached the target with no seed from 100 to 104
+# of the shipped family.
 FRONT_OPTIONS: Mapping[int, tuple[int, Mapping[str, int], int]] = {
     20: (3, {"steps": 75, "warm_steps": 19, "batch": 12, "points": 7}, 11),
     60: (4, {"steps": 150, "warm_steps": 40, "batch": 12, "points": 12}, 32),

@@ -25,7 +25,7 @@ from typing import Any
 from tests.benchmarks import merge_family
 from tests.benchmarks.merge_family import PEERS, STAND_INS, THREADS
 
-# Those that mergekit takes longer than ten seconds for are in `bench_swap_slow`.
+# Methods for which mergekit takes more than ten seconds are in `bench_swap_slow`.
 SLOW = ("ties", "ties_weighted", "karcher", "arcee_fusion", "breadcrumbs", "breadcrumbs_ties", "sce_mergekit")
 FAST = tuple(method for method in (*PEERS, *STAND_INS) if method not in SLOW and not method.startswith("della"))
 REPEATS = 5

@@ -252,7 +252,7 @@ def make_base(
         processor().save_pretrained(out / "heads" / task)
 
 
-# What experts are trained with where it differs between them.
+# Training options that differ between experts.
 STEPS = {"mnist": 400, "fashion": 300, "digits": 150}
 
 

@@ -100,7 +100,7 @@ def recipe(family: Any, method: str, seed: int) -> Any:
     return Recipe(family.fingerprints, family.base.alias, each_layer, merge(None), merge(None))
 
 
-# What mergekit calls the methods, and the options that give the same merge.
+# mergekit's names of the methods, and the options with which they give the same merge.
 PEERS: dict[str, tuple[str, dict[str, Any]]] = {
     "linear": ("linear", {"normalize": True}),
     "task_arithmetic": ("task_arithmetic", {"normalize": False}),

@@ -22,7 +22,8 @@ from service.open_files import raise_limit
 
 __all__ = ["READS", "Load", "Seen", "quantiles"]
 
-# What is read, how often of 20 reads, and the path below a study; "" is the study itself, None the list of studies.
+# The kinds of reads: name, number among 20 reads, and path below a study ("" is the study itself, None the list of
+# studies).
 READS: Sequence[tuple[str, int, str | None]] = (
     ("list", 3, None),
     ("show", 7, ""),

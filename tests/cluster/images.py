@@ -33,7 +33,7 @@ RIGHTLESS = (
     "--network=none",
 )
 
-# What runc needs where neither systemd nor cgroups of version 2 are at hand.
+# Options that runc needs without systemd and without version 2 of cgroups.
 SETTINGS = """
 [containers]
 default_ulimits = ["nofile=20000:20000", "nproc=32768:32768"]

@@ -19,7 +19,7 @@ CHART = ROOT / "deploy" / "helm" / "mergesearch"
 PROFILES = tuple(sorted(file.stem for file in (CHART / "profiles").glob("*.yaml")))
 RELEASE, NAMESPACE = "demo", "searches"
 
-# What a profile needs besides its file: a queue of studies has at least one study.
+# Values that a profile needs besides its file: a queue of studies has at least one study.
 STUDIES = ("--set", "kueue.studies[0].name=math-code", "--set-file", "kueue.studies[0].study={study}")
 STUDY = ROOT / "docs" / "examples" / "quickstart.yaml"
 

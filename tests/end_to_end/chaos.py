@@ -55,7 +55,7 @@ POLL_S = 0.1
 # The memory of a server and its Ray, the share of it above which Ray ends workers, and how much is filled at a time.
 MEMORY_BYTES, MEMORY_SHARE, STEP_BYTES = 8 * 2**30, 0.75, 2**27
 
-# What a raylet logs when its memory monitor has ended workers (Ray 2.60).
+# The message that a raylet logs when its memory monitor has ended workers (Ray 2.60).
 MEMORY_REPORT = "worker(s), kill details: Memory on the node"
 
 
@@ -103,7 +103,7 @@ def _press_memory(group: MemoryGroup) -> Callable[[Server, str], bool]:
     return press
 
 
-# How each part is killed; False where it was not there.
+# Functions that kill each part; they return False if the part does not exist.
 KILLS: Mapping[str, Callable[[Server, str], bool]] = {
     "driver": _kill_processes(lambda _, study: drivers(study)),
     "replica": _kill_processes(lambda server, _: replicas(server)),
@@ -123,7 +123,7 @@ GRADIENT_KILLS: Mapping[str, Callable[[Server, str], bool]] = {
     "gradient actor": _kill_processes(lambda server, _: processes_of_ray(server, "ray::GradientActor")),
 }
 
-# What is stopped by SIGSTOP, and the kind of event that shows that it was replaced.
+# Parts that are stopped by SIGSTOP: their processes, and the kind of event that reports a replacement.
 STOPS: Mapping[str, tuple[Callable[[Server, str], Iterable[psutil.Process]], str]] = {
     "driver": (lambda _, study: drivers(study), "attempt"),
     "replica": (lambda server, _: replicas(server), "replica"),

@@ -21,7 +21,7 @@ from service.jobs.search.local_run import DATABASE
 POLL_S = 0.05
 REPLICA = "ray::ServeReplica"
 
-# What must be gone first: it holds an engine's memory, works on the study, or would start such a process again.
+# Processes that must end first: they hold an engine's memory, work on the study, or would start such processes again.
 WORKING = (REPLICA, "ray::EvaluationTrainable", "ray::_ProposerActor", "raylet", "gcs_server")
 
 

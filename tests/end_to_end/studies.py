@@ -28,7 +28,7 @@ NUM_HOLDOUT = 40
 SHIPPED_SAMPLES = 270
 METHODS = ("task_arithmetic", "ties", "slerp", "linear")
 
-# Of small studies: groups of layers, paths of layers, and scales of one model.
+# Search spaces of small studies: groups of layers, paths of layers, and scales of one model.
 LFS: Mapping[str, Any] = {"kind": "lfs", "layer_groups": 2}
 DIS: Mapping[str, Any] = {"kind": "dis", "repeats": 2}
 SFS: Mapping[str, Any] = {"kind": "sfs", "model": "math"}

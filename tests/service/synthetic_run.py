@@ -283,7 +283,7 @@ def influence(merge: Merge) -> dict[str, float]:
     return dict(zip(names, weights, strict=True))
 
 
-# What makes the merge of a layer; None: of the embedding and the head.
+# A function that makes the merge of a layer, or of the embedding and the head for None.
 Maker = Callable[[int | None], Merge]
 
 

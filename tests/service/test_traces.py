@@ -30,7 +30,7 @@ from workers.types import ScoreRequest, ScoreResult
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
-# What attributes may have: ids, names that users gave, numbers, routes. Texts of models and messages are not here.
+# Allowed attributes: ids, names given by users, numbers, routes. Texts of models and messages are not allowed.
 OWN = "job name kind attempt submission replicas trial split rung recipe samples objective replica"
 ATTRIBUTES = {f"mergesearch.{name}" for name in OWN.split()}
 ATTRIBUTES |= {"http.request.method", "http.route", "http.response.status_code"}

@@ -34,7 +34,7 @@ STRUCTURE = (
     "use_parallel_residual",
 )
 
-# Those of STRUCTURE that follow from the number of layers.
+# The fields of STRUCTURE that follow from the number of layers.
 OF_DEPTH = ("num_hidden_layers", "layer_types")
 
 # A report lists this many shapes of one model that differ, then counts the rest.

@@ -23,7 +23,7 @@ from tests.service.site import Site
 from tests.service.sums import score_baselines, sums_study, write_sums
 from workers.types import Family
 
-# What values of a document are replaced by, to spoil it.
+# Values that replace others in a document to make it invalid.
 MUTANTS: tuple[Any, ...] = (
     None,
     True,

@@ -46,7 +46,7 @@ SIZE = 6  # samples of each objective of a trial
 FULL = 2 * SIZE
 STEPS, BATCH = 3, 4
 TRIALS = 8
-# Of one path: a batch of losses and of each gradient, and the trial.
+# Samples of one path: a batch of losses and of each gradient, and the trial.
 OF_PATH = BATCH * (1 + 3 * STEPS) + FULL
 
 

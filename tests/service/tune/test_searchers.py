@@ -67,10 +67,10 @@ SPACES = {
     "conditional": CONDITIONAL,
 }
 
-# Those that need neither steps nor a setting; the others have tests of their own.
+# Searchers that need neither steps nor a setting; the others have tests of their own.
 ALGORITHMS = [name for name, found in DECLARED.items() if found.proposes_at_once and found.alias_of is None]
 
-# Those that load torch, or fit a model for a second.
+# Searchers that load torch, or fit a model for a second.
 SLOW = {"gp"}
 
 

@@ -447,7 +447,7 @@ parameters:
     "a tokenizer that is not there": PAIR + "merge_method: linear\ntokenizer_source: what\n",
 }
 
-# What neither program merges, and why not.
+# Files that neither program merges, with the reason.
 REFUSED = {
     "card: slices without the base": "base is not among the sources of slices.0; add it, with its layer_range",
     "linear, nothing to divide by": "sum to zero; they must not, as they are divided by their sum",

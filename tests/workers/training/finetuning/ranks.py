@@ -36,7 +36,7 @@ OBJECTIVE = {"name": "sums", "task": {"file": "data.jsonl", "max_tokens": 4}, "m
 SHORT = {"steps": 3, "checkpoint_every": 3}
 LORA: dict[str, Any] = {"adapter": {"rank": 4}, "training": {**SHORT, "precision": "bfloat16"}}
 
-# What is trained on one and on two ranks, as differences from `spec_of`'s document.
+# Trainings on one and on two ranks, as differences from the document of `spec_of`.
 TRAININGS: dict[str, dict[str, Any]] = {
     "mergopt": {"evaluation": {"every": 2, "samples": 4, "objectives": [OBJECTIVE]}},
     "in_layers": {"method": {"in_layers": True}, "training": {**SHORT, "gradient_checkpointing": True}},
