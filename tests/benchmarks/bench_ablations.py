@@ -1,9 +1,9 @@
 """Effect of single options of the spaces LFS and DIS on SMAC's results, on trained families.
 
-The ablations of Su and Geiping, "Fine, I'll Merge It Myself" (2025), at the size of the shipped family: number of layer
-groups G and component groups C, unit that chooses a method, selection of experts, layer retention (Table 5), orders of
-layers and scales. Everything is as in `bench_search`: exact match in one pass, judge items that no search saw, and arms
-that are kept in `tests/benchmarks/results/search`.
+The options are those of the ablations by Su and Geiping, "Fine, I'll Merge It Myself" (2025), at the size of the
+shipped family: number of layer groups G and component groups C, unit that chooses a method, selection of experts, layer
+retention (Table 5), orders of layers, and scales. Everything is as in `bench_search`: exact match in one pass, judge
+items that no search saw, and arms that are kept in `tests/benchmarks/results/search`.
 
     make bench ONLY=ablations
     ABLATIONS=lfs,dis SEARCH_FAMILIES=shipped SEARCH_SEEDS=0-2 make bench ONLY=ablations

@@ -51,9 +51,10 @@ HM3 = Path(__file__).parents[2] / "workers" / "training" / "hm3"
 
 @dataclass(frozen=True)
 class Candidate:
-    """A learner to compare: its class in `rllib_learner` (None: the project's learner), and the code for it alone.
+    """A learner to compare, and the code that only this learner needs.
 
-    `modules` is the module to import for it, `parts` has the names of those classes and functions by file.
+    `learner` is its class in `rllib_learner`, or None for the project's learner. `modules` is the module to import, and
+    `parts` has the names of the classes and functions of the learner's own code, by file.
     """
 
     name: str

@@ -71,7 +71,7 @@ class Project:
     def check_health(self, ended: threading.Event) -> None:
         """Run the health checks of all services until `ended` is set.
 
-        podman has them run by systemd; without it services would never count as healthy.
+        Normally systemd runs podman's health checks. Without systemd, services would never count as healthy.
         """
         if Path("/run/systemd/system").exists():
             return

@@ -66,8 +66,8 @@ def write_small_study(
 def write_gradient_study(directory: Path, *, name: str, rungs: Sequence[int], max_trials: int) -> Path:
     """Write the small study, searched by gradients of its tiny models.
 
-    The fake's scores have nothing to do with the models' losses; therefore the sources' completions are the references
-    of some of the studies, by their seeds.
+    The fake's scores do not depend on the models' losses. Therefore, in some studies (it depends on the seed), the
+    search takes the sources' completions as references for its losses.
     """
     file = write_small_study(directory, name=name, rungs=rungs, max_trials=max_trials)
     lines = (json.dumps({"prompt": f"{i}+3=", "answer": str(i + 3)}) + "\n" for i in range(rungs[-1]))

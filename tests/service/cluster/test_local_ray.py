@@ -44,7 +44,7 @@ class Processes:
         return self._all[self._all.index(process) + 1]
 
     def read(self) -> psutil.Process:
-        """Start a process like a user's that follows the log."""
+        """Start a process that follows the log, as a user may do."""
         self._all.append(psutil.Process(subprocess.Popen(["tail", "-f", self.log], stdout=subprocess.DEVNULL).pid))
         return self._all[-1]
 

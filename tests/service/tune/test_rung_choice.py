@@ -1,4 +1,4 @@
-"""The results from which SMAC's forest learns: of all rungs or of the highest budget; and its other options."""
+"""Options of SMAC's forest, above all the results from which it learns: those of all rungs or of the highest budget."""
 
 from __future__ import annotations
 
