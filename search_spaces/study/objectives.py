@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
@@ -25,23 +26,23 @@ __all__ = [
 Rungs = Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1)]
 
 
-class DescribedTask(Section):
+class DescribedTask(Section, ABC):
     """A task that the study file describes by its data, in place of a name."""
 
     @property
+    @abstractmethod
     def place(self) -> str:
         """The file or folder with the data: a path, or a URL."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def place_key(self) -> str:
-        """The key of the task's description, in the study file, that names the task's data."""
-        raise NotImplementedError
+        """The key under which the study file names the data."""
 
     @property
+    @abstractmethod
     def kind(self) -> str:
         """The kind of the task, for messages, such as "a JSONL task"."""
-        raise NotImplementedError
 
     @property
     def is_on_hub(self) -> bool:

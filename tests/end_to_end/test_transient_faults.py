@@ -143,7 +143,10 @@ def check_traces(receiver: OtlpReceiver, study: str, *, num_drivers: int) -> Non
     (request,) = receiver.named("POST /v1/studies")
     assert request.attributes["mergesearch.job"] == study
     drivers = receiver.named("driver")
-    assert sorted(driver.attributes["mergesearch.attempt"] for driver in drivers) == [*range(1, num_drivers + 1)]
+    attempts = sorted(int(driver.attributes["mergesearch.attempt"]) for driver in drivers)
+    assert attempts == sorted(set(attempts)), "one span a driver"
+    # On a busy machine a driver may be replaced before its imports end; its span then never began.
+    assert {1, num_drivers} <= set(attempts) <= {*range(1, num_drivers + 1)}
     assert {receiver.parent_of(driver) for driver in drivers} == {request}
     assert {receiver.parent_of(span) for span in receiver.named("submit driver")} == {request}
     ancestors = [receiver.parents(phase, 3) for phase in receiver.named("generate and score")]
