@@ -193,10 +193,11 @@ class JobFeed:
 
 
 class _Cursor:
-    """Position of one stream in the events of all jobs: it says which events were sent to the client already.
+    """Position of one stream in the events of all jobs, and the ids of later events that the client has already.
 
-    The position follows the events that were read `overlap_s` seconds ago, or are so much older than the latest one
-    that was read: events with smaller ids are visible by then.
+    Every event up to the position is visible in the database, so the stream reads only events with larger ids. The
+    position moves to an event `overlap_s` seconds after the event was read. It moves there at once if the event is
+    older, by at least `overlap_s` seconds, than the latest event that was read.
     """
 
     def __init__(self, position: int, overlap_s: float) -> None:

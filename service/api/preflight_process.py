@@ -256,7 +256,7 @@ class PreflightProcess:
 
         A user may refer to other jobs only by their ids, because the user's rights on another job are checked by its
         id. Therefore the checked job may not name paths in the data directory, where the files of other jobs are. If
-        `reader` is None, there is no such limit.
+        `reader` is None, the job may name them.
         """
         context = self._context
         if reader is None:

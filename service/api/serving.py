@@ -74,7 +74,7 @@ def check_move(services: Services, sender: Principal, study: JobRecord, team: st
 
 
 def _check_number(services: Services, sender: Principal, team: str | None, *, number: int = 1) -> TeamLimits:
-    """Check that `number` more studies may be served for a team, or for the sender without one; return the limits."""
+    """Check that a team (or a sender without a team) may serve `number` more studies; return the team's limits."""
     limits = TeamLimits() if team is None else services.accounts.team(team).limits
     check_number(services.store, team=team, limit=limits.max_served, sender=sender.account, number=number)
     return limits

@@ -26,7 +26,7 @@ __all__ = ["MeasuredExports", "TeamBytes"]
 class MeasuredExports:
     """Sizes in bytes of the files of a team's exports before an admission, by the export's id and state.
 
-    Files change only together with the state; those of an export that is removed meanwhile no longer count.
+    An export's files change only when its state changes. Files of an export that is removed meanwhile do not count.
     """
 
     num_bytes: Mapping[tuple[str, ExportState], int]

@@ -1,4 +1,4 @@
-"""`mergesearch chat`: prompts that trials of a study on a server complete, one trial or several side by side."""
+"""The command `mergesearch chat`, which sends prompts to the merges of one or several trials of a study on a server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests for completions by served studies, and the parser of their streams, which does no network access itself."""
+"""Requests for completions by served studies, and the parser of their streams; neither uses the network itself."""
 
 from __future__ import annotations
 

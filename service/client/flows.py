@@ -210,7 +210,7 @@ def benchmarks(study: str) -> Flow[BenchmarksDocument]:
 
 
 def add_benchmarks(study: str, benchmarks: Path | str | Mapping[str, Any]) -> Flow[StudyDocument]:
-    """Add benchmarks to a study that is COMPLETE; the study continues, and scores what is not scored yet.
+    """Add benchmarks to a study that is COMPLETE; the study then continues, and scores trials on them.
 
     Benchmarks are tasks that the search does not use. The server reads their data, so their paths must exist on the
     server's machine.

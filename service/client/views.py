@@ -1,7 +1,7 @@
 """The server's documents as notebooks show them: dicts and lists with an HTML display, and tables as data frames.
 
-A view has all that it shows, so displaying one sends no request. Texts of users (names, labels, reasons, prompts) are
-escaped by the template.
+A view holds all data that it shows, so displaying a view sends no request. Texts of users (names, labels, reasons,
+prompts) are escaped by the template.
 """
 
 from __future__ import annotations
@@ -85,7 +85,10 @@ class Display:
 
 
 def overview(url: str, jobs: Mapping[str, JobList], *, error: str = "") -> str:
-    """HTML display of a client: the server's address, and lists of jobs by their title, or why there are none."""
+    """HTML display of a client: the server's address, and a table of each list in `jobs`, with its key as title.
+
+    If `error` is not empty, it is shown as the reason why the jobs are missing.
+    """
     tables = [replace(found.table(), caption=title) for title, found in jobs.items() if found]
     return _render(Display(f"mergesearch server {url}", facts=[("jobs", error)] if error else [], tables=tables))
 
@@ -188,7 +191,7 @@ class JobList(list["JobDocument"]):
         return _render(Display(_counted(len(self), "job"), tables=[self.table()] if self else []))
 
     def table(self) -> Table:
-        """Table with a row for each job; if there are many, the last ones."""
+        """Table with a row for each job, or for the last jobs only if there are many."""
         shown = self[-MAX_ROWS:]
         cells = [
             (job["name"], job["state"], _states(job), _minute(job["created_at"]), job["owner"], job["id"])

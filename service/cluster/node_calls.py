@@ -1,9 +1,9 @@
 """Remote function calls on chosen nodes of a Ray cluster, each as a Ray Job.
 
 Nodes may have access to files, such as models, that a server on another machine cannot read. Their machines may also
-have another amount of memory. Therefore the server runs some functions there. It stores the call among the artifacts,
-which servers and nodes have access to, by the sha256 of its content. The Ray Job receives this sha256, stores the
-result in the same way, and writes the sha256 of the result to its log.
+have another amount of memory. Therefore the server runs some functions on these nodes. It stores the call among the
+artifacts, which servers and nodes have access to, by the sha256 of its content. The Ray Job receives this sha256,
+stores the result in the same way, and writes the sha256 of the result to its log.
 """
 
 from __future__ import annotations

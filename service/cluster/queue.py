@@ -1,4 +1,4 @@
-"""Decision which jobs run: which get a place, which give their place up, and what the others wait for.
+"""Decision about which jobs run: which jobs get a place, which jobs give up theirs, and why the others wait.
 
 A place is the right to run: as many jobs as there are places run at the same time.
 
@@ -12,8 +12,8 @@ nor Ray, so that a simulation can drive it. The rules, in this order:
    where they were moved to; the others follow by fair share: the next one is the oldest job of the team with the
    smallest usage for its weight.
 4. A job that would exceed a quota of its team is passed over until it does not.
-5. If all places are taken, a waiting job makes the running job of the smallest priority give its place up, if that
-   priority is smaller than its own, and that job has held its place for KEEPS_PLACE_S.
+5. If all places are taken, the running job of the smallest priority gives up its place to a waiting job of a larger
+   priority, once it has held the place for KEEPS_PLACE_S seconds.
 """
 
 from __future__ import annotations

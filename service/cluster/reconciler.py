@@ -471,7 +471,7 @@ class RayCluster:
     def _too_many_machines(self) -> str | None:
         """Reason why no job may start: Ray has several machines, but the database is an SQLite file on one of them.
 
-        Returns None if this is not so. The machines are counted again every NODES_S seconds.
+        Returns None otherwise. The machines are counted again every NODES_S seconds.
         """
         if self._host is not None or not self._store.is_on_one_machine:
             return None

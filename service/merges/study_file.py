@@ -64,7 +64,7 @@ def study_from_mergekit(document: Any, *, name: str, warn: Callable[[str], None]
 
 
 def _renamed(part: Any, aliases: Mapping[str, str]) -> Any:
-    """A copy of a mergekit configuration, or of a part of it, with the names `aliases` of models."""
+    """Copy of a mergekit configuration, or of a part of it, in which `aliases` gives each model its new name."""
     if isinstance(part, Mapping):
         return {
             key: aliases.get(value, value) if key in MODEL_KEYS and isinstance(value, str) else _renamed(value, aliases)

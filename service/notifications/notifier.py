@@ -1,8 +1,9 @@
-"""Thread that makes deliveries from notices, and sends them to webhooks and by e-mail.
+"""Thread that sends messages about changes of jobs to webhooks and by e-mail.
 
-Everything that must survive a kill is in the database: notices, deliveries, the number of tries, and the time of the
-next one. Each subscription has at most one try at a time, and all tries run at once, so that a slow receiver delays
-only its own deliveries.
+A notice is a stored change of a job. The thread makes a delivery, one message to one receiver, for each receiver of a
+notice. Everything that must survive a kill is in the database: notices, deliveries, the number of tries, and the time
+of the next try. Each subscription has at most one try at a time, and all tries run at once, so that a slow receiver
+delays only its own deliveries.
 """
 
 from __future__ import annotations

@@ -198,11 +198,11 @@ class RunReader:
     ) -> tuple[TrialResult, ...]:
         """Add recipe and configuration, read from `store`, to the trials whose recipes are shown in results.
 
-        Shown are the recipes of the best trial and of the trials with results on holdout data, as `stage` has them. If
-        `has_directions` is True (the search space gives each expert one share for the whole model), a chart shows the
-        shares of all trials that were scored on all samples, so these trials get their recipes too; each is read only
-        once. All other trials are returned unchanged. If this reader has read the recipes of all trials already
-        (`is_whole`), nothing is added.
+        Results show the recipes of the best trial and of the trials with results on holdout data; `stage` names these
+        trials. If `has_directions` is True (the search space gives each expert one share for the whole model), a chart
+        shows the shares of all trials that were scored on all samples, so these trials get their recipes too; each is
+        read only once. All other trials are returned unchanged. If this reader has read the recipes of all trials
+        already (`is_whole`), nothing is added.
         """
         if self._is_whole:
             return trials
@@ -255,8 +255,8 @@ def held_out_differences(
     """Read the held-out samples of a study, and compute the differences of its trials from the trial `reference`.
 
     The differences are paired, sample by sample, by objective and as "mean" of the accuracy objectives. The result has
-    them by the number of each trial that was scored on held-out data; it is empty if the trial `reference` was not.
-    `study_id` is the id of the study in `store`; `trials` and `objectives` are all of this study.
+    them by the number of each trial that was scored on held-out data; it is empty if the trial `reference` was not
+    scored there. `study_id` is the id of the study in `store`; `trials` and `objectives` are all of this study.
     """
     file = Study.model_validate(store.job(study_id).document)
     compared = compared_with(finalists(trials, objectives), trials)

@@ -1,4 +1,4 @@
-"""Samples of one trial, or of two side by side: which of them are right, and the paired difference of the values."""
+"""Samples of one trial or of two trials side by side: which trial has each sample right, and how values differ."""
 
 from __future__ import annotations
 

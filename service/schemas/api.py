@@ -588,7 +588,7 @@ class HeldOutDifferenceDocument(TypedDict):
 
 
 class HeldOutDifferencesDocument(TypedDict):
-    """Differences of all trials that were scored on held-out data from one of them, the trial `reference`."""
+    """Held-out values of each trial minus those of the trial `reference`."""
 
     reference: Number
     rows: list[HeldOutDifferenceDocument]
@@ -804,7 +804,7 @@ class TeamDocument(TypedDict):
 
 
 class TeamUsageDocument(TypedDict):
-    """How much of its quotas a team's jobs use, with the limits of the team."""
+    """Amount of each quota that a team's jobs use, with the limits of the team."""
 
     team: str
     limits: TeamLimitsDocument
@@ -835,7 +835,7 @@ class QueuedJobDocument(TypedDict):
 
 
 class QueueEntryDocument(TypedDict):
-    """Entry of the queue. A job that the sender may not read is an entry without a job."""
+    """Entry of the queue. If the sender may not read the job, the entry does not describe the job."""
 
     position: Annotated[int | None, Field(description="From 1, in the order in which jobs start; null: it runs.")]
     job: Annotated[QueuedJobDocument | None, Field(description="Null: a job that you may not read.")]

@@ -92,7 +92,7 @@ class Availability:
         """Undo a call of `take_ended`: its next call returns `outage` again.
 
         This is needed if the caller of `take_ended` could not store the outage. If a newer outage has ended meanwhile,
-        that is returned instead.
+        the newer outage is returned instead.
         """
         with self._lock:
             self._ended = self._ended or outage

@@ -254,7 +254,8 @@ def _detach(connection: sa.Connection) -> None:
     - the heartbeats of jobs that have not ended
     - exports: merged models for download, whose files are not in a backup
     - drains: the state in which servers accept and start no jobs, for maintenance
-    - notifications that were not sent yet, and what they were made from: the original server sends them, or has since
+    - notifications that were not sent yet, and the stored changes of jobs from which notifications are made: the
+      original server sends them
     - addresses and secrets of the applications of served studies
     """
     finished = [state.value for state in JobState if state.is_finished]

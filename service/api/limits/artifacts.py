@@ -71,7 +71,7 @@ class ArtifactQuota:
         the job's artifacts do not fit.
 
         `measured` is what `measure` has returned before; a caller that has begun the admission itself must give it.
-        What unfinished jobs store in the meantime counts as missing still.
+        Artifacts that unfinished jobs have stored since then still count as bytes that the jobs will store.
         """
         measured = measured or self.measure(num_bytes)
         missing, used, quota = measured.missing, measured.used, measured.quota

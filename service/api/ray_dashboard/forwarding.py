@@ -165,7 +165,7 @@ def _reason(error: httpx.HTTPError) -> str:
 async def _check(answer: httpx.Response, path: str) -> None:
     """Raise Refusal or Unavailable unless Ray's answer has the status 200.
 
-    Messages of Ray may have tracebacks, so that they are only logged.
+    Messages of Ray may have tracebacks, so they are only logged.
     """
     status = answer.status_code
     if status == 200:

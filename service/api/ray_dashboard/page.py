@@ -1,7 +1,7 @@
 """The page of Ray's dashboard: its security policy, and the answers that it gets from this server instead of Ray.
 
-The page runs in the origin of this server, with the user's cookie. The policy lets its scripts load and request what is
-below the dashboard's path and nothing else, so that they cannot read or change jobs of this server.
+The page runs in the origin of this server, with the user's cookie. The policy lets the page's scripts load and request
+only URLs below the dashboard's path, so that the scripts cannot read or change jobs of this server.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Routes for those who write a study file: a check without creating a study, and what a file begins with."""
+"""Routes for people who write a study file: checks of a file without creating a study, and files to begin with."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class GpuDocument(TypedDict):
 
 
 class NodeDocument(TypedDict):
-    """A node of the Ray cluster, and what is used of its machine."""
+    """A node of the Ray cluster, and how much of its machine's resources is in use."""
 
     id: str
     host: str
@@ -83,7 +83,7 @@ class ClusterDocument(TypedDict):
 )
 @in_threads_of(Work.RAY)
 def get_cluster(services: Context) -> Response:
-    """Show the nodes of the Ray cluster with what is used of each, the server's disk, and versions of the parts.
+    """Show the nodes of the Ray cluster and the use of their resources, the server's disk, and versions of the parts.
 
     On a server with accounts only administrators may read it. The versions are those of the server's process.
     """

@@ -96,8 +96,9 @@ def _site(request: Request, services: Services) -> _Site:
 def _site_of_page(request: Request, services: Services) -> _Site:
     """The address under which the browser that sends `request` shows the web page.
 
-    It may be another one than the public URL, for example that of an SSH tunnel to the server. The browser names it in
-    the header Origin of requests that change something, and drops cookies that are not for it.
+    This address may differ from the public URL, for example if the browser uses an SSH tunnel to the server. The
+    browser sends the address in the header Origin of requests that change something, and drops cookies for other
+    addresses.
     """
     site, origin = _site(request, services), request.headers.get("origin")
     if origin is None or origin == site.origin:
@@ -115,8 +116,8 @@ def _redirect(request: Request, path: str) -> Response:
 def _shown(request: Request, site: _Site, error: LoginRefused | ProviderUnavailable) -> Response:
     """Send a browser to the web page's login, which shows why a login has failed.
 
-    The page has a text for each code in its address, so that nobody can make a link that shows other texts on it.
-    Raises `error` again for programs, which get a problem document.
+    The address of the page has a code for the reason, and the page has a text for each code. Therefore nobody can make
+    a link that shows another text on the page. Raises `error` again for programs, which get a problem document.
     """
     if "text/html" not in request.headers.get("accept", ""):
         raise error

@@ -318,8 +318,8 @@ async def get_mergekit(study: Study, number: TrialNumber, services: Context, sen
     models: the server's directories are not on the reader's machine.
 
     If mergekit would compute other tensors, or the models cannot be read or have changed since the study was created,
-    the request is refused (409). It is refused too (503) if reading the models takes more than a request may.
-    `problems` then lists every reason.
+    the request is refused (409). It is refused too (503) if reading the models takes more time or memory than a request
+    may use. `problems` then lists every reason.
     """
     trial = await run_in_threadpool(_trial, services, study, number)
     recipe = trial.read_recipe().to_json()
@@ -752,9 +752,9 @@ async def get_holdout(
     request: Request,
     reference: Annotated[int, Query(description="Number of a trial with held-out values.", ge=0, le=MAX_NUMBER)],
 ) -> Response:
-    """List the differences of all trials with held-out values from one of them, as paired differences with intervals.
+    """List the paired differences of held-out values, with intervals, between the trial `reference` and all others.
 
-    The summary has the same differences from the best trial.
+    The summary has the same differences for the best trial.
     """
 
     def differences(trials: tuple[TrialResult, ...]) -> bytes:
@@ -844,9 +844,9 @@ async def get_importance(
 ) -> Response:
     """Importance of each parameter for an objective, by PED-ANOVA over the trials at full budget.
 
-    The importances say which parameters decide whether a trial is among the best tenth. They are summed by layers, part
-    of a layer and expert, where a parameter belongs to one. Below 50 trials `parameters` is null, and `reason` says
-    why.
+    The importances say which parameters decide whether a trial is among the best tenth. They are also summed by layers,
+    by part of a layer and by expert, for parameters that belong to one. Below 50 trials `parameters` is null, and
+    `reason` says why.
     """
     known = {each.name: each for each in ResolvedStudy.of(study).objectives}
     found = known.get(next(iter(known)) if objective is None else objective)
@@ -880,7 +880,8 @@ async def get_stops(
     """Compare each stopped trial with its rival, the trial against which a scheduler has stopped it.
 
     The differences are paired by sample, on the samples of each rung that the trial has finished. The first 100 trials
-    are listed. Under racing a rival is a trial that was ahead. Otherwise it is the last one that the rung promoted.
+    are listed. Under racing, the rival is a trial that was ahead. Under other schedulers, the rival is the last trial
+    that the rung promoted.
     """
     if against is not None and trial is None:
         raise InvalidQuery("against", f"{against} is compared with one trial; give the other as trial")

@@ -334,9 +334,9 @@ def _keep_facts(store: Store, writer: JobWriter, benchmarks: Sequence[Benchmark]
 def _keep_prompts(store: Store, writer: JobWriter, plan: Plan, scorer: Scorer, *, note: Callable[[str], None]) -> None:
     """Store the prompts and right answers of a study's samples, benchmarks included, so that people can read them.
 
-    What is stored already is left out. `scorer` has them, because its replicas have built the tasks to score them. If a
-    replica must build a task again and cannot, `note` is called with the reason, and the study is complete without the
-    prompts of this task.
+    Texts that are stored already are skipped. `scorer` provides the texts, because its replicas have built the tasks to
+    score them. If a replica must build a task again and cannot, `note` is called with the reason, and the study is
+    complete without the prompts of this task.
     """
     benchmarks = {benchmark.name: benchmark for benchmark in plan.benchmarks}
     sizes = (

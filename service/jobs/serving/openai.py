@@ -49,8 +49,7 @@ SEEDS = 2**31
 class Gate:
     """Holder of the replicas (`completer`) that complete prompts at the moment; without them, `waits_for` says why.
 
-    The driver changes the replicas while requests are answered. A request ends when its replicas are not the present
-    ones any more.
+    The driver changes the replicas while requests are answered. A request ends when its replicas are replaced.
     """
 
     def __init__(self) -> None:

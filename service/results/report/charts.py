@@ -205,7 +205,7 @@ class _Text:
     is_movable: bool
 
     def places(self, *, bottom: float) -> list[_Box]:
-        """Possible positions of the text, the best first: right and left of its point, then on the other side of it.
+        """Possible positions of the text, the best first: beside its point, then with the opposite vertical shift.
 
         `bottom` is the height of the horizontal axis, under which there are other texts.
         """

@@ -27,8 +27,8 @@ __all__ = ["Bounds", "Phase", "StudyLengths", "mean_tokens", "phases_of", "study
 class Bounds:
     """Bounds on a number, such as seconds.
 
-    `least` assumes that answers are as long as the reference answers, `most` that all answers have the largest length
-    that their tasks allow.
+    `least` is the bound if answers are as long as the reference answers. `most` is the bound if all answers have the
+    largest length that their tasks allow.
     """
 
     least: float

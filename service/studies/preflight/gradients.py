@@ -154,7 +154,7 @@ def gradient_gpu_bytes(study: Study, sources: ResolvedFamily, place: GradientPla
 
 
 def _bytes_on_gpu(sources: ResolvedFamily, value_bytes: int, max_layers: int, place: GradientPlace) -> int:
-    """Bytes of the GPU that needs most, among those that share the layers of the model."""
+    """Bytes of memory that each GPU needs if several share the layers of the model; the GPU that needs most counts."""
     settings = dict(sources.base.settings)
     return max(
         held + activation_bytes(settings, place.tokens, value_bytes, recomputes=place.recomputes, layers=max(1, layers))
@@ -163,7 +163,7 @@ def _bytes_on_gpu(sources: ResolvedFamily, value_bytes: int, max_layers: int, pl
 
 
 def _most_tokens(sources: ResolvedFamily, value_bytes: int, max_layers: int, place: GradientPlace, room: int) -> int:
-    """The largest number of tokens of a pass for which each of the GPUs of `place` has memory; 0 if there is none.
+    """The largest number of tokens of one pass that fits into the memory of each GPU of `place`; 0 if none fits.
 
     `room` is the number of usable bytes of each GPU.
     """
@@ -175,7 +175,7 @@ def _most_tokens(sources: ResolvedFamily, value_bytes: int, max_layers: int, pla
 
 
 def _held_on_gpus(sources: ResolvedFamily, value_bytes: int, max_layers: int, num_gpus: int) -> list[tuple[int, int]]:
-    """Bytes without activations, and number of layers, of each GPU that has a part of the model.
+    """For each GPU with a part of the model: the bytes of this part without activations, and its number of layers.
 
     The bytes are those of the weights, of one gradient, and of the sources that are read to reduce it.
     """

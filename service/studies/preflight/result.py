@@ -319,9 +319,10 @@ class PreflightResult:
     def plan(self, study_id: str, resolved: ResolvedStudy, *, baselines: tuple[Baseline, ...] | None = None) -> Plan:
         """Make the plan of the study `study_id`: all settings that determine what its driver evaluates.
 
-        `resolved` has facts that were stored when the study was created. Of these the plan uses the searcher, how far
-        proposals may run ahead of results, and the numbers of open brackets (ladders of rungs) and of proposals in a
-        batch. `baselines` are the baselines of a study that is resumed, or None to use those of a new study.
+        `resolved` has facts that were stored when the study was created. The plan uses these facts: the searcher, how
+        far proposals may run ahead of results, the number of open brackets (ladders of rungs), and the number of
+        proposals in a batch. `baselines` are the baselines of a study that is resumed, or None to use those of a new
+        study.
         """
         declared = SEARCHERS[resolved.algorithm or self.study.search.algorithm]
         return Plan(

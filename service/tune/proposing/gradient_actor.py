@@ -189,7 +189,8 @@ class GradientActor:
 def _has_room(family: Family) -> bool:
     """Whether the machine's shared memory has room for the sources of `family`, or has them already.
 
-    Then GPUs read them from pinned memory, which is many times as fast as mapped files, and share them with engines.
+    If the result is True, GPUs read the sources from pinned memory, which is many times as fast as mapped files, and
+    share the memory with engines.
     """
     from workers.merging.bank import content_name
     from workers.merging.node import free_shared_bytes, shared_bytes
