@@ -1,8 +1,8 @@
 """Machines for inference engines, as the operator of an installation declares them.
 
-Studies are checked on the machine where drivers run. It often has no GPU, and an autoscaled cluster may add nodes with
-GPUs only when a study waits for them. The environment variable MERGESEARCH_ENGINE_NODES therefore states the machines,
-for the server and for the head of its cluster.
+Studies are checked on the machine where drivers run. This machine often has no GPU, and an autoscaled cluster may add
+nodes with GPUs only when a study waits for them. The environment variable MERGESEARCH_ENGINE_NODES therefore states the
+machines, for the server and for the head of its cluster.
 """
 
 from __future__ import annotations

@@ -108,8 +108,8 @@ class Origin(StrEnum):
 class JobState(StrEnum):
     """State of a job: first CREATED, then RUNNING, and at the end COMPLETE, FAILED or CANCELLED.
 
-    A job is STOPPED if its driver (the process that works on it) ended before the job was done. It is PAUSED if a user
-    paused it. A server continues a STOPPED job automatically, and a FAILED or PAUSED job on request.
+    A job is STOPPED if its driver (the process that works on it) ended before the job was done. A job is PAUSED if a
+    user paused it. A server continues a STOPPED job automatically, and a FAILED or PAUSED job on request.
     """
 
     CREATED = "CREATED"
@@ -260,9 +260,9 @@ class TrialResult:
       only at the full budget, such as baselines.
     - `reason`: why the trial ended as PRUNED or FAIL.
     - `invalid`: reason why a user marked the trial as invalid; nothing selects an invalid trial. None if it is valid.
-    - `rival`: number of the trial against which a scheduler has stopped this one: in a race a trial that was ahead,
-      otherwise the last trial in the order of promotion that its rung promoted. None of other trials, and of those that
-      early versions stopped.
+    - `rival`: number of the rival, the trial against which a scheduler has stopped this trial. Under racing, the rival
+      was ahead; under other schedulers, it is the last trial that the rung promoted, in the order of promotion. None
+      for trials that were not stopped, and for trials that early versions stopped.
     - `rungs`: the trial's values at each rung that it has finished, in order.
     - `samples_scored`: the number of samples of search data that were scored for this trial.
     - `samples_reused`: the number of samples known from lower rungs or from trials with an equal recipe.
@@ -363,8 +363,8 @@ class Account:
     """A user's rights on a server.
 
     `user` is the user's name, `is_admin` says whether the user administers the server, and `roles` has the user's role
-    in each team. The administrators of a job are those of the server and those of the job's team. `rates` has the
-    requests a minute that each team with such a quota may send.
+    in each team. The administrators of a job are the server's administrators and the administrators of the job's team.
+    `rates` has the requests a minute that each team with such a quota may send.
     """
 
     user: str
@@ -399,7 +399,7 @@ class UserRecord:
     the user's role in each team. `created_at` is in seconds since the epoch.
 
     `identity` is the identity at an identity provider with which the user has logged in: the issuer and the subject, in
-    one text. No other identity may log in as the user. It is None as long as the user has not logged in with a
+    one text. No other identity may log in as the user. `identity` is None as long as the user has not logged in with a
     provider.
     """
 
@@ -481,7 +481,7 @@ class TokenRecord:
 
     `user` is the token's user, and `name` the name that the user gave the token. `prefix` is the token's beginning, by
     which users recognize it. `scope` says for which requests the token may be used. Times are in seconds since the
-    epoch; None is never.
+    epoch; None stands for never.
     """
 
     id: str
@@ -696,7 +696,8 @@ class JobRecord:
     def has_driver(self, *, now: float) -> bool:
         """Whether a driver (a process) works on the job.
 
-        It does if the job has not ended, and a heartbeat of a driver was stored shortly before the time `now`.
+        A driver works on the job if the job has not ended, and a heartbeat of a driver was stored shortly before the
+        time `now`.
         """
         return not self.state.is_finished and self.heartbeat_at is not None and now - self.heartbeat_at < ALIVE_S
 
@@ -736,7 +737,7 @@ class SubscriptionKind(StrEnum):
 
 
 class Coverage(StrEnum):
-    """Jobs that a subscription covers: those of its owner, those of a team, or all."""
+    """Jobs that a subscription covers: its owner's jobs, the jobs of a team, or all jobs."""
 
     OWN = "own"
     TEAM = "team"
@@ -757,7 +758,7 @@ class SubscriptionRecord:
 
     - `target`: the URL of the webhook, or the e-mail address.
     - `secret`: the key by which requests to a webhook are signed; None for an e-mail address.
-    - `owner`: the user whose rights say what is sent; None if the server had no accounts.
+    - `owner`: the user whose rights limit the messages; None if the server had no accounts.
     - `covers`, `team`: the jobs that are covered; the team is None unless `covers` is TEAM.
     - `events`: the kinds of changes that are sent.
     - `failing_since`: time of the first failure since the last success; None if there was none.
@@ -863,7 +864,7 @@ class Comparison:
     - `label`, `trial`: name and number of the trial
     - `values`: the estimate of each objective
     - `mean`: the mean over the accuracy objectives (values in [0, 1], larger is better); None if there are none
-    - `differences`: by objective, the trial's value minus that of the reference, paired by sample; "mean" has the
+    - `differences`: by objective, the trial's value minus the value of the reference, paired by sample; "mean" has the
       difference of the means; empty without a reference
     """
 

@@ -109,7 +109,7 @@ class Exports:
     def folder(self, record: ExportRecord) -> str:
         """Name of the top folder in the tar archive of a downloaded merged model.
 
-        It consists of the study's name and the trial's number. `record` describes the export (the stored model).
+        The name consists of the study's name and the trial's number. `record` describes the export (the stored model).
         """
         return f"{self._store.job(record.study).name}-trial-{record.trial}"
 
@@ -195,10 +195,10 @@ class Exports:
     ) -> ExportRecord:
         """Return the export of a study's trial in a dtype, and queue it if its files are not written yet.
 
-        An export is a merged model for download. It is queued if it is new, if it failed, or if its files were removed.
-        Before it is queued, `check` is called, which may refuse the export by an error, for example because of a quota.
-        No server with this database queues another export meanwhile. `note` is called with the export in the
-        transaction that queues it, also if it was queued before.
+        An export is a merged model for download. The export is queued if it is new, if writing it has failed, or if its
+        files were removed. Before it is queued, `check` is called, which may refuse the export by an error, for example
+        because of a quota. No server with this database queues another export meanwhile. `note` is called with the
+        export in the transaction that queues it, also if it was queued before.
         """
         wanted = ExportRecord(
             id=export_id(study_id, trial, dtype),

@@ -3,7 +3,7 @@
 The server reads for all streams together whether anything has changed. Each stream then reads its events with the
 present rights of its sender, so that a job that may no longer be read disappears from it.
 
-On PostgreSQL, events of different jobs may become visible in another order than that of their ids, because each
+On PostgreSQL, events of different jobs may become visible in another order than the order of their ids, because each
 transaction takes its ids before it ends. A stream therefore reads the events of the last seconds again, and the id of a
 frame is at most the largest one below which no event is missing. A stream of new events also begins with the ids of the
 last seconds, but does not send events that were visible at its start. Clients that reconnect with it may get events of
@@ -208,7 +208,7 @@ class _Cursor:
         self._latest = -math.inf  # time of the latest event that was read, by the clock of the database
 
     def unsent(self, records: Sequence[JobEventRecord]) -> list[JobEventRecord]:
-        """Return those of the events `records` that this stream has not sent yet, and mark them as sent."""
+        """Return the events among `records` that this stream has not sent yet, and mark them as sent."""
         now = time.monotonic()
         new = [record for record in records if record.event.id not in self._sent]
         if new:

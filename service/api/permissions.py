@@ -293,8 +293,8 @@ def needs(scope: Scope, *, is_for_admins: bool = False) -> Any:
 def needs_throughout(scope: Scope) -> Any:
     """Make the FastAPI dependency of a route that sends a long stream, and whose path names no job.
 
-    It refuses the senders that `needs` refuses. It returns a function that finds the sender's present rights, and None
-    once the token or session is no longer valid.
+    The dependency refuses the senders that `needs` refuses. The value of the dependency is a function that returns the
+    sender with its present rights, or None once the token or session is no longer valid.
     """
 
     def checked(sender: Sender, renewal: Renewal) -> Callable[[], Awaitable[Principal | None]]:
@@ -392,7 +392,7 @@ def declares(rule: Rule, check: Callable[..., Any]) -> Any:
 
     An access rule says what the sender of a request needs: a scope of the token, a right, or to be an administrator.
     This function only records the rule, which tests and the start of the server read: `check` itself must refuse
-    senders who do not meet it. What `check` returns is the value of the dependency.
+    senders who do not meet it. The result of `check` is the value of the dependency.
     """
     return _declared(rule, check)
 

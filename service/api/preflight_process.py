@@ -59,7 +59,7 @@ BODY = "the request's body"
 def _memory_share() -> int:
     """Default limit, in bytes, of the memory that the check of one submitted job may use.
 
-    It is a quarter of this machine's or container's memory, but at least 2 GiB and at most 8 GiB.
+    The limit is a quarter of the memory of this machine or container, but at least 2 GiB and at most 8 GiB.
     """
     return max(2 * 2**30, min(total_host_bytes() // 4, 8 * 2**30))
 
@@ -91,7 +91,7 @@ class Preflight(Protocol):
         """Check the body of a request that submits a job of the kind `kind`, and return the accepted job.
 
         The body `content` is JSON if `is_json`, else YAML. `client` names the sender, so that many requests of one
-        client do not delay those of other clients. `reader` is the account whose rights decide to which other jobs the
+        client do not delay other clients' requests. `reader` is the account whose rights decide to which other jobs the
         job may refer; with None, it may refer to all. Raises InvalidStudy with every problem, and Unavailable if no
         check is possible at the moment.
         """
@@ -102,7 +102,7 @@ class Preflight(Protocol):
         """Check the benchmarks that a client wants to add to a stored study.
 
         `stored` is the server's record of the study. `document` is the study file with the new benchmarks added.
-        `client` names the sender, so that many requests of one client do not delay those of other clients. `reader` is
+        `client` names the sender, so that many requests of one client do not delay other clients' requests. `reader` is
         the sender's account; None if the server has no accounts. Raises InvalidStudy with every problem, and
         Unavailable if no check is possible at the moment.
         """
@@ -120,8 +120,8 @@ class Preflight(Protocol):
 
         `stored` is the server's record of the study. `label` is the label of the new trial. The merge is either
         `recipe`, the content of a recipe or of a mergekit configuration, or `configuration`, a value for each parameter
-        of the search space. `client` names the sender, so that many requests of one client do not delay those of other
-        clients. Returns the recipe's document; None if a configuration was given. Raises InvalidStudy with every
+        of the search space. `client` names the sender, so that many requests of one client do not delay other clients'
+        requests. Returns the recipe's document; None if a configuration was given. Raises InvalidStudy with every
         problem, and Unavailable if no check is possible at the moment.
         """
 
@@ -129,7 +129,7 @@ class Preflight(Protocol):
         """Convert a recipe of a stored study to mergekit's YAML (`service.studies.mergekit.mergekit_file`).
 
         `stored` is the server's record of the study, and `recipe` the document of the recipe. `client` names the
-        sender, so that many requests of one client do not delay those of other clients. Raises InvalidStudy with every
+        sender, so that many requests of one client do not delay other clients' requests. Raises InvalidStudy with every
         reason why there is no such file, and Unavailable if it cannot be computed at the moment.
         """
 
@@ -139,16 +139,16 @@ class Preflight(Protocol):
         """Find models in the directories that jobs of the account `reader` may read.
 
         `under` is a directory to search in place of these, `text` a text that models must have, and `limit` the largest
-        number of models. `client` names the sender, so that many requests of one client do not delay those of other
-        clients. Raises InvalidQuery if `under` cannot be searched, and Unavailable if no search is possible at the
+        number of models. `client` names the sender, so that many requests of one client do not delay other clients'
+        requests. Raises InvalidQuery if `under` cannot be searched, and Unavailable if no search is possible at the
         moment.
         """
 
     async def engine_dtype(self, document: Mapping[str, Any], *, client: str = "") -> str:
         """Dtype, such as "bfloat16", in which inference engines hold the merged weights of a study.
 
-        `document` is the study file. `client` names the sender, so that many requests of one client do not delay those
-        of other clients.
+        `document` is the study file. `client` names the sender, so that many requests of one client do not delay other
+        clients' requests.
         """
 
 

@@ -38,8 +38,8 @@ class Cluster(Protocol):
     def waiting_for(self, job: JobRecord, *, reader: Account | None = None) -> str | None:
         """Reason why `job` waits; None if a driver (process) works on the job, or if the job has ended.
 
-        `reader` is the user who gets the text, which then has only what this user may know. None is a reader who may
-        know everything.
+        `reader` is the user who gets the text, and the text has only facts that this user may know. None stands for a
+        reader who may know everything.
         """
 
     def queue(self) -> QueueState:

@@ -78,7 +78,7 @@ def print_scores(rows: Sequence[tuple[str, ...]]) -> None:
 def print_removals(removals: Sequence[Removal], *, is_dry_run: bool) -> None:
     """Print which data of ended jobs were removed and, for each kind of data, their number and bytes.
 
-    If `is_dry_run` is True, nothing was removed, and the text says what would be.
+    If `is_dry_run` is True, nothing was removed, and the text lists the data that would be removed.
     """
     for removal in removals:
         print(removal)

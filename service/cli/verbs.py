@@ -774,8 +774,8 @@ def _on_server(options: argparse.Namespace) -> AbstractContextManager[ServerVerb
 def _is_directory(options: argparse.Namespace) -> bool:
     """Whether a command's argument `options.run` names the directory of a `mergesearch run`, and not a job of a server.
 
-    It names a directory if the option --server is absent, and the argument is an existing path or contains a path
-    separator.
+    The argument names a directory if the option --server is absent, and the argument is an existing path or contains a
+    path separator.
     """
     return options.server is None and (os.sep in options.run or Path(options.run).exists())
 

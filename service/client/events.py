@@ -42,7 +42,7 @@ class Event:
         id: Position among the stored events, ascending; None for "progress" and "end".
         time: Time in RFC 3339; None for "progress" and "end".
         payload: Details as JSON, which depend on the kind.
-        job: Id of the job, in the stream of all jobs; None in that of one job.
+        job: Id of the job, in the stream of all jobs; None in the stream of one job.
     """
 
     kind: str

@@ -184,7 +184,7 @@ def study(study: str) -> Flow[StudyDocument]:
 def summary(study: str) -> Flow[SummaryDocument]:
     """Return the summary of a study, the content of `summary.json`.
 
-    It has the best trial, the results on held-out data and what the search cost.
+    The summary has the best trial, the results on held-out data and the cost of the search.
 
     Args:
         study: Id of the study.

@@ -177,7 +177,7 @@ def me() -> Flow[MeDocument]:
 def overview(url: str) -> Flow[str]:
     """Return the display of a client in a notebook: HTML with the newest studies and fine-tunings at `url`.
 
-    It takes two requests. If the server refuses one or does not answer, the display has the reason.
+    The method sends two requests. If the server refuses one or does not answer, the display has the reason.
     """
     found: dict[str, JobList] = {}
     try:
@@ -385,8 +385,8 @@ def edit(job: Reference, changes: Mapping[str, Any], *, version: int | None = No
         The server's JSON document that describes the job after the edit.
 
     Raises:
-        RequestRefused: The job was edited since `version` (status 412), an option is below what the study has used
-            already (422), or the study has ended (409).
+        RequestRefused: The job was edited since `version` (status 412), the new value of a limit is below its present
+            use (422), or the study has ended (409).
 
     Examples:
         >>> client.edit("5f0c...", {"max_trials": 120, "tags": ["math"], "limits": {"max_samples": None}})
@@ -408,7 +408,7 @@ def clone(
 ) -> Flow[JobDocument]:
     """Submit a copy of a job, with changes.
 
-    The copy starts anew: it has the job's study file or specification as it is now, but not its results.
+    The copy starts anew: it has the job's present study file or specification, but not its results.
 
     Args:
         job: Id of a study, or a document that the server returned for a job of any kind.

@@ -42,7 +42,7 @@ def add_webhook(
     Args:
         url: The URL, with https.
         events: Changes that are sent: "complete", "failed", "waiting", "paused", "cancelled"; None is the first three.
-        covers: "own", "team" or "all"; None is your own jobs, or those of `team`.
+        covers: "own", "team" or "all"; None is your own jobs or, if `team` is given, the team's jobs.
         team: Team whose jobs are covered, which you administer.
 
     Returns:

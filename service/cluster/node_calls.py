@@ -1,9 +1,9 @@
 """Remote function calls on chosen nodes of a Ray cluster, each as a Ray Job.
 
 Nodes may have access to files, such as models, that a server on another machine cannot read. Their machines may also
-have another amount of memory. Therefore the server runs some functions on these nodes. It stores the call among the
-artifacts, which servers and nodes have access to, by the sha256 of its content. The Ray Job receives this sha256,
-stores the result in the same way, and writes the sha256 of the result to its log.
+have another amount of memory. Therefore the server runs some functions on these nodes. The server stores each call as a
+file, named by the sha256 of its content, among the artifacts, to which servers and nodes have access. The Ray Job
+receives this sha256, stores the result in the same way, and writes the sha256 of the result to its log.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ def nodes_of(dashboard_url: str | None) -> tuple[Node, ...]:
 def cluster_machines() -> tuple[EngineMachines, ...]:
     """The machines that can run engines in the Ray cluster that the environment variable RAY_ADDRESS names.
 
-    The result has the GPUs and memory of each machine whose node is alive. It is empty without the variable, if this
-    machine is the only one, and if the cluster does not answer.
+    The result has the GPUs and memory of each machine whose node is alive. The result is empty without the variable, if
+    this machine is the only machine, and if the cluster does not answer.
     """
     if "RAY_ADDRESS" not in os.environ:
         return ()
@@ -181,10 +181,10 @@ class NodeCalls:
     ) -> Result:
         """Run `function` with the given arguments on the node `node`, and return its result or raise its error.
 
-        `function` must be defined at the top level of a module, and all arguments must be picklable. They must hold no
-        secrets, because they are stored. `timeout_s` and `limits` limit the seconds, the processor time and the memory
-        of the call. If this coroutine is cancelled, the function is not stopped: it runs until it returns or reaches a
-        limit.
+        `function` must be defined at the top level of a module, and all arguments must be picklable. The arguments must
+        hold no secrets, because they are stored. `timeout_s` and `limits` limit the seconds, the processor time and the
+        memory of the call. If this coroutine is cancelled, the function is not stopped: it runs until it returns or
+        reaches a limit.
 
         Raises:
             ConnectionError: The cluster does not answer, or did not run the call.

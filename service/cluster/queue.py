@@ -2,7 +2,7 @@
 
 A place is the right to run: as many jobs as there are places run at the same time.
 
-`choose` is a pure function of the jobs, the weights, quotas and usage of the teams, and the time. It knows neither SQL
+`choose` is a pure function of the jobs, the weights, quotas and usage of the teams, and the time. It uses neither SQL
 nor Ray, so that a simulation can drive it. The rules, in this order:
 
 1. A job that runs keeps its place, and gets another driver there if its driver was lost.
@@ -51,7 +51,7 @@ MIN_CHARGE_H = 1.0
 class Reason(StrEnum):
     """Reason why a job waits in the queue.
 
-    - PLACE: all places are taken, and no job gives its place up for this one
+    - PLACE: all places are taken, and no job gives up its place for the waiting job
     - ROOM: a running job is giving up its place, but has not ended yet
     - QUOTA: the job would exceed a quota of its team
     """
@@ -275,9 +275,9 @@ def _order(
 ) -> list[Entry]:
     """Sort waiting jobs in the order of getting places (the right to run), without regard to quotas.
 
-    Jobs of a higher priority come first. Among jobs of equal priority, those of the team that has used the fewest
-    GPU-hours for its weight come first, and jobs that an administrator moved are put where they were moved. `running`
-    has the jobs that hold places, `teams` the weight and usage of each team, and `now` is the time in seconds since the
+    Jobs of a higher priority come first. Among jobs of equal priority, the jobs of the team with the fewest used
+    GPU-hours for its weight come first. Jobs that an administrator moved are put where they were moved. `running` has
+    the jobs that hold places, `teams` the weight and usage of each team, and `now` is the time in seconds since the
     epoch.
     """
     used: dict[str | None, float] = defaultdict(float)
@@ -340,8 +340,8 @@ def _moved(order: list[Entry]) -> list[Entry]:
 def _victim(held: Iterable[Entry], yielding: Mapping[str, Yielding], *, priority: int, now: float) -> Entry | None:
     """Choose the running job that must give up its place to a waiting job of priority `priority`.
 
-    The choice is the job of the smallest priority and, among equals, the one that got its place last. It must have a
-    smaller priority than `priority`, and must have held its place for KEEPS_PLACE_S seconds.
+    The choice is the job of the smallest priority and, among equals, the one that got its place last. The chosen job
+    has a smaller priority than `priority`, and has held its place for KEEPS_PLACE_S seconds.
 
     Args:
         held: The jobs that hold places.

@@ -443,8 +443,8 @@ def _resolved(
         tokenizer: Vocabulary of the merged model: "base", "union" or an alias.
         adapted: Directory or hub id of the model that an adapter changes, by the adapter's alias, if not the base.
         vocabulary: Further options of the merged vocabulary.
-        unmerged: What messages call the models that the configuration names but does not merge, by alias. None if
-            there are none.
+        unmerged: For the models that the configuration names but does not merge, the names that messages use, by alias;
+            None if there are no such models.
     """
     others = {alias: directory for alias, directory in directories.items() if alias != base}
     if not others:

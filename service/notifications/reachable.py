@@ -2,7 +2,8 @@
 
 A webhook is a URL that a user chooses and the server requests: without limits, users could reach programs that only the
 server can reach. The address that is checked is the one that is connected to: a name is resolved once. No proxy is used
-and no redirect is followed, as either would lead elsewhere. The operator may allow single hosts that are not public.
+and no redirect is followed, because both lead to other addresses. The operator may allow single hosts that are not
+public.
 """
 
 from __future__ import annotations

@@ -283,8 +283,8 @@ def _attacks(
 
     An attack searches for the prompt template with which the merge has its lowest value. `found` has the result of each
     attack, by benchmark. `samples` has the merge's sample values on all benchmarks with all templates, and `own` has
-    those with the original templates. `facts` describes the benchmarks, and `bounds` has the lowest and the highest
-    value of a sample. A benchmark is left out until all samples with the attacked template are scored.
+    the merge's sample values with the original templates. `facts` describes the benchmarks, and `bounds` has the lowest
+    and the highest value of a sample. A benchmark is left out until all samples with the attacked template are scored.
     """
     values = {}
     for name, each in found.items():

@@ -160,8 +160,8 @@ def add_to_optuna(
     Objectives become Optuna's objectives, and Optuna's values are those at the full budget. Trials that users marked as
     invalid are FAIL there, so that they are not among the best. With a single objective, the values at rungs are
     intermediate values, whose steps are numbers of samples; Optuna has none for several objectives. Optuna needs a
-    range for each parameter. It is computed from the values that the parameter has in the trials, not taken from the
-    search space.
+    range for each parameter. The range is computed from the values that the parameter has in the trials, not taken from
+    the search space.
 
     Args:
         columns: Columns of the trials.

@@ -61,7 +61,7 @@ def preferred_text(document: PreferredDocument) -> str:
     """Format one line about the trial that is best under a user's weights of the objectives.
 
     `document` has the weights and the trial. The line has the weights, the trial's number and label, and its value on
-    each objective. It also says whether the values are from held-out data or search data.
+    each objective. The line also says whether the values are from held-out data or search data.
     """
     number = document["trial"]
     name = document["label"] if document["label"] == f"trial {number}" else f"trial {number}, {document['label']}"

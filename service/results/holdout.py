@@ -262,8 +262,8 @@ def _selection_bias(
     `compared` are the trials that are compared on holdout data. The baselines among them are used, except a baseline
     with the same recipe as the best trial. `rows` has the trials' values on holdout data. `search` and `holdout` have
     the values on both kinds of data. Leads are computed sample by sample, so that samples that are easy for all merges
-    do not change them. Both results have an estimate for each of the `objectives`. They are empty if the best trial or
-    the baselines lack samples.
+    do not change them. Both results have an estimate for each of the `objectives`. Both results are empty if the best
+    trial or the baselines lack samples.
     """
     if best is None or best.number not in rows:
         return {}, {}

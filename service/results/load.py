@@ -381,7 +381,7 @@ def _benchmark_table(
 def _results(trial: TrialResult) -> dict[str, Any]:
     """Fields of a trial's result, without the recipe, as a dict by field name.
 
-    They are used to update a trial that was read earlier with its recipe, without reading the recipe again.
+    The fields are used to update a trial that was read earlier with its recipe, without reading the recipe again.
     """
     return {field.name: getattr(trial, field.name) for field in fields(TrialResult) if field.name != "recipe"}
 

@@ -101,10 +101,11 @@ def full_budget_trials(trials: Iterable[Trial]) -> tuple[Trial, ...]:
 def best_trial(trials: Iterable[Trial], objectives: Sequence[Objective]) -> Trial | None:
     """Select the best of the trials that were scored on all samples of the search data.
 
-    It is the trial with the highest mean of the accuracy objectives (values in [0, 1], larger is better). If the study
-    has none, it is the trial with the lowest mean cost; an objective's cost is its value scaled to [0, 1], where 0 is
-    the best value, and objectives that need no samples, such as the number of parameters, do not count. Of equal trials
-    the first is chosen. If no trial satisfies all constraints, the one that violates them least is chosen.
+    The best trial is the trial with the highest mean of the accuracy objectives (values in [0, 1], larger is better).
+    If the study has no accuracy objectives, the best trial is the trial with the lowest mean cost; an objective's cost
+    is its value scaled to [0, 1], where 0 is the best value, and objectives that need no samples, such as the number of
+    parameters, do not count. Of equal trials the first is chosen. If no trial satisfies all constraints, the one that
+    violates them least is chosen.
 
     Returns:
         The best trial; None before a trial has been scored on all samples of the search.
@@ -115,9 +116,9 @@ def best_trial(trials: Iterable[Trial], objectives: Sequence[Objective]) -> Tria
 def ranked_trials(trials: Iterable[Trial], objectives: Sequence[Objective]) -> tuple[Trial, ...]:
     """Sort the trials that were scored on all samples of the search by `objectives`, the best first.
 
-    Trials that satisfy all constraints come first, and the others follow in the order of their total violation. Trials
-    with equal violation are sorted by the mean of the accuracy objectives (values in [0, 1], larger is better) or,
-    without these, by the mean cost.
+    Trials that satisfy all constraints come first. Trials that violate constraints follow, sorted by their total
+    violation. Trials with equal violation are sorted by the mean of the accuracy objectives (values in [0, 1], larger
+    is better) or, without these, by the mean cost.
     """
     trials = full_budget_trials(trials)
     violation = _violations(trials, objectives)
@@ -126,9 +127,9 @@ def ranked_trials(trials: Iterable[Trial], objectives: Sequence[Objective]) -> t
 
 
 def finalists(trials: Iterable[Trial], objectives: Sequence[Objective]) -> tuple[Trial, ...]:
-    """Select the trials to score on holdout data: those of the Pareto front, best first, at most MAX_FINALISTS.
+    """Select the trials to score on holdout data: trials of the Pareto front, best first, at most MAX_FINALISTS.
 
-    The front is that of `trials` in their `objectives`.
+    The front consists of the `trials` that no other trial dominates in the `objectives`.
     """
     return best_of_front(trials, objectives, most=MAX_FINALISTS)
 
@@ -168,9 +169,10 @@ def candidates(
 ) -> tuple[tuple[Trial, Candidate], ...]:
     """Collect the trials from which the Pareto front is selected, each with its costs and constraint violation.
 
-    They are the trials that were scored on all samples of the search; of trials with the same recipe only the first.
-    The costs are those of `objectives`. If `origin` is given, only trials whose recipe comes from there, such as from
-    the search, are collected; trials of source models then still serve as references for the bounds of constraints.
+    These are the trials that were scored on all samples of the search; of trials with the same recipe, only the first.
+    The costs are computed from the values of `objectives`. If `origin` is given, only trials whose recipe comes from
+    there, such as from the search, are collected; trials of source models then still serve as references for the bounds
+    of constraints.
     """
     trials = full_budget_trials(trials)
     violation = _violations(trials, objectives)
@@ -238,8 +240,8 @@ def costs_of_values(values: Mapping[str, float], objectives: Sequence[Objective]
 def held_out(trials: Iterable[Trial], objectives: Sequence[Objective]) -> tuple[Trial, ...]:
     """Select the trials that are scored on the holdout data, in the order of their numbers.
 
-    They are the finalists (the best trials of the Pareto front in `objectives`), every baseline, and the trial of every
-    merge that the user gave.
+    The selected trials are the finalists (the best trials of the Pareto front in `objectives`), every baseline, and the
+    trial of every merge that the user gave.
     """
     complete = full_budget_trials(trials)
     return compared_with(finalists(complete, objectives), complete)

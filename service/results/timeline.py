@@ -111,8 +111,8 @@ def timeline(
         start: Beginning of the timeline in seconds since the epoch; None is the beginning of the first chunk.
         end: End of the timeline; None is the end of the last chunk.
         num_bins: Number of bins into which the time is divided.
-        events: Events of the kinds in EVENTS. Those before the end are listed: earlier ones say what holds at the
-            beginning.
+        events: Events of the kinds in EVENTS. Events before the end are listed; events before `start` explain the state
+            at the beginning.
     """
     told = [_event(event) for event in events if end is None or event.time < end]
     spans = [(chunk, _times(chunk)) for chunk in chunks]

@@ -498,7 +498,7 @@ class AnalysisDocument(TypedDict):
 class ProvenanceDocument(TypedDict):
     """Origin of a trial's stored samples: the engines that scored them, the weights in the engines, the verification.
 
-    The samples are those of the trial's recipe, also if another trial with the same recipe had them scored.
+    The samples belong to the trial's recipe; they may have been scored for another trial with the same recipe.
     """
 
     fingerprints: Annotated[list[str], Field(description="Fingerprints of the source weights that the engines held.")]
@@ -550,8 +550,8 @@ class SampleDocument(TypedDict):
 class SampleCountsDocument(TypedDict):
     """Numbers of samples that two trials have both scored, by whether each trial is right.
 
-    A trial is right on a sample if it has the best value of the metric's range. `samples` counts all samples, `a_only`
-    those on which only the first trial is right, and `b_only` those on which only the second is.
+    A trial is right on a sample if it has the best value of the metric's range. `samples` counts all samples. `a_only`
+    counts samples on which only the first trial is right, and `b_only` samples on which only the second trial is right.
     """
 
     samples: int

@@ -422,7 +422,7 @@ class OverlapDocument(TypedDict):
 class FindingDocument(TypedDict):
     """Main result of a study: whether a merge that the search proposed is better than the baselines on holdout data.
 
-    It has the statistical tests on which the statement is based.
+    The finding has the statistical tests on which the statement is based.
     """
 
     text: Annotated[str, Field(description="Result in one sentence, also if no merge is better.")]

@@ -248,8 +248,8 @@ class ArtifactStore:
     def _names(self, digest: str) -> frozenset[str]:
         """Digests (sha256) of the files of an artifact, a directory of files that a job made.
 
-        They are read from the artifact's manifest, the list of its files, which is the stored file with the given
-        digest.
+        The digests are read from the artifact's manifest, the list of its files, which is the stored file with the
+        given digest.
         """
         return frozenset(entry["digest"] for entry in json.loads(self._blobs.read(digest)).values())
 

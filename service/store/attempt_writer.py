@@ -218,8 +218,8 @@ class JobWriter:
         benchmarks. `result` is an engine's answer to one chunk (up to 512 samples sent together). Samples that are
         stored already are ignored; if no sample is left, nothing is stored. `again` has the samples, as (objective,
         position), that were scored again because their engine had failed a check; the stored values of these samples
-        are deleted first. The timings of the chunk are added to those of the trial. The number of new samples of search
-        data, without those in `again`, is added to the trial's `samples_scored`.
+        are deleted first. The timings of the chunk are added to the timings of the trial. The number of new samples of
+        search data, without those in `again`, is added to the trial's `samples_scored`.
         """
         evidence = result.evidence
         table = schema.trials
@@ -267,7 +267,7 @@ class JobWriter:
         self.longest_chunk_s = max(self.longest_chunk_s, sum(result.timings_s.values()))
 
     def delete_texts(self, *, keep: Collection[str]) -> None:
-        """Delete the study's stored model responses and tokens, except those of the recipes (merges) in `keep`.
+        """Delete the study's stored model responses and tokens, except for the recipes (merges) in `keep`.
 
         `keep` has the digests of these recipes.
         """
@@ -451,7 +451,7 @@ class JobWriter:
             insert_event(connection, study_id, EventKind.ENGINE_FAULT, payload)
 
     def _insert_once(self, connection: sa.Connection, table: sa.Table, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Insert those of `rows` into `table` whose keys are not stored yet; stored rows are not changed.
+        """Insert the `rows` whose keys are not stored yet into `table`; stored rows are not changed.
 
         The id of this writer's job is added to each row.
         """

@@ -223,10 +223,10 @@ def restore(
 ) -> Restored:
     """Restore a backup to the empty database of `target`, and the files of jobs to the location `files`.
 
-    `directory` has the backup. The files of jobs are, for example, trained models. They are restored first, and the
-    database last, in one transaction. If a restoration is interrupted, the database is still empty, and the same call
-    continues. Jobs that had not ended are continued by the next server. Exports (merged models for download) must be
-    requested again, since their files are not part of a backup. `note` is called with messages about the progress.
+    `directory` has the backup. The files of jobs are, for example, trained models. The files are restored first, and
+    the database last, in one transaction. If a restoration is interrupted, the database is still empty, and the same
+    call continues. Jobs that had not ended are continued by the next server. Exports (merged models for download) must
+    be requested again, since their files are not part of a backup. `note` is called with messages about the progress.
 
     Raises:
         Conflict: There is no complete backup in `directory`, one of its files is missing or has changed, or the

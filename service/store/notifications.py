@@ -361,8 +361,8 @@ class NotificationStore:
         has ended.
 
         `waiting` maps the id of each unfinished job that is not paused to the reason why it waits; None if a driver
-        works on it. `passing` is a reason that lasts only for a short time, such as the start of a driver. It does not
-        replace the reason before it. Jobs that are being deleted are left out.
+        works on it. `passing` is a reason that lasts only for a short time, such as the start of a driver. Such a
+        reason does not replace the reason before it. Jobs that are being deleted are left out.
         """
         table = schema.waits
         with self._reads.connect() as connection:

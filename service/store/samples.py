@@ -329,7 +329,7 @@ def _void(query: sa.Select[Any], of: sa.ColumnElement[int]) -> sa.Select[Any]:
 def read_void_samples(connection: sa.Connection, study: str) -> tuple[VoidSample, ...]:
     """Read the void samples of a study: those that must be scored again, because their engine later failed a check.
 
-    They are ordered by the digest of the recipe (merge), by split (search data, holdout data or benchmarks), by
+    The samples are ordered by the digest of the recipe (merge), by split (search data, holdout data or benchmarks), by
     objective and by position.
     """
     chunks, old, replica = schema.sample_chunks, schema.samples, schema.evidence.c.replica
@@ -350,7 +350,7 @@ def read_void_samples(connection: sa.Connection, study: str) -> tuple[VoidSample
 def not_stored(
     connection: sa.Connection, study: str, digest: str, split: Split, samples: Sequence[SampleResult]
 ) -> list[SampleResult]:
-    """Select those of `samples` that are not stored yet for one recipe (merge) of a study.
+    """Select the `samples` that are not stored yet for one recipe (merge) of a study.
 
     `digest` is the recipe's digest, and `split` the data that the samples belong to: search data, holdout data or
     benchmarks. Samples that are only in the table `samples`, where earlier versions stored them, count as not stored.
@@ -403,7 +403,7 @@ def store_samples(
 
 
 def delete_texts(connection: sa.Connection, study: str, *, keep: Collection[str]) -> None:
-    """Delete the stored model responses and tokens of a study, except those of the recipes (merges) in `keep`.
+    """Delete the stored model responses and tokens of a study, except for the recipes (merges) in `keep`.
 
     `study` is the study's id, and `keep` has the digests of these recipes.
     """
@@ -538,8 +538,8 @@ def _old_samples(
 
     `study` is the study's id, and `digest` the recipe's digest. `split` is the data to read: search data, holdout data
     or benchmarks; None reads all. Each sample is yielded as its split, the id of its row in the table `evidence` (which
-    says which weights the engine held), and the result. `condition` is a further condition on the rows, and `positions`
-    and `has_tokens` are those of `_samples_of`.
+    says which weights the engine held), and the result. `condition` is a further condition on the rows; `positions` and
+    `has_tokens` have the same meaning as in `_samples_of`.
     """
     table = schema.samples
     where = (table.c.study == study) & (table.c.recipe_digest == digest)

@@ -253,8 +253,8 @@ class Store:
     def unit_of_work(self) -> AbstractContextManager[sa.Connection]:
         """Context that makes this thread's calls of stores in this database one transaction.
 
-        It is committed when the context ends without an error; otherwise nothing is stored. So a change and its entry
-        in the audit log are stored together.
+        The transaction is committed when the context ends without an error; otherwise nothing is stored. Therefore a
+        change and its entry in the audit log are stored together.
         """
         return unit_of_work(self._engine)
 
@@ -293,12 +293,12 @@ class Store:
             kind: Name of the kind of job, such as "search" for a study.
             name: The job's name, which need not be unique.
             document: The submitted document, such as the study file.
-            accepted: What the checks of the document found out, as JSON.
+            accepted: Findings of the checks of the document, as JSON.
             idempotency_key: Text by which a repeated request is recognized; None always stores a new job.
             request_digest: Hash of the request; callers compare a later request with the same key with it.
             keeps: The digests of artifacts (such as trained models) of other jobs that this job uses, by the name that
-                they get in this job. They become artifacts of this job too, so that their files stay when the other
-                jobs are deleted.
+                they get in this job. The artifacts become artifacts of this job too, so that their files stay when the
+                other jobs are deleted.
             owner: Name of the user who creates the job; None if the server has no accounts.
             team: Name of the team that the job belongs to; None for no team.
             sharing: Who may read the job besides its owner and administrators.
@@ -351,7 +351,7 @@ class Store:
         name: str | None = None,
         reader: Account | None = None,
     ) -> tuple[JobRecord, ...]:
-        """Read all jobs, oldest first, or only those of one kind, in one state or with one name.
+        """Read all jobs, oldest first, or only the jobs of one kind, in one state or with one name.
 
         If `reader` is not None, only the jobs that this account may read are returned.
         """
@@ -464,7 +464,7 @@ class Store:
     def is_drained(self) -> bool:
         """Whether the servers of this database are drained for maintenance.
 
-        They then accept no jobs and start no drivers, which are the processes that work on jobs.
+        Drained servers accept no jobs and start no drivers, which are the processes that work on jobs.
         """
         with self._reads.connect() as connection:
             return _is_drained(connection)
@@ -779,8 +779,8 @@ class Store:
         """Set the state of a job whose driver has ended on request: PAUSED after a pause, STOPPED for a preemption.
 
         A driver is a process that works on a job. A preemption is a request that a running job waits again, because
-        another job must run first or a quota is used up. If the job itself has ended, is PAUSED, or was asked for
-        neither, it is not changed.
+        another job must run first or a quota is used up. The job is not changed if it has ended, is PAUSED, or was
+        asked neither to pause nor to make room.
         """
         table, paused, stopped = schema.studies, JobState.PAUSED.value, JobState.STOPPED.value
         of_job = (table.c.id == job_id) & table.c.state.not_in([*FINISHED, paused])
@@ -838,7 +838,8 @@ class Store:
 
         `study` is the study as it was read before. `document` is the new study file. `names` are the names of the added
         benchmarks, for the event in the study's history. Raises Conflict if the study is not COMPLETE any more, or was
-        continued or edited since it was read, because `document` may then lack what was changed in the meantime.
+        continued or edited since it was read, because `document` may then lack the changes that were made in the
+        meantime.
         """
         table, reason = schema.studies, "benchmarks were added"
         with transaction(self._engine) as connection:
@@ -992,8 +993,8 @@ class Store:
     ) -> tuple[TrialRecord, ...]:
         """Read the trials of a study with numbers from `start` up to but not including `stop` (None: to the last).
 
-        If `state` is not None, only trials in this state are returned. At most `limit` trials are returned, those with
-        the lowest numbers first; None means all.
+        If `state` is not None, only trials in this state are returned. At most `limit` trials are returned, in the
+        order of their numbers; None means all.
         """
         table = schema.trials
         query = sa.select(*TRIAL_COLUMNS).where((table.c.study == study_id) & (table.c.number >= start))
@@ -1127,9 +1128,9 @@ class Store:
         """Read the scored samples of one recipe (merge) of a study, ordered by objective and position.
 
         `split` is the search data, the holdout data or the benchmarks. The position of a sample is its index in the
-        order in which the objective's samples are scored. With `objective`, only its samples are read, and with
-        `positions`, only those at these positions. If `has_tokens` is False, stored completions are returned without
-        their token ids.
+        order in which the objective's samples are scored. With `objective`, only samples of this objective are read,
+        and with `positions`, only samples at these positions. If `has_tokens` is False, stored completions are returned
+        without their token ids.
         """
         with self._reads.connect() as connection:
             return read_samples(
@@ -1285,8 +1286,8 @@ class Store:
     ) -> tuple[JudgmentRecord, ...]:
         """Read the verdicts of judges (models that compare answers) on completions by a study's merges.
 
-        If a benchmark's name or a recipe's digest is given, only its judgments are read. They are ordered by benchmark,
-        recipe and position, and for one sample by the order of both answers in the judge's prompt.
+        If a benchmark's name or a recipe's digest is given, only its judgments are read. The judgments are ordered by
+        benchmark, recipe and position, and for one sample by the order of both answers in the judge's prompt.
         """
         table = schema.judgments
         query = sa.select(*(column for column in table.c if column.name != "study")).where(table.c.study == study_id)
@@ -1361,8 +1362,8 @@ class Store:
     ) -> tuple[EventRecord, ...]:
         """Read the events of a job with ids above `after`, in the order of ids, at most `limit` (None: all).
 
-        `kinds` has the kinds of events to read; None reads all kinds. With `newest_first`, the order is that of falling
-        ids. The first `offset` events in that order are left out.
+        `kinds` has the kinds of events to read; None reads all kinds. With `newest_first`, the largest id is first. The
+        first `offset` events in this order are left out.
         """
         table = schema.events
         order = table.c.id.desc() if newest_first else table.c.id
@@ -1373,7 +1374,7 @@ class Store:
             return tuple(EventRecord(*row) for row in rows)
 
     def num_events(self, job_id: str, *, after: int = 0, kinds: Collection[str] | None = None) -> int:
-        """Count the events of a job with ids above `after`, of all kinds or of those in `kinds`."""
+        """Count the events of a job with ids above `after`; if `kinds` is not None, only events of these kinds."""
         query = sa.select(sa.func.count()).select_from(schema.events).where(_chosen_events(job_id, after, kinds))
         with self._reads.connect() as connection:
             return connection.execute(query).scalar_one()

@@ -93,7 +93,8 @@ class Judging:
         """Request the missing judgments of a recipe's stored completions on a benchmark from its judge, an LLM.
 
         `digest` identifies the recipe, and `index` is the position of the benchmark in `Plan.benchmarks`. Returns
-        whether judgments are pending. When the last of them has arrived, `take` returns the recipe and the benchmark.
+        whether judgments are pending. When the last pending judgment has arrived, `take` returns the recipe and the
+        benchmark.
 
         Raises:
             JudgeFailed: Completions are no longer stored, or too few of the judge's answers have a verdict.

@@ -70,7 +70,7 @@ class ArtifactQuota:
         while it checks and stores the job. Returns the result of `make`. Raises Conflict, without calling `make`, if
         the job's artifacts do not fit.
 
-        `measured` is what `measure` has returned before; a caller that has begun the admission itself must give it.
+        `measured` is a result of the method `measure`; a caller that has begun the admission itself must give one.
         Artifacts that unfinished jobs have stored since then still count as bytes that the jobs will store.
         """
         measured = measured or self.measure(num_bytes)

@@ -38,9 +38,9 @@ def is_named(authority: str) -> bool:
 def policy(roots: Sequence[str]) -> str:
     """Value of the header Content-Security-Policy for the page of Ray's dashboard.
 
-    `roots` are the addresses below which the page may load files and data. Each is HOST/PATH/ or a URL. It ends with a
-    slash, so that it stands for all addresses that begin with it. The page may not open other pages, whose contents it
-    could read, nor contain frames or be shown in one. It may download files, such as logs.
+    `roots` are the addresses below which the page may load files and data. Each address is HOST/PATH/ or a URL. An
+    address ends with a slash, and stands for all addresses that begin with it. The page may not open other pages, whose
+    contents it could read, nor contain frames or be shown in one. The page may download files, such as logs.
     """
     below = " ".join(roots)
     return "; ".join(

@@ -120,7 +120,7 @@ def _listed(store: Store, job_id: str, *, after: int, limit: int, page: _Page) -
 async def _while_allowed(
     frames: AsyncGenerator[bytes, None], may_go_on: Callable[[], Awaitable[bool]]
 ) -> AsyncGenerator[bytes, None]:
-    """Yield the encoded events `frames` of a stream until `may_go_on`, called before each of them, returns False.
+    """Yield the encoded events `frames` of a stream; before each event, call `may_go_on`, and stop if it returns False.
 
     `may_go_on` checks whether the sender of the request may still read the job.
     """

@@ -247,9 +247,9 @@ async def get_session(
 async def begin_session(request: Request, services: Context, address: Address) -> Response:
     """Begin a session of a browser with an API token of its user.
 
-    The session may do what the token may, and ends when the token is revoked or expires, at the latest after 12 hours.
-    The browser needs to keep only the cookie, which scripts cannot read. A server without accounts has no sessions
-    (404). As for other requests with a session, a page of another server may not send this one (403).
+    The session has the rights of the token, and ends when the token is revoked or expires, at the latest after 12
+    hours. The browser needs to keep only the cookie, which scripts cannot read. A server without accounts has no
+    sessions (404). As for other requests with a session, a page of another server may not send this one (403).
     """
     if not await services.authenticator.needs_token():
         raise Refusal(404, "this server has no accounts, so that requests need neither a token nor a session")

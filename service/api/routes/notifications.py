@@ -222,7 +222,7 @@ def list_deliveries(
     services: Context,
     limit: Annotated[int, Query(description="Maximum number of deliveries.", ge=1, le=MAX_DELIVERIES)] = 20,
 ) -> Response:
-    """List the last deliveries to a webhook, newest first, with their outcomes. They are kept for seven days."""
+    """List the last deliveries to a webhook, newest first, with their outcomes. Deliveries are kept for seven days."""
     found = services.notifications.deliveries(webhook.id, limit=limit)
     return Json(DeliveriesDocument(deliveries=[delivery_document(delivery) for delivery in found]))
 

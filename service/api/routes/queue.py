@@ -53,10 +53,10 @@ def get_queue(services: Context, sender: Reader) -> Response:
     openapi_extra=body_of(Move),
 )
 async def move_job(request: Request, services: Context, sender: Admin) -> Response:
-    """Move a waiting job to the front of the jobs of its priority, or before another one.
+    """Move a waiting job to the front of the jobs of its priority, or before another waiting job.
 
     The move holds until the job starts. Only administrators of the server may do this. The request is refused (409) if
-    the job or the other one does not wait, or if their priorities differ.
+    one of the two jobs does not wait, or if their priorities differ.
     """
     body = await read_object(request, Move)
     await in_thread(Work.WRITE, _move, services, sender, body)

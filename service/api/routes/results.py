@@ -259,8 +259,8 @@ async def get_columns(
 def _columns(services: Services, study: JobRecord, choice: ColumnChoice | None, since: int | None) -> bytes:
     """Encode the trials of a study as JSON, as columns.
 
-    The columns are those of the `choice`; None means all columns. The trials are those that have changed after the
-    event with the id `since`; None means all trials.
+    `choice` selects the columns; None means all columns. The trials are those that have changed after the event with
+    the id `since`; None means all trials.
     """
     event = services.store.last_event_id(study.id)
     numbers = None if since is None else services.store.changed_trials(study.id, after=since)
@@ -318,8 +318,8 @@ async def get_mergekit(study: Study, number: TrialNumber, services: Context, sen
     models: the server's directories are not on the reader's machine.
 
     If mergekit would compute other tensors, or the models cannot be read or have changed since the study was created,
-    the request is refused (409). It is refused too (503) if reading the models takes more time or memory than a request
-    may use. `problems` then lists every reason.
+    the request is refused (409). The request is also refused (503) if reading the models takes more time or memory than
+    a request may use. `problems` then lists every reason.
     """
     trial = await run_in_threadpool(_trial, services, study, number)
     recipe = trial.read_recipe().to_json()
@@ -370,7 +370,7 @@ async def list_samples(
 
     A trial has a sample right if its value is the best of the metric's range. `only` selects the samples that are
     listed, but `counts` and `difference` are always over all samples that both trials have. A page ends before `limit`
-    if its texts are long (4 MiB); `next` goes on after it.
+    if its texts are long (4 MiB); the link `next` leads to the following samples.
     """
     if only is not None and against is None:
         raise InvalidQuery("only", f"{only} compares two trials; give the other trial as against")
@@ -624,8 +624,8 @@ async def set_validity(
     """Mark a trial as invalid, or as valid again.
 
     An invalid trial keeps its scored samples, but is left out of the Pareto front, of the results on held-out data and
-    of every comparison. The searcher keeps what it has learned from the trial. A COMPLETE study continues. If other
-    trials are among the best without the invalid one, they are then scored on held-out data.
+    of every comparison. The searcher does not forget the trial's results. A COMPLETE study continues. If other trials
+    are among the best without the invalid one, they are then scored on held-out data.
     """
     body = await read_object(request, Validity)
     if not body.is_valid and body.reason is None:
@@ -816,8 +816,9 @@ async def get_timeline(
 ) -> Response:
     """Show how each engine's replica spent its time: merging, swapping weights, scoring samples, or idle.
 
-    The shares are those of bins of equal length. If fewer than 500 chunks (samples that are scored together) are in the
-    time, each of them is listed too. `events` lists the drivers that worked on the study, its waits, and engine faults.
+    A share is given for each of several bins of equal length. If fewer than 500 chunks (samples that are scored
+    together) are in the time, each chunk is listed too. `events` lists the drivers that worked on the study, its waits,
+    and engine faults.
     """
     if start is not None and end is not None and end <= start:
         raise InvalidQuery("to", f"{end:g} is not after from={start:g}; give a later time")
@@ -844,9 +845,9 @@ async def get_importance(
 ) -> Response:
     """Importance of each parameter for an objective, by PED-ANOVA over the trials at full budget.
 
-    The importances say which parameters decide whether a trial is among the best tenth. They are also summed by layers,
-    by part of a layer and by expert, for parameters that belong to one. Below 50 trials `parameters` is null, and
-    `reason` says why.
+    The importances say which parameters decide whether a trial is among the best tenth. Importances are also summed by
+    layers, by part of a layer and by expert, over the parameters that belong to one. Below 50 trials `parameters` is
+    null, and `reason` says why.
     """
     known = {each.name: each for each in ResolvedStudy.of(study).objectives}
     found = known.get(next(iter(known)) if objective is None else objective)

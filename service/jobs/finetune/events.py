@@ -114,8 +114,8 @@ def _summed(updates: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     """Yield one event for several training `updates`: the last update, with a key `losses` for all of them.
 
     `losses` has at most 10 pairs (step, loss), where a step is the number of an update. A pair represents several
-    adjacent updates: it has the step of the last of them and the mean of their losses. If there are no updates, no
-    event is yielded.
+    adjacent updates by the step of the last update and the mean of their losses. If there are no updates, no event is
+    yielded.
     """
     if updates:
         size = -(-len(updates) // MAX_LOSSES)

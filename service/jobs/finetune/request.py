@@ -111,7 +111,8 @@ def examine_finetune(pipeline: Pipeline, *, access: FileAccess | None = None) ->
 def artifact_bytes(pipeline: Pipeline) -> int:
     """Total bytes that the trained experts of a fine-tuning with the specification `pipeline` will take.
 
-    They are computed from the headers of the base model's files. Raises InvalidModel if the headers cannot be read.
+    The number is computed from the headers of the base model's files. Raises InvalidModel if the headers cannot be
+    read.
     """
     total = 0
     for spec in pipeline.experts.values():

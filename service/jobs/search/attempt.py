@@ -133,8 +133,8 @@ def with_alignments(
 def _restore(artifacts: ArtifactStore, directory: Path, names: Iterable[str]) -> None:
     """Copy the files of alignments from `artifacts` to `directory`, except files that are there already.
 
-    An alignment is a learned map between two layers. It may be missing in `directory` because an earlier driver, on
-    another machine, learned it. Names without a file in `artifacts` are skipped.
+    An alignment is a learned map between two layers. Its file may be missing in `directory` because an earlier driver,
+    on another machine, learned it. Names without a file in `artifacts` are skipped.
     """
     from workers.alignments.files import is_stored, store_alignment
 
@@ -305,9 +305,9 @@ def described_recipes(
 ) -> list[str]:
     """Digests of the recipes whose model responses are kept when the study `study_id` completes, sorted.
 
-    A response is the text that a merge generated for a sample. The recipes are those of the `trials` that are scored on
-    holdout data or on the `benchmarks`, and of trials that were verified (scored again with transformers). `objectives`
-    are those of the study, by which the trials for holdout data are selected.
+    A response is the text that a merge generated for a sample. These are the recipes of the `trials` that are scored on
+    holdout data or on the `benchmarks`, and of the trials that were verified (scored again with transformers).
+    `objectives` are the study's objectives, by which the trials for holdout data are selected.
     """
     verified = {report.recipe_digest for report in read_verification(store.document(study_id, VERIFICATION)).reports}
     scored = {trial.recipe.digest for b in benchmarks for trial in chosen_trials(b.trials, trials, objectives)}

@@ -48,8 +48,7 @@ def edited(record: JobRecord, edit: StudyEdit, store: Store) -> Mapping[str, Any
 
     `record` is the stored study, in the database `store`, and `edit` has the new values. If they change an option,
     these errors are raised: Conflict if the study has ended without having failed, or its search cannot change any
-    more; InvalidStudy if a limit is below what the study has used already, or the study file would have another
-    problem.
+    more; InvalidStudy if a limit is below its present use, or the study file would have another problem.
     """
     before = Study.model_validate(record.document)
     document = deepcopy(dict(record.document))

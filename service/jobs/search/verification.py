@@ -86,10 +86,10 @@ def _chosen(
 ) -> list[TrialRecord]:
     """Select the trials whose samples are scored again with transformers, to verify the engine's results.
 
-    They are the trials that differed in earlier verifications, the best trial, and random ones. `options.trials` is the
-    number of the best and the random trials together. The random ones are drawn, with the seed of the checked study
-    `preflight`, from the trials that were scored on all samples of the search. `known` has the stored reports of
-    earlier verifications by trial number.
+    The selected trials are the trials that differed in earlier verifications, the best trial, and random trials.
+    `options.trials` is the number of the best and the random trials together. The random trials are drawn, with the
+    seed of the checked study `preflight`, from the trials that were scored on all samples of the search. `known` has
+    the stored reports of earlier verifications by trial number.
     """
     candidates = full_budget_trials(trials)
     winner = best_trial(trials, preflight.tasks.objectives)

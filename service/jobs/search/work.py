@@ -71,10 +71,10 @@ def continue_study(
 ) -> None:
     """Connect to Ray, wait for engines, and continue a prepared study from its stored state to its end.
 
-    `attempt` has what this driver (the process that works on the study) uses, and `preflight` is the prepared study.
-    `open_study` opens other studies whose policies (trained networks) or results the study starts from. `view` receives
-    progress. `observer` is called as soon as something is stored, with a word for it, such as "complete", so that tests
-    can stop the process then.
+    `attempt` has the objects that this driver (the process that works on the study) uses, and `preflight` is the
+    prepared study. `open_study` opens other studies whose policies (trained networks) or results the study starts from.
+    `view` receives progress. `observer` is called as soon as something is stored, with a word for it, such as
+    "complete", so that tests can stop the process then.
 
     Raises:
         StudyFailed: The study cannot continue; it is stored as FAILED with the reason.

@@ -61,7 +61,7 @@ class Choice:
 
 
 def choose(situation: Situation) -> Choice:
-    """Choose which replicas complete the prompts of a served study now: those of searches, its own, or none.
+    """Choose which replicas complete the prompts of a served study now: replicas of searches, its own replica, or none.
 
     `situation` has the present facts, such as the number of free GPUs. The choice is made so that searches are not
     slowed, unless an administrator has allowed it.
@@ -89,8 +89,9 @@ def searches(jobs: Sequence[JobRecord], *, fingerprints: object, now: float) -> 
     """Count running jobs by their effect on the choice of the engine that completes a served study's prompts.
 
     `jobs` are the unfinished jobs, and `now` is the time in seconds since the epoch. The result has three numbers, by
-    the names of the fields of `Situation`: "searches" counts all studies that run, "users" those of them whose models
-    have the given `fingerprints`, and "starting" the studies and fine-tunings that wait for engines or workers.
+    the names of the fields of `Situation`: "searches" counts all studies that run, "users" counts the running studies
+    whose models have the given `fingerprints`, and "starting" counts the studies and fine-tunings that wait for engines
+    or workers.
     """
     driven = [job for job in jobs if job.has_driver(now=now)]
     running = [job for job in driven if job.kind == SEARCH.name]

@@ -110,7 +110,8 @@ def _smooth(steps: Sequence[DescentStep]) -> list[tuple[int, dict[str, float], f
     `steps` are the descent's gradients, each computed on a batch of samples. The result has a tuple for each gradient:
 
     - the number of the gradient
-    - for each objective, the average of its relative loss (divided by a reference loss such as that of the baselines)
+    - for each objective, the average of its relative loss (divided by a reference loss, such as the mean loss of the
+      baselines)
     - the average of the weighted sum of losses
     """
 

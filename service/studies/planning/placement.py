@@ -45,8 +45,8 @@ VERIFICATION_COPIES = 5
 class Part:
     """A part of a study that takes memory on a machine, such as engine weights.
 
-    `name` says in words what the part is, and `place` where it is kept. `gpu_bytes` and `host_bytes` are the bytes that
-    the part takes on each GPU and on each host.
+    `name` describes the part in words, and `place` says where it is kept. `gpu_bytes` and `host_bytes` are the bytes
+    that the part takes on each GPU and on each host.
     """
 
     name: str

@@ -33,8 +33,8 @@ class Calibration:
         packing: Number of times that a swap reads or writes the whole merge after merging, for packing and checksums.
         start_s: Seconds of an engine's start that do not depend on the model: imports, processes, compiling.
         start_reads: Number of times that a start reads or writes the whole merge: loading, canary, packing.
-        start_tokens: Tokens of the passes of a start: the engine's trial pass, and that of the canary, a comparison
-            with transformers.
+        start_tokens: Tokens of the passes of a start: the engine's trial pass, and the pass of the canary, which is a
+            comparison with transformers.
         step_products: Share of the speed of matrix products that a gradient step reaches.
         step_s: Seconds of a gradient step that do not depend on the model.
         verify_s: Seconds of a verification that do not depend on the model.
@@ -169,8 +169,8 @@ class Speeds:
     def evaluation_s(self, work: Work) -> float:
         """Seconds to score the samples in `work` on a merge that the engine already has.
 
-        The engine reads the prompts in passes of at most 4,096 tokens. It generates the answers of up to `texts`
-        samples together, one token of each answer in a pass.
+        The engine reads the prompts in passes of at most 4,096 tokens. The engine generates the answers of up to
+        `texts` samples together, one token of each answer in a pass.
         """
         if not work.samples:
             return 0.0

@@ -155,8 +155,8 @@ def phases_of(
 def _rungs(preflight: PreflightResult) -> Iterator[tuple[int, Mapping[str, float], str]]:
     """Yield, for each rung, the number of trials scored there, the mean new samples of a trial, and the rung's name.
 
-    A rung is a number of samples at which trials are compared. New samples are those on which the trial was not scored
-    at an earlier rung; they are given by objective. `preflight` is the checked study.
+    A rung is a number of samples at which trials are compared. New samples are samples on which the trial was not
+    scored at an earlier rung; their numbers are given by objective. `preflight` is the checked study.
     """
     rungs = preflight.budget.rung_samples
     found: dict[tuple[int, int], int] = {}

@@ -43,7 +43,7 @@ def algorithm_of(
     searcher or a search space that uses them.
 
     `tasks` has the objectives' tasks by name. `lack_of_room` is the reason why no device has enough memory for
-    gradients. It is "" if a device has enough, or if the space has no gradients.
+    gradients. `lack_of_room` is "" if a device has enough memory, or if the space has no gradients.
     """
     if study.search.recipes:
         return Algorithm("random", "the study scores given recipes and searches nothing")
@@ -112,7 +112,8 @@ def _warning_of_policy(study: Study, space: SearchSpace) -> str:
 
     A layer path is the sequence of layers of a merge. The penalty lowers a path's score with each layer. Scores without
     the penalty differ by at most 1. The penalty is therefore too large if it lowers the score of the longest path by at
-    least 1 more than that of the shortest path. Otherwise, and for a `space` without layer paths, the result is "".
+    least 1 more than the score of the shortest path. Otherwise, and for a `space` without layer paths, the result is
+    "".
     """
     penalty, paths = study.search.hm3.length_penalty, space.parameters.structure
     if not isinstance(paths, LayerPaths) or penalty * (paths.longest - paths.shortest) < 1:

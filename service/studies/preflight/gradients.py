@@ -126,7 +126,7 @@ def _on_gpu(
 
 
 def _free_on_one_machine(study: Study, machines: Sequence[EngineMachines]) -> int:
-    """The largest number of GPUs of one machine that have no engine, if engines fill one machine after the other.
+    """The largest number of GPUs of one machine that have no engine, if engines fill the machines one by one.
 
     Machines with fewest GPUs are filled first. If no machine has as many GPUs as an engine needs, none counts as used.
     """

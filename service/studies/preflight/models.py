@@ -1,4 +1,4 @@
-"""Checks of a study's models, and comparison of models and task data with those at the study's creation."""
+"""Checks of a study's models, and of whether models and task data have changed since the study's creation."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def check_models(located: LocatedFamily, study: Study, problems: list[Problem]) 
 def check_layers(study: Study, sources: ResolvedFamily, problems: list[Problem]) -> None:
     """Check that the layers of the models `sources` can be reordered and scaled, if the study's search space does so.
 
-    To scale a layer is to multiply its output by a factor. What is impossible is added to `problems`.
+    To scale a layer is to multiply its output by a factor. Reasons why this is impossible are added to `problems`.
     """
     section = study.search_space
     if section.changes_layers and sources.modality.runs_on_vllm:
@@ -208,7 +208,7 @@ def searched_models(
 
 
 def model_size(sources: ResolvedFamily, max_layers: int) -> ModelSize:
-    """Count the parameters of a merge of the models `sources`: those in each layer, and those outside layers.
+    """Count the parameters of a merge of the models `sources`: in each layer, and outside layers.
 
     All these models, a base and its experts, have the same size. The result also has `max_layers`, the largest number
     of layers that a merge may have.

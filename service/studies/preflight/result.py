@@ -321,8 +321,8 @@ class PreflightResult:
 
         `resolved` has facts that were stored when the study was created. The plan uses these facts: the searcher, how
         far proposals may run ahead of results, the number of open brackets (ladders of rungs), and the number of
-        proposals in a batch. `baselines` are the baselines of a study that is resumed, or None to use those of a new
-        study.
+        proposals in a batch. `baselines` are the baselines of a study that is resumed, or None to use the baselines of
+        a new study.
         """
         declared = SEARCHERS[resolved.algorithm or self.study.search.algorithm]
         return Plan(

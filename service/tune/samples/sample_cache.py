@@ -30,7 +30,7 @@ class SampleCache:
     - Search data: a rung is a budget level of the scheduler, that is, a number of samples.
     - Holdout data: the only rung has all samples.
     - Benchmark data: each benchmark has a rung, with its position in `Plan.benchmarks` as number. The rung has the
-      samples of the original prompt template, and those of the templates that `set_attacked` has set last.
+      samples of the original prompt template, and the samples of the templates that `set_attacked` has set last.
     """
 
     def __init__(self, plan: Plan, store: Store) -> None:

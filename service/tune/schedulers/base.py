@@ -8,7 +8,7 @@ order in which results arrive. The members of a rung are in the order of their p
 the first k members once all k are evaluated. A proposal uses the results of a fixed set of earlier evaluations.
 Evaluations may still overlap, so engines have work while a rung waits for a result.
 
-Each result changes the table; the table is never computed again from all results. This is possible because results
+Each result changes the table; the table is never computed again from all results. The changes suffice because results
 become visible to proposals in a fixed order and stay visible. Therefore handling a result or a proposal takes the same
 time in a long search as in a short one.
 """
@@ -57,9 +57,9 @@ class Rung:
 
     - `index`: the rung's index, from 0
     - `order`: the members in the order of their arrival
-    - `members`: for each member, a trial number that says which proposals may use the member's result at this rung: the
-      number of the newest trial whose first result was needed for promoting the member to this rung. It never decreases
-      along `order`.
+    - `members`: for each member, the number of the newest trial whose first result was needed for promoting the member
+      to this rung. This number decides which proposals may use the member's result here. It never decreases along
+      `order`.
     - `num_decided`: the number of members on which decisions have been made; they are the first ones in `order`
     - `num_seen`: the number of members whose results at this rung proposals may use; they are the first ones in `order`
     - `ranking`: the members on which decisions have been made, without those that failed
@@ -106,8 +106,8 @@ class Decision:
 
     A rung is a number of samples at which trials are compared; a bracket is a ladder of rungs. `reason` says by which
     rule trials are pruned, if the scheduler has several rules. `rival` is the trial against which they are pruned: in a
-    race a trial that is ahead, otherwise the last trial in the order of promotion that the rung promotes. It is None if
-    no trial is pruned, or if the rung promotes none.
+    race a trial that is ahead, otherwise the last trial in the order of promotion that the rung promotes. `rival` is
+    None if no trial is pruned, or if the rung promotes no trial.
     """
 
     bracket: int
@@ -202,10 +202,10 @@ class RungTable(ABC):
 
     @abstractmethod
     def position(self) -> tuple[int, int] | None:
-        """Present bracket and rung of the search, for displays of progress.
+        """Present bracket and rung of the search, for displays of progress; None if trials run in several at once.
 
         A bracket is a ladder of rungs, and a rung a number of samples at which trials are compared; both are given by
-        their index. None if trials run in several of them at the same time.
+        their index.
         """
 
     # -- state -----------------------------------------------------------------------------------------------------
@@ -244,8 +244,8 @@ class RungTable(ABC):
     def know(self, number: int, costs: Mapping[int, tuple[float, ...]]) -> None:
         """Record the costs of trial `number` at rungs (numbers of samples) where it was not evaluated itself.
 
-        Baselines are such trials: they are evaluated only at the last rung, whose samples include those of the lower
-        rungs. `costs` has the costs by the index of the lower rung, one cost for each objective.
+        Baselines are such trials: they are evaluated only at the last rung, whose samples include the samples of the
+        lower rungs. `costs` has the costs by the index of the lower rung, one cost for each objective.
         """
         self._at_looks[number] = dict(costs)
 
@@ -259,9 +259,10 @@ class RungTable(ABC):
     def stop(self, *, running: Collection[int]) -> None:
         """End the search now, and end all trials except those in `running`.
 
-        `running` has the numbers of the trials that are being evaluated. Each of them ends with its next result,
-        because no trial is promoted any more. The planned numbers of trials in brackets (ladders of rungs, which are
-        numbers of samples) are not reduced. A resumed search therefore makes the same decisions up to the stop.
+        `running` has the numbers of the trials that are being evaluated. Each of these trials ends with its next
+        result, because no trial is promoted any more. The planned numbers of trials in brackets (ladders of rungs,
+        which are numbers of samples) are not reduced. A resumed search therefore makes the same decisions up to the
+        stop.
         """
         self._is_search_over = self._is_stopped = True
         for entry in self._entries.values():
@@ -361,7 +362,7 @@ class RungTable(ABC):
         """The evaluations that may run now, as (trial number, rung), in the order of starting.
 
         A rung is a number of samples at which trials are compared, given by its index. Promoted trials come first,
-        before trials that have no result yet. Within both groups the order is that of trial numbers.
+        before trials that have no result yet. Both groups are sorted by trial number.
         """
         runnable = [self._entries[number] for number in self._runnable]
         runnable.sort(key=lambda entry: (entry.bracket is not None and not entry.costs, entry.number))
@@ -538,10 +539,10 @@ class RungTable(ABC):
         return tuple(self._promote(rung, above, num_best, cause=self._members[bracket][-1]))
 
     def _last_promoted(self, bracket: int, rung: Rung) -> int | None:
-        """The trial that is last in the order of promotion among those that a rung with all its trials promotes.
+        """The last trial, in the order of promotion, among the trials that a rung promotes once all have arrived.
 
         A rung is a number of samples at which trials are compared, and `bracket` the index of its bracket (a ladder of
-        rungs). None if all trials of the rung failed.
+        rungs). Returns None if all trials of the rung failed.
         """
         best = rung.ranking.best(self._brackets[bracket].num_promoted(len(rung.members)))
         return best[-1] if best else None

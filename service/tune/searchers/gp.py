@@ -21,9 +21,9 @@ __all__ = ["SEARCHER", "GpSearcher"]
 class GpSearcher:
     """Searcher that models the objectives by Gaussian processes, for spaces without conditions.
 
-    It draws configurations at random until `num_initial` trials have results. The noise of results is fitted too; the
-    standard errors of results are not used. In long searches a process is fitted to the best and the newest trials
-    only: to at most `max_rows` trials and `max_numbers` values of parameters. In spaces of more than `max_small`
+    The searcher draws configurations at random until `num_initial` trials have results. The noise of results is fitted
+    too; the standard errors of results are not used. In long searches a process is fitted to the best and the newest
+    trials only: to at most `max_rows` trials and `max_numbers` values of parameters. In spaces of more than `max_small`
     parameters, the search for the largest improvement starts from `num_candidates_in_large` candidates.
     """
 
