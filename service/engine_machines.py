@@ -65,7 +65,7 @@ def has_gpus(machines: Sequence[EngineMachines]) -> bool:
 
 @contextmanager
 def known_machines(machines: Sequence[EngineMachines]) -> Iterator[None]:
-    """Context in which `machines` are the machines of the Ray cluster.
+    """Context in which checks of studies take `machines` as the machines of the Ray cluster.
 
     Inside the context, `runs_on_gpus` looks at their GPUs, so that a machine without GPUs can check studies for them.
     """

@@ -526,7 +526,7 @@ class SessionRecord:
     def label(self) -> str:
         """Text that names the session in the audit log.
 
-        Entries about requests with an API token have the beginning of the token in its place.
+        For a request with an API token, the audit log has the beginning of the token instead.
         """
         return f"session {self.id[:8]}"
 

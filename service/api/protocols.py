@@ -43,7 +43,7 @@ class Cluster(Protocol):
         """
 
     def queue(self) -> QueueState:
-        """The running jobs and the queue of waiting jobs, as of the server's last decision which jobs run.
+        """The running jobs and the queue of waiting jobs, as of the server's last decision about which jobs run.
 
         The result also has the number of jobs that may run at the same time. For each waiting job, it says why the job
         waits and when the job is expected to start.

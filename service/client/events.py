@@ -80,7 +80,7 @@ class EventReader:
         self._failures = 0
 
     def call(self) -> Call:
-        """Build the request for those events of the job that come after the last one received."""
+        """Build the request for the job's events after the last event received."""
         self._rest, self._fields = b"", {}
         headers = {"Accept": "text/event-stream", "Cache-Control": "no-store", "Last-Event-ID": str(self.after)}
         return Call("GET", self._path, headers=headers)
@@ -165,7 +165,7 @@ class JobsEventReader(EventReader):
         self._known: deque[int] = deque(maxlen=MAX_KNOWN)
 
     def call(self) -> Call:
-        """Build the request for those events that come after the last ones received."""
+        """Build the request for the events of all jobs after the last events received."""
         call = super().call()
         left_out = () if self._knows_start else ("Last-Event-ID",)
         return replace(call, headers={name: value for name, value in call.headers.items() if name not in left_out})

@@ -335,7 +335,7 @@ def queue() -> Flow[QueueDocument]:
 
 
 def move(job: Reference, *, before: Reference | None = None, reason: str | None = None) -> Flow[QueueDocument]:
-    """Move a waiting job to the front of the jobs of its priority, or before another one.
+    """Move a waiting job to the front of the jobs of its priority, or before another waiting job.
 
     The move holds until the job starts. Only administrators of the server may do this.
 
@@ -369,7 +369,7 @@ def _steer(job: Reference, verb: str, reason: str | None) -> Flow[JobDocument]:
 
 
 def edit(job: Reference, changes: Mapping[str, Any], *, version: int | None = None) -> Flow[JobDocument]:
-    """Edit a job: its labels, and of a study some options of its study file.
+    """Edit the labels of a job or, for a study, also some options of its study file.
 
     Labels are name, description, tags, notes and priority. Options of the study file take effect as soon as the samples
     that are being scored are stored.

@@ -76,7 +76,7 @@ def remove_webhook(webhook: str) -> Flow[None]:
 
 
 def send_test(webhook: str) -> Flow[DeliveryDocument]:
-    """Let the server send a test to a webhook. The method `deliveries` returns the outcome.
+    """Let the server send a test message to a webhook. The method `deliveries` returns the outcome.
 
     Args:
         webhook: Id of the webhook.

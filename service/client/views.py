@@ -46,7 +46,7 @@ COLOURS = {
 
 @dataclass(frozen=True)
 class Table:
-    """Table of a display.
+    """Table in the display of a document in a notebook.
 
     `cells` has a row of values for each of `columns`. The columns in `texts` are aligned to the left and break lines.
     """
@@ -74,7 +74,10 @@ class Table:
 
 @dataclass(frozen=True)
 class Display:
-    """Content of a display: a title, facts, a bar for `share` in [0, 1] unless it is None, and tables."""
+    """Content of a document's display in a notebook.
+
+    `title`, `facts` and `tables` are shown. A bar shows `share`, in [0, 1], unless it is None.
+    """
 
     title: str
     state: str = ""

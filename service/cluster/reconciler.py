@@ -358,7 +358,7 @@ class RayCluster:
         return self._store.problem() or (DRAINED if self._is_drained else self._not_ready)
 
     def queue(self) -> QueueState:
-        """The running jobs and the queue of waiting jobs, as of the server's last decision which jobs run."""
+        """The running jobs and the queue of waiting jobs, as of the server's last decision about which jobs run."""
         return self._queue
 
     def waiting_for(self, job: JobRecord, *, reader: Account | None = None) -> str | None:

@@ -128,7 +128,7 @@ def _end_of_work(
     files: str | Path | None,
     resources: Resources | None,
 ) -> int:
-    """Work on a job until the work or this driver ends, store how it ended, and return the process's exit code.
+    """Work on a job until the job or this driver ends; store the outcome, and return the process's exit code.
 
     A driver is a process that works on a job; this driver stores its results with `writer`. `job` is the stored job.
     The exit code is 1 if another driver must continue the job, else 0. `work_dir` is the directory for files of the

@@ -96,7 +96,7 @@ class Heartbeat:
         self._send(self.wall_clock_s)
 
     def discount(self) -> None:
-        """Store a heartbeat whose working time ends at the time when the driver last stored scored samples.
+        """Store a heartbeat whose working time leaves out the seconds since the driver last stored scored samples.
 
         A driver is a process that works on the job. A driver that has only waited since then calls this method, so that
         the wait does not count for the limits of the job's working time. If the driver has stored no scored samples,

@@ -166,7 +166,7 @@ def _ordered(one: float, other: float) -> Bounds:
 
 
 def _factor(objective: Objective, *, is_share: bool) -> float:
-    """Compute the factor that converts an objective's values to numbers of which larger ones are better.
+    """Compute the factor by which values of an objective are multiplied so that larger ones are better.
 
     The factor is 1 if the objective is maximised, and -1 if it is minimised. If `is_share` is True, the factor is also
     divided by the width of the objective's range. Products of objectives with different ranges can then be averaged.

@@ -57,7 +57,7 @@ class ParameterImportance:
 
 @dataclass(frozen=True)
 class ImportanceSum:
-    """Sum of the importances of the parameters with one effect: on one part of the layers, or on one expert's share."""
+    """Sum of the importances of the parameters that change one part of the layers, or one expert's share."""
 
     name: str
     importance: Share
@@ -141,7 +141,7 @@ def importances(columns: Columns, objective: str, direction: str) -> dict[str, f
 def importance_plot(
     study: JobRecord, objective: Objective, found: Mapping[str, float], *, num_trials: int, num_used: int
 ) -> ImportancePlot:
-    """Describe importances by parameter, and sum them by layers, part and expert, as the study's space names them.
+    """Describe importances by parameter, with their sums by layers, by part of a layer and by expert.
 
     `found` has the importance of each parameter; it was computed from `num_used` of `num_trials` trials.
     """

@@ -86,7 +86,7 @@ class SearchFigures:
 
     @property
     def step_samples(self) -> int:
-        """Number of samples that the searcher's computations count as towards the study's limit of samples.
+        """Number of samples that the searcher's computations, such as gradients, take from the study's limit.
 
         Such a computation (of losses or a gradient) scores no samples. A stored number says as how many samples it
         counts.

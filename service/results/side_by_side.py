@@ -21,7 +21,7 @@ Values: TypeAlias = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class SideBySide:
-    """Comparison of two trials: how many samples each and both have right, and the difference of their values.
+    """Comparison of two trials: how many samples each trial and both trials have right, and how their values differ.
 
     A trial has a sample right if its value is the best of the metric's range.
 
@@ -41,7 +41,7 @@ class SideBySide:
 
 
 def best_value(objective: Objective) -> float:
-    """The best value of the metric's range; a trial has a sample right if its value is this one."""
+    """The best value of the metric's range; a trial whose value equals it has the sample right."""
     low, high = objective.bounds
     return high if objective.direction == "maximize" else low
 

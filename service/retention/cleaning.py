@@ -38,7 +38,7 @@ NAMES = re.compile(r"(?<![0-9a-f])[0-9a-f]{32}(?![0-9a-f])")
 
 @dataclass(frozen=True)
 class Removal:
-    """Data of one kind to remove from a job, or that were removed from it.
+    """Data of one kind that are to be removed, or were removed, from a job.
 
     - `kind`: the kind of data, such as "responses"
     - `job`, `name`: the id and the name of the job; empty for files of trained models that no job uses any more

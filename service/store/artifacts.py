@@ -158,7 +158,7 @@ class ArtifactStore:
         return found
 
     def url(self, record: ArtifactRecord) -> str | None:
-        """URL of an artifact (a stored directory of files), as which a study on any machine can use it.
+        """URL by which a study on any machine can use an artifact (a stored directory of files).
 
         Returns None if this store keeps its files in a directory.
         """

@@ -366,7 +366,7 @@ class JobWriter:
             write_prompts(connection, self.job_id, split, objective, texts)
 
     def add_judgments(self, judgments: Iterable[JudgmentRecord]) -> None:
-        """Store judgments: which of a merge's completion and the reference answer a language model found better.
+        """Store judgments: whether a language model found a merge's completion or the reference answer better.
 
         Benchmarks can have such a model as their judge. Judgments that are stored already are not changed.
         """

@@ -24,7 +24,7 @@ ROW_SAMPLES = 50
 
 @dataclass(frozen=True)
 class SampleText:
-    """The prompt of a sample, and its right answer (`reference`), None if the task states none as text."""
+    """The prompt of a sample, and its right answer (`reference`); None if the task has no right answer as text."""
 
     prompt: str
     reference: str | None

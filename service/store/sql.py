@@ -260,7 +260,7 @@ class Store:
 
     @contextmanager
     def admission(self) -> Iterator[None]:
-        """Context of a unit of work that compares quotas with what is used, and then stores the jobs or files that fit.
+        """Context of a unit of work that compares quotas with their use, and then stores the jobs or files that fit.
 
         No other admission of any server with this database overlaps with it, so that together they admit no more than
         the quotas allow.
@@ -1300,7 +1300,7 @@ class Store:
             return tuple(JudgmentRecord(**row) for row in rows.mappings())
 
     def num_charged(self, study_id: str) -> int:
-        """Number of samples that a study's gradients and similar computations count as in the limit `max_samples`.
+        """Number of samples that a study's gradients and similar computations take from the limit `max_samples`.
 
         Such computations, the steps of a study's searcher, are made between the searcher's proposals.
         """

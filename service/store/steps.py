@@ -63,7 +63,7 @@ class _Request:
 
     @property
     def num_charged(self) -> int:
-        """Number of samples that the requested computation counts as in the study's limit `max_samples`.
+        """Number of samples that the requested computation takes from the study's limit `max_samples`.
 
         The number is 0 for most kinds of requests.
         """

@@ -146,7 +146,7 @@ def scores_table(scores: Mapping[str, QuantisedScore]) -> list[tuple[str, ...]]:
 
 
 def _spans(study: Study, resolved: ResolvedStudy, samples: Sequence[SampleResult]) -> tuple[Span, ...]:
-    """The samples of the holdout data that the study has scored, as ranges from the first position on.
+    """The samples of the holdout data that the study has scored, as ranges that begin at the first position.
 
     A range ends before the first position that was not scored; later samples are left out.
 

@@ -167,10 +167,10 @@ class AskAndTell:
     def add_requested(self, requests: Iterable[EvaluationRequest]) -> None:
         """Add a trial for each user's request to evaluate a merge, unless the request already has a trial.
 
-        The merge is the merge of an existing trial, or the user gave it as a recipe or a configuration. The new trial
-        is scored on all search samples. Like a baseline, it belongs to no bracket (ladder of rungs). The new trial
-        takes the next trial number and is stored with it, so that a resumed search gives its proposals the same
-        numbers.
+        A request names an existing trial, whose merge is evaluated, or has a merge itself, as a recipe or a
+        configuration. The new trial is scored on all search samples. Like a baseline, it belongs to no bracket (ladder
+        of rungs). The new trial takes the next trial number and is stored with it, so that a resumed search gives its
+        proposals the same numbers.
         """
         for request in requests:
             if request.added is None:

@@ -72,7 +72,7 @@ class Crashes:
         return {**event, "crashes": count}, _consequence(self._of(evaluation, crash.chunk), failed.reason)
 
     def count(self, evaluation: Evaluation) -> int:
-        """The number of engines that crashed on the same chunk of `evaluation`, for the chunk with most crashes.
+        """The largest number of engines that have crashed with the same chunk of `evaluation`.
 
         A chunk is the samples of one request to an engine.
         """

@@ -129,7 +129,7 @@ def _document(node: NodeUse) -> NodeDocument:
 
 
 def _versions() -> dict[str, str]:
-    """Versions of those packages of PARTS that are installed."""
+    """Versions of the packages in PARTS that are installed."""
     found = {}
     for name in PARTS:
         try:

@@ -90,7 +90,7 @@ def compare(context: ProposalContext) -> LossesRequest | CompletionsRequest | No
 
 
 def most_compared_samples(setting: SearchSetting) -> int:
-    """The largest number of samples, towards the study's limit, that the comparison of losses with scores may count as.
+    """The most samples that the comparison of losses with scores may take from the study's limit of samples.
 
     The comparison computes the losses of all baselines, at most once on reference answers and once on completions.
     `setting` has the objectives, their numbers of samples and the number of baselines.

@@ -1,9 +1,9 @@
 """The choice of the results from which a surrogate model learns: results at all rungs, or at the highest rung alone.
 
-Results at lower rungs are many and cheap. Results at lower rungs help if they order configurations in the same way as
-results at the full budget; otherwise they mislead. Therefore the two choices are compared by cross-validation: for each
-choice, a model predicts the full-budget results of trials that it was not fitted to. A choice is stored as a step of
-the search, and is made again whenever twice as many trials have results at the full budget.
+Lower rungs have many results at little cost. These results help if they order configurations in the same way as results
+at the full budget; otherwise they mislead. Therefore the two choices are compared by cross-validation: for each choice,
+a model predicts the full-budget results of trials that it was not fitted to. A choice is stored as a step of the
+search, and is made again whenever twice as many trials have results at the full budget.
 """
 
 from __future__ import annotations
