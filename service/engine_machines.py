@@ -145,8 +145,8 @@ def gpu_need() -> GpuNeed:
 def runs_on_gpus() -> bool:
     """Whether the engines of this installation run on GPUs, of this machine or of others.
 
-    Inside a context of `planned_for`, the result is whether the machines given to that context have GPUs. Otherwise
-    engines run on GPUs if the installed PyTorch is a build for GPUs, because vLLM then runs on GPUs only, or if
+    Inside a context of `planned_for`, the result is whether the machines given to that context have GPUs. Otherwise,
+    engines run on GPUs in two cases: the installed PyTorch is a build for GPUs, with which vLLM runs on GPUs only; or
     `stated_machines` or the machines of the Ray cluster (`known_machines`) have GPUs.
     """
     if planned := _planned.get():

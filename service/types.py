@@ -195,8 +195,9 @@ class Estimate:
 class RungRecord:
     """Values of a trial at one finished rung; a rung is a number of samples at which trials are compared.
 
-    `rung` is the rung's index from 0. `num_samples` has the number of the rung's samples, `values` their mean, and
-    `standard_errors` the standard error of the mean, each by objective. The standard error is None for a single sample.
+    `rung` is the rung's index from 0. `num_samples` has the number of the rung's samples, `values` has their mean, and
+    `standard_errors` has the standard error of the mean, each by objective. The standard error is None for a single
+    sample.
     """
 
     rung: int
@@ -479,8 +480,8 @@ class TeamRecord:
 class TokenRecord:
     """Record of an API token, without the hash by which the server recognizes the token.
 
-    `user` is the token's user, and `name` the name that the user gave the token. `prefix` is the token's beginning, by
-    which users recognize it. `scope` says for which requests the token may be used. Times are in seconds since the
+    `user` is the token's user, and `name` is the name that the user gave the token. `prefix` is the token's beginning,
+    by which users recognize it. `scope` says for which requests the token may be used. Times are in seconds since the
     epoch; None stands for never.
     """
 
@@ -503,7 +504,7 @@ class SessionRecord:
     """A stored session of a browser, without the hash by which the server recognises its cookie.
 
     Times are in seconds since the epoch. Before the first use is stored, `last_used_at` is the time at which the
-    session began. If the browser logged in with an API token, `token` is the token's id and `scope` its scope, which
+    session began. If the browser logged in with an API token, `token` is the token's id and `scope` is its scope, which
     the session has too. After a login with an identity provider, both are None.
     """
 
@@ -825,8 +826,9 @@ class ArtifactRecord:
     """A stored directory of files that a job made, such as a trained expert.
 
     The server stores each file under the hash of its content. `study` is the id of the job, which may be of any kind,
-    and `name` the artifact's name within the job. `digest` is the sha256 of the list of the artifact's files and their
-    hashes. `num_bytes` is the total size of its files. `facts` are properties that the job stored with the artifact.
+    and `name` is the artifact's name within the job. `digest` is the sha256 of the list of the artifact's files and
+    their hashes. `num_bytes` is the total size of its files. `facts` are properties that the job stored with the
+    artifact.
     """
 
     study: str
@@ -841,7 +843,7 @@ class ArtifactRecord:
 class ExportRecord:
     """Record of an export: the merged model of a trial in the dtype `dtype`, which a user requested for download.
 
-    `study` is the id of the study, and `trial` the number of the trial. `reason` says why the model could not be
+    `study` is the id of the study, and `trial` is the number of the trial. `reason` says why the model could not be
     written; None if it was written, or is not written yet.
     """
 

@@ -123,7 +123,7 @@ class Guard:
     async def identify(self, credential: Credential, address: str) -> Principal:
         """Find the sender of a request, and count the request against the sender's limit.
 
-        `credential` is the token or the session's cookie of the request, and `address` its network address.
+        `credential` is the token or the session's cookie of the request, and `address` is its network address.
 
         Raises:
             Unauthorized: The server has accounts, and the token or session is missing or not valid.

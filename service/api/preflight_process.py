@@ -68,8 +68,8 @@ def _memory_share() -> int:
 class Limits:
     """Limits on the checks of one submitted job.
 
-    `time_s` is the elapsed seconds, `cpu_s` the seconds of processor time, and `memory_bytes` the bytes of memory.
-    Processor time and memory are limited only until the checks begin to read the models' weights, because reading the
+    `time_s` is the elapsed seconds, `cpu_s` is the seconds of processor time, and `memory_bytes` is the bytes of
+    memory. Processor time and memory are limited only until the checks begin to read the models' weights. Reading the
     weights of large models for the first time takes minutes and maps all of their files.
     """
 
@@ -128,7 +128,7 @@ class Preflight(Protocol):
     async def mergekit_file(self, stored: JobRecord, recipe: Mapping[str, Any], *, client: str = "") -> str:
         """Convert a recipe of a stored study to mergekit's YAML (`service.studies.mergekit.mergekit_file`).
 
-        `stored` is the server's record of the study, and `recipe` the document of the recipe. `client` names the
+        `stored` is the server's record of the study, and `recipe` is the document of the recipe. `client` names the
         sender, so that many requests of one client do not delay other clients' requests. Raises InvalidStudy with every
         reason why there is no such file, and Unavailable if it cannot be computed at the moment.
         """
@@ -138,10 +138,10 @@ class Preflight(Protocol):
     ) -> FoundModels:
         """Find models in the directories that jobs of the account `reader` may read.
 
-        `under` is a directory to search in place of these, `text` a text that models must have, and `limit` the largest
-        number of models. `client` names the sender, so that many requests of one client do not delay other clients'
-        requests. Raises InvalidQuery if `under` cannot be searched, and Unavailable if no search is possible at the
-        moment.
+        `under` is a directory to search in place of these, `text` is a text that models must have, and `limit` is the
+        largest number of models. `client` names the sender, so that many requests of one client do not delay other
+        clients' requests. Raises InvalidQuery if `under` cannot be searched, and Unavailable if no search is possible
+        at the moment.
         """
 
     async def engine_dtype(self, document: Mapping[str, Any], *, client: str = "") -> str:

@@ -34,7 +34,8 @@ Result = TypeVar("Result")
 class Version(NamedTuple):
     """Version of a study's results, which grows whenever they may have changed.
 
-    `attempt` is the number of processes (drivers) that have worked on the study, and `event` the id of its last event.
+    `attempt` is the number of processes (drivers) that have worked on the study, and `event` is the id of its last
+    event.
     """
 
     attempt: int

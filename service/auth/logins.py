@@ -159,9 +159,9 @@ class Logins:
 
         `name` is the name of the user, who is added if the settings allow it. `identity` consists of the provider's
         issuer and subject; no other identity can log in as the user afterwards. `roles` has the role in each team; None
-        ends the membership. `next_path` is the path to which the browser goes, and `address` the network address of the
-        browser, for the audit log. Raises LoginRefused if the user is not known, is disabled, or is bound to another
-        identity.
+        ends the membership. `next_path` is the path to which the browser goes, and `address` is the network address of
+        the browser, for the audit log. Raises LoginRefused if the user is not known, is disabled, or is bound to
+        another identity.
         """
         actor = Actor(name, address)
         try:

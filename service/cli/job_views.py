@@ -37,7 +37,7 @@ Job = Mapping[str, Any]
 class JobView:
     """Printer of a server's jobs of one kind: results go to standard output, progress to standard error.
 
-    `kind` is the kind of job, and `client` the client of the server. If `as_json` is True, results are JSON.
+    `kind` is the kind of job, and `client` is the client of the server. If `as_json` is True, results are JSON.
     Subclasses, such as `StudyView`, print more about the jobs of one kind.
     """
 

@@ -381,8 +381,8 @@ def job_table(job: JobDocument, *, noun: str, server: str, rows: Iterable[tuple[
 def jobs_table(jobs: Sequence[JobDocument], *, noun: str, title: str) -> Table:
     """Terminal table of jobs of one kind, one row for each in the given order.
 
-    `noun` is the word for such a job, such as "study", and `title` the title of the table. Ids are cut to their first
-    digits, to the smallest number of digits (at least 8) by which all ids differ.
+    `noun` is the word for such a job, such as "study", and `title` is the title of the table. Ids are cut to their
+    first digits, to the smallest number of digits (at least 8) by which all ids differ.
     """
     table = titled(title)
     for name in (noun, "name", "state"):

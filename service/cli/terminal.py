@@ -109,7 +109,7 @@ def print_benchmarks(document: BenchmarksDocument) -> None:
 def print_results(pareto: ParetoDocument, summary: SummaryDocument, **places: str) -> None:
     """Print the results of a finished study as tables.
 
-    `pareto` has the Pareto front, and `summary` the other results. The `places` are printed last: each keyword is a
+    `pareto` has the Pareto front, and `summary` has the other results. The `places` are printed last: each keyword is a
     label, and its value the path or URL of a file.
     """
     from service.cli.tables import finding_line, holdout_table, pareto_table, search_line, verification_line

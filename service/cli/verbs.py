@@ -551,7 +551,7 @@ def export(options: argparse.Namespace) -> int:
 def _export_quantised(options: argparse.Namespace, trial: str, chosen: Any) -> None:
     """Write a trial's quantised model, and print its directory and its held-out scores beside those of the merge.
 
-    `trial` is "best" or a number, and `chosen` the document of a trial that weights of objectives chose, or None.
+    `trial` is "best" or a number, and `chosen` is the document of a trial that weights of objectives chose, or None.
     """
     from dataclasses import asdict
 

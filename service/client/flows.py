@@ -390,7 +390,7 @@ def trials(
 def trial_columns(study: str, *, fields: Sequence[str] | None = None) -> Flow[dict[str, list[Any]]]:
     """Return the trials of a study as columns: a list by the column's name, with one value or None for each trial.
 
-    Values are those of the highest rung (number of samples) that a trial has finished.
+    Values are given for the highest rung (number of samples) that a trial has finished.
 
     Args:
         study: Id of the study.
@@ -691,6 +691,6 @@ def delete_export(study: str, export: str) -> Flow[None]:
 def download(study: str, export: ExportDocument) -> Call:
     """Build the request that downloads the files of an exported model from the server.
 
-    `study` is the id of the study, and `export` the server's document of the export.
+    `study` is the id of the study, and `export` is the server's document of the export.
     """
     return Call("GET", path_of(study, "exports", export["id"], "download"), headers={"Accept": "application/x-tar"})

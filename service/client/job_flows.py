@@ -323,7 +323,7 @@ def resume(job: Reference, *, reason: str | None = None) -> Flow[JobDocument]:
 def queue() -> Flow[QueueDocument]:
     """Return the server's running jobs, and its waiting jobs in the order in which they start.
 
-    Jobs that you may not read are entries without a job.
+    A job that you may not read appears as an entry without details.
 
     Returns:
         The server's document of the queue.

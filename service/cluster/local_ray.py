@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 class HostRecord:
     """Record of a Ray cluster that runs on this machine for a server, as stored in the server's data directory.
 
-    `process` is the id of the cluster's main process, and `started_at` its start time in seconds since the epoch.
+    `process` is the id of the cluster's main process, and `started_at` is its start time in seconds since the epoch.
     `address` is the address to which Ray drivers connect. `dashboard_url` is the address for browsers and for the
     submission of Ray Jobs. `session_dir` is Ray's directory for the files of this cluster.
     """

@@ -277,7 +277,7 @@ def _order(
 
     Jobs of a higher priority come first. Among jobs of equal priority, the jobs of the team with the fewest used
     GPU-hours for its weight come first. Jobs that an administrator moved are put where they were moved. `running` has
-    the jobs that hold places, `teams` the weight and usage of each team, and `now` is the time in seconds since the
+    the jobs that hold places, `teams` has the weight and usage of each team, and `now` is the time in seconds since the
     epoch.
     """
     used: dict[str | None, float] = defaultdict(float)
@@ -298,8 +298,8 @@ def _fair(group: Iterable[Entry], teams: Mapping[str | None, TeamState], used: d
     """Order waiting jobs of equal priority so that each team gets GPU-hours in proportion to its weight.
 
     The next job is always the oldest one of the team with the fewest used GPU-hours for its weight. `group` has the
-    jobs, `teams` the weights, and `used` the GPU-hours of each team. As soon as a job is ordered, the minimum of
-    GPU-hours that a running job counts for is added to its team's hours in `used`.
+    jobs, `teams` has the weights, and `used` has the GPU-hours of each team. As soon as a job is ordered, the minimum
+    of GPU-hours that a running job counts for is added to its team's hours in `used`.
     """
     lines: dict[str | None, list[Entry]] = defaultdict(list)
     for entry in sorted(group, key=lambda entry: (entry.created_at, entry.id), reverse=True):

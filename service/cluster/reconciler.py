@@ -238,8 +238,8 @@ def _reason_to_stop(job: JobRecord, *, now: float, watched_since: float) -> str 
     """Reason to replace the running driver, the process that works on `job`; None if the driver may continue.
 
     A driver is replaced if it does not start, sends no heartbeats, or makes no progress for too long. `now` is the
-    current time, and `watched_since` the time since which the database has answered, both in seconds since the epoch.
-    Only the time after `watched_since` counts, because before it the driver could not store heartbeats.
+    current time, and `watched_since` is the time since which the database has answered, both in seconds since the
+    epoch. Only the time after `watched_since` counts, because before it the driver could not store heartbeats.
     """
     heard_at = job.heartbeat_at or 0.0
     if job.attempt <= job.submitted_after or heard_at < job.submitted_at:  # the heartbeat is the previous driver's

@@ -106,7 +106,7 @@ def _work_on(
     """Work on a job in this process, and return the process's exit code.
 
     An attempt is the work of one driver process on the job; `writer` stores the results of this attempt. `work_dir` is
-    the directory for files of the work, `files` the directory or object store for models that the job trains, and
+    the directory for files of the work, `files` is the directory or object store for models that the job trains, and
     `resources` has the functions that connect to Ray and start replicas; None means the functions in
     `service.jobs.resources`. The trace spans of the work belong to the trace of the request that created the job.
     """
@@ -132,7 +132,7 @@ def _end_of_work(
 
     A driver is a process that works on a job; this driver stores its results with `writer`. `job` is the stored job.
     The exit code is 1 if another driver must continue the job, else 0. `work_dir` is the directory for files of the
-    work, and `files` the directory or object store for models that the job trains; None means a directory of the
+    work, and `files` is the directory or object store for models that the job trains; None means a directory of the
     server. `resources` has the functions that connect to Ray and start replicas; None means the functions in
     `service.jobs.resources`.
     """

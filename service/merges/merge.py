@@ -71,8 +71,8 @@ class PlannedModel:
 class DiskBytes:
     """Disk space of a planned merge in bytes.
 
-    `export` is the size of the merged model, `available` the free space on its disk, and `download` the size of the
-    weights that must be downloaded.
+    `export` is the size of the merged model, `available` is the free space on its disk, and `download` is the size of
+    the weights that must be downloaded.
     """
 
     export: int
@@ -344,7 +344,7 @@ def _of_configuration(
 ) -> _PreparedMerge | None:
     """Open and check the models of a merge that a mergekit configuration describes.
 
-    `document` is the configuration, and `file` the file that it is from. `directories` has directories of models by
+    `document` is the configuration, and `file` is the file that it is from. `directories` has directories of models by
     name. `fetching` says how weights are opened: whether they may be downloaded (`downloads`), and a function for
     messages (`note`). The models are checked even if other parts of the configuration are wrong. All problems that are
     found are added to `problems`. If there are any, the result is None.

@@ -102,8 +102,8 @@ class PublicNetwork(httpcore.AsyncNetworkBackend):
     ) -> httpcore.AsyncNetworkStream:
         """Resolve `host` once, and connect to the first of its addresses that answers.
 
-        The arguments are those of httpcore's method of this name. Raises NotReachable if the host has no address, or
-        has one that is not public without being an allowed host.
+        The arguments are those of httpcore's method of this name. Raises NotReachable if the host has no address, or if
+        the host is not allowed and has an address that is not public.
         """
         addresses = await self._addresses(host, port)
         if host.lower() not in self._allowed:

@@ -58,7 +58,7 @@ class FrontVolume:
     """Hypervolume of the finalists on holdout data, and for comparison on search data.
 
     Finalists are the trials of the Pareto front that are scored on holdout data; `trials` has their numbers. `holdout`
-    is the estimate on holdout data, and `search` the value of the same trials on search data.
+    is the estimate on holdout data, and `search` is the value of the same trials on search data.
     """
 
     holdout: Estimate

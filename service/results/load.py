@@ -199,10 +199,10 @@ class RunReader:
         """Add recipe and configuration, read from `store`, to the trials whose recipes are shown in results.
 
         Results show the recipes of the best trial and of the trials with results on holdout data; `stage` names these
-        trials. If `has_directions` is True (the search space gives each expert one share for the whole model), a chart
-        shows the shares of all trials that were scored on all samples, so these trials get their recipes too; each is
-        read only once. All other trials are returned unchanged. If this reader has read the recipes of all trials
-        already (`is_whole`), nothing is added.
+        trials. If `has_directions` is True, the search space gives each expert one share for the whole model. A chart
+        then shows the shares of all trials that were scored on all samples. Therefore these trials get their recipes
+        too; each recipe is read only once. All other trials are returned unchanged. If this reader has read the recipes
+        of all trials already (`is_whole`), nothing is added.
         """
         if self._is_whole:
             return trials
@@ -313,7 +313,7 @@ def _held_out(
 ) -> _HeldOut:
     """Read a study's samples on holdout data, and compute the held-out results.
 
-    `study_id` is the id of the study in `store`, and `file` its study file. `trials` and `objectives` are all trials
+    `study_id` is the id of the study in `store`, and `file` is its study file. `trials` and `objectives` are all trials
     and all objectives of this study. `failures` are the events of trials that failed on holdout data. `last` is the
     result of an earlier call; it is returned if the data from which it was computed have not changed.
     """
@@ -356,7 +356,7 @@ def _benchmark_table(
 ) -> BenchmarkTable:
     """Read a study's samples on benchmarks, and compute the table of results; empty before a benchmark is scored.
 
-    `study_id` is the id of the study in `store`, and `file` its study file. `trials` and `objectives` are all trials
+    `study_id` is the id of the study in `store`, and `file` is its study file. `trials` and `objectives` are all trials
     and all objectives of this study. `failures` are the events of trials that could not be scored on a benchmark.
     """
     specs, data = {spec.name: spec for spec in file.benchmarks}, data_of(file.benchmarks)

@@ -28,7 +28,7 @@ __all__ = ["Choices", "choices"]
 class Choices:
     """Trials of a study's Pareto front from which a user's weights of the objectives select one.
 
-    `labels` has the label of each trial, and `values` its values of the objectives, by trial number. `split` says
+    `labels` has the label of each trial, and `values` has its values of the objectives, by trial number. `split` says
     whether the values are those on search data or on holdout data.
     """
 

@@ -88,8 +88,8 @@ class SearchFigures:
     def step_samples(self) -> int:
         """Number of samples that the searcher's computations, such as gradients, take from the study's limit.
 
-        Such a computation (of losses or a gradient) scores no samples. A stored number says as how many samples it
-        counts.
+        Such a computation (of losses or a gradient) scores no samples. The number of samples that it takes from the
+        limit is stored.
         """
         return sum(self.charges.values())
 

@@ -116,7 +116,7 @@ def _look(
     objectives: Sequence[Objective],
     documents: Mapping[str, str],
 ) -> StopLook:
-    """Compare the samples of two trials at one rung; `own` has the trial's samples, `others` its rival's samples."""
+    """Compare the samples `own` of a trial with the samples `others` of its rival at one rung."""
     sizes = {name: size for name, size in rung.num_samples.items() if size > 0}
 
     def at_rung(values: Samples) -> dict[str, np.ndarray[tuple[int], np.dtype[np.float64]]]:

@@ -65,9 +65,9 @@ class Removal:
 class _Kept:
     """Stored data of one kind, such as model responses, that belong to one job.
 
-    `count` is the number of samples, files or jobs that the data consist of, and `num_bytes` their size. `age_s` is the
-    number of seconds since the job ended. If `is_protected` is True, the data may not be removed, for example because
-    another job uses the job's results.
+    `count` is the number of samples, files or jobs that the data consist of, and `num_bytes` is their size. `age_s` is
+    the number of seconds since the job ended. If `is_protected` is True, the data may not be removed, for example
+    because another job uses the job's results.
     """
 
     job: JobRecord

@@ -604,7 +604,7 @@ class TrialColumnsDocument(TypedDict):
 
 
 class EventDocument(TypedDict):
-    """Event of a job. In a stream of server-sent events, the field `id` has the event's id, and `event` its kind."""
+    """Event of a job. In a stream of server-sent events, the fields `id` and `event` are the event's id and kind."""
 
     id: int
     time: Time
@@ -1018,8 +1018,8 @@ class NotificationDocument(TypedDict):
 def list_document(collection: str, document: type) -> type:
     """Make the TypedDict of the response that lists jobs of one kind.
 
-    The response has a list of jobs under the key `collection`, such as "studies", the number of all jobs that satisfy
-    the conditions under "total", and the link to the next page under "next". `document` is the TypedDict of a job.
+    The response has a list of jobs under the key `collection`, such as "studies". The key "total" has the number of all
+    jobs that satisfy the conditions, and "next" has the link to the next page. `document` is the TypedDict of a job.
     """
     fields = {
         collection: list[document],  # type: ignore[valid-type]

@@ -308,8 +308,8 @@ class AccountStore:
     ) -> TokenRecord:
         """Store a new API token of a user, and return its record. Only a hash of the token is stored.
 
-        `name` is a name for the token that the user has chosen. `digest` is the sha256 of the token, and `prefix` its
-        first characters, which are shown to users. `scope` says for which requests the token can be used. The token
+        `name` is a name for the token that the user has chosen. `digest` is the sha256 of the token, and `prefix` is
+        its first characters, which are shown to users. `scope` says for which requests the token can be used. The token
         expires after `lifetime_s` seconds, or never if this is None. `actor` is who adds it, for the audit log. Raises
         NotFound if there is no such user, and Conflict if the token is stored already.
         """
@@ -405,7 +405,7 @@ class AccountStore:
     def add_login(self, login: LoginRecord, *, state: str, browser: str, lifetime_s: float) -> None:
         """Store a login that a browser has begun; the login expires after `lifetime_s` seconds.
 
-        `state` is the sha256 of the login's `state` parameter (OpenID Connect), and `browser` the sha256 of a random
+        `state` is the sha256 of the login's `state` parameter (OpenID Connect), and `browser` is the sha256 of a random
         value in the browser's cookie. The method `take_login` finds the login by both. Logins that have expired are
         deleted.
         """
@@ -419,9 +419,9 @@ class AccountStore:
     def take_login(self, *, state: str, browser: str) -> LoginRecord | None:
         """Remove a login that a browser has begun from the database, and return it.
 
-        `state` is the sha256 of the login's `state` parameter (OpenID Connect), and `browser` the sha256 of the value
-        in the browser's cookie. Returns None if there is no such login, or if it has expired. If several calls ask for
-        the same login at once, only one of them gets it.
+        `state` is the sha256 of the login's `state` parameter (OpenID Connect), and `browser` is the sha256 of the
+        value in the browser's cookie. Returns None if there is no such login, or if it has expired. If several calls
+        ask for the same login at once, only one of them gets it.
         """
         table = schema.logins
         is_this = (table.c.state == state) & (table.c.browser == browser)

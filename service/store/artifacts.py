@@ -205,8 +205,8 @@ class ArtifactStore:
         """Total size in bytes of the artifacts that jobs of a team have stored, without exported models.
 
         An artifact is a directory of files that a job made, such as a trained model. If several of the jobs have stored
-        the same artifact, it counts once. If `with_job` is the id of a job, this job is counted as if it were one of
-        the team, to find the size that the team would have after the job has moved to it.
+        the same artifact, it counts once. If `with_job` is the id of a job, the artifacts of this job are counted too.
+        The result is then the size after the job has moved to the team.
         """
         table, jobs = schema.artifacts, schema.studies
         query = (

@@ -50,7 +50,7 @@ class JobWriter:
     had to wait because the database did not answer, the next write also stores an event with the length of the wait.
     That next write counts as progress of the driver even if it is a heartbeat.
 
-    `stored_at` is the time at which this writer last stored anything except a heartbeat, and `scored_at` the time at
+    `stored_at` is the time at which this writer last stored anything except a heartbeat, and `scored_at` is the time at
     which it last stored samples. Both are values of time.monotonic(), or 0 if nothing was stored. `longest_chunk_s` is
     the longest time in seconds that an engine took for one request to score samples, including the time that the
     request waited there.
@@ -148,7 +148,7 @@ class JobWriter:
             self._add_event(connection, EventKind.WAITING, {"reason": reason})
 
     def set_document(self, document: Mapping[str, Any], *, reopened: str | None = None) -> None:
-        """Replace the stored study file by `document`, for example by one with other limits or more benchmarks.
+        """Replace the stored study file by `document`, which may have other limits or more benchmarks.
 
         If `reopened` is not None, it is the reason why a study that has ended continues: the job becomes STOPPED in the
         same transaction, and the server then starts another process to work on it. None leaves the job's state
@@ -280,9 +280,9 @@ class JobWriter:
     ) -> None:
         """Store that a trial has finished a rung (a number of samples at which trials are compared).
 
-        `trial` is the trial's number. `rung` has the values on these samples. `samples_reused` is the number of samples
-        of all rungs of the trial that had been scored earlier, at a lower rung or for a trial with an equal recipe
-        (merge). `state` is the trial's final state; None means that the trial continues.
+        `trial` is the trial's number. `rung` has the values on these samples. `samples_reused` counts samples of the
+        trial that had been scored earlier, at a lower rung or for a trial with an equal recipe (merge). `state` is the
+        trial's final state; None means that the trial continues.
         """
         table = schema.trials
         with self._transaction() as connection:

@@ -241,8 +241,8 @@ def _is_committed(engine: sa.Engine, token: str) -> bool:
 def clock(connection: sa.Connection) -> Any:
     """Current time by the database's clock, in seconds since the epoch, as a value for an SQL statement.
 
-    On SQLite, which only one machine uses, the result is a number. On PostgreSQL, which all machines share, it is an
-    SQL expression.
+    On SQLite, the result is a number, because only one machine uses the database. On PostgreSQL, the result is an SQL
+    expression, because all machines share the database's clock.
     """
     if connection.dialect.name == "sqlite":
         return time.time()

@@ -316,7 +316,7 @@ def read_canaries(document: Mapping[str, Any] | None) -> Canaries:
 def read_policy_start(document: Mapping[str, Any] | None) -> PolicyStart | None:
     """Read, from the stored JSON `document`, the trained policies that are a study's initial policies.
 
-    A policy is a network that proposes configurations; the policies are those of an earlier study. Returns None if
+    A policy is a network that proposes configurations; an earlier study has trained these policies. Returns None if
     `document` is None, which means that the study starts from no trained policies.
     """
     return None if document is None else _POLICY_START.validate_python(document)

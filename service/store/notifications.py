@@ -57,8 +57,8 @@ _NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
 class Notice:
     """A stored change of a job, for notifying users who want it.
 
-    `study` is the job's id, and `kind` the kind of change. `state` and `reason` are those of the job after the change;
-    if the kind is WAITING, `reason` says what the job waits for. `time` is in seconds since the epoch.
+    `study` is the job's id, and `kind` is the kind of change. `state` and `reason` are the job's state and reason after
+    the change; if the kind is WAITING, `reason` says what the job waits for. `time` is in seconds since the epoch.
     """
 
     study: str

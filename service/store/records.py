@@ -40,7 +40,7 @@ class BracketRecord:
     """A stored Hyperband bracket: a group of configurations that start at the same rung.
 
     A rung is one of the increasing numbers of samples on which trials are compared. `bracket` is the index of the
-    bracket, `first_rung` the index of the rung at which it starts, and `size` its number of configurations.
+    bracket, `first_rung` is the index of the rung at which it starts, and `size` is its number of configurations.
     """
 
     bracket: int

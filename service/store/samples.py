@@ -80,9 +80,9 @@ class SampleChunk:
 class VoidSample:
     """A void sample: the engine that scored it later failed a check, so the sample must be scored again.
 
-    `recipe_digest` is the digest of the scored recipe (merge), and `split` the data that the sample belongs to.
+    `recipe_digest` is the digest of the scored recipe (merge), and `split` is the data that the sample belongs to.
     `position` is the sample's index in the order in which the objective's samples are scored. `value` is the doubtful
-    value, and `replica` the id of the engine's replica.
+    value, and `replica` is the id of the engine's replica.
     """
 
     recipe_digest: str
@@ -162,7 +162,7 @@ def read_chunks(
     """Yield the stored metric values of a study's samples on one split, in groups with adjacent positions.
 
     `study` is the study's id. `split` is the search data, the holdout data or the benchmarks. `recipes` has the digests
-    of the recipes (merges) to read, and `objectives` the names of the objectives; None reads all.
+    of the recipes (merges) to read, and `objectives` has the names of the objectives; None reads all.
     """
     table = schema.sample_chunks
     where = (table.c.study == study) & (table.c.split == Split(split).value)
@@ -204,7 +204,7 @@ def read_samples(
 ) -> tuple[SampleResult, ...]:
     """Read the scored samples of one recipe (merge), ordered by objective and position.
 
-    `study` is the study's id, and `digest` the recipe's digest. `split` is the search data, the holdout data or the
+    `study` is the study's id, and `digest` is the recipe's digest. `split` is the search data, the holdout data or the
     benchmarks. The position of a sample is its index in the order in which the objective's samples are scored. With
     `objective`, only its samples are read, and with `positions`, only rows that have a sample at one of these
     positions; a row has adjacent samples that were scored together. If `has_tokens` is False, stored completions are
@@ -249,8 +249,8 @@ def _samples_of(
     """Yield the stored samples of one recipe (merge), each with the id of its row in the table `evidence`.
 
     A row of this table says which weights the engine held when it scored samples. `study` is the study's id, `digest`
-    the recipe's digest, and `split` the search data, the holdout data or the benchmarks. Samples in the table in which
-    earlier versions of the program stored them are left out. `where` is a condition on rows of the table
+    is the recipe's digest, and `split` is the search data, the holdout data or the benchmarks. Samples in the table in
+    which earlier versions of the program stored them are left out. `where` is a condition on rows of the table
     `sample_chunks`, each of which has adjacent samples that were scored together. Of these rows the samples at
     `positions` are yielded (None: all); without `has_tokens`, completions have none of their token ids.
     """
@@ -352,7 +352,7 @@ def not_stored(
 ) -> list[SampleResult]:
     """Select the `samples` that are not stored yet for one recipe (merge) of a study.
 
-    `digest` is the recipe's digest, and `split` the data that the samples belong to: search data, holdout data or
+    `digest` is the recipe's digest, and `split` is the data that the samples belong to: search data, holdout data or
     benchmarks. Samples that are only in the table `samples`, where earlier versions stored them, count as not stored.
     """
     table = schema.sample_chunks
@@ -368,8 +368,8 @@ def store_samples(
 ) -> None:
     """Store samples of one recipe (merge) that an engine scored in one request.
 
-    `study` is the study's id, `digest` the recipe's digest, and `split` the data that the samples belong to, such as
-    the search data. `evidence` is the id of a row in the table `evidence`, which says which weights the engine held.
+    `study` is the study's id, `digest` is the recipe's digest, and `split` is the data that the samples belong to, such
+    as the search data. `evidence` is the id of a row in the table `evidence`, which says which weights the engine held.
     None of the samples may be stored already. `samples` must have all samples of the request that are to be stored,
     because this function also writes their total size in bytes to the row.
     """
@@ -422,8 +422,8 @@ def remove_samples(
 ) -> None:
     """Remove some stored samples of one recipe (merge).
 
-    `study` is the study's id, `digest` the recipe's digest, and `split` the data that the samples belong to, such as
-    the search data. `keys` has the samples to remove, each as (objective, position in the order of scoring).
+    `study` is the study's id, `digest` is the recipe's digest, and `split` is the data that the samples belong to, such
+    as the search data. `keys` has the samples to remove, each as (objective, position in the order of scoring).
     """
     if not keys:
         return
@@ -512,7 +512,7 @@ def _is_of(table: sa.Table, study: str, digest: str, split: Split) -> sa.ColumnE
 def move_old_samples(connection: sa.Connection, study: str, digest: str) -> int:
     """Move the samples of one recipe (merge) from the table of earlier program versions to the present tables.
 
-    `study` is the study's id, and `digest` the recipe's digest. Returns the number of samples that were moved.
+    `study` is the study's id, and `digest` is the recipe's digest. Returns the number of samples that were moved.
     """
     by_chunk: dict[tuple[Split, int], list[SampleResult]] = defaultdict(list)
     for split, evidence, sample in _old_samples(connection, study, digest):
@@ -536,10 +536,10 @@ def _old_samples(
 ) -> Iterator[tuple[Split, int, SampleResult]]:
     """Yield the samples of one recipe (merge) from the table of earlier program versions, which has a row per sample.
 
-    `study` is the study's id, and `digest` the recipe's digest. `split` is the data to read: search data, holdout data
-    or benchmarks; None reads all. Each sample is yielded as its split, the id of its row in the table `evidence` (which
-    says which weights the engine held), and the result. `condition` is a further condition on the rows; `positions` and
-    `has_tokens` have the same meaning as in `_samples_of`.
+    `study` is the study's id, and `digest` is the recipe's digest. `split` is the data to read: search data, holdout
+    data or benchmarks; None reads all. Each sample is yielded as its split, the id of its row in the table `evidence`
+    (which says which weights the engine held), and the result. `condition` is a further condition on the rows;
+    `positions` and `has_tokens` have the same meaning as in `_samples_of`.
     """
     table = schema.samples
     where = (table.c.study == study) & (table.c.recipe_digest == digest)

@@ -652,8 +652,8 @@ class Store:
 
         `labels` has the new values of those columns that change, among `name`, `description`, `tags`, `notes` and
         `priority`. `document` is the submitted document with the edited options; None leaves the document unchanged. If
-        `restarts` is True, a driver (process) that works on the job is replaced by one that reads the new document.
-        `steering` says who asks, and why; it is stored as an event.
+        `restarts` is True, another driver replaces the driver (process) that works on the job, and reads the new
+        document. `steering` says who asks, and why; it is stored as an event.
         """
         table = schema.studies
         values: dict[str, Any] = {**labels, "version": job.version + 1}
@@ -674,13 +674,13 @@ class Store:
             return job_record(found)
 
     def set_invalid(self, study: JobRecord, number: int, *, invalid: str | None, steering: Steering) -> JobRecord:
-        """Mark a trial as invalid, or as valid again, and return the study as it is then.
+        """Mark a trial as invalid, or as valid again, and return the changed study.
 
         `number` is the trial's number. `invalid` is the reason why the trial is invalid; None marks it as valid.
         `steering` says who asks, and is stored as an event. The trial's samples stay. If a driver (process) works on
-        the study, it is replaced by one that selects the best trials anew. A COMPLETE study continues, so that trials
-        which are among the best only now are scored on held-out data, unless its responses were removed. A mark that is
-        there already changes nothing. Raises NotFound if there is no such trial.
+        the study, another driver replaces it and selects the best trials anew. A COMPLETE study continues, so that
+        trials that are now among the best are scored on held-out data; it does not continue if its responses were
+        removed. If the trial has the same mark already, nothing changes. Raises NotFound if there is no such trial.
         """
         table, jobs = schema.trials, schema.studies
         is_this = (table.c.study == study.id) & (table.c.number == number)
@@ -702,10 +702,10 @@ class Store:
     def request_evaluation(self, study: JobRecord, trial: int, *, steering: Steering) -> tuple[JobRecord, bool]:
         """Store a user's request to evaluate the recipe (merge) of a trial on all samples.
 
-        Returns the study as it is then, and whether the request is new.
+        Returns the changed study, and whether the request is new.
 
         `trial` is the trial's number. `steering` says who asks, and why; it is stored as an event. If a driver
-        (process) works on the study, it is replaced by one that adds a trial with the recipe. A COMPLETE study
+        (process) works on the study, another driver replaces it and adds a trial with the recipe. A COMPLETE study
         continues. A second request for the same trial changes nothing. Raises Conflict if the responses of a COMPLETE
         study were removed.
         """
@@ -723,11 +723,11 @@ class Store:
     ) -> tuple[JobRecord, bool]:
         """Store a user's request to evaluate a given merge on all samples of the search.
 
-        Returns the study as it is then, and whether the request is new.
+        Returns the changed study, and whether the request is new.
 
         Exactly one of `recipe` (the JSON document of a recipe) and `configuration` (a value for each parameter of the
         search space) describes the merge; `label` becomes the trial's label. `steering` says who asks, and why; it is
-        stored as an event. If a driver (process) works on the study, it is replaced by one that adds the trial. A
+        stored as an event. If a driver (process) works on the study, another driver replaces it and adds the trial. A
         COMPLETE study continues. The same request sent twice changes nothing. Raises Conflict if another merge was
         enqueued under the label, or the responses of a COMPLETE study were removed.
         """
@@ -740,7 +740,7 @@ class Store:
     ) -> tuple[JobRecord, bool]:
         """Store a request to evaluate a merge, unless the study has the same request already.
 
-        Returns the study as it is then, and whether the request is new.
+        Returns the changed study, and whether the request is new.
 
         `values` are the columns of the request. If the study is COMPLETE, it continues, and `reason` is stored as the
         reason of its new state. `steering` says who asks, and why; it is stored as an event. Raises Conflict if another
@@ -834,12 +834,12 @@ class Store:
         return self.job(job_id)
 
     def add_benchmarks(self, study: JobRecord, document: Mapping[str, Any], *, names: Sequence[str]) -> JobRecord:
-        """Replace the study file of a COMPLETE study by one with more benchmarks, and let the study continue.
+        """Add benchmarks to the study file of a COMPLETE study, and let the study continue.
 
-        `study` is the study as it was read before. `document` is the new study file. `names` are the names of the added
-        benchmarks, for the event in the study's history. Raises Conflict if the study is not COMPLETE any more, or was
-        continued or edited since it was read, because `document` may then lack the changes that were made in the
-        meantime.
+        `study` is the study as it was read before. `document` is the new study file, with the benchmarks. `names` are
+        the names of the added benchmarks, for the event in the study's history. Raises Conflict if the study is not
+        COMPLETE any more, or was continued or edited since it was read, because `document` may then lack the changes
+        that were made in the meantime.
         """
         table, reason = schema.studies, "benchmarks were added"
         with transaction(self._engine) as connection:
@@ -1094,9 +1094,9 @@ class Store:
         """Read the metric values of a study's scored samples as arrays: recipe digest -> objective -> array.
 
         `split` is the search data, the holdout data or the benchmarks. `recipes` has the digests of the recipes
-        (merges) to read, and `objectives` the names of the objectives; None reads all. An array has the value of the
-        sample at each position, or NaN if no value is stored. A position is a sample's index in the order in which the
-        objective's samples are scored.
+        (merges) to read, and `objectives` has the names of the objectives; None reads all. An array has the value of
+        the sample at each position, or NaN if no value is stored. A position is a sample's index in the order in which
+        the objective's samples are scored.
         """
         found: dict[str, dict[str, NDArray[np.float64]]] = defaultdict(dict)
         with self._reads.connect() as connection:
@@ -1146,7 +1146,7 @@ class Store:
     def prompts(self, study_id: str, split: Split, objective: str, positions: Collection[int]) -> dict[int, SampleText]:
         """Read the prompts and references of samples by position; positions without stored texts are left out.
 
-        `split` is the search data, the holdout data or the benchmarks, and `objective` the objective's name. A
+        `split` is the search data, the holdout data or the benchmarks, and `objective` is the objective's name. A
         position is a sample's index in the order in which the objective's samples are scored.
         """
         with self._reads.connect() as connection:

@@ -9,9 +9,9 @@ every source.
 A source that is an expert of a fine-tuning is an artifact of the fine-tuning already. The expert is used at its URL or,
 if artifacts are in a directory, copied to the directory of sources.
 
-In a study with `path_of`, the models get the layers of a trial's layer path: for each model, a checkpoint is written
-with the model's own layers in the order of the layer path. Searchers that search coefficients of whole models,
-including the searchers that use gradients, can then improve the coefficients of merges along the layer path.
+A study file with the option `path_of` names a trial of another study. Each model of the study then gets its own layers
+in the order of this trial's layer path, and is written as a checkpoint. Searchers that search coefficients of whole
+models, including the searchers that use gradients, can then improve the coefficients of merges along the layer path.
 """
 
 from __future__ import annotations
@@ -345,8 +345,8 @@ def _path(recipe: Recipe, where: str) -> tuple[dict[Component, int], ...]:
     """Layer path of the merge `recipe`: for each layer and component in order, the number of its source layer.
 
     The components of a layer are its attention, its MLP and its norms. `where` names the trial in error messages.
-    Raises Conflict if a layer of the merge, or its MLP, has a scale (a factor on its output), if an alignment (a
-    learned map of the residual stream between two layers) follows a layer, or if a component is merged from source
+    Raises Conflict in three cases: a layer of the merge, or its MLP, has a scale (a factor on its output); an alignment
+    (a learned map of the residual stream between two layers) follows a layer; or a component is merged from source
     layers with different numbers.
     """
     path: list[dict[Component, int]] = []

@@ -1,7 +1,7 @@
 """Quantised export of a trial of a run, and a comparison of its held-out scores with those of the scored merge.
 
-The merge is written in full beside the result, quantised, and removed. vLLM then loads the quantised model in a process
-of its own and scores the samples of the holdout data that the study scored. Differences are paired, sample by sample.
+The full merge is written beside the result, quantised, and then removed. vLLM loads the quantised model in a separate
+process and scores the samples of the holdout data that the study scored. Differences are paired, sample by sample.
 """
 
 from __future__ import annotations

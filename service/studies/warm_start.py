@@ -147,10 +147,10 @@ def _results(
 ) -> list[dict[str, Any]]:
     """The configurations and results of an earlier study's searched trials as JSON, for use by a new study.
 
-    `preflight` is the checked new study, and `plan` its plan. `record` is the earlier study's job in `store`. Costs and
-    constraints are computed by the new study's objectives. The fidelity of a result is its number of samples as a share
-    of the new study's full budget, at most 1. With `is_full_only`, results at lower rungs (fewer samples) are left out.
-    Raises Conflict if a configuration is outside the new study's search space.
+    `preflight` is the checked new study, and `plan` is its plan. `record` is the earlier study's job in `store`. Costs
+    and constraints are computed by the new study's objectives. The fidelity of a result is its number of samples as a
+    share of the new study's full budget, at most 1. With `is_full_only`, results at lower rungs (fewer samples) are
+    left out. Raises Conflict if a configuration is outside the new study's search space.
     """
     before = replace(plan, study_id=record.id, rung_samples=ResolvedStudy.of(record).rung_samples)
     trials = {trial.number: trial for trial in store.trials(record.id)}

@@ -3,8 +3,8 @@
 The merge is the cause if an engine raises an error (or dies of a fatal signal such as SIGSEGV) twice with the same
 chunk, the second time after another recipe was scored. Other crashes are weaker evidence, so more crashes are needed:
 three if the engine made no progress, and six if its process ended without an error, because a kill from outside looks
-the same. A chunk whose replica was killed is the next to be scored again, so random kills may well hit the same chunk
-several times.
+the same. A chunk whose replica was killed is scored again next, so random kills may well hit the same chunk several
+times.
 """
 
 from __future__ import annotations

@@ -41,9 +41,9 @@ class _Pending:
 class _Question:
     """One request to an LLM judge, with the `prompt` to send.
 
-    `key` has the recipe's digest and the position of the benchmark, `benchmark` the benchmark's name. `position` is the
-    index, in scoring order, of the sample whose completion is judged. `is_swapped` says whether the completion is the
-    second answer in the prompt, after the reference answer.
+    `key` has the recipe's digest and the position of the benchmark, `benchmark` has the benchmark's name. `position` is
+    the index, in scoring order, of the sample whose completion is judged. `is_swapped` says whether the completion is
+    the second answer in the prompt, after the reference answer.
     """
 
     key: Key

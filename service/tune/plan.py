@@ -35,9 +35,9 @@ It has an origin, a label and the recipe.
 class Benchmark:
     """A benchmark of a study: a task that is scored after the search.
 
-    `facts` describes its data and metric, and `task` the task that scores it. `trials` has the rules that choose the
-    trials that are scored. `attack` is a search for the prompt template with the worst metric, or None. `judge` is the
-    LLM judge of the completions, or None.
+    `facts` describes its data and metric, and `task` is the task that scores the samples. `trials` has the rules that
+    choose the trials that are scored. `attack` is a search for the prompt template with the worst metric, or None.
+    `judge` is the LLM judge of the completions, or None.
     """
 
     facts: BenchmarkFacts

@@ -405,8 +405,8 @@ class _Descent:
 def _label(index: int, trial: int) -> str:
     """The label of every stored gradient that refines one merge's layer path, such as "refinement 2 of trial 31".
 
-    `index` is the index of the path among the refined paths, and `trial` the number of the trial that found the path. A
-    layer path is the sequence of source models' layers of which the merge consists.
+    `index` is the index of the path among the refined paths, and `trial` is the number of the trial that found the
+    path. A layer path is the sequence of source models' layers of which the merge consists.
     """
     return f"refinement {index} of trial {trial}"
 

@@ -26,7 +26,7 @@ class MeasuredArtifacts:
     """Use of the quota of artifacts, as measured before a new job is admitted.
 
     `missing` has the number of bytes that each unfinished job is still expected to store, by job id. `used` is the size
-    in bytes of the stored files, and `quota` the limit.
+    in bytes of the stored files, and `quota` is the limit.
     """
 
     missing: Mapping[str, int]

@@ -554,8 +554,8 @@ def _place_of_study(services: Services, sender: Principal, kind: JobKind, accept
 def _check_place(kind: JobKind, place: _Place, *, team: str | None, sharing: Sharing) -> None:
     """Raise InvalidRequest if a new job that serves a study would have another team or sharing than the study.
 
-    `place` has the study's team and sharing, and `team` and `sharing` are those of the new job. `kind` is the job's
-    kind, for the message.
+    `place` has the study's team and sharing, and `team` and `sharing` belong to the new job. `kind` is the job's kind,
+    for the message.
     """
     fields = (("team", team, place.team), ("sharing", sharing.value, place.sharing.value))
     rule = f"a {kind.noun} has the team and sharing of its study"

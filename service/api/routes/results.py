@@ -250,7 +250,7 @@ async def get_columns(
 
     The columns are `number`, `state`, `origin`, `label`, `bracket`, `reason`, `invalid`, `recipe_digest`, `rung`,
     `samples`, `samples_scored`, `samples_reused`, and `value.NAME`, `standard_error.NAME` and `parameter.NAME` for each
-    objective and parameter. Values are those of the highest rung that the trial has finished.
+    objective and parameter. Values are given for the highest rung that the trial has finished.
     """
     choice = None if fields is None else ColumnChoice(fields)
     return await tagged(request, services.records, study.id, lambda: _columns(services, study, choice, since))
@@ -259,8 +259,8 @@ async def get_columns(
 def _columns(services: Services, study: JobRecord, choice: ColumnChoice | None, since: int | None) -> bytes:
     """Encode the trials of a study as JSON, as columns.
 
-    `choice` selects the columns; None means all columns. The trials are those that have changed after the event with
-    the id `since`; None means all trials.
+    `choice` selects the columns; None means all columns. Only trials that have changed after the event with the id
+    `since` are encoded; None means all trials.
     """
     event = services.store.last_event_id(study.id)
     numbers = None if since is None else services.store.changed_trials(study.id, after=since)
@@ -624,8 +624,8 @@ async def set_validity(
     """Mark a trial as invalid, or as valid again.
 
     An invalid trial keeps its scored samples, but is left out of the Pareto front, of the results on held-out data and
-    of every comparison. The searcher does not forget the trial's results. A COMPLETE study continues. If other trials
-    are among the best without the invalid one, they are then scored on held-out data.
+    of every comparison. The searcher does not forget the trial's results. A COMPLETE study continues. Trials that are
+    among the best because the invalid trial is left out are scored on held-out data.
     """
     body = await read_object(request, Validity)
     if not body.is_valid and body.reason is None:

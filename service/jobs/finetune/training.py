@@ -228,8 +228,8 @@ def _plan(spec: FinetuneSpec, resources: Mapping[str, float]) -> Iterator[str]:
 def _differences(before: FinetuneSpec, spec: FinetuneSpec) -> list[str]:
     """Names of the sections in which two specifications of an expert differ although they must be equal.
 
-    `before` is the specification with which the training of the expert began, and `spec` the present one. The options
-    in CHANGEABLE may change while an expert is trained, so differences in these are left out.
+    `before` is the specification with which the training of the expert began, and `spec` is the present one. The
+    options in CHANGEABLE may change while an expert is trained, so differences in these are left out.
     """
     one, other = _settled(before), _settled(spec)
     return [name for name in one if one[name] != other[name]]

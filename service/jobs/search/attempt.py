@@ -315,7 +315,7 @@ def described_recipes(
 
 
 def _keep_facts(store: Store, writer: JobWriter, benchmarks: Sequence[Benchmark]) -> None:
-    """Store the task, data and metric of each of the `benchmarks`, so that changes of them are noticed later.
+    """Store the task, data and metric of each of the `benchmarks`, so that later changes of a benchmark are noticed.
 
     `writer` stores them. Raises StudyFailed if a benchmark of the same name is stored with another task or other data.
     """
@@ -441,7 +441,7 @@ class _Snapshots:
     """Source of snapshots of a running study's progress; a snapshot has the study's counts at one moment.
 
     `coordinator` runs the study, and `preflight` is the checked study. `planned` is the expected number of samples of
-    the whole study, and `planned_steps` the expected number of gradient steps and policy updates. The method `due`
+    the whole study, and `planned_steps` is the expected number of gradient steps and policy updates. The method `due`
     returns a snapshot if the last one was taken at least 0.25 s ago, else None. The method `now` always returns a
     snapshot.
     """

@@ -115,7 +115,7 @@ def _samples(store: Store, study_id: str, trial: TrialRecord, spans: Sequence[Sp
 def _is_verified(report: TrialVerification | None, trial: TrialRecord, digest: str) -> bool:
     """Whether an earlier verification compared a trial's present samples with transformers, and found them equal.
 
-    `report` is the stored report of that verification, and `digest` the hash of the trial's present samples.
+    `report` is the stored report of that verification, and `digest` is the hash of the trial's present samples.
     Differences that rounding explains count as equal. The result is False if there is no report, or if the report is
     about another recipe or other samples. Reports of earlier versions do not say which samples they compared, so the
     result is False for them too.

@@ -31,11 +31,16 @@ __all__ = ["continue_study", "work"]
 
 
 def work(attempt: Attempt) -> None:
-    """Continue a study on a server from its stored state to its end; `attempt` is this driver's work on it.
+    """Continue a study on a server from its stored state to its end.
 
-    Raises InvalidStudy if the study's files cannot be used at the moment, Conflict if its models or tasks have changed
-    since it was created, StudyFailed if it cannot continue, EngineUnavailable or OSError if engines, Ray or files are
-    not available at the moment, and StaleAttempt if another driver has taken it over.
+    `attempt` is this driver's work on the study.
+
+    Raises:
+        InvalidStudy: The study's files cannot be used at the moment.
+        Conflict: The study's models or tasks have changed since it was created.
+        StudyFailed: The study cannot continue.
+        EngineUnavailable, OSError: Engines, Ray or files are not available at the moment.
+        StaleAttempt: Another driver has taken over the study.
     """
     job = attempt.job
     before, study = ResolvedStudy.of(job), Study.model_validate(job.document)

@@ -112,7 +112,8 @@ class Plot:
     def bar(self, x1: float, x2: float, y: float, *, css: str, style: str = "", title: str = "") -> None:
         """Draw a horizontal line from (x1, y) to (x2, y), in the values of the axes.
 
-        `css` is the line's CSS class, `style` its inline style, and `title` the text that browsers show at the line.
+        `css` is the line's CSS class, `style` is its inline style, and `title` is the text that browsers show at the
+        line.
         """
         tip = f"<title>{escape(title)}</title>" if title else ""
         look = f'class="{css}"' + (f' style="{style}"' if style else "")
@@ -122,7 +123,7 @@ class Plot:
     def curve(self, points: Sequence[tuple[float, float]], *, css: str, style: str = "") -> None:
         """Draw a polyline: straight lines from each of `points` to the next.
 
-        `css` is the CSS class of the lines, and `style` their inline style.
+        `css` is the CSS class of the lines, and `style` is their inline style.
         """
         look = f'class="{css}"' + (f' style="{style}"' if style else "")
         for (x1, y1), (x2, y2) in itertools.pairwise(points):
@@ -376,7 +377,7 @@ def forest(
 class Bar:
     """A part of a stacked bar; `share`, in [0, 1], is its length.
 
-    `label` is its name, and `style` the inline CSS style of the part.
+    `label` is its name, and `style` is the inline CSS style of the part.
     """
 
     label: str

@@ -184,7 +184,7 @@ def _divided(
 ) -> tuple[EngineMemory | None, str, list[str]]:
     """Divide the memory of a machine with GPUs, which `profile` describes, between engines and source weights.
 
-    `needs` is the memory that the study needs, and `processes` the number of engine processes that share the source
+    `needs` is the memory that the study needs, and `processes` is the number of engine processes that share the source
     weights on the machine. Returns the division, its reason, and reasons why the engines do not fit. The division is
     None if they do not fit.
     """

@@ -103,7 +103,7 @@ GPU = Calibration(
 class Device:
     """Speeds of the device that computes passes: all GPUs of one engine together, or threads of a CPU.
 
-    `products` is the speed of matrix products in operations per second, and `bandwidth` the speed of memory in bytes
+    `products` is the speed of matrix products in operations per second, and `bandwidth` is the speed of memory in bytes
     per second. `source_bandwidth` is the rate, in bytes per second, at which merging reads the sources from where they
     are kept. `calibration` has the shares of these speeds that programs reach.
     """

@@ -55,10 +55,10 @@ def gradient_place(
     for engines and gradients. If the study does not even fit into the host's memory without gradients, the CPU is
     chosen too: another check reports this lack.
 
-    `sources` are the study's models, and `machines` the groups of machines that can run engines. `plan` computes the
-    memory of the study with gradients on a device, or without gradients for None. `max_layers` is the number of layers
-    of the longest merge if merges have any number of layers, else 0. Returns the choice and "", or None and the reason
-    why no device fits.
+    `sources` are the study's models, and `machines` are the groups of machines that can run engines. `plan` computes
+    the memory of the study with gradients on a device, or without gradients for None. `max_layers` is the number of
+    layers of the longest merge if merges have any number of layers, else 0. Returns the choice and "", or None and the
+    reason why no device fits.
     """
     has_gpus = any(group.num_gpus for group in machines)
     why = ""
@@ -177,7 +177,7 @@ def _most_tokens(sources: ResolvedFamily, value_bytes: int, max_layers: int, pla
 def _held_on_gpus(sources: ResolvedFamily, value_bytes: int, max_layers: int, num_gpus: int) -> list[tuple[int, int]]:
     """For each GPU with a part of the model: the bytes of this part without activations, and its number of layers.
 
-    The bytes are those of the weights, of one gradient, and of the sources that are read to reduce it.
+    The bytes are the sum for the weights, for one gradient, and for the sources that are read to reduce the gradient.
     """
     number = max(int(sources.base.settings["num_hidden_layers"]), max_layers)
     passing = reduction_bytes(sources)

@@ -180,7 +180,7 @@ def searched_models(
     """Collect the facts about a study's models that its search space depends on.
 
     `preferences` are the preference vectors, each with the weights by objective. `sources` are the models, and
-    `fingerprints` the hashes of their files by the model's name in the study file (alias). A merge may have at most
+    `fingerprints` are the hashes of their files by the model's name in the study file (alias). A merge may have at most
     `max_layers` layers, or any number if it is None.
     """
     layout, sizes = sources.layout, {name: math.prod(header.shape) for name, header in sources.base.tensors.items()}

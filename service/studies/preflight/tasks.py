@@ -156,8 +156,8 @@ def _attack(spec: BenchmarkSpec, info: TaskInfo, place: str, problems: list[Prob
     """Prepare the attack on a benchmark's prompts; None if the benchmark has no attack, or the attack is impossible.
 
     An attack searches for the prompt template with the worst metric. `spec` is the benchmark's entry in the study file,
-    `place` the entry's location, such as "benchmarks.0", and `info` has facts about its task. Reasons why the attack is
-    impossible are added to `problems`.
+    `place` is the entry's location, such as "benchmarks.0", and `info` has facts about its task. Reasons why the attack
+    is impossible are added to `problems`.
     """
     if spec.attack is None:
         return None
@@ -176,9 +176,9 @@ def _attack(spec: BenchmarkSpec, info: TaskInfo, place: str, problems: list[Prob
 def _reference_length(spec: BenchmarkSpec, task: TaskSpec, place: str, problems: list[Problem]) -> float:
     """Mean length of a judged benchmark's reference answers, in characters; a judge is an LLM that compares answers.
 
-    `spec` is the benchmark's entry in the study file, `place` the entry's location, such as "benchmarks.0", and `task`
-    its task. The result is 0 for a benchmark without a judge, and for a task that cannot be judged. The reason why a
-    task cannot be judged is added to `problems`.
+    `spec` is the benchmark's entry in the study file, `place` is the entry's location, such as "benchmarks.0", and
+    `task` is its task. The result is 0 for a benchmark without a judge, and for a task that cannot be judged. The
+    reason why a task cannot be judged is added to `problems`.
     """
     if spec.judge is None:
         return 0.0

@@ -191,7 +191,7 @@ class _Ahead:
 
     `iteration` is the training iteration of the update. `known` are the observations (results of trials) from which the
     update was computed; it is used only if the proposal comes with the same ones. `result` is the update's result, and
-    `content` the policy's checkpoint, or None if nothing was learned.
+    `content` is the policy's checkpoint, or None if nothing was learned.
     """
 
     iteration: int

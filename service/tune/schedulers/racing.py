@@ -113,7 +113,7 @@ class RacingTable(RungTable):
         """The Pareto front of the trials with numbers below `num_trials`, by their costs on all samples.
 
         These trials must have ended. A trial that was not scored on all samples of the search is not on the front. A
-        trial that violates constraints is dominated by one that violates them less.
+        trial that violates constraints is dominated by a trial that violates them less.
         """
         for entry in (self._entries[number] for number in range(len(self._fronts) - 1, num_trials)):
             front = self._fronts[-1]

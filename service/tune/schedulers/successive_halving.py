@@ -25,8 +25,9 @@ class HyperbandTable(RungTable):
       opens when these brackets are closed
 
     Other results are not used, even if they are known. Therefore the evaluations of `open_brackets` brackets may
-    overlap. A batch is a number of consecutive proposals that use the same results: n is then the last proposal of the
-    batch, and b the bracket of its first one. With one open bracket, brackets follow each other as in the paper.
+    overlap. A batch is a number of consecutive proposals that use the same results. For a proposal in a batch, n is the
+    number of the batch's last proposal, and b is the bracket of its first proposal. With one open bracket, brackets
+    follow each other as in the paper.
     """
 
     def __init__(self, **settings: Any) -> None:
