@@ -43,7 +43,7 @@ LOCK_FILE = ".lock"
 # While this file exists in a server's data directory, its jobs wait.
 DRAIN_FILE = "drained"
 
-# What a server says meanwhile.
+# Text with which a server answers while this file exists.
 DRAINED = "the server is drained: jobs wait until `mergesearch drain --end`"
 
 

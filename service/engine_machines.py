@@ -54,7 +54,7 @@ class EngineMachines:
 # Machines of a plan, which replace those of the variable and of this installation; empty where nothing is planned.
 _planned: ContextVar[tuple[EngineMachines, ...]] = ContextVar("planned machines", default=())
 
-# Machines that Ray has, as far as they are known where a study is checked.
+# Machines of the Ray cluster, if they are known where a study is checked.
 _known: ContextVar[tuple[EngineMachines, ...]] = ContextVar("known machines", default=())
 
 

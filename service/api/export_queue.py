@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 CHUNK_BYTES = 2**20
 # Seconds between searches for expired exports.
 SWEEP_S = 3600.0
-# Seconds until exports are looked for that other servers have stored, and that could not be written before because the
+# Seconds between searches for exports that other servers have stored, or that could not be written earlier because the
 # database did not answer.
 LOOK_S = 2.0
 # A tar file ends with two empty blocks and is padded to whole records.

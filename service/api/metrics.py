@@ -30,7 +30,7 @@ __all__ = ["JOB", "METRICS", "SETBACKS", "SHOWN_AFTER_END_S", "Metric", "Scrape"
 # Seconds for which a job that has ended keeps its metrics: longer than any usual interval of scrapes.
 SHOWN_AFTER_END_S = 3600.0
 
-# Events that tell of something that went wrong.
+# Events about failures.
 SETBACKS = (
     EventKind.CRASH,
     EventKind.ENGINE_FAULT,

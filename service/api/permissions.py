@@ -137,7 +137,7 @@ class Guard:
             self._count(self.rates.refused, address)
             raise Unauthorized(self._refusal(credential))
         self._count(self.rates.tokens, found.id)
-        if not found.account.is_admin:  # who may raise a quota that is used up
+        if not found.account.is_admin:  # administrators may raise a quota that is used up
             self._count_teams(found.account.rates)
         return _principal(found, address)
 

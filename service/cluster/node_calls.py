@@ -53,7 +53,7 @@ MAX_NODES = 10_000
 # Seconds that a job may take beyond its call: until it runs, and until its end is known.
 START_GRACE_S = 300.0
 
-# The line in a job's log that tells the sha256 of the result.
+# The line in a job's log that has the sha256 of the result.
 TOLD = re.compile(r"^result of the call: ([0-9a-f]{64})$", re.MULTILINE)
 
 

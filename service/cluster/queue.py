@@ -39,12 +39,12 @@ __all__ = [
     "estimated_starts",
 ]
 
-# Seconds for which a job that got a place keeps it, whatever jobs of larger priority come: a job gets on between two
-# preemptions, although each costs the start of a driver.
+# Seconds for which a job keeps its place even if jobs of larger priority wait: each preemption costs the start of a
+# driver, and a job must make progress between two preemptions.
 KEEPS_PLACE_S = 300.0
 
-# Hours of each of its GPUs that a running job counts for at least, so that the jobs of a team that come at once do not
-# get all places before their usage is known.
+# Least number of hours that a running job counts for, for each of its GPUs. Otherwise, many jobs of one team that are
+# submitted at once would get all places before their usage is known.
 MIN_CHARGE_H = 1.0
 
 

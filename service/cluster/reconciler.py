@@ -289,7 +289,7 @@ class RayCluster:
         self._accounts = AccountStore(store)
         self._places, self._demand_of, self._time_left_of = places, demand_of, time_left_of
         self._leadership = Leadership(store)
-        self._clock_s = 0.0  # what to add to this machine's clock for that of the stored times
+        self._clock_s = 0.0  # seconds to add to this machine's clock to get the clock of stored times
         self._data_dir = data_dir
         self._files = files
         self._placeless = frozenset(placeless)

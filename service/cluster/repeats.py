@@ -12,7 +12,8 @@ __all__ = ["REPEAT_S", "Repeats"]
 REPEAT_S = 300.0
 MAX_REMEMBERED = 100
 
-# What differs between messages about the same: seconds left, ports, process ids, addresses of Python's objects.
+# Numbers that differ between messages about the same problem: seconds left, ports, process ids, addresses of Python's
+# objects.
 CHANGING = re.compile(r"0x[0-9a-fA-F]+|\d+(\.\d+)?")
 
 

@@ -54,15 +54,16 @@ POLL_S = 1.0
 # Seconds between looks at what jobs wait for, and between removals of old deliveries.
 WAITS_S, FORGET_S = 15.0, 3600.0
 
-# Seconds for which a driver works on a job that waited before the job counts as running again. A driver that only finds
-# out that something is still missing ends sooner.
+# Seconds that a driver must work on a waiting job before the job counts as running again. A driver that only finds out
+# that something is still missing ends sooner.
 WORKS_AFTER_S = 60.0
 
 # Tries at once, and threads that resolve names.
 MAX_TRIES_AT_ONCE, RESOLVERS = 200, 32
 
-# Reader for whom reasons of waits are written. A notice goes to every subscription that covers the job, also to that of
-# an owner who has left the job's team. The numbers of a team's quotas are only for those who may read the team.
+# Reader for whom reasons of waits are written. A notice goes to every subscription that covers the job, also to the
+# subscription of an owner who has left the job's team. Only users who may read the team may know the numbers of its
+# quotas.
 OUTSIDER = Account("")
 
 # An HTTP status of receivers that want nothing any more.

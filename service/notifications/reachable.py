@@ -22,7 +22,8 @@ __all__ = ["MAX_URL", "NotReachable", "PublicNetwork", "address_refusal", "url_p
 
 MAX_URL = 2000
 
-# The addresses of IPv6 that the Internet routes. Those of the mechanisms 6to4 and Teredo, within it, contain others.
+# The addresses of IPv6 that the Internet routes. Among them, addresses of the mechanisms 6to4 and Teredo contain other
+# addresses.
 GLOBAL_UNICAST = ipaddress.ip_network("2000::/3")
 
 # Seconds for the connection to one address.

@@ -365,7 +365,7 @@ def _benchmark_table(
         return BenchmarkTable()
     best = best_trial(trials, objectives)
     attacks = read_attacks(store.document(study_id, ATTACKS))
-    # Attacks score many more templates than the worst ones, which alone are shown.
+    # Attacks score many templates, but results show only the worst template of each attack.
     shown = {each.name for each in facts} | {each.samples for each in attacks}
     return benchmark_table(
         trials,

@@ -148,7 +148,7 @@ def _check_place(out: Path) -> None:
         return
     if not out.is_dir():
         raise Conflict(f"--out {out}: is a file; give a new directory, or that of an earlier backup")
-    # What a first backup leaves behind that was killed.
+    # Files that a first backup leaves behind if it is killed.
     unknown = [
         path.name
         for path in sorted(out.iterdir())

@@ -85,7 +85,7 @@ __all__ = ["Store"]
 # Seconds until a store that waits tries again to open a database that does not answer.
 RETRY_S = 1.0
 
-# In PostgreSQL's refusals of a connection, which have no error code.
+# Texts in PostgreSQL's refusals of a connection, which have no error code.
 REFUSALS = ("does not exist", "authentication failed", "no password supplied", "no pg_hba.conf entry")
 
 # Events after which drivers without a result are counted from zero: stored results, a request to resume, and drivers
@@ -112,7 +112,7 @@ TRIAL_COLUMNS = (
     sa.cast(schema.trials.c.recipe, sa.Text).label("recipe"),
 )
 
-# What lists of jobs can be sorted by.
+# Fields by which lists of jobs can be sorted.
 JOB_SORTS: Mapping[str, sa.ColumnElement[Any]] = {
     "created": schema.studies.c.created_at,
     "name": schema.studies.c.name,

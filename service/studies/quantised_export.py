@@ -87,7 +87,7 @@ def export_quantised(
     chosen = chosen_trial(store, record, trial)
     if any(layer.alignment is not None for layer in chosen.read_recipe().layers):
         raise InvalidModel((f"trial {chosen.number}: vLLM has no model class for its alignments between layers",))
-    # What can be refused is refused before the merge is computed and written, which may take an hour.
+    # Requests are refused before the merge is computed and written, which may take an hour.
     study, resolved = Study.model_validate(record.document), ResolvedStudy.of(record)
     samples = store.samples(record.id, chosen.recipe.digest, Split.HOLDOUT, has_tokens=False)
     check_files(study, resolved.access)

@@ -17,7 +17,7 @@ CSRF_HEADER = "X-CSRF-Token"
 # Methods that change nothing.
 SAFE_METHODS = frozenset(("GET", "HEAD", "OPTIONS"))
 
-# Values of Sec-Fetch-Site: a page of this server, and the user's own doing.
+# Values of Sec-Fetch-Site for requests of a page of this server, and for requests that the user made directly.
 OWN_SITES = ("same-origin", "none")
 
 

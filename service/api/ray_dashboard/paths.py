@@ -35,7 +35,7 @@ class Treatment(StrEnum):
     LOG_LIST = "log list"
 
 
-# By Ray's own templates. What the page requests was read in the source of the client of Ray 2.60.
+# Treatments by Ray's path templates. The requests of the page were read in the source of the client of Ray 2.60.
 FORWARDED: Mapping[str, Treatment] = {
     "/": Treatment.PAGE,
     "/favicon.ico": Treatment.FILE,

@@ -48,7 +48,7 @@ DAY_S = 86_400.0
 Manager = Annotated[Principal, needs(Scope.ADMIN)]
 Admin = Annotated[Principal, needs(Scope.ADMIN, is_for_admins=True)]
 
-# The sender where another dependency declares the rule of the route.
+# The sender, for routes whose access rule another dependency declares.
 Checked = Annotated[Principal, sender_with(Scope.ADMIN)]
 Seeing = Annotated[Principal, sender_with(Scope.READ)]
 

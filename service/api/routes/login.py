@@ -40,7 +40,7 @@ DEFAULT_NEXT = "/"
 # The view of the web page that shows why a login has failed.
 LOGIN_VIEW = "/login"
 
-# Characters of what a provider sends with the browser, and of a token.
+# Largest number of characters of a value that the provider sends with the browser, and of a token.
 MAX_VALUE = 8192
 
 # The address of the sender.

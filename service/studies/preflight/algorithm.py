@@ -100,7 +100,7 @@ def _draws_of(study: Study) -> tuple[float, float]:
         iteration = number // options.episodes
         passed = iteration // policies - options.warm_up
         share = 1.0 if passed < 0 else max(0.0, 1.0 - passed / max(options.explored, 1))
-        # The results of the iterations before are needed for mutants, and those are not known in the first two.
+        # Mutants need the results of earlier iterations, which are not known in the first two iterations.
         own = 1.0 if iteration < max(2, policies) else 1.0 - options.elite_share
         drawn += own * share
         chosen += own * (1.0 - share)

@@ -42,11 +42,11 @@ __all__ = [
 # Samples per request: the most that a crash loses, and that a replica scores before it looks at its queue again.
 CHUNK_SAMPLES = 512
 
-# Trials that proposals may run ahead of results for each replica, less one in all: measured with
+# Trials by which proposals may run ahead of results: this number for each replica, minus one in all. Measured with
 # tests/benchmarks/bench_replicas.py.
 STALENESS_PER_REPLICA = 6
 
-# Proposals that run ahead of results are made in this many batches, if they are at least as many.
+# Number of batches in which proposals that run ahead of results are made, if there are at least as many proposals.
 BATCHES_AHEAD = 8
 
 

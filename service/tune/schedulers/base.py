@@ -70,7 +70,7 @@ class Rung:
     members: dict[int, int] = field(default_factory=dict)
     order: list[int] = field(default_factory=list)
     num_decided: int = 0
-    num_seen: int = 0  # how many of the first members proposals may know
+    num_seen: int = 0  # number of first members whose results proposals may use
     is_closed: bool = False
     ranking: Ranking = field(default_factory=Ranking)
 
@@ -172,7 +172,7 @@ class RungTable(ABC):
         self._num_ended = 0  # how many trials have ended, up to the first one that has not
         self._runnable: set[int] = set()
         self._waiting: set[int] = set()
-        # What the newest proposal may know.
+        # The results that the newest proposal may use.
         self._visible: list[tuple[int, int]] = []
         self._failed: list[int] = []
         self._num_known = 0  # how many trials have a visible first result, up to the first one that has none
@@ -384,7 +384,7 @@ class RungTable(ABC):
         if number < self._num_baselines:
             raise AssertionError("baselines come first")
         bracket, opens = self._bracket_of_next()
-        # All proposals of a batch know what its last one must know.
+        # All proposals of a batch use the results that its last proposal must use.
         first = number - (number - self._num_baselines) % self._batch
         last = first + self._batch - 1
         visible_up_to = max(last - self._max_staleness, self._last_awaited)
@@ -534,7 +534,8 @@ class RungTable(ABC):
         """
         if not rung.members:
             return ()
-        # Failed trials are members of the rung: they are not promoted, but count in the number of trials that are.
+        # Failed trials are members of the rung: they are not promoted, but count when the number of promoted trials is
+        # computed.
         num_best = self._brackets[bracket].num_promoted(len(rung.members))
         return tuple(self._promote(rung, above, num_best, cause=self._members[bracket][-1]))
 

@@ -43,7 +43,7 @@ def largest_capital(differences: Differences, *, population: int) -> float:
     expected = -sums / (population - drawn)
     if (expected < -1).any() or math.fsum(differences) > population - len(differences):
         return math.inf
-    # Where only -1 can follow, there is no bet.
+    # If every further difference must be -1, the gambler does not bet.
     gains = np.divide(differences - expected, 1 + expected, out=np.zeros_like(expected), where=expected > -1)
     capital = np.exp(np.cumsum(np.log1p(np.outer(BETS, gains)), axis=1)).mean(axis=0)
     return float(max(1.0, capital.max(initial=1.0)))

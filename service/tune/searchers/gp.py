@@ -28,12 +28,14 @@ class GpSearcher:
     """
 
     num_initial: int = 10  # trials with results before the process is used
-    # Fitting takes a time that grows with the cube of the trials, and the search for the largest improvement one that
-    # grows with parameters times trials. With more, the process learns from the best and the newest trials.
+    # The time for fitting grows with the cube of the number of trials. The time for the search for the largest
+    # improvement grows with parameters times trials. In larger studies, the process learns from the best and the newest
+    # trials only.
     max_numbers: int = 16_000
     max_rows: int = 150
     # The search for the largest improvement starts from the best of many candidates. In spaces of more than `max_small`
-    # parameters, Optuna's 2048 would take most of the time of a proposal, and be as far apart as fewer are.
+    # parameters, Optuna's 2048 candidates would take most of the time of a proposal, and cover the space no better than
+    # fewer.
     max_small: int = 200
     num_candidates_in_large: int = 256  # a power of two, for which a Sobol sequence is balanced
 

@@ -91,7 +91,7 @@ class SmacSearcher:
                 return context.sample_unseen(rng)
             is_used = (fidelities == highest) | ~has_result
             fidelities = np.ones(len(rows))
-        # The proposals of a batch share its first one's forest, and its draws for the forest.
+        # All proposals of a batch use the forest of its first proposal, made with the same random draws.
         first = context.setting.first_in_batch(context.number)
         of_forest = rng if first == context.number else proposal_generator(seed=context.seed, number=first)
         if of_forest is not rng:
