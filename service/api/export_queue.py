@@ -61,7 +61,7 @@ def artifact_name(name: str) -> str:
 class Exports:
     """Queue that writes requested exports (merged models), and removes exports that exceed the limits `keep`.
 
-    An interrupted export continues when the queue is started again. Of several servers with the same database, only the
+    An interrupted export continues when the queue is started again. If several servers use the same database, only the
     leader (the server for which `is_leader` returns True) writes and removes exports. An export is a directory in
     `data_dir`, which all servers share. If `artifacts`, the store of jobs' files, is in an object store, a finished
     export is moved there.

@@ -504,8 +504,8 @@ def serve(
             administrators of the server may set it to True.
 
     Returns:
-        The server's document of the served study. Its link `openai` is the base path for clients of OpenAI's API, and
-        its key `model` the name by which their requests choose the trial.
+        The server's document of the served study. Its link `openai` is the base path for clients of OpenAI's API. Its
+        key `model` is the name by which requests of such clients choose the trial.
 
     Raises:
         RequestRefused: The study has no such trial (status 404), its team serves too many studies (409), or the sender

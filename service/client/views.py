@@ -331,10 +331,9 @@ class Front(_Document):
         return Display("Pareto front", facts=facts, tables=[table])
 
     def to_dataframe(self) -> pandas.DataFrame:
-        """Return the Pareto front as a data frame: a row for each trial, with `value.NAME` and `standard_error.NAME`.
+        """Return the Pareto front as a data frame, with a row for each trial.
 
-        Raises:
-            Conflict: pandas is not installed.
+        Its columns include `value.NAME` and `standard_error.NAME` for each objective.
         """
         names = [objective["name"] for objective in self["objectives"]]
         plain = ("trial", "label", "origin", "recipe_digest")

@@ -8,9 +8,9 @@ nor Ray, so that a simulation can drive it. The rules, in this order:
 1. A job that runs keeps its place, and gets another driver there if its driver was lost.
 2. Jobs whose team has used up its GPU-hours of the month give their places up. Jobs that need no place, such as served
    studies, stop too; otherwise, they start at once.
-3. The next place goes to the job of the largest priority. Of equal priority, jobs that an administrator has moved come
-   where they were moved to; the others follow by fair share: the next one is the oldest job of the team with the
-   smallest usage for its weight.
+3. The next place goes to the job of the largest priority. Jobs of equal priority are ordered by fair share: the next
+   job is the oldest job of the team with the smallest usage for its weight. Jobs that an administrator has moved come
+   where they were moved to.
 4. A job that would exceed a quota of its team is passed over until it does not.
 5. If all places are taken, the running job of the smallest priority gives up its place to a waiting job of a larger
    priority, once it has held the place for KEEPS_PLACE_S seconds.
@@ -73,8 +73,8 @@ class Entry:
     - `may_yield`: whether the job's driver has begun, so that it can end between two chunks of samples.
     - `is_leaving`: whether the driver was asked to end, so that the place becomes free soon.
     - `takes_place`: whether the job needs a place to run; served studies do not.
-    - `moved_before`, `moved_at`: id of the job before which an administrator moved this one ("" for the front of the
-      queue), and the time of the move, as in `JobRecord`.
+    - `moved_before`, `moved_at`: if an administrator moved this job, the id of the job before which it was moved (""
+      for the front of the queue), and the time of the move; as in `JobRecord`.
 
     Times are in seconds since the epoch.
     """

@@ -81,8 +81,8 @@ def search_sentences(search: SearchDocument) -> list[str]:
     """Sentences about a study's search: its searcher, how it started, and how many samples it took.
 
     The first sentence names the searcher and the reason why it was chosen. If the search started from another study's
-    results or policies, a sentence says so. Then come the decisions that the searcher has stored. The last sentence has
-    the number of samples.
+    results or policies, a sentence says so. The next sentences state the decisions that the searcher has stored. The
+    last sentence has the number of samples.
     """
     chosen = search["algorithm"] or "a searcher that is not stored"
     cost = f"{search['trial_samples']:,} samples scored for its trials"

@@ -38,7 +38,7 @@ class Choices:
     values: Mapping[int, Mapping[str, float]]
 
     def preferred(self, weights: Mapping[str, float]) -> PreferredDocument:
-        """Select the trial that is best by the user's `weights` of the objectives; of equal trials the first.
+        """Select the trial that is best by the user's `weights` of the objectives; if trials are equal, the first one.
 
         Raises:
             InvalidPreference: A weight is negative, not finite or of an unknown objective, or the weights do not sum to

@@ -104,8 +104,8 @@ def best_trial(trials: Iterable[Trial], objectives: Sequence[Objective]) -> Tria
     The best trial is the trial with the highest mean of the accuracy objectives (values in [0, 1], larger is better).
     If the study has no accuracy objectives, the best trial is the trial with the lowest mean cost; an objective's cost
     is its value scaled to [0, 1], where 0 is the best value, and objectives that need no samples, such as the number of
-    parameters, do not count. Of equal trials the first is chosen. If no trial satisfies all constraints, the one that
-    violates them least is chosen.
+    parameters, do not count. If trials are equal, the first one is chosen. If no trial satisfies all constraints, the
+    one that violates them least is chosen.
 
     Returns:
         The best trial; None before a trial has been scored on all samples of the search.
@@ -151,9 +151,9 @@ def best_of_front(
 def pareto_front(trials: Iterable[Trial], objectives: Sequence[Objective]) -> tuple[Trial, ...]:
     """Select the trials at full budget that no other trial dominates in `objectives`, in the order of their numbers.
 
-    The full budget is all samples of the search. Of trials with the same recipe only the first counts. Only trials that
-    satisfy all constraints can be on the front. If no trial satisfies them all, only the trials that violate them least
-    can be on the front.
+    The full budget is all samples of the search. If several trials have the same recipe, only the first one counts.
+    Only trials that satisfy all constraints can be on the front. If no trial satisfies them all, only the trials that
+    violate them least can be on the front.
     """
     return front_of(candidates(trials, objectives))
 
@@ -169,10 +169,10 @@ def candidates(
 ) -> tuple[tuple[Trial, Candidate], ...]:
     """Collect the trials from which the Pareto front is selected, each with its costs and constraint violation.
 
-    These are the trials that were scored on all samples of the search; of trials with the same recipe, only the first.
-    The costs are computed from the values of `objectives`. If `origin` is given, only trials whose recipe comes from
-    there, such as from the search, are collected; trials of source models then still serve as references for the bounds
-    of constraints.
+    These are the trials that were scored on all samples of the search; if several trials have the same recipe, only the
+    first one is collected. The costs are computed from the values of `objectives`. If `origin` is given, only trials
+    whose recipe comes from there, such as from the search, are collected; trials of source models then still serve as
+    references for the bounds of constraints.
     """
     trials = full_budget_trials(trials)
     violation = _violations(trials, objectives)

@@ -64,7 +64,7 @@ _ADAPTER: TypeAdapter[StopsPlot] = TypeAdapter(StopsPlot)
 
 
 def stops_json(plot: StopsPlot) -> bytes:
-    """JSON text, as UTF-8, of `plot`: the comparisons of stopped trials with their rivals."""
+    """Encode `plot`, the comparisons of stopped trials with their rivals, as JSON text in UTF-8."""
     return _ADAPTER.dump_json(plot)
 
 

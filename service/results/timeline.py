@@ -136,7 +136,7 @@ def timeline(
 
 
 def timeline_json(plot: TimelinePlot) -> bytes:
-    """JSON text, as UTF-8, of `plot`, the activity of each engine of a study over time."""
+    """Encode `plot`, the activity of each engine of a study over time, as JSON text in UTF-8."""
     return _ADAPTER.dump_json(plot)
 
 

@@ -308,8 +308,8 @@ class NotificationStore:
         """Store that a try to send a delivery failed, for the reason `error`.
 
         `status` is the HTTP status of the response, or None if there was none. If `is_last` is True, no further try
-        follows. Then the subscription (the webhook or mail address) is disabled, and its waiting deliveries are
-        deleted, if tries have failed there for `disables_after_s` seconds without a success.
+        follows. If also no try has succeeded for `disables_after_s` seconds, the subscription (the webhook or mail
+        address) is disabled, and its waiting deliveries are deleted.
 
         Returns:
             The subscription if it was disabled now, else None.
@@ -466,7 +466,7 @@ def _webhook(connection: sa.Connection, webhook_id: str) -> SubscriptionRecord:
 def _document(subscription: SubscriptionRecord) -> dict[str, Any]:
     """Describe a subscription (a webhook or mail address) for the audit log, without its secret.
 
-    Of a webhook's URL, only the host is included, because the path may be a secret.
+    The description has only the host of a webhook's URL, because the path may be a secret.
     """
     is_webhook = subscription.kind is SubscriptionKind.WEBHOOK
     target = {"host": urlsplit(subscription.target).hostname} if is_webhook else {"address": subscription.target}

@@ -251,8 +251,9 @@ def _samples_of(
     A row of this table says which weights the engine held when it scored samples. `study` is the study's id, `digest`
     is the recipe's digest, and `split` is the search data, the holdout data or the benchmarks. Samples in the table in
     which earlier versions of the program stored them are left out. `where` is a condition on rows of the table
-    `sample_chunks`, each of which has adjacent samples that were scored together. Of these rows the samples at
-    `positions` are yielded (None: all); without `has_tokens`, completions have none of their token ids.
+    `sample_chunks`; each row has adjacent samples that were scored together. From the selected rows, only samples at
+    `positions` are yielded (None: all samples). If `has_tokens` is False, completions are yielded without their token
+    ids.
     """
     table, texts, documents = schema.sample_chunks, schema.sample_texts, schema.sample_documents
     same = [texts.c[column.name] == column for column in table.primary_key]
@@ -314,8 +315,8 @@ def void_holdings(*columns: Any, held: sa.Subquery) -> sa.Select[Any]:
 
     A sample is void if its engine scored it after the last check with fixed prompts that the engine passed. `held` is a
     result of `holdings`: it has the number of samples for each row of the table `evidence`, which says which weights
-    the engine held. The query selects those rows of `held` whose samples are void. `columns` are the columns to select,
-    of `held` or of the joined tables `evidence` and `engine_faults`.
+    the engine held. The query selects those rows of `held` whose samples are void. `columns` are the columns to select;
+    they are columns of `held` or of the joined tables `evidence` and `engine_faults`.
     """
     return _void(sa.select(*columns).select_from(held), held.c.evidence)
 

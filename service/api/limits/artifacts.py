@@ -63,7 +63,7 @@ class ArtifactQuota:
         check: Callable[[], None] = lambda: None,
         measured: MeasuredArtifacts | None = None,
     ) -> Made:
-        """Store a job by calling `make`, if the models that it will train, of `num_bytes` in all, fit into the quota.
+        """Store a job by calling `make`, if the quota has room for the models that it will train (`num_bytes` in all).
 
         Stored artifacts, such as trained models, and those that unfinished jobs will still store take up the quota too.
         `check` is called first, and may refuse the job by an error. No server with this database admits another job

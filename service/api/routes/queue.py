@@ -28,7 +28,7 @@ Admin = Annotated[Principal, needs(Scope.SUBMIT, is_for_admins=True)]
 
 
 class Move(BaseModel):
-    """Body of the request that moves a job: before another job, or without `before` to the front."""
+    """Body of the request that moves a job before another job, or to the front if there is no `before`."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 

@@ -116,8 +116,8 @@ def run_fleet(
         specs: Specifications of the experts, by alias.
         directories: Directories of the trainings, by alias.
         resources: Functions that connect to Ray and train on Ray Train.
-        parallel: Number of experts that train at the same time. None means as many as the cluster has GPUs for, and one
-            if workers train on CPU cores.
+        parallel: Number of experts that train at the same time. None means the number of experts for which the cluster
+            has GPUs, or one if workers train on CPU cores.
         note: Called with messages about the progress.
         begins: Called with the number of experts that train at the same time, before the first training.
         finished: Called in the caller's thread with the alias and the summary of an expert, as soon as it is trained.

@@ -233,7 +233,7 @@ def as_line(snapshot: ProgressSnapshot, pace: Pace) -> str:
 
 
 def speed_text(pace: Pace, separator: str) -> str:
-    """Text of a study's speeds and estimated time left, which `pace` has, each preceded by `separator`.
+    """Text of the speeds and the estimated time left in `pace`, each preceded by `separator`.
 
     With the separator ", ", an example is `, 50/s, 0.4 steps/s, 4m10s left`: samples per second, the searcher's steps
     (gradients and policy updates) per second, and the time left. Values that are not measured yet are left out.

@@ -1,4 +1,4 @@
-"""Reports of what engines do, or wait for, while a driver waits for their start."""
+"""Reports of the phases of starting engines, for a driver that waits for the engines."""
 
 from __future__ import annotations
 

@@ -50,8 +50,8 @@ class HyperbandTable(RungTable):
     def most_samples_left(self, totals: Sequence[int]) -> int:
         """The most samples that the search can still take without opening another bracket (ladder of rungs).
 
-        A bracket of several rungs is completed once it is open. Its trials that are still to be proposed are therefore
-        counted, in addition to the existing ones. Of a bracket with a single rung, only the existing trials are
+        A bracket of several rungs is completed once it is open. Therefore the trials that will still be proposed for it
+        are counted in addition to its existing trials. For a bracket with a single rung, only the existing trials are
         counted. `totals` has each rung's number of samples, summed over the objectives.
         """
         alone = (self._entries[number].bracket for number in self._runnable)

@@ -1,7 +1,7 @@
 """Gradient descents of a search: one for each preference vector, ordered so that each can start from a similar one.
 
 The first descent is for the preference vector nearest to equal weights. Each later descent is for the vector nearest to
-the vectors of earlier ones, and starts at the end of the nearest earlier descent, so that few steps are enough.
+the vectors of earlier descents. It starts at the end of the nearest earlier descent, so that few steps are enough.
 Distances are Euclidean.
 """
 
