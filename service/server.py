@@ -236,8 +236,8 @@ def _announce(text: str) -> None:
 def _protection(store: Store, host: str, *, has_accounts: bool) -> str:
     """Text for the operator that says who may use a server listening on `host`.
 
-    `store` is the server's database. `has_accounts` says whether the server uses accounts. Raises Conflict if it does,
-    the database has no user yet, and other machines can reach `host`.
+    `store` is the server's database. `has_accounts` says whether the server uses accounts. Raises Conflict if the
+    server uses accounts, the database has no user yet, and other machines can reach `host`.
     """
     from service.store.accounts import AccountStore
 

@@ -325,7 +325,7 @@ class Scope(StrEnum):
 
     - `READ`: to read
     - `SUBMIT`: to read, and to submit and change jobs
-    - `ADMIN`: all of these, and to manage accounts
+    - `ADMIN`: to read, to submit and change jobs, and to manage accounts
     """
 
     READ = "read"
@@ -428,8 +428,8 @@ class TeamLimits:
     - `gpu_hours`: GPU-hours in a calendar month (UTC).
     - `artifact_bytes`: bytes of the experts and policies of the team's jobs.
     - `export_bytes`: bytes of the exported models of the team's jobs.
-    - `requests_per_minute`: requests of the team's members in a minute, in the long run. The same number may come at
-      once.
+    - `requests_per_minute`: requests of the team's members in a minute, in the long run. Up to this number of requests
+      may also be sent at once.
     """
 
     weight: float = 1.0

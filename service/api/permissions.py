@@ -263,7 +263,7 @@ def sender_with(scope: Scope) -> Any:
     """Make a FastAPI dependency that returns the sender; it refuses (403) a token or session without the `scope`.
 
     The scope says for which requests a token or session can be used. This dependency does not declare the access rule
-    (`Rule`) of its route. Another dependency of the same route must do so.
+    (`Rule`) of its route. Another dependency of the same route must declare the rule.
     """
 
     async def checked(sender: Annotated[Principal, Depends(_sender)]) -> Principal:  # async: it needs no thread

@@ -48,7 +48,7 @@ def print_json_line(document: Any) -> None:
 
 
 def print_export(directory: Path, chosen: PreferredDocument | None, *, as_json: bool) -> None:
-    """Print the directory of a written merged model and, if weights of the objectives selected its trial, that trial.
+    """Print the directory of a written merged model, and its trial if weights of the objectives selected the trial.
 
     `chosen` describes the selected trial; None if no weights were given. If `as_json` is True, directory and trial are
     printed as JSON.

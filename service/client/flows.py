@@ -465,14 +465,14 @@ def samples(
 def set_validity(study: str, number: int, *, is_valid: bool, reason: str | None = None) -> Flow[TrialDocument]:
     """Mark a trial as invalid, so that all results leave it out, or as valid again.
 
-    The trial keeps its scored samples. A COMPLETE study continues, so that the trial that replaces it among the best is
-    scored on held-out data.
+    The trial keeps its scored samples. A COMPLETE study continues: another trial takes the invalid trial's place among
+    the best, and is scored on held-out data.
 
     Args:
         study: Id of the study.
         number: Number of the trial.
         is_valid: Whether the trial is valid.
-        reason: Why the trial is invalid; needed if it is.
+        reason: Why the trial is invalid; needed if the trial is invalid.
 
     Returns:
         The server's JSON document that describes the trial.

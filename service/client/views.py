@@ -421,7 +421,7 @@ class TrialSamples(_Document):
     def to_dataframe(self) -> pandas.DataFrame:
         """Return these samples as a data frame, with the columns `a.value`, `a.response` and `a.is_truncated`.
 
-        Those of the second trial, if there is one, begin with `b`.
+        If there is a second trial, its columns begin with `b`.
 
         Raises:
             Conflict: pandas is not installed.

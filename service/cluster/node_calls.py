@@ -150,8 +150,8 @@ class NodeCalls:
         The node is the head of the cluster: the process that later works on a job runs there and repeats the checks
         with the same models and database, which other nodes may be unable to reach. The node is None if the head is on
         this machine; jobs are then checked by this machine's own processes. If the cluster does not answer, the node is
-        None too, unless this machine and the head share their files only through an object store: then ConnectionError
-        is raised.
+        None too. But if this machine and the head share their files only through an object store, ConnectionError is
+        raised instead.
 
         The list has the GPUs and memory of each machine whose node is alive. It is empty if this machine is the only
         one, or if the cluster does not answer.

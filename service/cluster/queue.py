@@ -239,7 +239,7 @@ def estimated_starts(choice: Choice, ends: Mapping[str, float | None]) -> dict[s
 
 
 class _Books:
-    """Resources that the running jobs of each team use, with which a waiting job is checked against its team's quotas.
+    """Use of resources by the running jobs of each team, to check a waiting job against its team's quotas.
 
     `held` are the jobs that hold places, and `teams` has the limits and the usage of each team.
     """

@@ -29,7 +29,7 @@ __all__ = [
 def place_of(name: str, directories: Mapping[str, Path], file: Path, warn: Callable[[str], None]) -> str | Path:
     """Find the model or adapter that a mergekit configuration calls `name`; return its directory, hub id or URL.
 
-    It is the first of these that exists:
+    The model is the first of these that exists:
 
     - the entry in `directories`
     - `name`, if it is the URL of a folder in an object store

@@ -266,8 +266,8 @@ def one_of(column: sa.ColumnElement[int], numbers: Collection[int]) -> sa.Column
     """Condition that the integer `column` is one of `numbers`.
 
     Databases limit the number of parameters of a statement. If there are more than MAX_NAMED numbers, the condition is
-    therefore that the column is between the smallest and the largest; callers leave out the other rows themselves.
-    Numbers without a gap are not named either, because a statement with many parameters takes long to make.
+    therefore that the column is between the smallest and the largest; callers leave out the other rows themselves. The
+    condition is also a range if the numbers have no gap, because a statement with many parameters takes long to make.
     """
     if not numbers:
         return sa.false()

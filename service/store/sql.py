@@ -262,8 +262,8 @@ class Store:
     def admission(self) -> Iterator[None]:
         """Context of a unit of work that compares quotas with their use, and then stores the jobs or files that fit.
 
-        No other admission of any server with this database overlaps with it, so that together they admit no more than
-        the quotas allow.
+        Admissions never overlap, even admissions of several servers with this database. Otherwise two admissions
+        together could exceed a quota.
         """
         with self._admissions, unit_of_work(self._engine) as connection:  # who waits for the lock has no connection
             if connection.dialect.name == "postgresql":  # on SQLite, the transaction has the only write lock

@@ -1,4 +1,4 @@
-"""The requests that are forwarded to Ray's dashboard: only those with which the dashboard's own page shows data.
+"""Rules on the requests that are forwarded to Ray's dashboard: only requests by which the dashboard's page gets data.
 
 Every other path is refused, even if a later version of Ray adds it. Some GET requests have effects: they profile
 processes, keep packages alive, or delay the dashboard. Others show secrets, such as runtime environments or the logs of

@@ -609,8 +609,8 @@ def _place(sender: Principal, team: str | None, sharing: Sharing | None) -> _Pla
 def _check_team(sender: Principal, job: JobRecord, team: str | None) -> None:
     """Raise InvalidRequest if the sender may not move a job to `team`.
 
-    Members of the team and administrators of the server may do so. Jobs without a team have no quotas. Therefore only
-    administrators of the server may take a job out of its team without moving it to another one (`team` is None).
+    Members of `team` and administrators of the server may move the job. Jobs without a team have no quotas. Therefore
+    only administrators of the server may take a job out of its team without moving it to another one (`team` is None).
     """
     account = sender.account
     if account is None or account.is_admin or team == job.team:

@@ -294,7 +294,8 @@ def get_trial(study: Study, number: TrialNumber, services: Context) -> Response:
 async def get_recipe(study: Study, number: TrialNumber, services: Context, sender: Sender) -> Response:
     """The recipe of a trial's merge, in the format that `mergesearch merge` reads.
 
-    The recipe says which source models are merged, how, and in which dtype the study's engines have the merge.
+    The recipe says which source models are merged, and how. It also has the dtype in which the study's engines run the
+    merge.
     """
     trial = await run_in_threadpool(_trial, services, study, number)
     stated = study.document.get("engine", {}).get("dtype", "auto")

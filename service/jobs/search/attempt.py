@@ -501,10 +501,10 @@ def _reason_to_fail(error: Exception, record: JobRecord, preflight: PreflightRes
 
     - After StudyFailed and EvidenceMismatch (a result that does not come from the requested merge or prompts), the
       study must fail.
-    - After any other error the study's models and tasks, which `preflight` names, are checked again. The study must
-      fail if they have changed since the study was created, or if the study may no longer read them. Another attempt
-      may succeed if they are only temporarily unusable.
-    - If models and tasks are unchanged, the study must fail, except after EngineUnavailable.
+    - After any other error, the study's models and tasks, which `preflight` names, are checked again. If they have
+      changed since the study was created, or if the study may no longer read them, the study must fail. If they are
+      only temporarily unusable, another driver may succeed.
+    - If the checks find nothing, the study must fail, except after EngineUnavailable, when another driver may succeed.
     """
     if isinstance(error, (StudyFailed, EvidenceMismatch)):
         return str(error)

@@ -181,7 +181,8 @@ class Plot:
 class _Box:
     """Rectangle that a text would cover in a plot of the smallest width, in pixels from the plot's upper left corner.
 
-    `anchor` is the end of the text that is at its point, and `dy` moves its baseline down from the point.
+    `anchor` is "start" if the text begins beside the point that it labels, and "end" if the text ends there. `dy` moves
+    the text down, in pixels.
     """
 
     left: float

@@ -89,8 +89,9 @@ def _on_gpu(
 ) -> tuple[GradientPlace | None, str]:
     """Plan gradients on GPUs of one machine that have no engine; return (place, ""), or (None, reason) if none fits.
 
-    As few GPUs are used as possible. On one number of GPUs, passes of PASS_TOKENS tokens are preferred, then such
-    passes with recomputed activations, and then smaller ones.
+    The plan uses as few GPUs as possible. For a given number of GPUs, the first choice is passes of PASS_TOKENS tokens.
+    The second choice is such passes with activations computed twice. The third choice is smaller passes, also with
+    activations computed twice.
 
     `sources` are the study's models. `machines` are the groups of machines, whose smallest GPU counts. `value_bytes` is
     the size of a number in the gradients' dtype. `max_layers` is the number of layers of the longest merge if merges

@@ -84,8 +84,9 @@ def unchanged_models(stored: JobRecord) -> tuple[Study, ResolvedFamily]:
 def check_unchanged(record: JobRecord, resolved: ResolvedStudy) -> None:
     """Raise Conflict if models, task data or recipes of a stored study have changed since it was created.
 
-    `record` is the study's job, with the fingerprints of that time; `resolved` has the present ones. Also raises
-    Conflict if this program does not have the version of the searcher that the study was created with.
+    `record` is the study's job, with the fingerprints (hashes of files) that were stored then; `resolved` has the
+    present ones. Also raises Conflict if this program does not have the version of the searcher that the study was
+    created with.
     """
     stored = ResolvedStudy.of(record)
     known = SEARCHERS[stored.algorithm].version if stored.algorithm in SEARCHERS else 1

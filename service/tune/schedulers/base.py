@@ -53,7 +53,7 @@ class Entry:
 class Rung:
     """A rung of one bracket (ladder of rungs): a number of samples at which the bracket's trials are compared.
 
-    Its members are the trials that have arrived at the rung, whether they are evaluated there yet or not.
+    The rung's members are the trials that have arrived at it, whether or not they are evaluated there already.
 
     - `index`: the rung's index, from 0
     - `order`: the members in the order of their arrival

@@ -33,9 +33,9 @@ Predict: TypeAlias = Callable[[Rows, Rows, Rows, Rows], Rows]
 def chosen(steps: Sequence[Step]) -> tuple[RungChoice, int] | None:
     """The searcher's last stored choice of the results for its surrogate model; None if it has made none.
 
-    Such a choice is among the `steps` (answers to the searcher's earlier requests). The choice is "all_rungs" for
-    results on any number of samples, or "highest_budget" for results at the full budget (all samples) alone. The second
-    value is the number of results at the full budget that were known when the choice was made.
+    The `steps` are answers to the searcher's earlier requests; requests to store a choice are among them. The choice is
+    "all_rungs" for results on any number of samples, or "highest_budget" for results at the full budget (all samples)
+    alone. The second value is the number of results at the full budget that were known when the choice was made.
     """
     for step in reversed(steps):
         if isinstance(step, NoteStep):
