@@ -406,7 +406,7 @@ def trial_columns(study: str, *, fields: Sequence[str] | None = None) -> Flow[di
 
 
 def trial(study: str, number: int) -> Flow[ShownTrialDocument]:
-    """Return one trial of a study: its configuration, its state, its values of the objectives, and their origin.
+    """Return one trial of a study: its configuration, its state, its values, and the origin of these values.
 
     Args:
         study: Id of the study.

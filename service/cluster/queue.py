@@ -12,8 +12,8 @@ nor Ray, so that a simulation can drive it. The rules, in this order:
    job is the oldest job of the team with the smallest usage for its weight. Jobs that an administrator has moved come
    where they were moved to.
 4. A job that would exceed a quota of its team is passed over until it does not.
-5. If all places are taken, the running job of the smallest priority gives up its place to a waiting job of a larger
-   priority, once it has held the place for KEEPS_PLACE_S seconds.
+5. If all places are taken, a waiting job gets the place of the running job of the smallest priority, if this priority
+   is smaller than its own. No job loses its place in this way before it has held the place for KEEPS_PLACE_S seconds.
 """
 
 from __future__ import annotations

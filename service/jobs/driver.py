@@ -106,7 +106,7 @@ def _work_on(
     """Work on a job in this process, and return the process's exit code.
 
     An attempt is the work of one driver process on the job; `writer` stores the results of this attempt. `work_dir` is
-    the directory for files of the work, `files` is the directory or object store for models that the job trains, and
+    the directory for files of the work, and `files` is the directory or object store for models that the job trains.
     `resources` has the functions that connect to Ray and start replicas; None means the functions in
     `service.jobs.resources`. The trace spans of the work belong to the trace of the request that created the job.
     """

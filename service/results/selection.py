@@ -102,8 +102,8 @@ def best_trial(trials: Iterable[Trial], objectives: Sequence[Objective]) -> Tria
     """Select the best of the trials that were scored on all samples of the search data.
 
     The best trial is the trial with the highest mean of the accuracy objectives (values in [0, 1], larger is better).
-    If the study has no accuracy objectives, the best trial is the trial with the lowest mean cost; an objective's cost
-    is its value scaled to [0, 1], where 0 is the best value, and objectives that need no samples, such as the number of
+    If the study has no accuracy objectives, the best trial is the trial with the lowest mean cost. An objective's cost
+    is its value scaled to [0, 1], where 0 is the best value. Objectives that need no samples, such as the number of
     parameters, do not count. If trials are equal, the first one is chosen. If no trial satisfies all constraints, the
     one that violates them least is chosen.
 

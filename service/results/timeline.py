@@ -52,9 +52,9 @@ class TimelineChunk:
 
 @dataclass(frozen=True)
 class ReplicaShares:
-    """Shares of a replica's time in each phase of work and without work (`idle`), for each bin of a timeline.
+    """Shares of a replica's time, for each bin of a timeline: in three phases of work, and without work (`idle`).
 
-    Each list has a number from 0 to 1 for each bin. The four numbers of a bin sum to 1.
+    Each list has a number from 0 to 1 for each bin. The numbers of the four lists sum to 1 in each bin.
     """
 
     merge: list[float]

@@ -356,9 +356,9 @@ class NotificationStore:
         """Store the reasons why jobs wait, make notices of jobs that wait too long, and return the number of notices.
 
         Users get messages about notices later. A job waits too long if it has waited for the same reason for
-        `notify_after_s` seconds. After a notice, there is another one only if the job has stopped waiting in between: a
-        driver (a process that works on the job) has worked on it for `works_after_s` seconds, or the job was paused or
-        has ended.
+        `notify_after_s` seconds. A job gets another notice only if it has stopped waiting since the last one. A job has
+        stopped waiting if a driver (a process that works on the job) has worked on it for `works_after_s` seconds, if
+        it was paused, or if it has ended.
 
         `waiting` maps the id of each unfinished job that is not paused to the reason why it waits; None if a driver
         works on it. `passing` is a reason that lasts only for a short time, such as the start of a driver. Such a

@@ -648,7 +648,7 @@ class Store:
         restarts: bool,
         steering: Steering,
     ) -> JobRecord | None:
-        """Edit a job and return it; return None and change nothing if it was edited after it was read as `job`.
+        """Edit a job and return it. If the job was edited after it was read as `job`, return None and change nothing.
 
         `labels` has the new values of those columns that change, among `name`, `description`, `tags`, `notes` and
         `priority`. `document` is the submitted document with the edited options; None leaves the document unchanged. If
@@ -800,8 +800,8 @@ class Store:
     def resume(self, job_id: str, *, reason: str, steering: Steering | None = None) -> JobRecord:
         """Let a job that waits or failed continue, and return it.
 
-        These jobs can continue: FAILED, STOPPED and PAUSED jobs, and COMPLETE jobs whose responses were not removed and
-        that have void samples, which must be scored again because their engine later failed a check. Such a job becomes
+        FAILED, STOPPED and PAUSED jobs can continue. A COMPLETE job can continue if its responses were not removed, and
+        if it has void samples, which must be scored again because their engine later failed a check. Such a job becomes
         STOPPED with the given `reason`, so that the server starts a driver (process), and its failed drivers are no
         longer counted. A request to pause that has not been carried out yet is withdrawn. Other jobs are not changed.
         If the job is changed and `steering` is not None, it is stored as an event that says who asked, and why. Raises

@@ -295,9 +295,9 @@ class RefinementStage:
 
         A layer path is the sequence of layers of a merge. `plan` has the number of paths and the preference vectors
         (weights of the objectives). The outcome of a path for a vector is minus the sum of its costs, weighted by the
-        vector. Each path gets the vector for which it compares best with the other chosen paths: the one for which the
-        difference between the best outcome of all chosen paths and its own outcome is least. If several vectors are
-        equally good, the path gets the first of them.
+        vector. The loss of a path for a vector is the best outcome of all chosen paths minus the path's own outcome.
+        Each path gets the vector for which this loss is least. If several vectors are equally good, the path gets the
+        first of them.
         """
         trials = tuple(self._trials.values())
         found = best_of_front(trials, self._plan.objectives, most=plan.options.paths, origin=Origin.SEARCH)

@@ -6,8 +6,7 @@ The search does not use the samples that the refinement of its front may take.
 
 No trial or step starts that could exceed the limit. A trial starts if the limit still allows it when all earlier trials
 have ended. Therefore the decision is the same with any number of replicas and after any interruption. The decision is
-made before these trials have ended if the limit allows the trial even when each of them takes as many samples as it
-can.
+made earlier if the limit allows the trial even when each earlier trial takes as many samples as it can.
 """
 
 from __future__ import annotations

@@ -278,7 +278,7 @@ def _columns(services: Services, study: JobRecord, choice: ColumnChoice | None, 
     responses={200: {"model": ShownTrialDocument}, **refusals(404)},
 )
 def get_trial(study: Study, number: TrialNumber, services: Context) -> Response:
-    """Show a trial of a study: its configuration, its state, its values of the objectives so far, and their origin."""
+    """Show a trial of a study: its configuration, its state, its values so far, and the origin of these values."""
     trial = _trial(services, study, number)
     (document,) = _documents(services, study, [trial])
     evidence = services.store.evidence(study.id, recipe_digest=trial.recipe.digest)

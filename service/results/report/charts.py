@@ -136,8 +136,8 @@ class Plot:
         """Write text to the right of the point (x, y), or to the left if the text would leave the plot.
 
         `css` is the text's CSS class. `dy` moves the text down, in pixels. If a text with `is_movable` would overlap
-        another text, it is written elsewhere around its point; it is left out if it would overlap one everywhere. Texts
-        of the class "strong" are placed first.
+        another text, it is written elsewhere around its point. If it would overlap another text at every place, it is
+        left out. Texts of the class "strong" are placed first.
         """
         self._texts.append(_Text(self.x.at(x), float(self._y(y)), text, css=css, dy=dy, is_movable=is_movable))
 
