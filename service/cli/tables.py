@@ -471,8 +471,8 @@ def _error_text(error: float | None) -> str:
 def _exact_text(estimate: EstimateDocument, *, signed: bool = False) -> str:
     """Text of the value of `estimate` if the value follows from the recipe (merge) alone, such as the model's size.
 
-    Such a value has no confidence interval. Returns "" if the value is a mean over samples, which has one. If `signed`
-    is True, a positive value has a plus sign.
+    Such a value has no confidence interval. Returns "" if the value is a mean over samples, which has a confidence
+    interval. If `signed` is True, a positive value has a plus sign.
     """
     return "" if estimate["samples"] else f"{estimate['value']:{'+' if signed else ''},.10g}"
 

@@ -34,7 +34,7 @@ class NodeUse:
 
     - `id`, `host`, `address`: Ray's id of the node, and the name and network address of its machine
     - `is_head`, `is_alive`: whether the node is the head of the cluster, and whether Ray can use it
-    - `num_cpus`: the number of logical processors, and `cpu_percent` how busy they are; None if unknown
+    - `num_cpus`, `cpu_percent`: the number of logical processors, and the percentage of them in use; None if unknown
     - `memory_used`, `memory_total`, `disk_used`, `disk_total`: bytes; 0 if Ray does not report them
     - `gpus`: the GPUs of the machine
     """

@@ -181,8 +181,8 @@ def chat_template_of(choice: str | None, file: Path, sources: ResolvedFamily | N
     - a file, relative to the folder of `file` or to the current directory
     - the template itself
 
-    Raises InvalidRecipe if it is none of them. Returns None, which selects no template, if `choice` is None because the
-    key is absent.
+    Raises InvalidRecipe if `choice` is none of these. If the key is absent, `choice` is None, and the result is None:
+    no template is selected.
     """
     if choice is None or "{" in choice or "\n" in choice:
         return choice

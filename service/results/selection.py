@@ -55,8 +55,8 @@ def accuracy_objectives(objectives: Sequence[Objective]) -> tuple[str, ...]:
 class Criteria:
     """Texts that describe how a study selects trials.
 
-    `best` describes which trial is the best, `promotion` which trials are promoted to the next rung (a larger number of
-    samples), and `difference` why the two can differ.
+    `best` describes which trial is the best. `promotion` describes which trials are promoted to the next rung (a larger
+    number of samples). `difference` says why the two choices can differ.
     """
 
     best: str

@@ -56,9 +56,9 @@ def gradient_place(
     chosen too: another check reports this lack.
 
     `sources` are the study's models, and `machines` are the groups of machines that can run engines. `plan` computes
-    the memory of the study with gradients on a device, or without gradients for None. `max_layers` is the number of
-    layers of the longest merge if merges have any number of layers, else 0. Returns the choice and "", or None and the
-    reason why no device fits.
+    the memory of the study with gradients on a given device; the device None means without gradients. `max_layers` is
+    the number of layers of the longest merge if merges have any number of layers, else 0. Returns the choice and "", or
+    None and the reason why no device fits.
     """
     has_gpus = any(group.num_gpus for group in machines)
     why = ""

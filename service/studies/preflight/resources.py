@@ -145,10 +145,10 @@ def machines_for(
 ) -> tuple[EngineMachines, ...]:
     """Groups of machines that can run a study's engines.
 
-    The result has the groups that are stated for this installation; if none are stated, the groups `known`; if none are
-    known, this machine. If some groups have GPUs, groups without GPUs are left out. If engines need GPUs and no group
-    has any, the result is one machine with one GPU and unknown memory. If `available_bytes` is given, each machine has
-    this memory.
+    The result has the groups that are stated for this installation. If no groups are stated, the result has the groups
+    `known`. If no groups are known either, the result is this machine. If some groups have GPUs, groups without GPUs
+    are left out. If engines need GPUs and no group has any, the result is one machine with one GPU and unknown memory.
+    If `available_bytes` is given, each machine has this memory.
     """
     import torch
 

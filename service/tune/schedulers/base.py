@@ -542,8 +542,8 @@ class RungTable(ABC):
     def _last_promoted(self, bracket: int, rung: Rung) -> int | None:
         """The last trial, in the order of promotion, among the trials that a rung promotes once all have arrived.
 
-        A rung is a number of samples at which trials are compared, and `bracket` the index of its bracket (a ladder of
-        rungs). Returns None if all trials of the rung failed.
+        A rung is a number of samples at which trials are compared, and `bracket` is the index of its bracket (a ladder
+        of rungs). Returns None if all trials of the rung failed.
         """
         best = rung.ranking.best(self._brackets[bracket].num_promoted(len(rung.members)))
         return best[-1] if best else None
