@@ -102,7 +102,7 @@ class TeamState:
     usage: TeamUsage = field(default_factory=TeamUsage)
 
     def used_up(self) -> Shortage | None:
-        """Return the team's quota of GPU-hours as a shortage if it is used up; else, or without this quota, None."""
+        """Return the team's quota of GPU-hours as a shortage if it is used up, else None; also None without a quota."""
         limit, used = self.limits.gpu_hours, self.usage.month
         return None if limit is None or used < limit else Shortage("gpu_hours", limit, used, 0)
 

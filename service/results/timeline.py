@@ -104,7 +104,7 @@ def timeline(
 ) -> TimelinePlot:
     """Compute the activity of each engine of a study over time, from the chunks (samples of one request) it scored.
 
-    The engine computes a merge, swaps it in (writes it into the engine), scores samples, or is idle.
+    An engine has four activities: it computes a merge, writes it to its weights (swap), scores samples, or idles.
 
     Args:
         chunks: The chunks, with the times of this work; those outside of the given time are left out.
