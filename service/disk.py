@@ -81,7 +81,7 @@ def locked(directory: Path, *, is_shared: bool = False) -> Iterator[bool]:
     other process held the lock when this process took it, else False.
 
     Raises:
-        InUse: Another process holds the lock, and one of the two does not share it.
+        InUse: Another process holds the lock, and this process or the other one does not share it.
     """
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / LOCK_FILE).open("a+") as file:

@@ -93,8 +93,8 @@ def planned_for(machines: Sequence[EngineMachines]) -> Iterator[None]:
 def stated_machines() -> tuple[EngineMachines, ...]:
     """Machines that run this installation's engines, in groups of equal machines, as the operator stated them.
 
-    Inside a context of `planned_for`, they are the machines given to it. Otherwise the environment variable
-    MERGESEARCH_ENGINE_NODES states them; without it, the result is empty.
+    Inside a context of `planned_for`, the result is the machines given to this context. Otherwise the environment
+    variable MERGESEARCH_ENGINE_NODES states them; without it, the result is empty.
 
     Raises:
         Conflict: The variable cannot be read.

@@ -116,9 +116,9 @@ class ResolvedStudy:
         """Read a resolved study from the JSON document that `to_json` returned.
 
         Documents of early versions have no `commits`, `access`, `algorithm`, `searcher_version` and constraints.
-        Studies without `open_brackets` and `batch` keep the earlier rules: trials of two of Hyperband's brackets
-        (ladders of rungs) may run at the same time, and a batch (consecutive proposals that are made from the same
-        results) is a single proposal.
+        Studies without `open_brackets` and `batch` keep the earlier rules: trials of two brackets (ladders of rungs) of
+        Hyperband may run at the same time, and a batch (consecutive proposals that are made from the same results) is a
+        single proposal.
         """
         access = document.get("access")
         return cls(

@@ -85,11 +85,11 @@ def serve(
 
     Args:
         data_dir: Directory of the server's files, and by default of its database.
-        database: URL of the database; by default the one that `service.store.database_url` finds.
+        database: URL of the database; by default the URL that `service.store.database_url` finds.
         host: Address to listen on.
-        port: Port to listen on; 0 is any free one.
+        port: Port to listen on; 0 is any free port.
         dashboard_host: Address of Ray's dashboard, if the server starts Ray.
-        dashboard_port: Port of Ray's dashboard; by default 8265, or the next free one.
+        dashboard_port: Port of Ray's dashboard; by default 8265, or the next free port.
         allow_dirs: Directories whose files jobs may read; by default the data directory, the working directory and the
             hub's cache.
         trust_dirs: Further directories whose files jobs may read; task files there may also name Python functions.
@@ -99,27 +99,28 @@ def serve(
         prefix: Path prefix below which the routes are served too, for a proxy that does not remove the prefix; empty
             for none.
         export_days: Days after which exports are removed.
-        export_quota_bytes: Size of all exports beyond which the oldest are removed earlier; by default a tenth of the
-            disk.
+        export_quota_bytes: Size of all exports above which the oldest exports are removed before their time; by default
+            a tenth of the disk.
         files: Location of trained experts and policies: a directory or the URL of an object store; by default in the
             data directory.
         artifact_quota_bytes: Size of all experts and policies beyond which fine-tunings are refused; by default a tenth
             of the disk, or no limit in an object store.
         keep: Limits on the data that are kept of ended jobs, by kind of data; by default all data are kept.
         has_accounts: Whether requests need a token once the database has a user.
-        requests_per_s: Requests a second that are accepted of each token, or of each address without accounts; None
-            uses the default limit.
+        requests_per_s: Requests per second that are accepted from each token or, without accounts, from each network
+            address; None uses the default limit.
         has_open_metrics: Whether everybody may read the metrics.
         has_open_dashboard: Whether every user may read Ray's dashboard, which shows the jobs of all teams.
-        oidc: The identity provider with which browsers log in; by default they cannot.
+        oidc: The identity provider with which browsers log in; by default, browsers cannot log in.
         max_running: Number of jobs that run at the same time; by default MAX_RUNNING of the reconciler.
-        notifications: What is sent to users about their jobs; by default to public webhooks only, and no mails.
+        notifications: Settings of the messages to users about their jobs; by default, messages go to public webhooks
+            only, and no e-mails are sent.
         log_format: Format of the logs of the server and of the drivers and replicas of its jobs, "text" or "json"; by
             default the value of the variable MERGESEARCH_LOG_FORMAT, else "text".
         has_access_log: Whether a line is logged for each request.
 
     Raises:
-        Conflict: The server has no user, and others than this machine may reach it; options contradict each other; the
+        Conflict: The server has no user, and other machines may reach it; options contradict each other; the
             port or the data directory is taken, the database or `files` cannot be used, or the variable
             MERGESEARCH_ENGINE_NODES or MERGESEARCH_LOG_FORMAT cannot be read.
     """
@@ -284,7 +285,7 @@ def alone(data_dir: Path, address: URL, *, is_shared: bool | None = None) -> Ite
     """Context in which this server uses the data directory and the database, alone or shared with other servers.
 
     `address` is the URL of the database. An SQLite database is never shared. Servers with one PostgreSQL database may
-    share it and the data directory, if `is_shared` is True or None. If it is False, nothing is shared.
+    share it and the data directory, if `is_shared` is True or None. If `is_shared` is False, nothing is shared.
 
     Raises:
         InUse: Another server uses the data directory or the database and does not share it, or it uses the data
@@ -306,8 +307,8 @@ def alone(data_dir: Path, address: URL, *, is_shared: bool | None = None) -> Ite
 def _directories(option: str, directories: Sequence[Path]) -> tuple[str, ...]:
     """Check that `directories` exist, and return their absolute paths.
 
-    The directories are the values of the command's option `option`. Raises Conflict, with the option's name, if one is
-    not a directory.
+    The directories are the values of the command's option `option`. Raises Conflict, with the option's name, if one of
+    them is not a directory.
     """
     for directory in directories:
         if not directory.is_dir():

@@ -1,17 +1,17 @@
 """The HTTP API: FastAPI on top of the store and the cluster.
 
 - `app`: creates the application
-- `protocols`: the interface to the cluster, and the sender of a request
-- `permissions`: what each route needs, and who sends a request
+- `protocols`: the methods of the cluster that the API calls, and the class for the sender of a request
+- `permissions`: the access rights that each route needs, and the identification of the sender of a request
 - `dependencies`: services and path parameters that routes depend on
 - `routes`: the routes, by topic
-- `limits`: what requests may do
+- `limits`: refuses requests from web pages of other servers, too many requests, and jobs that exceed a quota
 - `prefix`: serves the application below a path prefix
 - `requests`: reads the body of a request, limited in size
 - `problems`: errors as problem details (RFC 9457) with HTTP status codes
-- `presenters`: stored records as documents
+- `presenters`: converts stored records to JSON documents
 - `conditional`: responses with status 304 for results that a client has already
-- `ray_dashboard`: Ray's dashboard, which shows everything and changes nothing
+- `ray_dashboard`: Ray's dashboard, read-only
 - `record_cache`: run records and reports of recently requested studies
 - `event_stream`: streams events to any number of watchers
 - `sse`: server-sent events as bytes
@@ -20,12 +20,12 @@
 - `serving`: the rules for creating served studies
 - `team_bytes`: quotas of the bytes that a team's artifacts and exports take
 - `regular_cleaning`: removes data that exceed the limits of retention
-- `sample_mover`: samples of earlier versions, moved while the server runs
+- `sample_mover`: converts stored samples of earlier versions to the present form
 - `importances`: importances of parameters, computed outside the server's process
 - `preflight_process`: checks of submitted jobs, outside the server's process
 - `openapi`: the OpenAPI document, and Swagger UI at /docs
 - `document`: prints the OpenAPI document
 - `request_counter`: counts and times requests by route
-- `request_tracing`: a span of a trace for each request
+- `request_tracing`: records a trace span for each request
 - `metrics`: metrics for Prometheus
 """

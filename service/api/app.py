@@ -121,7 +121,8 @@ def create_app(
         has_open_metrics: Whether everybody may read the metrics even if the server has accounts.
         has_open_dashboard: Whether every user may read Ray's dashboard, which shows the jobs of all teams.
         oidc: The identity provider with which users log in in a browser; by default, browsers cannot log in.
-        notifications: What is sent to users about their jobs; by default to public webhooks only, and no mails.
+        notifications: Settings of the messages to users about their jobs; by default, messages go to public webhooks
+            only, and no e-mails are sent.
     """
     requests = RequestCounter()
     notifications = notifications or NotificationSettings()

@@ -48,9 +48,9 @@ async def tagged(
 ) -> Response:
     """Respond with the JSON that `function` reads from the store, or with status 304 if the client has it already.
 
-    The client has it if the request's header If-None-Match names the study's current version, which the cache `records`
-    knows. The function runs in a thread. Its result is not cached. If `is_large` is True, the function reads much, and
-    few such functions run at a time. Raises NotFound if the study does not exist.
+    The client has the result if the request's header If-None-Match names the study's current version, which the cache
+    `records` knows. The function runs in a thread. Its result is not cached. `is_large` says that the function reads
+    much data; only a few functions of this kind run at the same time. Raises NotFound if the study does not exist.
     """
 
     def read() -> tuple[str, bytes | None]:
@@ -82,8 +82,8 @@ async def answer_computed(
 ) -> Response:
     """Respond with the JSON that the coroutine `function` computes, or with status 304 if the client has it already.
 
-    The function returns the JSON, and whether it is final. If it is not, the response has no ETag, so that the client
-    asks again. Its result is not cached. Raises NotFound if the study does not exist.
+    The function returns the JSON, and whether it is final. If the JSON is not final, the response has no ETag, so that
+    the client asks again. The result of the function is not cached. Raises NotFound if the study does not exist.
     """
     tag = records.tag(await anyio.to_thread.run_sync(records.version, study_id))
     if _is_known(request, tag):
@@ -96,8 +96,8 @@ def _is_known(request: Request, tag: str) -> bool:
     """Whether the request says, by its header If-None-Match, that the client has the results with the ETag `tag`.
 
     Callers read the version in `tag` before they read the results. If the study changes in between, the results are
-    newer than their ETag, and the client fetches them once more than needed. In the other order, an ETag could be newer
-    than its results, and the client would keep outdated results.
+    newer than their ETag, and the client fetches them once more than needed. If the version were read after the
+    results, an ETag could be newer than its results, and the client would keep outdated results.
     """
     known = {part.strip().removeprefix("W/") for part in request.headers.get("if-none-match", "").split(",")}
     return bool(known & {tag, "*"})

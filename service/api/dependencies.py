@@ -124,8 +124,8 @@ def given(kind: JobKind, right: Right = Right.READ) -> Any:
 
     The path has the job's id; the job must be of this `kind`. The dependency responds with status 404 if there is no
     such job or the sender may not read it. The dependency responds with status 403 if the sender may read the job but
-    lacks the `right`, or if the sender's token does not permit such requests: READ needs the token's scope "read",
-    every other right the scope "submit".
+    lacks the `right`, or if the sender's token lacks the scope for the right. `Right.READ` needs the scope "read", and
+    every other right needs the scope "submit".
     """
     scope = Scope.READ if right is Right.READ else Scope.SUBMIT
     # A default instead of an annotation: FastAPI cannot evaluate annotations that name local variables.

@@ -196,9 +196,9 @@ class Exports:
         """Return the export of a study's trial in a dtype, and queue it if its files are not written yet.
 
         An export is a merged model for download. The export is queued if it is new, if writing it has failed, or if its
-        files were removed. Before it is queued, `check` is called, which may refuse the export by an error, for example
-        because of a quota. No server with this database queues another export meanwhile. `note` is called with the
-        export in the transaction that queues it, also if it was queued before.
+        files were removed. Before an export is queued, `check` is called, which may refuse the export by an error, for
+        example because of a quota. During the call, no server with this database queues another export. `note` is
+        called with the export in the same transaction, even if the export was queued before.
         """
         wanted = ExportRecord(
             id=export_id(study_id, trial, dtype),

@@ -44,8 +44,8 @@ class Importances:
     """Computes the importances of the parameters of studies in a separate process, one study at a time.
 
     The process starts at the first computation. The plot of the importances is kept until the study changes. If a
-    computation reached a limit of time or memory, the next request for its plot computes it again. An instance is bound
-    to one asyncio event loop.
+    computation reached a limit of time or memory, the next request for the plot computes the importances again. An
+    instance is bound to one asyncio event loop.
     """
 
     def __init__(self, store: Store, records: RunRecords, *, time_s: float = TIME_S) -> None:
@@ -63,8 +63,8 @@ class Importances:
         """Compute the plot of a study for one objective, as JSON.
 
         `client` names the sender, so that many requests of one client do not delay other clients' requests. Returns the
-        plot, and whether it is final: a later request may get another one if a limit of time or memory was reached,
-        which may depend on the load. Raises Unavailable if the process has died or too many requests wait.
+        plot, and whether it is final. The plot is not final if the computation reached a limit of time or memory: a
+        later request may then get another plot. Raises Unavailable if the process has died or too many requests wait.
         """
         version = await anyio.to_thread.run_sync(self._records.version, study.id)
         key = (study.id, version, objective.name)

@@ -1,13 +1,12 @@
 """Event streams that follow all jobs which the reader may see: state changes and progress.
 
-The server reads for all streams together whether anything has changed. Each stream then reads its events with the
-present rights of its sender, so that a job that may no longer be read disappears from it.
+The server looks for new events once for all streams. Each stream then reads its events with the present rights of its
+sender, so that the stream stops showing a job as soon as its sender may no longer read the job.
 
 On PostgreSQL, events of different jobs may become visible in another order than the order of their ids, because each
 transaction takes its ids before it ends. A stream therefore reads the events of the last seconds again, and the id of a
-frame is at most the largest one below which no event is missing. A stream of new events also begins with the ids of the
-last seconds, but does not send events that were visible at its start. Clients that reconnect with it may get events of
-the last seconds twice, but miss none.
+frame is at most the largest one below which no event is missing. Clients that reconnect may get events of the last
+seconds twice, but miss no event.
 """
 
 from __future__ import annotations
@@ -86,8 +85,8 @@ class JobFeed:
     ) -> AsyncGenerator[bytes, None]:
         """Yield events and progress of all jobs that the sender may read, as encoded server-sent events, without end.
 
-        The first events are those with ids above `after`, or new ones if it is None. `renewal` returns the sender with
-        its present rights; the stream ends when it returns None.
+        The stream begins with the first event whose id is above `after`. If `after` is None, only new events are
+        yielded. `renewal` returns the sender with its present rights; the stream ends when `renewal` returns None.
         """
         self._watchers += 1
         if self._task is None:

@@ -276,9 +276,8 @@ def sender_with(scope: Scope) -> Any:
 def needs(scope: Scope, *, is_for_admins: bool = False) -> Any:
     """Make the FastAPI dependency of a route whose path names no job; it returns the sender of the request.
 
-    At a server with accounts, it refuses requests without a valid token or session, and tokens or sessions that lack
-    `scope`, that is, that cannot be used for such requests. If `is_for_admins` is True, it also refuses senders who do
-    not administer the server.
+    At a server with accounts, it refuses requests without a valid token or session, and tokens or sessions without the
+    scope `scope`. If `is_for_admins` is True, it also refuses senders who do not administer the server.
     """
 
     async def checked(sender: Annotated[Principal, Depends(_sender)]) -> Principal:  # async: it needs no thread

@@ -92,8 +92,8 @@ class Preflight(Protocol):
 
         The body `content` is JSON if `is_json`, else YAML. `client` names the sender, so that many requests of one
         client do not delay other clients' requests. `reader` is the account whose rights decide to which other jobs the
-        job may refer; with None, it may refer to all. Raises InvalidStudy with every problem, and Unavailable if no
-        check is possible at the moment.
+        job may refer; if it is None, the job may refer to all jobs. Raises InvalidStudy with every problem, and
+        Unavailable if no check is possible at the moment.
         """
 
     async def check_benchmarks(
@@ -267,9 +267,9 @@ class PreflightProcess:
         return replace(context, reader=reader, access=access)
 
     async def _limited(self, call: Callable[..., Awaitable[Result]], *args: Any, **kwargs: Any) -> Result:
-        """Run a check by calling `call` with the given arguments and the limits on the checks of one request.
+        """Run a check of a request by calling `call` with `args`, `kwargs` and this object's limits.
 
-        `call` runs the check in another process. If that process dies, the call is repeated once. Raises InvalidStudy
+        `call` runs the check in another process. If this process dies, the check is repeated once. Raises InvalidStudy
         if the check exceeds a limit, and Unavailable if the process dies again.
         """
         limits = CallLimits(self._limits.cpu_s, self._limits.memory_bytes)

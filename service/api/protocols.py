@@ -28,7 +28,7 @@ class Cluster(Protocol):
     def stop(self) -> None:
         """Stop the thread that starts drivers, the processes that work on jobs.
 
-        Drivers that run continue, but no driver is started, and none that ends is replaced. The call may take some
+        Running drivers continue. No new driver is started, not even for a job whose driver ends. The call may take some
         seconds.
         """
 

@@ -47,8 +47,8 @@ class _Entry:
     """Cache entry of one study: its run record (all stored data), and results that were computed from the record.
 
     `reader` reads the whole record first, and later only the data that have changed. The record has at least the
-    changes up to `version`, and `trials`, the results of the trials alone, those up to `trials_version`. The `lock`
-    lets one request at a time use the entry.
+    changes up to `version`. `trials` has the results of the trials, with at least the changes up to `trials_version`.
+    The `lock` lets one request at a time use the entry.
     """
 
     reader: RunReader
@@ -88,8 +88,8 @@ class RunRecords:
     ) -> Result:
         """Result of applying `function` to the study's run record (all its stored data), cached by study and function.
 
-        The result has at least the changes up to the version `since`, which the caller has just read; None is the
-        present version, which is then read. Raises NotFound if there is no such study.
+        The result has at least the changes up to the version `since`, which the caller has just read. If `since` is
+        None, the present version is read from the database. Raises NotFound if there is no such study.
         """
         entry = self._entry(study_id)
         async with entry.lock:

@@ -94,8 +94,8 @@ class CountRequests:
     """ASGI middleware that adds each request to a RequestCounter when its response begins.
 
     The latency of a request is the time until its response begins: the time that a client takes to receive the
-    response, such as a model, does not count. Requests that end with an unexpected error have the status 500: the
-    application answers them outside of its middleware. Requests whose client has gone away get no answer and no count.
+    response, such as a model, does not count. A request that raises an unexpected error is counted with the status 500.
+    A request whose client has closed the connection is not counted.
     """
 
     def __init__(self, app: ASGIApp, counter: RequestCounter) -> None:

@@ -84,7 +84,7 @@ class TeamBytes:
         """Raise Refusal (403) if another exported model of a study would exceed the quota of the study's team.
 
         `dtype` is the number format of the model's weights, on which its size depends. `measured` are the sizes of the
-        team's exports, as `measure` has found them; files that are new since are measured now.
+        team's exports, as `measure` has found them; files that were written after this measurement are measured now.
         """
         self._check_exports(study.team, max(_expected_bytes(study, dtype), 1), "the model needs", measured)
 
@@ -92,7 +92,8 @@ class TeamBytes:
         """Raise Refusal (403) if the stored data of a job would exceed a quota of the team to which the job moves.
 
         Data that an unfinished job or export is expected to store count too. `measured` are the sizes of the exports of
-        the team and of the job, as `measure` has found them; files that are new since are measured now.
+        the team and of the job, as `measure` has found them; files that were written after this measurement are
+        measured now.
         """
         missing = 0 if job.state.is_finished else missing_bytes(job, self._artifacts)
         stored = self._artifacts.num_bytes_of_team(team, with_job=job.id) - self._artifacts.num_bytes_of_team(team)

@@ -176,9 +176,9 @@ class Chat:
     def _text(self, answer: _Answer, prompt: str) -> Iterator[str | None]:
         """Yield one trial's answer to `prompt` piece by piece, as the server streams it.
 
-        Before the first part, None is yielded: `answer`, which names the trial, then has the digest of the trial's
-        recipe for the heading. The parts are also added to `answer`. At the end, the prompt and the answer are added to
-        the trial's history, which later prompts continue.
+        `answer` names the trial, and receives the digest of the trial's recipe and the text. When `answer` has the
+        digest, None is yielded once, so that the caller can print the heading. At the end, the prompt and the text are
+        added to the trial's history, which later prompts continue.
         """
         history = self._history[answer.trial]
         messages = None

@@ -47,8 +47,8 @@ def finetunes_table(finetunes: Sequence[FinetuneDocument]) -> Table:
 def analysis_tables(document: AnalysisDocument) -> list[Table]:
     """Terminal tables of the analysis of a fine-tuning's experts, the models that it has trained.
 
-    The first has the distributions fitted to the experts' task vectors (differences between an expert's weights and
-    those of its base). The second has the losses of merges of the experts, if there are any.
+    The first table has the distributions fitted to the experts' task vectors (differences between the weights of an
+    expert and of its base). The second table has the losses of merges of the experts, if the analysis has such losses.
     """
     fits = titled("Task vectors")
     for name in ("expert", "optimizer", "distribution"):

@@ -51,8 +51,8 @@ def server_client(server: str | None, *, no_directory: str | None = None) -> Ite
     """Context with a client of the server that a command uses.
 
     `server` is the server's address. If it is None, the address is the value of the environment variable
-    MERGESEARCH_SERVER, or http://127.0.0.1:8080 if the variable is not set. `no_directory` is the command's argument if
-    it could also have been meant as a directory, but none with this path exists. If the server does not answer, the
+    MERGESEARCH_SERVER, or http://127.0.0.1:8080 if the variable is not set. `no_directory` is an argument of the
+    command that could be the path of a directory, although this directory does not exist. If no server answers, the
     error message then mentions the missing directory too.
 
     Raises NotFound if the address is invalid, and ServerUnreachable if no server answers.
@@ -78,8 +78,9 @@ def server_verbs(server: str | None, *, as_json: bool, no_directory: str | None 
     """Context with the commands that use a server, as an object with one method for each command.
 
     If `as_json` is True, the commands print JSON. `server` is the server's address; None means the address of the
-    environment variable MERGESEARCH_SERVER, or the default. `no_directory` is an argument of the command that could
-    also have been meant as a directory, but no such directory exists; if no server answers, the error message says so.
+    environment variable MERGESEARCH_SERVER, or the default. `no_directory` is an argument of the command that could be
+    the path of a directory, although this directory does not exist. If no server answers, the error message then
+    mentions the missing directory too.
 
     Raises NotFound if the address is invalid, and ServerUnreachable if no server answers.
     """
@@ -229,7 +230,7 @@ class ServerVerbs:
 
         `reference` names the study: its id, a prefix of its id, or its name. `label` is the label of the new trial. The
         file is a recipe if `is_recipe` is True, else a configuration of the search space. `reason` is shown in the
-        study's events; None states none.
+        study's events; None states no reason.
         """
         given = {"recipe" if is_recipe else "configuration": read_document(file)}
         study = self._client.enqueue_trial(self._study(reference)["id"], label, reason=reason, **given)
@@ -264,7 +265,7 @@ class ServerVerbs:
         """Ask the server to stop the search of a study early, and return the exit code.
 
         `reference` names the study: its id, a prefix of its id, or its name. `reason` is shown in the study's events;
-        None states none. Raises Conflict if the job is not a study.
+        None states no reason. Raises Conflict if the job is not a study.
         """
         return self._show_state(self._client.stop(self._study(reference), reason=reason))
 

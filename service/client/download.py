@@ -53,7 +53,7 @@ def unpack(chunks: Iterable[bytes], out: Path, *, num_bytes: int | None = None) 
 
     Raises:
         Conflict: `out` exists, or the disk is too small.
-        InvalidAnswer: The archive is incomplete, has another size, or holds anything else than files in one folder.
+        InvalidAnswer: The archive is incomplete, has another size, or has entries other than files in one folder.
     """
     out = out.absolute()
     check_free(out, num_bytes)

@@ -155,8 +155,9 @@ class EventReader:
 class JobsEventReader(EventReader):
     """Parser of the event stream of all jobs, which does not end.
 
-    A server may send events of the last seconds again after a reconnection; each event is yielded once. Events with ids
-    above `after` are read; None means new events only. The other arguments are those of an `EventReader`.
+    After a reconnection, a server may send events of the last seconds again, but each event is yielded only once.
+    Events with ids above `after` are read. If `after` is None, only new events are read. The other arguments are those
+    of an `EventReader`.
     """
 
     def __init__(self, *, after: int | None, patience_s: float, clock: Callable[[], float] = time.monotonic) -> None:

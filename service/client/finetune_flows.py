@@ -71,8 +71,10 @@ def finetunes(
     Args:
         state: State of the fine-tunings to list, such as "RUNNING"; None lists fine-tunings in any state.
         name: Name of the fine-tunings to list; None lists fine-tunings with any name.
-        text: Text that the name, the description or the owner has, or the id begins with.
-        sort: "created", "name", "state", "owner" or "priority"; "-" before it puts the largest first.
+        text: Lists only fine-tunings that have this text in their name, description or owner's name, or whose id begins
+            with it. None lists fine-tunings with any text.
+        sort: Field to sort by: "created", "name", "state", "owner" or "priority". With "-" before the field, as in
+            "-name", the largest value is first.
         limit: Maximum number of fine-tunings, at most 1000; None lists all.
 
     Returns:

@@ -118,11 +118,11 @@ def check_study(study: Path | str | Mapping[str, Any], *, level: str = "full") -
 
     Args:
         study: Path of a study file, or the content of one. Relative paths in a file start at the file's directory.
-        level: "syntax" checks the file alone; "full" also models, tasks and memory, and plans the study.
+        level: "syntax" checks the file alone; "full" also checks models, tasks and memory, and plans the study.
 
     Returns:
-        Every problem with its field. If there is no problem and `level` is "full", also the plan: samples, hours,
-        memory and disk space.
+        Every problem with its field. If there is no problem, and `level` is "full", the document also has the plan:
+        samples, hours, memory and disk space.
 
     Raises:
         InvalidStudy: `study` is the path of an invalid file.
@@ -149,8 +149,10 @@ def studies(
     Args:
         state: State of the studies to list, such as "RUNNING"; None lists studies in any state.
         name: Name of the studies to list; None lists studies with any name.
-        text: Text that the name, the description or the owner has, or the id begins with.
-        sort: "created", "name", "state", "owner" or "priority"; "-" before it puts the largest first.
+        text: Lists only studies that have this text in their name, description or owner's name, or whose id begins with
+            it. None lists studies with any text.
+        sort: Field to sort by: "created", "name", "state", "owner" or "priority". With "-" before the field, as in
+            "-name", the largest value is first.
         limit: Maximum number of studies, at most 1000; None lists all.
 
     Returns:
@@ -247,8 +249,8 @@ def pareto(study: str, *, prefer: Mapping[str, float] | None = None) -> Flow[Fro
         prefer: Weights of the objectives, which sum to 1; None picks no trial.
 
     Returns:
-        The Pareto front. With `prefer`, the key "preferred" has the trial of the front that is best by the weights. The
-        front's method `to_dataframe` makes a data frame of pandas of it.
+        The Pareto front. With `prefer`, the key "preferred" has the trial of the front that is best by the weights. Its
+        method `to_dataframe` converts the front to a pandas data frame.
 
     Raises:
         RequestRefused: The weights do not sum to 1, or name objectives that the study does not have.
@@ -327,7 +329,7 @@ def models(
         The models by path, the directories that were searched, and whether the search was complete.
 
     Raises:
-        RequestRefused: Jobs may not read `under`, or it is no directory (status 422).
+        RequestRefused: Jobs may not read `under`, or `under` is no directory (status 422).
 
     Examples:
         >>> [model["name"] for model in client.models(text="llama")["models"]]
@@ -357,15 +359,16 @@ def trials(
         state: State of the trials to list, such as "COMPLETE"; None lists trials in any state.
         origin: Where the recipes of the listed trials are from: "source" (a source model alone), "published", "search",
             "refined" (learned further after the search) or "user"; None lists trials of any origin.
-        sort: Field to sort by, such as "value.math", "samples" or "parameter.scale"; "-" before it puts the largest
-            first, as in "-mean". If it is a value of objectives, trials that were scored on all samples are first.
+        sort: Field to sort by, such as "value.math", "samples" or "parameter.scale"; with "-" before the field, as in
+            "-mean", the largest value is first. If the field is a value of objectives, trials that were scored on all
+            samples are first.
         where: Conditions on fields, such as "math>=0.6" or "rung<2".
-        text: Text that the label or the number has.
+        text: Lists only trials whose label or number contains this text; None lists all trials.
         limit: Maximum number of trials; None lists all.
 
     Returns:
-        The trials, also if the server sends them in several parts. The list's method `to_dataframe` makes a data frame
-        of pandas of them.
+        All of these trials, even if the server sends them in several parts. The list's method `to_dataframe` converts
+        the trials to a pandas data frame.
 
     Raises:
         RequestRefused: A condition or the field to sort by is not accepted (status 422).
@@ -388,7 +391,7 @@ def trials(
 
 
 def trial_columns(study: str, *, fields: Sequence[str] | None = None) -> Flow[dict[str, list[Any]]]:
-    """Return the trials of a study as columns: a list by the column's name, with one value or None for each trial.
+    """Return the trials of a study as columns: for each column's name, a list with a value or None for each trial.
 
     Values are given for the highest rung (number of samples) that a trial has finished.
 
@@ -432,7 +435,7 @@ def samples(
     after: int | None = None,
     limit: int | None = None,
 ) -> Flow[TrialSamples]:
-    """Return samples of a trial, or of two trials side by side: prompt, reference, responses and values.
+    """Return samples of a trial, or of two trials side by side: prompts, references, completions and values.
 
     Args:
         study: Id of the study.
@@ -440,15 +443,15 @@ def samples(
         objective: Name of an objective or benchmark of the split; None is the first one.
         split: "search", "holdout" or "bench" (benchmarks); None is "search".
         against: Number of another trial to compare with.
-        only: Samples to return: "differs" (the values differ), "a_only" (only the first trial is right), "b_only" or
-            "both_wrong"; None returns all samples.
+        only: Samples to return: "differs" (the values differ), "a_only" (only the first trial is right), "b_only" (only
+            the second trial is right) or "both_wrong" (neither trial is right); None returns all samples.
         after: Only samples at a larger position in the order of scoring.
-        limit: Maximum number of samples; None is 50. There are fewer if their texts are long.
+        limit: Maximum number of samples; None is 50. Fewer samples are returned if their texts are long.
 
     Returns:
-        The samples, with a link to the "next" ones. With `against`, "counts" has the numbers of samples that both
-        trials, only one of them or none has right, and "difference" has the paired difference with its 95 % interval.
-        Both are over all samples that the two trials have in common.
+        The samples, with the link "next" to the samples after them. With `against`, "counts" has the numbers of samples
+        that both trials, only one of them or none has right, and "difference" has the paired difference with its 95 %
+        interval. "counts" and "difference" are computed over all samples that both trials have.
 
     Raises:
         RequestRefused: The study has no such trial (status 404) or objective (status 422).
@@ -525,13 +528,13 @@ def serve(
 def evaluate_trial(study: str, number: int, *, reason: str | None = None) -> Flow[StudyDocument]:
     """Request that the recipe of a pruned or failed trial is evaluated at the full budget, as a new trial.
 
-    A recipe says which source models are merged, and how. The full budget is all samples of the study; those that are
-    stored are not scored again. A COMPLETE study continues.
+    A recipe says which source models are merged, and how. The full budget is all samples of the study; stored samples
+    are not scored again. A COMPLETE study continues.
 
     Args:
         study: Id of the study.
         number: Number of the trial.
-        reason: Why; shown in the events of the study. None states no reason.
+        reason: The reason, which the events of the study show; None states no reason.
 
     Returns:
         The server's JSON document that describes the study after the request.

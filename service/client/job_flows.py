@@ -97,7 +97,8 @@ def jobs(
         name: Name of the jobs to list; None lists jobs with any name.
         text: Lists only jobs that have this text in their name, description or owner's name, or whose id begins with
             it; case is ignored. None lists jobs with any text.
-        sort: "created", "name", "state", "owner" or "priority"; "-" before it puts the largest first.
+        sort: Field to sort by: "created", "name", "state", "owner" or "priority". With "-" before the field, as in
+            "-name", the largest value is first.
         limit: Maximum number of jobs, at most 1000; None lists all.
 
     Returns:
@@ -235,12 +236,12 @@ def pause(job: Reference, *, reason: str | None = None) -> Flow[JobDocument]:
     """Pause a job until it is resumed.
 
     The driver, the process that works on the job, ends as soon as the samples that are being scored are stored; the job
-    is PAUSED then. A fine-tuning that is resumed continues from its last checkpoint. A job that pauses already is not
-    changed.
+    is PAUSED then. A fine-tuning that is resumed continues from its last checkpoint. A job that was asked to pause
+    before is not changed.
 
     Args:
         job: Id of a study, or a document that the server returned for a job of any kind.
-        reason: Why; shown in the events of the job. None states no reason.
+        reason: The reason, which the events of the job show; None states no reason.
 
     Returns:
         The server's JSON document that describes the job after the request.
@@ -261,7 +262,7 @@ def stop(job: Reference, *, reason: str | None = None) -> Flow[JobDocument]:
 
     Args:
         job: Id of a study, or a document that the server returned for a job of any kind.
-        reason: Why; shown in the events of the job. None states no reason.
+        reason: The reason, which the events of the job show; None states no reason.
 
     Returns:
         The server's JSON document that describes the job after the request.
@@ -282,7 +283,7 @@ def cancel(job: Reference, *, reason: str | None = None) -> Flow[JobDocument]:
 
     Args:
         job: Id of a study, or a document that the server returned for a job of any kind.
-        reason: Why; shown in the events of the job. None states no reason.
+        reason: The reason, which the events of the job show; None states no reason.
 
     Returns:
         The server's JSON document that describes the job after the request.
@@ -306,7 +307,7 @@ def resume(job: Reference, *, reason: str | None = None) -> Flow[JobDocument]:
 
     Args:
         job: Id of a study, or a document that the server returned for a job of any kind.
-        reason: Why; shown in the events of the job. None states no reason.
+        reason: The reason, which the events of the job show; None states no reason.
 
     Returns:
         The server's JSON document that describes the job after the request.
@@ -379,7 +380,7 @@ def edit(job: Reference, changes: Mapping[str, Any], *, version: int | None = No
         changes: New values by name: "name", "description", "tags", "notes" and "priority"; for a study also
             "max_trials", "replicas" (the number of engines) and "limits". Options that are left out keep their values.
         version: The "version" of the job as you read it, so that edits by others are not lost; None takes the present
-            one.
+            version.
 
     Returns:
         The server's JSON document that describes the job after the edit.
@@ -462,7 +463,7 @@ def delete(job: Reference) -> Flow[None]:
 def log(job: Reference) -> Flow[str]:
     """Return the log of a job: the output of all drivers that worked on the job.
 
-    A driver is a process that works on a job; another one continues after a failure.
+    A driver is a process that works on a job. After a failure, another driver continues the job.
 
     Args:
         job: Id of a study, or a document that the server returned for a job of any kind.

@@ -37,12 +37,14 @@ def add_webhook(
 ) -> Flow[NewWebhookDocument]:
     """Add a webhook: a URL that the server requests when jobs change.
 
-    The request is not repeated after a lost connection, as a second webhook would be added.
+    The request is not repeated after a lost connection, because repeating it could add a second webhook.
 
     Args:
         url: The URL, with https.
-        events: Changes that are sent: "complete", "failed", "waiting", "paused", "cancelled"; None is the first three.
-        covers: "own", "team" or "all"; None is your own jobs or, if `team` is given, the team's jobs.
+        events: Changes that are sent: "complete", "failed", "waiting", "paused", "cancelled"; None means "complete",
+            "failed" and "waiting".
+        covers: Whose jobs the webhook covers: "own", "team" or "all"; None means the jobs of `team` if it is given,
+            else your own jobs.
         team: Team whose jobs are covered, which you administer.
 
     Returns:
@@ -124,7 +126,7 @@ def mail(*, user: str | None = None) -> Flow[MailDocument]:
 
     Raises:
         Conflict: The server has no accounts.
-        RequestRefused: There is no such user, or it is another one and you are no administrator (status 404).
+        RequestRefused: There is no such user, or `user` is another user and you are no administrator (status 404).
 
     Examples:
         >>> client.mail()["address"]

@@ -157,8 +157,8 @@ def respond(call: Call, *, repeats: bool = True) -> Flow[Response]:
     """Generator that sends a request, again after a lost connection, and returns the response (status 2xx).
 
     The request is sent again if the connection was lost or a proxy could not reach the server. A server that is
-    unreachable at the first attempt is reported immediately. A request that would do its work twice is not sent again:
-    its `repeats` is False.
+    unreachable at the first attempt is reported immediately. If `repeats` is False, the request is never sent again,
+    because a second request would change the server a second time.
 
     Raises:
         RequestRefused: The server refused the request.
@@ -194,7 +194,8 @@ def submitted(
 
     `path` is the path of a kind of job, such as "/v1/studies". `document` is the content of the file that describes the
     job, and `query` has the parameters of the URL's query. With the same `idempotency_key`, a repeated request creates
-    no second job. If the key is None, a random one makes it safe to repeat the request after a lost connection.
+    no second job. If the key is None, a random key is used, so that the request can be repeated after a lost
+    connection.
 
     Raises:
         InvalidStudy: `document` cannot be written as JSON.

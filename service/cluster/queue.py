@@ -1,17 +1,17 @@
 """Decision about which jobs run: which jobs get a place, which jobs give up theirs, and why the others wait.
 
-A place is the right to run: as many jobs as there are places run at the same time.
+A place is the right to run: the number of places is the number of jobs that may run at the same time.
 
 `choose` is a pure function of the jobs, the weights, quotas and usage of the teams, and the time. It uses neither SQL
 nor Ray, so that a simulation can drive it. The rules, in this order:
 
-1. A job that runs keeps its place, and gets another driver there if its driver was lost.
-2. Jobs whose team has used up its GPU-hours of the month give their places up. Jobs that need no place, such as served
-   studies, stop too; otherwise, they start at once.
+1. A job that runs keeps its place, and gets another driver if its driver was lost.
+2. Jobs whose team has used up its GPU-hours of the month give their places up. Jobs of the team that need no place,
+   such as served studies, stop too. In all other cases, jobs that need no place start at once.
 3. The next place goes to the job of the largest priority. Jobs of equal priority are ordered by fair share: the next
    job is the oldest job of the team with the smallest usage for its weight. Jobs that an administrator has moved come
    where they were moved to.
-4. A job that would exceed a quota of its team is passed over until it does not.
+4. A job is passed over as long as it would exceed a quota of its team.
 5. If all places are taken, a waiting job gets the place of the running job of the smallest priority, if this priority
    is smaller than its own. No job loses its place in this way before it has held the place for KEEPS_PLACE_S seconds.
 """
@@ -65,7 +65,8 @@ class Reason(StrEnum):
 class Entry:
     """An unfinished job that runs, or that waits for a place (the right to run).
 
-    As many jobs as there are places run at the same time. A driver is the process that works on a job.
+    The number of places is the number of jobs that may run at the same time. A driver is the process that works on a
+    job.
 
     - `has_place`: whether the job holds a place.
     - `needs_driver`: whether a driver must be started, because none works on the job.
@@ -230,8 +231,8 @@ def estimated_starts(choice: Choice, ends: Mapping[str, float | None]) -> dict[s
 
     `choice` has the waiting jobs in the order of the queue. `ends` has the expected end of each running job, by the
     job's id; None if it is not known. The first job that waits for a place gets the place that becomes free first, and
-    so on. The running times of waiting jobs are not known. Therefore only as many jobs have an estimate as running jobs
-    have an expected end; the result leaves the others out.
+    so on. The running times of waiting jobs are not known. Therefore a waiting job has an estimate only if it will get
+    the place of a running job with a known end; the result leaves the other waiting jobs out.
     """
     free_at = sorted(end for job, end in ends.items() if end is not None and job not in choice.yielding)
     for_place = [job for job, waiting in choice.waiting.items() if waiting.reason is Reason.PLACE]

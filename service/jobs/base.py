@@ -188,7 +188,7 @@ class JobKind:
       driver.
     - `edit`: returns the model of the body that edits a job, a `JobEdit`.
     - `edited`: returns the document of a stored job with the options that an editing request gives; labels such as the
-      name are changed elsewhere. Raises Conflict if they cannot change now, and InvalidStudy with every problem.
+      name are changed elsewhere. Raises Conflict if the options cannot change now, and InvalidStudy with every problem.
     - `links`: last parts of the routes below a job that the job's document links to.
     - `demand`: returns what a stored job occupies while it runs.
     - `time_left_s`: returns the seconds that a running job still takes, as of its last heartbeat; None if its progress
@@ -197,7 +197,8 @@ class JobKind:
     - `takes_place`: whether a job takes one of the places of jobs that run at the same time.
     - `study_of`: returns, for the document of a job, the id of the study whose team and sharing the job always has. It
       is None if jobs of this kind have a team and sharing of their own.
-    - `resumable`: jobs that can be resumed, as the end of the sentence "only a study ...".
+    - `resumable`: which jobs of this kind can be resumed, as words that follow `noun` in an error message, such as
+      "that has FAILED".
     - `clean_up`: deletes files in the server's data directory that no job needs any more; called after a job was
       deleted.
     """

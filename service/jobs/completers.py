@@ -38,8 +38,9 @@ class Completers(Protocol):
     def open(self, place: Place) -> Completer:
         """Wait until a replica of the given kind can complete prompts, and return the client that sends prompts to it.
 
-        `place` is the kind of replica: one of searches, or one of the served study alone. If no replica of this kind
-        runs, one is started. Raises EngineUnavailable if the replica does not become ready.
+        `place` is the kind of replica: a replica that scores samples for searches, or a replica for the served study
+        alone. If no replica of this kind runs, one is started. Raises EngineUnavailable if the replica does not become
+        ready.
         """
         ...
 

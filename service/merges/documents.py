@@ -26,9 +26,9 @@ OTHER_PROGRAMS = {
 class Problems:
     """Collector of problems and warnings about a merge, which are reported together as one error.
 
-    Problems concern the merge's file, its models or the directory of the result; `of_file` has those that concern the
-    file. `warnings` are lines about keys of the file that have no effect. If `strict` is True, warnings count as
-    problems.
+    Problems concern the merge's file, its models or the directory of the result; `of_file` has the problems that
+    concern the file. `warnings` are lines about keys of the file that have no effect. If `strict` is True, warnings
+    count as problems.
     """
 
     def __init__(self, file: Path, warnings: list[str], *, strict: bool) -> None:

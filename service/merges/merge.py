@@ -280,7 +280,7 @@ def _check(recipe: Recipe, bank: Bank) -> None:
 
     Raises:
         InvalidRecipe: The recipe does not fit the models, for example their number of layers.
-        InvalidModel: Their tokenizers cannot be combined.
+        InvalidModel: The tokenizers of the models cannot be combined.
     """
     from workers.merging.plan import check_recipe
 
@@ -412,7 +412,7 @@ def _opened(
     `base` is the base model's alias. `places` has the directory, hub id or URL of each model and adapter, by alias.
     `tokenizer` and `vocabulary` say which vocabulary the merged model has. `adapted` has the model that an adapter
     changes, by the adapter's alias, if this model is not the base. `unmerged` has the models that the configuration
-    states but does not merge: by alias, the name that error messages use. The result is None if `problems` has any
+    states but does not merge: their names in error messages, by alias. The result is None if `problems` has any
     problem, from before or from this call. If the base is missing, nothing is checked, and the result is None too.
     """
     if base not in places:

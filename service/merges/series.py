@@ -96,11 +96,12 @@ def merge_all(
 ) -> Path:
     """Write all merges that a file describes, each after the merges that it uses; return `out`.
 
-    `out` is the directory of the final merge. Named merges are written next to it; those that exist already are not
-    changed. `directories` has directories of models by name. `dtype` is the dtype of the final merge alone. `strict`
-    treats warnings as errors, and `note` is called with messages. `details` are passed on to `merge_file`, which writes
-    each merge. Raises InvalidRecipe for problems of the file, InvalidModel for problems of the models or of `out`, and
-    Conflict if the directory of a merge contains anything but this merge, or if its disk has too little space.
+    `out` is the directory of the final merge. Named merges are written next to it; named merges that exist already are
+    not changed. `directories` has directories of models by name. `dtype` is the dtype of the final merge alone.
+    `strict` treats warnings as errors, and `note` is called with messages. `details` are passed on to `merge_file`,
+    which writes each merge. Raises InvalidRecipe for problems of the file, InvalidModel for problems of the models or
+    of `out`, and Conflict if the directory of a merge contains anything but this merge, or if its disk has too little
+    space.
     """
     place = intermediate_dir(out)
     details |= {"strict": strict, "note": note}
@@ -161,7 +162,8 @@ def _final(file: Path, names: Sequence[str | None], used: Mapping[int, tuple[str
 
     The final merge is the only document without a name. If all documents have names, the final merge is the only
     document that no other document uses. `names` are the documents' names. `used` has the names of the merges that each
-    document uses, by index. Raises InvalidRecipe if there is not exactly one such document.
+    document uses, by index. Raises InvalidRecipe if no document is the final merge, or if several documents could be
+    it.
     """
     unnamed = [number for number, name in enumerate(names) if name is None]
     needed = {name for uses in used.values() for name in uses}

@@ -141,9 +141,9 @@ def check_own_tokens(
 ) -> None:
     """Check the tokens for which a mergekit configuration states no model as the source of their embedding rows.
 
-    Every model in `sources` must have an embedding row for such a token. InvalidRecipe is raised if one has none. If
-    all have one, the entry has no effect, and `warn` is called with a message that says so. `aliases` has the alias of
-    each model by its name in the configuration.
+    The configuration has an entry for each of these tokens. If every model in `sources` has an embedding row for the
+    token, the entry has no effect, and `warn` is called with a message that says so. Raises InvalidRecipe if a model
+    has no embedding row for the token. `aliases` has the alias of each model by its name in the configuration.
     """
     problems = []
     for token in configuration.own_tokens:

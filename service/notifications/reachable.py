@@ -35,10 +35,10 @@ class NotReachable(Exception):
 
 
 def url_problem(url: str, *, allowed: Collection[str]) -> str | None:
-    """Reason why `url` is not accepted as the URL of a webhook; None if it is.
+    """Reason why `url` is not accepted as the URL of a webhook; None if it is accepted.
 
-    `allowed` are hosts, in lower case, that may have private addresses and be reached over http. The addresses of other
-    hosts are checked when a request is sent.
+    `allowed` are the hosts, in lower case, that webhooks may reach even if the host has a private address or the URL is
+    http. The addresses of other hosts are checked when a request is sent.
     """
     shown = f"{url!r:.120}"
     if len(url) > MAX_URL or not url.isascii() or not url.isprintable() or " " in url:

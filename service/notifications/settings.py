@@ -53,10 +53,11 @@ class MailSettings:
 class NotificationSettings:
     """Settings of the webhooks and mails by which a server tells users about their jobs.
 
-    - `allowed_hosts`: hosts to which webhooks may send at private addresses, or by http instead of https
+    - `allowed_hosts`: hosts that webhooks may reach even if the host has a private address or the URL is http, which is
+      refused for all other hosts
     - `public_url`: URL under which users reach the server; None if it is not known
     - `mail`: the mail server; None if no mails are sent
-    - `waiting_s`: seconds after which a job that waits for the same reason causes a notification
+    - `waiting_s`: seconds that a job must wait for one unchanged reason before a notification is sent
     """
 
     allowed_hosts: frozenset[str] = frozenset()
@@ -79,7 +80,7 @@ def notification_settings(
     """Make the settings of notifications from the options of `mergesearch serve`.
 
     Args:
-        allowed_hosts: Hosts of webhooks that may have private addresses and be reached over http.
+        allowed_hosts: Hosts that webhooks may reach even if the host has a private address or the URL is http.
         public_url: URL under which users reach the server; None if it is not known.
         smtp_url: URL of the mail server; None sends no mails.
         mail_from: Address of the sender of mails.
@@ -87,7 +88,7 @@ def notification_settings(
         allows_plain: Whether mails and the password may be sent without TLS, also to another machine.
         waiting_minutes: Minutes after which users are notified of a job that waits; None uses the default.
         environment: Environment variables. The one with the password is removed, so that programs that this process
-            starts do not get it.
+            starts do not get the password.
 
     Raises:
         Conflict: Options are wrong or do not fit together.

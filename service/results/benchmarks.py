@@ -57,7 +57,8 @@ class AttackedValue:
 
     Attributes:
         value: Estimate with this template.
-        drop: Share of the trial's value with the original template that is lost; None if that value is not positive.
+        drop: Share of the trial's value with the original template that is lost; None if the value with the original
+            template is not positive.
         found: The template, and the number of templates that were scored to find it.
     """
 
@@ -90,11 +91,11 @@ class BenchmarkRow:
         values: Estimates by benchmark.
         averages: Unweighted means of the benchmarks of a group, by group. A group is left out if the trial lacks one of
             its benchmarks.
-        subtasks: For each benchmark that is a group of tasks, the estimate of each of its tasks, then of each group
+        subtasks: For each benchmark that is a group of tasks, the estimates of its tasks and of the groups of tasks
             within it, by name.
-        differences: Value of this trial minus that of the reference trial (the best trial on search data), paired by
-            sample, by benchmark. Benchmarks on which only one of the two was scored are left out.
-        average_differences: Average of this trial minus that of the reference trial, by group.
+        differences: For each benchmark, the value of this trial minus the value of the reference trial (the best trial
+            on search data), paired by sample. Benchmarks on which only one of the two trials was scored are left out.
+        average_differences: For each group, the average of this trial minus the average of the reference trial.
         attacks: Results with attacked prompts (the template that lowers the trial's value most), by benchmark, for
             benchmarks whose attack on this trial has ended.
         judged: Judgments of completions by a language model, by benchmark, for benchmarks with a judge.
@@ -120,12 +121,12 @@ class BenchmarkTest:
 
     Attributes:
         name: Name of the benchmark or group.
-        is_average: Whether it is the average of a group.
+        is_average: Whether the comparison is on the average of a group.
         origin: Kind of the rival: source model or published recipe.
         rival: Trial number of the rival, the best baseline on the data of this comparison.
         label: Name of the rival.
-        differences: Value of each merge minus that of the rival, by trial number. Larger is better. All intervals of
-            one kind of rival, over all benchmarks and averages, together contain the true differences with a
+        differences: Value of each merge minus the value of the rival, by trial number. Larger is better. All intervals
+            of one kind of rival, over all benchmarks and averages, together contain the true differences with a
             probability of 95 %.
     """
 

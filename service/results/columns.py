@@ -50,12 +50,12 @@ INSERTED_TOGETHER = 500
 def trial_columns(
     trials: Sequence[TrialResult], configurations: Mapping[int, Mapping[str, Any]]
 ) -> dict[str, list[Any]]:
-    """Return the trials of a study as columns: a list by the column's name, with one value or None for each trial.
+    """Return the trials of a study as columns: for each column's name, a list with a value or None for each trial.
 
     A trial's values are those of the highest rung that it has finished, so values of trials with different `samples`
     are not comparable. The columns are:
 
-    - `number`, `state`, `label`, `recipe_digest`: those of the trial
+    - `number`, `state`, `label`, `recipe_digest`: number, state and label of the trial, and the digest of its recipe
     - `origin`: where its recipe comes from, such as "search" or "source"
     - `bracket`: index of its bracket of successive halving; None for a baseline
     - `reason`: why it failed or was pruned; None otherwise
@@ -68,7 +68,7 @@ def trial_columns(
 
     Args:
         trials: The trials, in the order of the rows.
-        configurations: Configurations by trial number; trials without one are baselines.
+        configurations: Configurations by trial number; trials without a configuration are baselines.
     """
     last = [trial.rungs[-1] if trial.rungs else None for trial in trials]
     columns: dict[str, list[Any]] = {
@@ -157,11 +157,11 @@ def add_to_optuna(
 ) -> None:
     """Add the trials of a study to an Optuna storage as a new study, for optuna-dashboard and Optuna's charts.
 
-    Objectives become Optuna's objectives, and Optuna's values are those at the full budget. Trials that users marked as
-    invalid are FAIL there, so that they are not among the best. With a single objective, the values at rungs are
-    intermediate values, whose steps are numbers of samples; Optuna has none for several objectives. Optuna needs a
-    range for each parameter. The range is computed from the values that the parameter has in the trials, not taken from
-    the search space.
+    Objectives become Optuna's objectives, and the values in Optuna are the values at the full budget. Trials that users
+    marked as invalid are FAIL in the storage, so that they are not among the best. With a single objective, the values
+    at rungs are intermediate values, whose steps are numbers of samples; with several objectives, Optuna has no
+    intermediate values. Optuna needs a range for each parameter. The range is computed from the values that the
+    parameter has in the trials, not taken from the search space.
 
     Args:
         columns: Columns of the trials.

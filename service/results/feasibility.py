@@ -137,8 +137,8 @@ def constraint_documents(objectives: Sequence[Objective], trials: Sequence[Trial
 def total_violation(excess: Mapping[Constraint, float], objectives: Sequence[Objective]) -> float:
     """Sum of the violations of all constraints, each divided by the width of its objective's range.
 
-    `excess` has the amount of each constraint, which is negative if the constraint holds. The sum is 0 if all
-    constraints hold.
+    `excess` has, for each constraint, by how much the value exceeds the bound; a negative number means that the
+    constraint holds. The sum is 0 if all constraints hold.
     """
     widths = {objective.name: objective.bounds[1] - objective.bounds[0] for objective in objectives}
     return sum(max(0.0, value) / widths[constraint.objective] for constraint, value in excess.items())

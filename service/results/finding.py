@@ -3,7 +3,8 @@
 Every finalist that the search proposed is compared with the best source model and the best published recipe, sample by
 sample, by the value that selects the best trial. With more finalists, it is likelier that one of them is only lucky.
 Therefore the intervals of their differences hold jointly: each is at the level 1 - 0.05 / finalists. A merge counts as
-better if its interval is above 0. If no merge is better than a rival, the probability of claiming one is at most 5 %.
+better if its interval is above 0. If no merge is better than a rival, the probability that a merge counts as better is
+at most 5 %.
 
 Sources:
     Dunn 1961, "Multiple comparisons among means", JASA 56 (Bonferroni's correction of intervals).
@@ -41,8 +42,8 @@ class RivalTest:
         origin: Kind of baseline: source model or published recipe.
         rival: Trial number of the rival.
         label: Name of the rival.
-        differences: Value of each finalist minus that of the rival, by trial number, the best on search data first.
-            Larger is better. All intervals together contain the true differences with a probability of 95 %.
+        differences: Value of each finalist minus the value of the rival, by trial number, the best on search data
+            first. Larger is better. All intervals together contain the true differences with a probability of 95 %.
     """
 
     origin: Origin

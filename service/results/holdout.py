@@ -143,8 +143,8 @@ def held_out_rows(
 ) -> tuple[Comparison, ...]:
     """Describe the trials `compared` that were scored on all held-out samples, with differences from a reference trial.
 
-    The differences are paired, sample by sample. There are none if `reference` is None or the number of a trial that
-    was not scored on held-out data. `holdout` has the values of the held-out samples.
+    The differences are paired, sample by sample. There are no differences if `reference` is None, or if it is the
+    number of a trial that was not scored on held-out data. `holdout` has the values of the held-out samples.
     """
     exact = _exact_values(compared, objectives)
     rows = _complete(compared, holdout.samples, [objective.name for objective in objectives])

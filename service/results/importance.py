@@ -80,7 +80,7 @@ class ImportancePlot:
     """Importance of each parameter for reaching the best tenth of the values of one objective.
 
     `parameters` is sorted, the most important first. Where it is null, `reason` says why. The sums leave out parameters
-    that do not belong to one single part; a sum is empty if no parameter of the space does.
+    that do not belong to one single part.
     """
 
     plot: Literal["importance"]

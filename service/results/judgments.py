@@ -39,7 +39,7 @@ class Judged:
             It is 0.5 without decisions. A share far from 0.5 means that the judge prefers a position.
         num_without_verdict: Number of the judge's answers without a verdict.
         models: Names of the models that judged, as the endpoint reported them.
-        problem: Reason why the values are not reported; None if they are.
+        problem: Reason why the values are not reported; None if they are reported.
     """
 
     values: NDArray[np.float64]

@@ -77,8 +77,9 @@ class RunReader:
     """Reader of one study's run record; after the first call it reads only data that have changed.
 
     A trial is read again if a new event names it, and as long as it is not finished. Recipes and configurations are
-    most of a trial's data, and a study may have tens of thousands of trials. Therefore they are read only for the best
-    trial and the trials with results on holdout data, or with `is_whole` for every trial.
+    most of a trial's data, and a study may have tens of thousands of trials. Therefore the reader reads them only for
+    the best trial and the trials with results on holdout data. If `is_whole` is True, the reader reads them for every
+    trial.
     """
 
     def __init__(self, store: Store, study_id: str, *, is_whole: bool = False) -> None:
@@ -238,7 +239,7 @@ class RunReader:
 def held_out_estimates(
     store: Store, study_id: str, trial: int, *, trials: Sequence[TrialResult], objectives: Sequence[Objective]
 ) -> dict[str, Estimate] | None:
-    """Read the estimates of trial number `trial` on holdout data, by objective; None if it has none.
+    """Read the estimates of trial number `trial` on holdout data, by objective; None if it was not scored there.
 
     `study_id` is the id of the study in `store`. `trials` and `objectives` are all trials and all objectives of this
     study.
@@ -255,8 +256,9 @@ def held_out_differences(
     """Read the held-out samples of a study, and compute the differences of its trials from the trial `reference`.
 
     The differences are paired, sample by sample, by objective and as "mean" of the accuracy objectives. The result has
-    them by the number of each trial that was scored on held-out data; it is empty if the trial `reference` was not
-    scored there. `study_id` is the id of the study in `store`; `trials` and `objectives` are all of this study.
+    the differences of each trial that was scored on held-out data, by the trial's number. The result is empty if the
+    trial `reference` was not scored there. `study_id` is the id of the study in `store`; `trials` and `objectives` are
+    all of this study.
     """
     file = Study.model_validate(store.job(study_id).document)
     compared = compared_with(finalists(trials, objectives), trials)

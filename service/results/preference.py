@@ -1,8 +1,9 @@
 """Choice of a trial on the Pareto front by a user's weights of the objectives.
 
-For each objective, the gap to its best value on the front is divided by the width of the objective's range (0 to 1 if
-the study states none). The front's own range is not used: on a front that varies little, noise would then count as much
-as a large difference elsewhere. The gaps are combined by the augmented Chebyshev function, as in ParEGO.
+For each trial and objective, the gap between the trial's value and the best value on the front is divided by the width
+of the objective's range (0 to 1 if the study states none). The front's own range is not used: on a front that varies
+little, noise would then count as much as a large difference elsewhere. The gaps are combined by the augmented Chebyshev
+function, as in ParEGO.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Choices:
     """Trials of a study's Pareto front from which a user's weights of the objectives select one.
 
     `labels` has the label of each trial, and `values` has its values of the objectives, by trial number. `split` says
-    whether the values are those on search data or on holdout data.
+    whether the values are from search data or from holdout data.
     """
 
     objectives: tuple[Objective, ...]

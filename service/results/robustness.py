@@ -28,9 +28,10 @@ def performance_drop(clean: ArrayLike, attacked: ArrayLike, *, seed: int = 0) ->
     """Estimate the performance drop rate, (clean mean - attacked mean) / clean mean.
 
     A smaller rate means a more robust model. The rate is 0 if the mean does not drop, and 1 if it drops to 0. The rate
-    is negative if the model is better with the attacked prompts. Documents are drawn with replacement, the same ones
-    for both means. Resamples whose clean mean is not positive have no rate and are left out. The interval does not
-    account for the choice of the attacked template, the worst of those that were scored on these documents.
+    is negative if the model is better with the attacked prompts. The bootstrap draws documents with replacement, the
+    same documents for both means. Resamples whose clean mean is not positive have no rate and are left out. The
+    interval does not account for the choice of the attacked template, which is the worst of the templates that were
+    scored on these documents.
 
     Args:
         clean: Values with the original prompts [num_samples]; larger is better.

@@ -105,7 +105,7 @@ def best_trial(trials: Iterable[Trial], objectives: Sequence[Objective]) -> Tria
     If the study has no accuracy objectives, the best trial is the trial with the lowest mean cost. An objective's cost
     is its value scaled to [0, 1], where 0 is the best value. Objectives that need no samples, such as the number of
     parameters, do not count. If trials are equal, the first one is chosen. If no trial satisfies all constraints, the
-    one that violates them least is chosen.
+    trial that violates them least is chosen.
 
     Returns:
         The best trial; None before a trial has been scored on all samples of the search.

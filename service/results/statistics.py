@@ -329,9 +329,9 @@ def _wilson(proportion: float, n: int) -> tuple[float, float]:
 def _bonett_price(num_better: int, num_worse: int, n: int, level: float) -> tuple[float, float]:
     """Compute Bonett and Price's interval of the difference of two paired proportions, with coverage `level`.
 
-    `n` is the number of pairs. In `num_better` of them the first member has the better value, in `num_worse` the
-    second; in all others the values are equal. The interval is Wald's after one more pair of each of the first two
-    kinds is added.
+    `n` is the number of pairs. In `num_better` pairs, the first member has the better value; in `num_worse` pairs, the
+    second member has the better value; in all other pairs, the values are equal. The interval is Wald's interval after
+    two pairs are added: one with a better first member, and one with a better second member.
     """
     better, worse = (num_better + 1) / (n + 2), (num_worse + 1) / (n + 2)
     centre = better - worse

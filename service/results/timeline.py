@@ -81,8 +81,8 @@ class TimelinePlot:
     """Shares of time that each replica spent on each kind of work, in bins of equal length.
 
     A replica runs an engine that scores chunks of samples. If the chunks are fewer than 500, `chunks` lists each of
-    them. Times are computed from the time at which results were stored and from measured seconds, so that they are
-    inexact by fractions of a second.
+    them. Times are computed from the time at which results were stored and from measured seconds, so they are inexact
+    by fractions of a second.
     """
 
     plot: Literal["timeline"]
@@ -107,7 +107,7 @@ def timeline(
     An engine has four activities: it computes a merge, writes it to its weights (swap), scores samples, or idles.
 
     Args:
-        chunks: The chunks, with the times of this work; those outside of the given time are left out.
+        chunks: The chunks, with the times of this work; chunks outside of the given time are left out.
         start: Beginning of the timeline in seconds since the epoch; None is the beginning of the first chunk.
         end: End of the timeline; None is the end of the last chunk.
         num_bins: Number of bins into which the time is divided.

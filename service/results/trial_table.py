@@ -86,13 +86,13 @@ class TrialTable:
         """Numbers of the trials that satisfy every condition, sorted.
 
         Args:
-            sort: Name of the field to sort by, with "-" before it for the largest first. Trials without a value are
-                last, and equal trials are in the order of their numbers.
+            sort: Name of the field to sort by; with "-" before the name, the largest value is first. Trials without a
+                value are last, and equal trials are in the order of their numbers.
             where: Conditions such as "math>=0.6", at most MAX_CONDITIONS. A text may hold several conditions, separated
                 by commas.
             text: Text that must occur in the trial's label or number; case is ignored.
             state: Only trials in this state, such as "COMPLETE".
-            origin: Only trials whose recipe is from here: "source" (a source model alone), "published", "search",
+            origin: Only trials whose recipe has this origin: "source" (a source model alone), "published", "search",
                 "refined" (learned further after the search) or "user".
 
         Raises:
@@ -124,10 +124,10 @@ class TrialTable:
         return [number for group in groups for _, number in group]
 
     def _order(self, sort: str) -> tuple[Field, bool, bool]:
-        """Parse `sort`, the field to sort trials by, with "-" before it for the largest first.
+        """Parse `sort`, the field to sort trials by; with "-" before the field, the largest value is first.
 
-        Returns the field, whether the largest comes first, and whether the field is the value of an objective or the
-        mean of several. Raises InvalidQuery if there is no such field.
+        Returns the field, whether the largest value is first, and whether the field is the value of an objective or a
+        mean over objectives. Raises InvalidQuery if there is no such field.
         """
         name = sort.removeprefix("-")
         field = self._field(name)

@@ -1,8 +1,8 @@
 """Removal of data of ended jobs that exceed the limits of retention.
 
-Nothing is removed from a job that has not ended, or that another job uses. A job uses another job's models as sources,
-its policies or results as a start, or its experts. A failed job keeps its responses and files, because it may be
-resumed.
+Nothing is removed from a job that has not ended, or that another job uses. A job uses another job if its source models
+are merges or experts of the other job, or if its search starts from policies or results of the other job. A failed job
+keeps its responses and files, because it may be resumed.
 """
 
 from __future__ import annotations
@@ -178,8 +178,8 @@ class Cleaner:
     def _has_void(self, job_id: str) -> bool:
         """Whether a job has void samples, which must be scored again because their engine later failed a check.
 
-        Such a job may be resumed and then needs its responses. If no engine has ever failed a check, the samples are
-        not searched.
+        A job with void samples may be resumed, and then needs its responses. If no engine has ever failed a check, the
+        samples are not searched.
         """
         return self._store.num_engine_faults() > 0 and self._store.has_void(job_id)
 

@@ -44,9 +44,10 @@ class LayerDocument(TypedDict):
 class TokenDocument(TypedDict):
     """Source of a token's row in the merged model's embedding.
 
-    The source is a row of the model with the alias `model`: the row of another `token`, of the token with the id `id`
-    or, without both, of the same token. Without `model`, the row is zero. If `force` is true, all source models get
-    this row; otherwise only those without the token get it.
+    The source is a row of the model with the alias `model`: the row of the token `token`, or of the token with the id
+    `id`. If neither is given, the source is the row of the same token. Without `model`, the row consists of zeros. If
+    `force` is true, the row is used for all source models; otherwise, it is used only for source models without the
+    token.
     """
 
     model: NotRequired[str]

@@ -310,8 +310,8 @@ class AccountStore:
 
         `name` is a name for the token that the user has chosen. `digest` is the sha256 of the token, and `prefix` is
         its first characters, which are shown to users. `scope` says for which requests the token can be used. The token
-        expires after `lifetime_s` seconds, or never if this is None. `actor` is who adds it, for the audit log. Raises
-        NotFound if there is no such user, and Conflict if the token is stored already.
+        expires after `lifetime_s` seconds, or never if `lifetime_s` is None. `actor` is who adds the token, for the
+        audit log. Raises NotFound if there is no such user, and Conflict if the token is stored already.
         """
         _check_name(name)
         row = {"id": uuid.uuid4().hex, "user": user, "name": name, "digest": digest, "prefix": prefix, "scope": scope}
@@ -330,7 +330,7 @@ class AccountStore:
     def revoke_token(self, token_id: str, *, actor: Actor) -> TokenRecord:
         """Revoke an API token, and return its record; a token that was revoked before is not changed.
 
-        `actor` is who revokes it, for the audit log. Raises NotFound if there is no token with this id.
+        `actor` is who revokes the token, for the audit log. Raises NotFound if there is no token with this id.
         """
         table = schema.tokens
         with transaction(self._engine) as connection:
@@ -511,7 +511,7 @@ class AccountStore:
     def end_session(self, session: SessionRecord, *, actor: Actor) -> bool:
         """End a browser session. Returns True, or False if the session had ended already.
 
-        `actor` is who ends it, for the audit log.
+        `actor` is who ends the session, for the audit log.
         """
         table = schema.sessions
         with transaction(self._engine) as connection:
@@ -564,7 +564,7 @@ class AccountStore:
             return job_record(row)
 
     def move_job(self, job_id: str, before: str | None, *, actor: Actor, steering: Steering) -> JobRecord:
-        """Move a waiting job to the front of the waiting jobs of its priority, or before another one; return the job.
+        """Move a waiting job to the front of the jobs of its priority, or before another waiting job; return the job.
 
         `before` is the id of the other job; None is the front. The move holds until the job is started from the queue.
         `actor` is who makes the move, for the audit log. `steering` says who asked, and why; it is stored as an event

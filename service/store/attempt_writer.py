@@ -98,14 +98,14 @@ class JobWriter:
     ) -> str | None:
         """Store a heartbeat of the driver (the process that works on the job), with the job's progress.
 
-        Returns the reason why the job's search was asked to end early; None if it was not.
+        Returns the reason why the job's search was asked to end early; None if nobody asked for this.
 
         `wall_clock_s` is the number of seconds that all drivers have worked on the job so far. The seconds since the
         last heartbeat, times `num_gpus`, are added to the GPU-hours that the job's team has used. `idle_s` is the
         number of seconds since the driver last made progress; None stores that no progress is known. `patience_s` is
         the number of seconds without progress after which the driver is replaced; None stores that it is not known.
-        `progress` is shown to users, as JSON; None leaves the stored one unchanged. `waiting_for` is what the driver
-        waits for; None stores that it does not wait.
+        `progress` is shown to users, as JSON; None leaves the stored progress unchanged. `waiting_for` is what the
+        driver waits for; None stores that it does not wait.
         """
         changes: dict[str, Any] = {
             "wall_clock_s": wall_clock_s,
@@ -183,7 +183,7 @@ class JobWriter:
         """Store a new trial.
 
         If the trial was added because a user asked to evaluate its recipe (merge), `request` is the number of the
-        user's request, which is marked as answered. Otherwise it is None.
+        user's request, which is marked as answered. Otherwise, `request` is None.
         """
         with self._transaction() as connection:
             connection.execute(

@@ -89,7 +89,7 @@ class Availability:
             return ended
 
     def put_back(self, outage: Outage) -> None:
-        """Undo a call of `take_ended`: its next call returns `outage` again.
+        """Undo a call of `take_ended`: the next call of `take_ended` returns `outage` again.
 
         Call this method if the outage that `take_ended` returned could not be stored. If a newer outage has ended
         meanwhile, the newer outage is returned instead.
@@ -171,7 +171,7 @@ def repeated(cls: Class) -> Class:
     Methods wait only if the object's SQLAlchemy engine is a result of the function `waiting`. With any other engine,
     the methods raise the error instead. A method is also repeated if the database rolled its transaction back because
     of another transaction, as in a deadlock. Because a failed method is repeated as a whole, each public method must be
-    one transaction. If it calls other public methods, each of these is repeated separately.
+    one transaction. If a public method calls other public methods, each called method is repeated separately.
     """
     for name, method in list(vars(cls).items()):
         if isfunction(method) and not name.startswith("_"):

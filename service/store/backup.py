@@ -57,7 +57,7 @@ class Backup:
     - `created_at`: time at which the tables were read, in seconds since the epoch.
     - `database`: sha256 of the SQLite file to which the tables were copied.
     - `tables`: the copied tables, each with its number of rows and the sha256 of the rows.
-    - `jobs`, `unfinished_jobs`: number of jobs, and of those that have not ended.
+    - `jobs`, `unfinished_jobs`: number of all jobs, and number of the jobs that have not ended.
     - `files`, `bytes`: number and total size in bytes of the files of artifacts (models and policies that jobs
       trained).
     """

@@ -116,8 +116,9 @@ def database_url(data_dir: Path, given: str | None = None) -> sa.URL:
 def known_url(data_dir: Path, given: str | None = None) -> sa.URL:
     """Find the URL of the database of the server with the data directory `data_dir`; the database must exist.
 
-    The URL is `given`, or else the one in the environment variable MERGESEARCH_DATABASE, or else the one that the
-    server stored in the data directory. A missing SQLite file is refused, not created.
+    The URL is `given`. If this is None, the URL is the value of the environment variable MERGESEARCH_DATABASE. Without
+    this variable, it is the URL that the server stored in the data directory. A missing SQLite file is refused, not
+    created.
 
     Raises:
         Conflict: The URL names a missing SQLite file, or is not the URL of a database.
@@ -190,7 +191,7 @@ def remember(data_dir: Path, url: sa.URL, *, by_variable: bool = False) -> None:
     Drivers are the processes that work on jobs. If the database is the default, an SQLite file in the data directory,
     nothing is stored, and an earlier URL is removed. If `by_variable` is True, the server took the URL from the
     environment variable MERGESEARCH_DATABASE, which its drivers read too. In this case only the URL without its secrets
-    is stored. Error messages show it if the variable is not set.
+    is stored. Error messages show this URL if the variable is not set.
     """
     place = data_dir / URL_FILE
     if url.get_backend_name() == "sqlite" and Path(str(url.database)) == (data_dir / DATABASE).absolute():

@@ -68,8 +68,8 @@ class BenchmarkFacts:
         range: Lowest and highest value of the metric; None for [0, 1].
         task_digest: Digest of the task's definition and data. Samples of tasks with other digests are not comparable.
         num_samples: Number of samples of the task.
-        subtasks: Names and sizes of the subtasks, if the task is a group of several.
-        categories: Groups of subtasks within the task: the names of the subtasks, by the name of the group.
+        subtasks: Names and sizes of the subtasks, if the task consists of several subtasks.
+        categories: Subsets of the subtasks: the names of the subtasks in each category, by the category's name.
         seed: Seed of the random order in which the samples are scored.
         attack: The option `attack` of the study file, for adversarial prompts; None if the benchmark is not attacked.
         template: The prompt template that the attack changes; empty without an attack.
@@ -123,7 +123,7 @@ class AttackResult:
         template: The prompt template with which the merge's metric is worst. The field has the original template if no
             changed template is worse.
         samples: Name under which the samples with this template are stored.
-        num_queries: Number of templates that were scored on all samples, without the original one.
+        num_queries: Number of templates that were scored on all samples, without the original template.
         is_cut: Whether the attack ended early because it had scored `max_queries` templates, an option of the study
             file.
     """
@@ -146,7 +146,7 @@ class Overlap:
         num_items: Number of the task's items.
         num_exact: Number of items whose whole text is also an item of the search data.
         num_ngrams: Number of items that have 13 consecutive words in common with an item of the search data, including
-            those counted by `num_exact`.
+            the items counted by `num_exact`.
         by_objective: Number of items that overlap with the search data of an objective, by objective.
         examples: Positions of some overlapping items in the task's data.
         is_allowed: Whether the study file permits the overlap of this task, in `contamination.allowed`.
@@ -227,10 +227,9 @@ class PolicyStart:
 class WarmStart:
     """Results of an earlier study that the searcher of a new study has from the beginning.
 
-    `study` and `name` are the id and name of the earlier study. `rungs` is "all" if results of trials that were scored
-    on part of the samples are used too, or "full" if only results on all samples are. `num_trials` and
-    `num_observations` are the numbers of trials and of results that are used. `digest` is the digest of the stored file
-    with the results.
+    `study` and `name` are the id and name of the earlier study. `rungs` is "all" if results on a part of the samples
+    are used too, or "full" if only results on all samples are used. `num_trials` and `num_observations` are the numbers
+    of trials and of results that are used. `digest` is the digest of the stored file with the results.
     """
 
     study: str
@@ -245,8 +244,8 @@ class WarmStart:
 class RemovedResponses:
     """Record that a study's model responses and tokens were removed to save space.
 
-    `removed_at` is the time in seconds since the epoch. `num_samples` and `num_bytes` are the numbers of samples and
-    bytes whose responses were removed.
+    `removed_at` is the time in seconds since the epoch. `num_samples` is the number of samples whose responses were
+    removed, and `num_bytes` is the size of the removed data.
     """
 
     removed_at: float

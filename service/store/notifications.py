@@ -127,7 +127,7 @@ class NotificationStore:
     def remove_webhook(self, webhook_id: str, *, actor: Actor) -> None:
         """Remove a webhook and its unsent deliveries. Raises NotFound if there is no webhook with this id.
 
-        `actor` is who removes it, for the audit log.
+        `actor` is who removes the webhook, for the audit log.
         """
         with transaction(self._engine) as connection:
             before = _webhook(connection, webhook_id)
@@ -308,8 +308,8 @@ class NotificationStore:
         """Store that a try to send a delivery failed, for the reason `error`.
 
         `status` is the HTTP status of the response, or None if there was none. If `is_last` is True, no further try
-        follows. If also no try has succeeded for `disables_after_s` seconds, the subscription (the webhook or mail
-        address) is disabled, and its waiting deliveries are deleted.
+        follows. If `is_last` is True, and no try to reach the subscription (the webhook or mail address) has succeeded
+        for `disables_after_s` seconds, the subscription is disabled, and its waiting deliveries are deleted.
 
         Returns:
             The subscription if it was disabled now, else None.
@@ -355,14 +355,14 @@ class NotificationStore:
     ) -> int:
         """Store the reasons why jobs wait, make notices of jobs that wait too long, and return the number of notices.
 
-        Users get messages about notices later. A job waits too long if it has waited for the same reason for
-        `notify_after_s` seconds. A job gets another notice only if it has stopped waiting since the last one. A job has
-        stopped waiting if a driver (a process that works on the job) has worked on it for `works_after_s` seconds, if
-        it was paused, or if it has ended.
+        A notice is a stored change of a job, from which messages to users are made later. A job waits too long if it
+        has waited for one unchanged reason for `notify_after_s` seconds. A job that has a notice gets another notice
+        only after it has stopped waiting: a driver (a process that works on the job) has worked on it for
+        `works_after_s` seconds, or it was paused, or it has ended.
 
         `waiting` maps the id of each unfinished job that is not paused to the reason why it waits; None if a driver
-        works on it. `passing` is a reason that lasts only for a short time, such as the start of a driver. Such a
-        reason does not replace the reason before it. Jobs that are being deleted are left out.
+        works on the job. `passing` is the text of a reason that lasts only for a short time: the start of a driver.
+        While a job waits for this reason, its earlier reason stays stored. Jobs that are being deleted are left out.
         """
         table = schema.waits
         with self._reads.connect() as connection:

@@ -86,7 +86,7 @@ class EvidenceRecord:
             first sample and the position after the last.
         weights_checksum: Checksum of the engine's weights after the merge was written into them.
         replica: Id of the engine's replica.
-        swap_count: Number of merges that were written into the engine up to then.
+        swap_count: Number of merges that had been written into the engine when it scored the samples.
         engine: Description of the engine: its program, dtype and placement.
         timings_s: Seconds by step, such as "swap" and "score".
         num_samples: Number of samples.
@@ -167,8 +167,8 @@ class EvaluationRequest:
     - `trial`: the number of the trial whose recipe is evaluated; None if the user gave a merge instead.
     - `label`: the name of the merge that the user gave; None if `trial` is given.
     - `recipe`, `configuration`: the merge that the user gave, either as the JSON document of a recipe or as a value for
-      each parameter of the search space. The other one is None; both are None if `trial` is given.
-    - `added`: the number of the trial that was added for the request; None until a driver has added one.
+      each parameter of the search space. One of the two is None; both are None if `trial` is given.
+    - `added`: the number of the trial that was added for the request; None until a driver has added the trial.
     """
 
     number: int

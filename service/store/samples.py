@@ -185,7 +185,7 @@ def read_chunks(
 def with_room(known: Values | None, stop: int) -> Values:
     """Lengthen an array of sample values, indexed by sample position, to at least `stop` values.
 
-    `known` is the array; None means an empty one. The values that are added are NaN: no value is known there.
+    `known` is the array; None means an empty array. The values that are added are NaN: no value is known there.
     """
     if known is None:
         return np.full(stop, np.nan)
@@ -205,10 +205,10 @@ def read_samples(
     """Read the scored samples of one recipe (merge), ordered by objective and position.
 
     `study` is the study's id, and `digest` is the recipe's digest. `split` is the search data, the holdout data or the
-    benchmarks. The position of a sample is its index in the order in which the objective's samples are scored. With
-    `objective`, only its samples are read, and with `positions`, only rows that have a sample at one of these
-    positions; a row has adjacent samples that were scored together. If `has_tokens` is False, stored completions are
-    returned without their token ids.
+    benchmarks. The position of a sample is its index in the order in which the objective's samples are scored. If
+    `objective` is not None, only samples of this objective are read. If `positions` is not None, only database rows
+    that have a sample at one of these positions are read; a row has adjacent samples that were scored together. If
+    `has_tokens` is False, stored completions are returned without their token ids.
     """
     chunks, old = schema.sample_chunks, schema.samples
     where, where_old = (sa.true() if objective is None else table.c.objective == objective for table in (chunks, old))
@@ -456,8 +456,8 @@ def text_sizes(connection: sa.Connection) -> dict[str, tuple[int, int]]:
 def remove_texts(connection: sa.Connection, study: str) -> int:
     """Remove the model responses and tokens of one recipe (merge) of a study, and return the number of rows removed.
 
-    The recipe is any one of the study that still has responses or tokens. The result is 0 if there is none, so callers
-    repeat the call until then.
+    The recipe is any recipe of the study that still has responses or tokens. The result is 0 if no recipe of the study
+    has any. Callers repeat the call until the result is 0.
     """
     texts = schema.sample_texts
     digest = sa.select(texts.c.recipe_digest).where(texts.c.study == study).limit(1).scalar_subquery()

@@ -373,7 +373,7 @@ class Store:
         offset: int = 0,
         limit: int | None = None,
     ) -> tuple[tuple[JobRecord, ...], int]:
-        """Read a part of the jobs of one kind, and count those that satisfy the conditions.
+        """Read a part of the jobs of one kind that satisfy all conditions, and count these jobs.
 
         Args:
             kind: Name of the kind of job.
@@ -381,7 +381,7 @@ class Store:
             name: Only jobs with this name.
             text: Only jobs whose name, description or owner has this text, or whose id begins with it; case is ignored.
             reader: Only jobs that this account may read.
-            sort: One of `JOB_SORTS`, with "-" before it for the largest first. Equal jobs are sorted by age.
+            sort: One of `JOB_SORTS`; with "-" before it, the largest value is first. Equal jobs are sorted by age.
             offset: Number of jobs to leave out at the beginning.
             limit: Maximum number of jobs that are returned; None returns all.
 
@@ -486,7 +486,7 @@ class Store:
     def open_attempt(self, job_id: str, *, because: str | None = None, as_driver: bool = False) -> JobWriter:
         """Begin a new attempt at a job, and return the writer that alone may write to the job from now on.
 
-        An attempt is the work of one driver (a process that works on the job); the writer of an earlier one can no
+        An attempt is the work of one driver (a process that works on the job); the writer of an earlier attempt can no
         longer write. `because` says why another attempt was needed; None states no reason. If `as_driver` is True, the
         caller is a driver: its heartbeat is stored, and it is refused while the servers are drained or the job is
         paused. Raises NotFound if there is no such job. Raises StaleAttempt if the job was cancelled, or if a driver

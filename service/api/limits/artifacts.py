@@ -70,8 +70,9 @@ class ArtifactQuota:
         while it checks and stores the job. Returns the result of `make`. Raises Conflict, without calling `make`, if
         the job's artifacts do not fit.
 
-        `measured` is a result of the method `measure`; a caller that has begun the admission itself must give one.
-        Artifacts that unfinished jobs have stored since then still count as bytes that the jobs will store.
+        `measured` is a result of the method `measure`. If it is None, this method measures; a caller that has begun the
+        admission itself must pass a result. Artifacts that jobs have stored after the measurement still count as bytes
+        that these jobs will store.
         """
         measured = measured or self.measure(num_bytes)
         missing, used, quota = measured.missing, measured.used, measured.quota

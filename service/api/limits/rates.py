@@ -29,7 +29,7 @@ class _Buckets:
         self._left: dict[str, tuple[float, float]] = {}  # requests left, and when
 
     def wait_s(self, sender: str, *, per_s: float, burst: float) -> float:
-        """Count a request of `sender`. Returns 0.0 if it is accepted, else the seconds until one is accepted again.
+        """Count a request of `sender`. Returns 0.0 if it is accepted, else the seconds until a request is accepted.
 
         A sender may send `per_s` requests a second in the long run, and `burst` requests at once.
         """
@@ -71,7 +71,7 @@ class Rate:
 
 
 class TeamRates:
-    """Limit on the requests of each team: a number a minute in the long run, and as many at once.
+    """Limit on the number of requests that each team may send in a minute.
 
     Each server counts by itself. `clock` is a monotonic clock in seconds, which tests replace.
     """
@@ -80,9 +80,9 @@ class TeamRates:
         self._buckets = _Buckets(clock)
 
     def wait_s(self, team: str, per_minute: int) -> float:
-        """Count a request of `team`. Returns 0.0 if it is accepted, else the seconds until one is accepted again.
+        """Count a request of `team`. Returns 0.0 if it is accepted, else the seconds until a request is accepted.
 
-        A team may send `per_minute` requests a minute in the long run, and as many at once.
+        A team may send `per_minute` requests a minute in the long run, and `per_minute` requests at once.
         """
         return self._buckets.wait_s(team, per_s=per_minute / 60, burst=per_minute)
 

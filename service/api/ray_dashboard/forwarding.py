@@ -76,7 +76,7 @@ class DashboardProxy:
     async def forward(self, method: str, path: str, parameters: Sequence[tuple[str, str]]) -> Response:
         """Forward a request for the decoded `path` of the dashboard, and return the response for the user.
 
-        `method` is GET or HEAD; `parameters` are those of the decoded query.
+        `method` is GET or HEAD; `parameters` are the decoded parameters of the query.
 
         Raises:
             Refusal: The request is not forwarded (403), Ray does not know the object (404), does not accept the

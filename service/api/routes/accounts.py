@@ -276,7 +276,8 @@ def get_team(team: Seen) -> Response:
 def get_team_usage(team: Seen, services: Context) -> Response:
     """Show how much the jobs of a team use of its quotas, and its GPU-hours that count for the fair share.
 
-    The fair share decides the order in which jobs of different teams start. Members of the team may do this.
+    The fair share decides the order in which jobs of different teams start. Only members of the team and administrators
+    of the server may read this.
     """
     queue, usage = services.cluster.queue(), services.store.team_usage().get(team.name, TeamUsage())
     jobs = [job for job in services.store.unfinished_jobs() if job.team == team.name]

@@ -111,8 +111,8 @@ async def check_study(
     A body that is no JSON or YAML object is refused (422). A wrong study file is not refused: the response has its
     problems.
 
-    A file without problems gets, with `level=full`, the plan of the study: samples, hours, memory and disk space, as
-    `mergesearch run --check` prints it.
+    With `level=full`, the response for a file without problems also has the plan of the study: samples, hours, memory
+    and disk space, as `mergesearch run --check` prints it.
     """
     is_json = sent_as_json(request.headers, accepted=(*JSON_TYPES, *YAML_TYPES))
     content = await read_body(request)

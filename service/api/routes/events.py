@@ -232,8 +232,8 @@ async def watch_jobs(
 ) -> Response:
     """Stream the state changes and progress of all jobs that the sender may read, without end.
 
-    A job that the sender may no longer read, or that is deleted, is `removed`; its events are not sent any more. A
-    client that reconnects may get events of the last seconds again.
+    If a job is deleted, or the sender may no longer read it, the stream sends an event `removed` for the job, and no
+    further events of the job. A client that reconnects may get events of the last seconds again.
     """
     cursor = after if last_event_id is None else last_event_id
     if not _wants_list(request):

@@ -43,7 +43,7 @@ def get_analysis(finetune: Finetune, services: Context, against: Against) -> Res
     An expert is a model that the fine-tuning trains, and a task vector is the difference between its weights and those
     of its base. The analysis is computed once all experts are trained, if the specification of the fine-tuning has the
     key `analysis`. With the parameter `against`, the response also has the analyses of other fine-tunings for
-    comparison. Their experts must have the same names and tasks.
+    comparison. The experts of these fine-tunings must have the same names and tasks.
     """
     return Json(_analysis(services, [finetune, *against]))
 

@@ -426,8 +426,9 @@ async def _created(
     """Store the job of this `kind` that the request's body describes, if it passes every check.
 
     `key` is the request's idempotency key, or None. `place` has the job's team and says who may read the job. A job
-    that serves a study gets both from its study; `place` then has only the wishes of the request. Returns the job, and
-    whether the job is new. The job is not new if an earlier request with the same key created it.
+    that serves a study gets both from its study; `place` then has only the team and the sharing that the request asks
+    for. Returns the job, and whether the job is new. The job is not new if an earlier request with the same key created
+    it.
 
     Raises:
         Refusal, InvalidStudy: The body is not accepted.
@@ -640,8 +641,8 @@ def _record(
 ) -> None:
     """Add a change of a job to the audit log.
 
-    `action` names the change, such as "job.cancel". `before` and `after` are the job before and after it; `before` is
-    None for a new job, `after` for a deleted one.
+    `action` names the change, such as "job.cancel". `before` is the job before the change; None for a new job. `after`
+    is the job after the change; None for a deleted job.
     """
     job = before or after
     assert job is not None
@@ -717,7 +718,7 @@ def _resume(services: Services, job_id: str, steering: Steering) -> JobRecord:
 def _check_unfinished(record: JobRecord, done: str) -> None:
     """Raise Conflict if a job has ended.
 
-    The error message says that only a job that has not ended can be `done`, which is a participle such as "paused".
+    `done` is the participle of the action that was refused, such as "paused", for the error message.
     """
     if record.state.is_finished:
         noun = kind_of(record.kind).noun

@@ -249,7 +249,7 @@ async def begin_session(request: Request, services: Context, address: Address) -
 
     The session has the rights of the token, and ends when the token is revoked or expires, at the latest after 12
     hours. The browser needs to keep only the cookie, which scripts cannot read. A server without accounts has no
-    sessions (404). As for other requests with a session, a page of another server may not send this one (403).
+    sessions (404). A page of another server may not send this request (403).
     """
     if not await services.authenticator.needs_token():
         raise Refusal(404, "this server has no accounts, so that requests need neither a token nor a session")

@@ -126,8 +126,8 @@ def _coverage(sender: Principal, body: NewWebhook) -> tuple[Coverage, str | None
     """Determine the jobs that a new webhook covers and, if these are the jobs of one team, the team.
 
     `body` is the request for the webhook. The team is None unless the webhook covers the jobs of one team. Raises
-    InvalidRequest if the fields of the request do not fit together, and Refusal if the sender may not have such a
-    webhook.
+    InvalidRequest if the fields of the request do not fit together, and Refusal if the sender may not have a webhook
+    for these jobs.
     """
     account = sender.account
     if account is None:

@@ -320,7 +320,7 @@ async def get_mergekit(study: Study, number: TrialNumber, services: Context, sen
 
     If mergekit would compute other tensors, or the models cannot be read or have changed since the study was created,
     the request is refused (409). The request is also refused (503) if reading the models takes more time or memory than
-    a request may use. `problems` then lists every reason.
+    a request may use. The field `problems` of the response lists every reason.
     """
     trial = await run_in_threadpool(_trial, services, study, number)
     recipe = trial.read_recipe().to_json()
@@ -367,7 +367,7 @@ async def list_samples(
     after: Annotated[int | None, Query(description="Only samples at a larger position.", ge=0, le=MAX_NUMBER)] = None,
     limit: Annotated[int, Query(description="Maximum number of samples.", ge=1, le=MAX_SAMPLES)] = 50,
 ) -> Response:
-    """List the samples of a trial, or of two trials side by side: prompt, reference, responses and values.
+    """List the samples of a trial, or of two trials side by side: prompts, references, completions and values.
 
     A trial has a sample right if its value is the best of the metric's range. `only` selects the samples that are
     listed, but `counts` and `difference` are always over all samples that both trials have. A page ends before `limit`
@@ -447,9 +447,9 @@ def _samples(
 ) -> tuple[list[SampleDocument], list[str]]:
     """Describe the samples at `positions` for one trial or two, and list the reasons why texts are missing.
 
-    The last samples are left out once the texts of those before them have MAX_TEXT_BYTES. `digests` has the digest of
-    each trial's recipe (merge). `split` says whether samples of search data, held-out data or benchmarks are described;
-    `objective` is the objective or benchmark.
+    If the texts of the first samples already have MAX_TEXT_BYTES bytes, the samples after them are left out. `digests`
+    has the digest of each trial's recipe (merge). `split` says whether samples of search data, held-out data or
+    benchmarks are described; `objective` is the objective or benchmark.
     """
     documents: list[SampleDocument] = []
     num_bytes = 0
@@ -817,9 +817,9 @@ async def get_timeline(
 ) -> Response:
     """Show how each engine's replica spent its time: merging, swapping weights, scoring samples, or idle.
 
-    A share is given for each of several bins of equal length. If fewer than 500 chunks (samples that are scored
-    together) are in the time, each chunk is listed too. `events` lists the drivers that worked on the study, its waits,
-    and engine faults.
+    The time is divided into `bins` bins of equal length; for each bin, the share of each activity is given. If fewer
+    than 500 chunks (samples that are scored together) are in the time, each chunk is listed too. `events` lists the
+    drivers that worked on the study, the waits of the study, and engine faults.
     """
     if start is not None and end is not None and end <= start:
         raise InvalidQuery("to", f"{end:g} is not after from={start:g}; give a later time")
@@ -847,8 +847,7 @@ async def get_importance(
     """Importance of each parameter for an objective, by PED-ANOVA over the trials at full budget.
 
     The importances say which parameters decide whether a trial is among the best tenth. Importances are also summed by
-    layers, by part of a layer and by expert, over the parameters that belong to one. Below 50 trials `parameters` is
-    null, and `reason` says why.
+    layer, by part of a layer, and by expert. Below 50 trials, `parameters` is null, and `reason` says why.
     """
     known = {each.name: each for each in ResolvedStudy.of(study).objectives}
     found = known.get(next(iter(known)) if objective is None else objective)
@@ -961,8 +960,9 @@ async def get_benchmarks(study: Study, services: Context, request: Request) -> R
 async def add_benchmarks(study: ChangedStudy, services: Context, request: Request, sender: Sender) -> Response:
     """Add benchmarks, which are tasks that the search does not use, to a COMPLETE study, and score trials on them.
 
-    A benchmark of the study may be named again, with the same task and metric: it is then scored on more trials, or
-    again on trials that failed. Stored samples are not scored again. A study that is not COMPLETE is refused (409).
+    A benchmark of the study may be named again, with the same task and metric: trials that have no result on the
+    benchmark yet, or whose scoring has failed, are then scored on it. Stored samples are not scored again. A study that
+    is not COMPLETE is refused (409).
     """
     is_json = sent_as_json(request.headers, accepted=(*JSON_TYPES, *YAML_TYPES))
     added = parse_benchmarks(parse_document(await read_body(request), "the request's body", is_json=is_json))

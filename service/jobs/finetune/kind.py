@@ -86,8 +86,8 @@ def _demand(job: JobRecord) -> Demand:
 def _time_left_s(job: JobRecord) -> float | None:
     """Estimate the seconds that a fine-tuning still takes, from its progress.
 
-    Only a fine-tuning that trains a single expert has an estimate. The result is None for others, and before progress
-    is reported, because the speed of other work is not known.
+    Only a fine-tuning that trains a single expert has an estimate. The result is None for other fine-tunings, and
+    before the training has reported progress.
     """
     begun = list((job.progress or {}).get("experts", {}).values())
     if len(begun) != 1 or set(job.document) & {"experts", "analysis"}:

@@ -43,9 +43,9 @@ def begin_study(
     """Create the study that merges the trained experts of a fine-tuning, or return the study if it exists.
 
     `pipeline` is the specification of the fine-tuning whose job `writer` writes to, and `artifacts` has its experts. If
-    they are stored in an object store, the study names them by their URLs. Otherwise they are copied to the directory
-    of sources in `data_dir`, the server's data directory. The study is created only once, even if drivers are killed.
-    Raises Conflict if the study cannot run.
+    `artifacts` is in an object store, the study names the experts by their URLs. Otherwise the experts are copied to
+    the directory of sources in `data_dir`, the server's data directory. The study is created only once, even if drivers
+    are killed. Raises Conflict if the study cannot run.
     """
     if (known := study_of(store, writer.job_id)) is not None:
         return known

@@ -177,8 +177,8 @@ def execute(
         artifacts: Store of the policies (networks that propose merges) that the study trains.
         heartbeat: Heartbeat of this driver, which receives the study's progress.
         view: Receiver of progress and messages.
-        observer: Called as soon as something is stored, with a word for it, such as "complete", so that tests can stop
-            the process then.
+        observer: Called after each stored result, with a word for the result, such as "complete", so that tests can
+            stop the process at this point.
 
     Raises:
         StudyFailed: The study cannot continue; it is stored as FAILED with the reason.
@@ -303,10 +303,10 @@ def described_recipes(
     *,
     benchmarks: Sequence[Benchmark] = (),
 ) -> list[str]:
-    """Digests of the recipes whose model responses are kept when the study `study_id` completes, sorted.
+    """Digests of the recipes whose completions are kept when the study `study_id` is COMPLETE, sorted.
 
-    A response is the text that a merge generated for a sample. These are the recipes of the `trials` that are scored on
-    holdout data or on the `benchmarks`, and of the trials that were verified (scored again with transformers).
+    A completion is the text that a merge generated for a sample. The recipes are those of the `trials` that are scored
+    on holdout data or on the `benchmarks`, and of the trials that were verified (scored again with transformers).
     `objectives` are the study's objectives, by which the trials for holdout data are selected.
     """
     verified = {report.recipe_digest for report in read_verification(store.document(study_id, VERIFICATION)).reports}
@@ -335,7 +335,7 @@ def _keep_prompts(store: Store, writer: JobWriter, plan: Plan, scorer: Scorer, *
     """Store the prompts and right answers of a study's samples, benchmarks included, so that people can read them.
 
     Texts that are stored already are skipped. `scorer` provides the texts, because its replicas have built the tasks to
-    score them. If a replica must build a task again and cannot, `note` is called with the reason, and the study is
+    score them. If a replica must build a task again and fails, `note` is called with the reason, and the study is
     complete without the prompts of this task.
     """
     benchmarks = {benchmark.name: benchmark for benchmark in plan.benchmarks}
@@ -392,9 +392,9 @@ def _baselines(store: Store, study_id: str, preflight: PreflightResult) -> tuple
 def _planned_steps(algorithm: str, setting: SearchSetting) -> int:
     """Number of gradient steps and policy updates that a study makes if it is not ended early.
 
-    `algorithm` is the name of the searcher, and `setting` has its options. The number includes the steps of the
-    refinement for as many trials as it may refine. The refinement improves the coefficients of trials of the Pareto
-    front by gradient descent after the search.
+    `algorithm` is the name of the searcher, and `setting` has its options. A study may have a refinement, which
+    improves the coefficients of trials of the Pareto front by gradient descent after the search. The number includes
+    the steps of the refinement for the largest number of trials that the setting `search.refinement.paths` allows.
     """
     options = setting.options
     refined = 0 if options.refinement is None else options.refinement.paths * options.refinement.steps

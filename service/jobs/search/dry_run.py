@@ -149,7 +149,7 @@ class CheckedPlan:
         )
 
     def _limit(self) -> tuple[str, ...]:
-        """Line of the printed plan about the limit of samples: how many are used, and whether the planned samples fit.
+        """Line of the printed plan about the limit of samples, and whether the planned samples stay below it.
 
         The line is returned as a tuple of one text. Without a limit, the line says how many samples earlier runs used.
         The tuple is empty if there is neither a limit nor an earlier run.
@@ -359,8 +359,9 @@ def _step_samples(preflight: PreflightResult) -> int:
 def _steps(preflight: PreflightResult) -> tuple[int, int]:
     """Number of gradient steps that a checked study (`preflight`) makes, and the number of samples of each step.
 
-    If the searcher `gradient` makes steps, these are counted. Otherwise the steps of the refinement are counted: it
-    learns coefficients for merges of the Pareto front after the search. Returns (0, 0) for a study with neither.
+    If the searcher is `gradient`, its steps are counted. Otherwise, the steps of the refinement are counted, which
+    learns coefficients for merges of the Pareto front after the search. Returns (0, 0) if the study has neither this
+    searcher nor a refinement.
     """
     if preflight.algorithm.name == GRADIENT:
         setting = preflight.search_setting(num_baselines=len(preflight.baselines()))
@@ -375,8 +376,8 @@ def _steps(preflight: PreflightResult) -> tuple[int, int]:
 def _refined_samples(preflight: PreflightResult) -> int:
     """Upper limit of the number of samples that a checked study (`preflight`) uses to refine its Pareto front.
 
-    The refinement learns coefficients by gradients and scores the results as new trials. The samples of both are
-    counted.
+    The refinement learns coefficients by gradients and scores the results as new trials. The samples of the gradients
+    and of the new trials are counted.
     """
     plan = refinement_of(preflight.study, preflight.tasks.search_infos)
     return 0 if plan is None else plan.most_samples(sum(preflight.budget.rung_samples[-1].values()))

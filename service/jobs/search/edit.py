@@ -46,9 +46,9 @@ class StudyEdit(JobEdit):
 def edited(record: JobRecord, edit: StudyEdit, store: Store) -> Mapping[str, Any]:
     """Return the study file of a stored study with the new values that a user gives to some of its options.
 
-    `record` is the stored study, in the database `store`, and `edit` has the new values. If they change an option,
-    these errors are raised: Conflict if the study has ended (and has not failed), or its search cannot change any more;
-    InvalidStudy if a limit is below its present use, or the study file would have another problem.
+    `record` is the stored study, in the database `store`, and `edit` has the new values. Raises Conflict if `edit`
+    changes an option of a study that has ended (and has not failed), or whose search cannot change any more. Raises
+    InvalidStudy if a limit is below its present use, or if the study file would have another problem.
     """
     before = Study.model_validate(record.document)
     document = deepcopy(dict(record.document))

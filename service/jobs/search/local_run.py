@@ -63,8 +63,8 @@ def run_study(
         view: Receiver of progress and messages.
         exports: Check also that the best merge can be exported to `directory`/export. Nothing is exported.
         resources: Functions that connect to Ray and open scoring replicas.
-        observer: Called as soon as something is stored, with a word for it, such as "complete", so that tests can stop
-            the process then.
+        observer: Called after each stored result, with a word for the result, such as "complete", so that tests can
+            stop the process at this point.
         continues: Whether a COMPLETE study continues, so that benchmarks that failed are scored.
 
     Raises:
@@ -105,9 +105,10 @@ def evaluate_run(
     """Add benchmarks to the study in `directory`, score its merges on them, and return all stored data.
 
     If the study has not ended, its search is finished first. `added` are the benchmarks. `view` receives progress and
-    messages, `resources` are the functions that connect to Ray and open scoring replicas, and `observer` is called with
-    a word for each thing that was stored. Raises Conflict, ConnectionError, StudyFailed and EngineUnavailable as
-    `run_study`, NotFound if there is no study in `directory`, and InvalidStudy if a benchmark does not fit the study.
+    messages, `resources` are the functions that connect to Ray and open scoring replicas, and `observer` is called
+    after each stored result, with a word for the result. Raises Conflict, ConnectionError, StudyFailed and
+    EngineUnavailable as `run_study`, NotFound if there is no study in `directory`, and InvalidStudy if a benchmark does
+    not fit the study.
     """
     with read_run(directory) as (store, record):
         study = study_with(record, added, trials=store.trial_numbers(record.id))
@@ -140,9 +141,9 @@ def prepared_in(
 ) -> PreflightResult:
     """Check a study, and prepare it to run or to continue in `directory`.
 
-    Source models that are merges of other studies are exported to `sources_in`, or to `directory` if it is None.
-    `note` is called with messages about the progress. `options` are passed on to the function that makes the checks
-    (`service.studies.preflight.examine.examine`). Raises InvalidStudy with every problem.
+    Source models that are merges of other studies are exported to `sources_in`, or to `directory` if `sources_in` is
+    None. `note` is called with messages about the progress. `options` are passed on to the function that makes the
+    checks (`service.studies.preflight.examine.examine`). Raises InvalidStudy with every problem.
     """
     before: ResolvedStudy | None = None
     accepted: Study | None = None
@@ -245,7 +246,7 @@ def _with_new_defaults(stored: Study, record: JobRecord, given: Study) -> Study:
     Earlier versions stored their default, 0.99, with every study. The present version has another default. A stored
     study would therefore differ from `given`, the study file of the present run, which does not state the option. The
     option is kept if `given` states it. The option is also kept if `record`, the study's job, uses a version of the
-    searcher `hm3` above 1: only in version 1 is 0.99 the value without the option, so that its removal changes nothing.
+    searcher `hm3` above 1, because only version 1 uses the value 0.99 if the option is missing.
     """
     resolved, options = ResolvedStudy.of(record), stored.search.hm3
     is_new = resolved.algorithm == "hm3" and resolved.searcher_version > 1

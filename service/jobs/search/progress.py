@@ -57,8 +57,8 @@ class ProgressSnapshot:
     - `samples_planned`: the expected total number of samples, including the `samples_scored`.
     - `samples_used`: the number of samples that the search has scored, plus the charge for its steps.
     - `max_samples`: the limit of `samples_used`; None if there is none.
-    - `steps`: the gradient steps and policy updates that the searcher has made; `steps_planned`: the number of them
-      that is expected in all, 0 for a searcher without steps.
+    - `steps`: the gradient steps and policy updates that the searcher has made; `steps_planned`: the expected total
+      number of steps; 0 for a searcher without steps.
     """
 
     study: str
@@ -192,8 +192,8 @@ class _Speed:
         """Speed at the time `now`: how much the count, such as the number of scored samples, grows per second.
 
         The growth is measured over the last 60 s of the study's present stage, or from its beginning if the stage is
-        shorter. `now` is in seconds of the meter's clock. Returns None in the first two seconds of a stage. The result
-        falls while nothing is counted.
+        shorter. `now` is in seconds of the meter's clock. Returns None in the first two seconds of a stage. While the
+        count does not grow, the speed becomes smaller.
         """
         if not self._points or now - self._points[0][0] < 2.0:
             return None
@@ -201,7 +201,7 @@ class _Speed:
         return max(0.0, (after - before) / (now - first))
 
     def seconds_for(self, count: int) -> float | None:
-        """Estimate the seconds until `count` more things, such as samples, are counted.
+        """Estimate the seconds until the count, such as the number of scored samples, has grown by `count`.
 
         The estimate assumes the speed that was measured when the number last grew. Returns None if `count` is above 0
         and no speed was measured yet.
@@ -214,8 +214,8 @@ class _Speed:
 def as_line(snapshot: ProgressSnapshot, pace: Pace) -> str:
     """One line of text that describes a progress snapshot and the study's speed (`pace`).
 
-    An example is `[4m10s] searching: 31/67 trials, bracket 2/3 rung 90, best #12: math 0.61, ...`. The bracket is a
-    ladder of numbers of samples; the number after "rung" is the one at which trials are compared now.
+    An example is `[4m10s] searching: 31/67 trials, bracket 2/3 rung 90, best #12: math 0.61, ...`. A rung is a number
+    of samples at which trials are compared, here 90. A bracket is a ladder of rungs.
     """
     trials = f"{snapshot.num_finished}/{snapshot.max_trials} trials"
     if failed := snapshot.trials.get(TrialState.FAIL, 0):

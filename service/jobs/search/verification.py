@@ -35,9 +35,9 @@ def verify_trials(
 ) -> str | None:
     """Verify some trials: compare their stored samples with the results that plain transformers give for them.
 
-    `preflight` is the checked study, and `scorer` runs transformers. The verified trials are the best one and others
-    drawn with the study's seed. A trial is skipped if its samples were equal in an earlier verification. `writer`
-    stores the reports, and `note` is called with messages for the user.
+    `preflight` is the checked study, and `scorer` runs transformers. The verified trials are the best trial and other
+    trials, which are drawn with the study's seed. A trial is skipped if its samples were equal in an earlier
+    verification. `writer` stores the reports, and `note` is called with messages for the user.
 
     Returns the reason why no sample was compared. Returns None if samples were compared, or if the study file switches
     verification off.

@@ -78,8 +78,8 @@ def continue_study(
 
     `attempt` has the objects that this driver (the process that works on the study) uses, and `preflight` is the
     prepared study. `open_study` opens other studies whose policies (trained networks) or results the study starts from.
-    `view` receives progress. `observer` is called as soon as something is stored, with a word for it, such as
-    "complete", so that tests can stop the process then.
+    `view` receives progress. `observer` is called after each stored result, with a word for the result, such as
+    "complete", so that tests can stop the process at this point.
 
     Raises:
         StudyFailed: The study cannot continue; it is stored as FAILED with the reason.

@@ -51,7 +51,7 @@ class Situation:
 class Choice:
     """Decision about the kind of replicas that completes prompts now (`place`).
 
-    If `place` is None, no engine completes prompts now, and `waits_for` says what must happen first. `yields` is
+    If `place` is None, no engine completes prompts now, and `waits_for` says what must happen first. `yields` says
     whether completions end as soon as a search uses the engine.
     """
 

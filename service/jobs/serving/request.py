@@ -96,7 +96,7 @@ def check_number(store: Store, *, team: str | None, limit: int | None, sender: A
     """Check that `number` more studies may be served: for the team `team` or, if it is None, for the user `sender`.
 
     Raises Conflict if the team or the user would serve more than `limit` studies (None: no limit). The error message
-    names those that are served and that `sender` may read.
+    names the served studies that `sender` may read.
     """
     owner = None if sender is None else sender.user
     served = [

@@ -71,7 +71,7 @@ def work(attempt: Attempt) -> None:
 
 
 class _Serving:
-    """The main loop of a job that serves a study: it chooses the engine for prompts until serving ends."""
+    """The main loop of a job that serves a study: it selects the engine that completes prompts, until serving ends."""
 
     needed_gpus = 1
 
@@ -94,7 +94,7 @@ class _Serving:
         self._choice = Choice(None)
 
     def run(self) -> str:
-        """Choose engines until serving ends, and return the reason why it ended."""
+        """Select the engine that completes prompts, every POLL_S seconds; return the reason why serving ended."""
         while (remaining_s := self._timer.remaining_s) > 0:
             self._attempt.heartbeat.check()
             try:

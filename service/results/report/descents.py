@@ -56,8 +56,9 @@ def descents_section(run: RunRecord) -> dict[str, Any] | None:
 def _unit(run: RunRecord) -> str:
     """Name of the loss that divides each objective's losses in the chart; "" if they are not divided.
 
-    If the Pareto front was refined by gradients after the search, it is the loss before the first gradient. Otherwise
-    it is the mean loss of the baselines, if there are any.
+    If the Pareto front was refined by gradients after the search, the losses are divided by the loss before the first
+    gradient. Otherwise the losses are divided by the mean loss of the baselines. Without baselines, the losses are not
+    divided.
     """
     if run.has_refined:
         return "the objective's loss before the first gradient"
@@ -70,7 +71,7 @@ def _chart(found: Sequence[DescentSeries], names: Sequence[str], colours: dict[s
 
     `found` has the data of the descents, and `names` has the objectives. `colours` has the CSS style of each
     objective's line. The losses in `found` are divided by a reference loss, which `unit` names for the axis. If `unit`
-    is "", they are not divided.
+    is "", the losses are not divided.
     """
     lines = [(descent, _smooth(descent.steps)) for descent in found]
     values = [value for _, line in lines for _, losses, loss in line for value in (*losses.values(), loss)]

@@ -62,7 +62,7 @@ def analyse(
             the linearized model) is analysed twice: as ordinary models, and as linearized models without loss
             landscapes.
         samples: Number of samples of each evaluation task on which the merge coefficients are chosen. The reported
-            values are measured on as many other samples.
+            values are measured on the same number of other samples.
         wudi: Whether WUDI-Merging is among the merge methods.
         note: Called with a line of progress.
         progressed: Called after every merge.
@@ -153,8 +153,9 @@ def _measures(
 ) -> tuple[Callable[[Merge], Mapping[str, float]], Callable[[Merge], MergeReport]]:
     """Make two functions that measure merges: one for choosing coefficients, and one for reported values.
 
-    The first returns the mean loss on each expert's tasks, by the expert's alias. The second returns a report with
-    losses and metrics, measured on other samples. Both use `losses` to compute, and call `progressed` before they do.
+    The first function returns the mean loss on each expert's tasks, by the expert's alias. The second function returns
+    a report with losses and metrics, measured on other samples. Both functions compute with `losses`, and call
+    `progressed` before each measurement.
     """
 
     def measure(merge: Merge) -> Mapping[str, float]:
@@ -269,8 +270,8 @@ def _check_same(first: Mapping[str, FinetuneSpec], experts: Mapping[str, Finetun
 def _names(fleets: Sequence[Mapping[str, FinetuneSpec]]) -> list[str]:
     """Name each fleet (the experts of one fine-tuning) by its optimizer, in the order of `fleets`.
 
-    If several fleets have the same optimizer, their names also have the training options in which they differ. If they
-    differ in no option, the names have numbers.
+    If several fleets have the same optimizer, their names also have the training options in which they differ. If the
+    fleets differ in no option, the names have numbers.
     """
     kinds = ["/".join(dict.fromkeys(spec.method.kind for spec in experts.values())) for experts in fleets]
     names = []

@@ -32,8 +32,8 @@ def render_training(
         pipeline: The specification of the fine-tuning.
         curves: Losses and evaluations so far.
         state: State of the job, as text.
-        reason: Reason of the state, if there is one.
-        analysis: Analysis of the trained experts, if there is one.
+        reason: Reason of the state; None if the state has no reason.
+        analysis: Analysis of the trained experts; None if it was not requested or is not computed yet.
     """
     experts = curves["experts"]
     names = sorted({name for expert in experts for point in expert["evaluations"] for name in point["values"]})
