@@ -248,7 +248,7 @@ class NotificationStore:
         return len(rows)
 
     def due(self, *, without: Collection[str], limit: int) -> tuple[DeliveryRecord, ...]:
-        """Read the deliveries to send now: one for each of at most `limit` subscriptions, the longest due ones first.
+        """Read the deliveries to send now: one for each of at most `limit` subscriptions, the earliest due first.
 
         A subscription is a webhook or an e-mail address. `without` has the ids of subscriptions that are left out,
         because something is being sent to them.

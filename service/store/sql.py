@@ -650,10 +650,10 @@ class Store:
     ) -> JobRecord | None:
         """Edit a job and return it. If the job was edited after it was read as `job`, return None and change nothing.
 
-        `labels` has the new values of those columns that change, among `name`, `description`, `tags`, `notes` and
-        `priority`. `document` is the submitted document with the edited options; None leaves the document unchanged. If
-        `restarts` is True, another driver replaces the driver (process) that works on the job, and reads the new
-        document. `steering` says who asks, and why; it is stored as an event.
+        `labels` has the new values of the columns `name`, `description`, `tags`, `notes` and `priority`; a column that
+        is left out keeps its value. `document` is the submitted document with the edited options; None leaves the
+        document unchanged. If `restarts` is True, another driver replaces the driver (process) that works on the job,
+        and reads the new document. `steering` says who asks, and why; it is stored as an event.
         """
         table = schema.studies
         values: dict[str, Any] = {**labels, "version": job.version + 1}
@@ -705,9 +705,9 @@ class Store:
         Returns the changed study, and whether the request is new.
 
         `trial` is the trial's number. `steering` says who asks, and why; it is stored as an event. If a driver
-        (process) works on the study, another driver replaces it and adds a trial with the recipe. A COMPLETE study
-        continues. A second request for the same trial changes nothing. Raises Conflict if the responses of a COMPLETE
-        study were removed.
+        (process) works on the study, another driver replaces it and adds a trial with the recipe. If the study is
+        COMPLETE, a driver is started again. A second request for the same trial changes nothing. Raises Conflict if the
+        study is COMPLETE and its stored completions were removed.
         """
         steering = replace(steering, trial=trial)
         return self._request(study, f"trial {trial} is evaluated at the full budget", steering, {"trial": trial})
@@ -727,9 +727,10 @@ class Store:
 
         Exactly one of `recipe` (the JSON document of a recipe) and `configuration` (a value for each parameter of the
         search space) describes the merge; `label` becomes the trial's label. `steering` says who asks, and why; it is
-        stored as an event. If a driver (process) works on the study, another driver replaces it and adds the trial. A
-        COMPLETE study continues. The same request sent twice changes nothing. Raises Conflict if another merge was
-        enqueued under the label, or the responses of a COMPLETE study were removed.
+        stored as an event. If a driver (process) works on the study, another driver replaces it and adds the trial. If
+        the study is COMPLETE, a driver is started again. The same request sent twice changes nothing. Raises Conflict
+        if another merge was enqueued under the label, or if the study is COMPLETE and its stored completions were
+        removed.
         """
         values = {"label": label, "recipe": recipe, "configuration": configuration}
         reason = f"a trial was enqueued: {label}"
@@ -744,7 +745,7 @@ class Store:
 
         `values` are the columns of the request. If the study is COMPLETE, it continues, and `reason` is stored as the
         reason of its new state. `steering` says who asks, and why; it is stored as an event. Raises Conflict if another
-        merge was enqueued under the same label, or the responses of a COMPLETE study were removed.
+        merge was enqueued under the same label, or if the study is COMPLETE and its stored completions were removed.
         """
         table, jobs = schema.evaluation_requests, schema.studies
         with transaction(self._engine) as connection:
@@ -801,11 +802,11 @@ class Store:
         """Let a job that waits or failed continue, and return it.
 
         FAILED, STOPPED and PAUSED jobs can continue. A COMPLETE job can continue if its responses were not removed, and
-        if it has void samples, which must be scored again because their engine later failed a check. Such a job becomes
-        STOPPED with the given `reason`, so that the server starts a driver (process), and its failed drivers are no
-        longer counted. A request to pause that has not been carried out yet is withdrawn. Other jobs are not changed.
-        If the job is changed and `steering` is not None, it is stored as an event that says who asked, and why. Raises
-        NotFound if there is no such job.
+        if it has void samples, which must be scored again because their engine later failed a check. A job that can
+        continue becomes STOPPED with the given `reason`, so that the server starts a driver (process). The job's failed
+        drivers are no longer counted. A request to pause that has not been carried out yet is withdrawn. Other jobs are
+        not changed. If the job is changed and `steering` is not None, it is stored as an event that says who asked, and
+        why. Raises NotFound if there is no such job.
         """
         table = schema.studies
         held = holdings()
@@ -875,7 +876,8 @@ class Store:
 
         A driver is a process that works on the job. Results are scored samples, finished trials, computations that a
         searcher asked for, and some kinds of events; a user's request to resume the job counts as a result. Drivers
-        that ended because something was missing are not counted here but by the method `consecutive_waits`.
+        that ended because a model, an engine or Ray was not available are not counted here but by the method
+        `consecutive_waits`.
         """
         setbacks = self._setbacks(job_id)
         failures = [kind for kind, then in pairwise([*setbacks, ""]) if EventKind.WAITING not in (kind, then)]
@@ -883,10 +885,11 @@ class Store:
         return max(len(failures), job.submissions - job.attempt)
 
     def consecutive_waits(self, job_id: str) -> int:
-        """Number of a job's drivers that ended because something was missing, since the job last made progress.
+        """Number of a job's drivers that ended because something was not available, since the job last made progress.
 
-        A driver is a process that works on the job. Progress is any stored result, such as scored samples, or a user's
-        request to resume the job. The number is 0 if the last driver ended for another reason.
+        A driver is a process that works on the job; what it needs is, for example, a model, an engine or Ray. A stored
+        result, such as scored samples, is progress. A user's request to resume the job counts as progress too. The
+        number is 0 if the last driver ended for another reason.
         """
         setbacks = self._setbacks(job_id)
         return setbacks.count(EventKind.WAITING) if setbacks[-1:] == [EventKind.WAITING] else 0
@@ -1128,9 +1131,9 @@ class Store:
         """Read the scored samples of one recipe (merge) of a study, ordered by objective and position.
 
         `split` is the search data, the holdout data or the benchmarks. The position of a sample is its index in the
-        order in which the objective's samples are scored. With `objective`, only samples of this objective are read,
-        and with `positions`, only samples at these positions. If `has_tokens` is False, stored completions are returned
-        without their token ids.
+        order in which the objective's samples are scored. If `objective` is not None, only samples of this objective
+        are read. If `positions` is not None, only samples at these positions are read. If `has_tokens` is False, stored
+        completions are returned without their token ids.
         """
         with self._reads.connect() as connection:
             return read_samples(
@@ -1163,9 +1166,9 @@ class Store:
     def move_old_samples(self) -> int:
         """Convert the samples of one recipe (merge) that an earlier version stored to the form of the present tables.
 
-        The recipe may be any that has such samples. Returns the number of converted samples; 0 if none is left. Earlier
-        versions stored a row for each sample, which takes ten times the space. The study stays readable meanwhile, and
-        its driver (process) may write.
+        The recipe is any recipe with samples in the old form. Returns the number of converted samples; 0 if no old
+        sample is left. Earlier versions stored a row for each sample, which takes ten times the space. The study stays
+        readable meanwhile, and its driver (process) may write.
         """
         old = schema.samples
         with self._reads.connect() as connection:
@@ -1232,8 +1235,9 @@ class Store:
     ) -> tuple[EvidenceRecord, ...]:
         """Read the evidence of a study's samples: which weights the engine held when it scored them.
 
-        There is one record for each chunk (up to 512 samples scored together). Only records with an id above `after`
-        are returned, and at most `limit` (None: all). With `recipe_digest`, only records of this recipe (merge) are.
+        There is one record for each chunk (up to 512 samples scored together). At most `limit` records with an id above
+        `after` are returned; the limit None returns all. If `recipe_digest` is not None, only records of this recipe
+        (merge) are returned.
         """
         table = schema.evidence
         where = (table.c.study == study_id) & (table.c.id > after)
@@ -1247,7 +1251,8 @@ class Store:
         """Read how long replicas worked on a study's chunks of samples, one record a chunk, in the order of storing.
 
         A replica is a process with one inference engine. A chunk is a group of up to 512 samples that a replica scores
-        together. With `since`, only chunks that were stored after this time, in seconds since the epoch, are read.
+        together. If `since` is not None, only chunks that were stored after this time (seconds since the epoch) are
+        read.
         """
         table = schema.evidence
         where = table.c.study == study_id
@@ -1286,8 +1291,9 @@ class Store:
     ) -> tuple[JudgmentRecord, ...]:
         """Read the verdicts of judges (models that compare answers) on completions by a study's merges.
 
-        If a benchmark's name or a recipe's digest is given, only its judgments are read. The judgments are ordered by
-        benchmark, recipe and position, and for one sample by the order of both answers in the judge's prompt.
+        `benchmark` selects the judgments of one benchmark, and `recipe_digest` selects the judgments of one recipe;
+        None selects all. The judgments are ordered by benchmark, recipe and position, and for one sample by the order
+        of both answers in the judge's prompt.
         """
         table = schema.judgments
         query = sa.select(*(column for column in table.c if column.name != "study")).where(table.c.study == study_id)
@@ -1335,7 +1341,7 @@ class Store:
         A canary is a check of an inference engine with fixed prompts. Each sample is stored with the number of canaries
         that its engine had passed before it scored the sample. The sample is confirmed if the engine has passed more
         canaries by now. `passed` has the present number of passed canaries by replica. If the database has a larger
-        number for a replica, that one counts.
+        number for a replica, the larger number counts.
         """
         held, table = holdings(), schema.evidence
         scored = (
@@ -1385,7 +1391,7 @@ class Store:
         """Read the events of all jobs with ids above `after`, in the order of ids, at most `limit`.
 
         `kinds` has the kinds of events to read. If `reader` is not None, only events of jobs that this account may read
-        are returned. On PostgreSQL, an event may appear after one of another job with a larger id.
+        are returned. On PostgreSQL, an event may become visible after an event of another job that has a larger id.
         """
         table, jobs = schema.events, schema.studies
         columns = (table, jobs.c.kind.label("job_kind"), jobs.c.name)
@@ -1517,8 +1523,8 @@ def _readable(reader: Account | None) -> sa.ColumnElement[bool]:
 def _keep_artifact(connection: sa.Connection, job_id: str, name: str, digest: str) -> None:
     """Let the job `job_id` share an artifact (a trained model or other files) that another job may have stored.
 
-    `digest` identifies the artifact's files, and `name` is the name that it gets in the job `job_id`. The other job
-    cannot be deleted until the transaction ends. Raises Conflict if no job has the artifact.
+    `digest` identifies the artifact's files, and `name` is the name that the artifact gets in the job `job_id`. The
+    other job cannot be deleted until the transaction ends. Raises Conflict if no job has the artifact.
     """
     table = schema.artifacts
     query = sa.select(table.c.num_bytes).where(table.c.digest == digest).limit(1).with_for_update(read=True)

@@ -111,8 +111,8 @@ class GradientRequest(_Measurement):
     `point` names the merge: it has the values of all parameters of the search space. The gradient is with respect to
     these parameters. `weights` has the weight of each objective's loss in the sum. `descent` is the number, from 0, of
     the gradient descent that needs the gradient. `preference` has the user's weights of the objectives for which this
-    descent searches; it is empty if there are none. Each sample counts as three samples (`charge`) against the study's
-    limit of samples.
+    descent searches; it is empty if the user gave no weights. Each sample counts as three samples (`charge`) against
+    the study's limit of samples.
     """
 
     descent: int
@@ -196,9 +196,9 @@ class GradientResult(LossesResult):
 class CompletionsResult:
     """Samples that source models answered correctly; the correct answers later serve as reference answers for losses.
 
-    `completions` has, by objective, a pair for each such sample. The first number is the sample's position in the order
-    in which the objective's samples are scored. The second is the number of the trial of the source model that answered
-    it correctly. The pairs are sorted by position.
+    `completions` has, by objective, a pair for each of these samples. The first number is the sample's position in the
+    order in which the objective's samples are scored. The second number is the number of the source model's trial. The
+    pairs are sorted by position.
     """
 
     completions: Mapping[str, tuple[tuple[int, int], ...]]

@@ -43,7 +43,8 @@ def upgrade(engine: sa.Engine) -> None:
     On SQLite, transactions of `engine` must take the write lock when they begin.
 
     Raises:
-        Conflict: The database has a schema that this program cannot migrate: a newer one, or an unknown or too old one.
+        Conflict: This program cannot migrate the database's schema, because the schema is newer than the program,
+            unknown, or too old.
         DatabaseError: The file is not a database (SQLAlchemy's error).
     """
     with reading(engine).connect() as connection:
@@ -61,7 +62,7 @@ def upgrade(engine: sa.Engine) -> None:
 def migrate(connection: sa.Connection, *, revision: str = schema.REVISION) -> None:
     """Run the missing Alembic migrations up to the schema's `revision`, in the connection's transaction.
 
-    By default, `revision` is the newest one that this program knows.
+    By default, `revision` is the newest revision that this program knows.
 
     Raises:
         Conflict: The database is at an unknown revision.

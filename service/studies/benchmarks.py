@@ -58,9 +58,9 @@ def check_added(document: Mapping[str, Any], stored: JobRecord, access: FileAcce
     """Check benchmarks that are to be added to a stored study on a server.
 
     `document` is the study file that includes the added benchmarks. A file that the benchmarks name is allowed only if
-    two lists of permissions allow it: `access`, the server's present one, and the list that was stored with the study.
-    The study's other tasks are not checked again. Only the tokenizer of its models is read. Raises InvalidStudy with
-    every problem, each with its place in `document`.
+    two lists of permissions allow it: `access`, which is the server's present list, and the list that was stored with
+    the study. The study's other tasks are not checked again. Only the tokenizer of the study's models is read. Raises
+    InvalidStudy with every problem, each with its place in `document`.
     """
     study, before = Study.model_validate(document), ResolvedStudy.of(stored).access
     of_benchmarks = {place: file for place, file in task_files(study) if place.startswith("benchmarks.")}

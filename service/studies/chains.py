@@ -167,7 +167,7 @@ def with_exported_sources(
 def place_of_expert(artifacts: ArtifactStore, record: ArtifactRecord, directory: Path) -> str:
     """URL of a trained expert, which a fine-tuning stored as the artifact `record`, or else the directory of a copy.
 
-    The copy is made in the directory of sources below `directory`, the server's data directory, unless it is there.
+    The copy is made in the directory of sources below `directory`, the server's data directory, unless it exists there.
     Other processes that need the same copy wait for it.
     """
     url = artifacts.url(record)
@@ -191,10 +191,10 @@ def _trained(
 ) -> ChainedSource:
     """Find an expert that a fine-tuning has trained.
 
-    `expert` is its name in the fine-tuning that `source` names and `open_study` opens. `known` was stored when the
-    study was created, if the study is resumed; a source that is still there is used again. `note` receives lines of
-    progress. Raises NotFound if there is no such fine-tuning or expert, and Conflict if the expert's files differ from
-    the files that `known` names.
+    `expert` is the expert's name in the fine-tuning that `source` names and `open_study` opens. If the study is
+    resumed, `known` is the record that was stored when the study was created; an expert that still exists at the
+    recorded place is used again. `note` receives lines of progress. Raises NotFound if there is no such fine-tuning or
+    expert, and Conflict if the expert's files differ from the files that `known` names.
     """
     if known is not None and (is_object_url(known.directory) or Path(known.directory).is_dir()):
         return known

@@ -1,4 +1,4 @@
-"""Quantised export of a trial of a run, and a comparison of its held-out scores with those of the scored merge.
+"""Quantised export of a trial's merge, and a comparison of its held-out scores with the scores of the full merge.
 
 The full merge is written beside the result, quantised, and then removed. vLLM loads the quantised model in a separate
 process and scores the samples of the holdout data that the study scored. Differences are paired, sample by sample.
@@ -70,10 +70,10 @@ def export_quantised(
     `export_trial`. The result is empty if the study has no holdout data that were scored for this trial.
 
     Raises:
-        NotFound, Conflict, InvalidStudy: As `export_trial`; Conflict also if `out` is not empty, or if a holdout task
-            has changed since the study.
+        NotFound, Conflict, InvalidStudy: Raised as by `export_trial`. Conflict is also raised if `out` is not empty, or
+            if a holdout task has changed since the study.
         InvalidModel: The model cannot be quantised, or vLLM has no models of its modality.
-        EngineUnavailable: vLLM cannot score it. The model is then written without scores.
+        EngineUnavailable: vLLM cannot score the model. The model is then written without scores.
     """
     from search_spaces.study.file import Study
     from service.studies.preflight.files import check_files

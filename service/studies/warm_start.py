@@ -41,7 +41,7 @@ def check_warm_start(preflight: PreflightResult, *, open_study: OpenStudy) -> No
 
     `preflight` is the checked study. `search.warm_start` in its study file names the earlier study; a study without
     this option always passes. `open_study` opens the earlier study. Raises InvalidStudy if the results do not exist or
-    do not fit.
+    do not fit the study.
     """
     if preflight.study.search.warm_start is None:
         return
@@ -91,8 +91,8 @@ def _read(artifacts: ArtifactStore, study_id: str, start: WarmStart) -> tuple[Ob
     """Read the stored results of an earlier study with which a study starts, in the order of the earlier trials.
 
     The results are an artifact, in `artifacts`, of the study `study_id`. `start` has the digest that the stored file
-    must have. The earlier trials have negative numbers, so that they come before the study's own. Raises NotFound if no
-    results are stored, and Conflict if they differ from those that the study began with.
+    must have. The earlier trials have negative numbers, so that they come before the trials of this study. Raises
+    NotFound if no results are stored, and Conflict if they differ from the results with which the study began.
     """
     record = artifacts.get(study_id, ARTIFACT)
     if record.digest != start.digest:
@@ -123,8 +123,8 @@ def _found(preflight: PreflightResult, resolved: ResolvedStudy, open_study: Open
     `open_study` opens the earlier study. Returns a description of the results, and the content of the file in which
     they are stored. The digest of the stored file is added to the description later.
 
-    Raises NotFound if there is no such study. Raises Conflict if it has no results, or if its models, search space or
-    objectives differ from those of the new study.
+    Raises NotFound if there is no such study. Raises Conflict if the earlier study has no results, or if the two
+    studies differ in models, search space or objectives.
     """
     given = preflight.study.search.warm_start
     assert given is not None
@@ -149,8 +149,8 @@ def _results(
 
     `preflight` is the checked new study, and `plan` is its plan. `record` is the earlier study's job in `store`. Costs
     and constraints are computed by the new study's objectives. The fidelity of a result is its number of samples as a
-    share of the new study's full budget, at most 1. With `is_full_only`, results at lower rungs (fewer samples) are
-    left out. Raises Conflict if a configuration is outside the new study's search space.
+    share of the new study's full budget, at most 1. If `is_full_only` is True, results at lower rungs (fewer samples)
+    are left out. Raises Conflict if a configuration is outside the new study's search space.
     """
     before = replace(plan, study_id=record.id, rung_samples=ResolvedStudy.of(record).rung_samples)
     trials = {trial.number: trial for trial in store.trials(record.id)}

@@ -151,7 +151,7 @@ class AskAndTell:
             self._feasibility.know(trial.number, lower)
 
     def stop(self, reason: str, *, running: Collection[int]) -> None:
-        """End the search now; trials except those in `running` end as pruned.
+        """End the search now; all trials that are not in `running` end as pruned.
 
         `reason` is stored as the reason why the trials were pruned, and why the search ended. `running` has the numbers
         of the trials that are being evaluated. Each of these trials ends with its next result.

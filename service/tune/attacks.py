@@ -80,7 +80,7 @@ class Attacks:
         `digest` identifies the recipe, and `index` is the position of the benchmark in `Plan.benchmarks`. Call this
         method when all samples that the attack has requested are stored. Afterwards the sample cache lists the samples
         of the further templates as missing, unless they are stored. Returns False if the attack has ended, or if the
-        benchmark has none. Raises InvalidModel if the fill-mask model cannot be used.
+        benchmark has no attack. Raises InvalidModel if the fill-mask model cannot be used.
         """
         benchmark = self._plan.benchmarks[index]
         if benchmark.attack is None or self.is_ended(digest, index):
@@ -151,7 +151,7 @@ def _replacements(attack: PromptAttack) -> Replacements | None:
 def _masked_model(model: str, encoder: str | None) -> MaskedModel:
     """The fill-mask model that proposes word replacements; it stays loaded for further attacks by this process.
 
-    `model` and `encoder` are directories or hub ids. `encoder` is the model by which texts are compared; if it is None,
-    they are compared by `model`.
+    `model` and `encoder` are directories or hub ids. `encoder` is the model by which texts are compared; if `encoder`
+    is None, texts are compared by `model`.
     """
     return MaskedModel(model, encoder=encoder)

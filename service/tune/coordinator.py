@@ -223,7 +223,7 @@ class Coordinator:
                     return None
 
     def ask_ahead(self, *, timeout_s: float = 0.0) -> bool:
-        """Ask the searcher for trials until `Plan.proposals_ahead` of them wait for an engine.
+        """Ask the searcher for trials until `Plan.proposals_ahead` trials wait for an engine.
 
         Waiting trials keep engines from waiting for the searcher. The method takes at most `timeout_s` seconds. Returns
         True if a trial was added.
@@ -348,7 +348,7 @@ class Coordinator:
             self._release(evaluation)
 
     def on_missing_actors(self, text: str, *, running: int, wanted: int) -> None:
-        """Store an event about missing trial actors: fewer of them run than are wanted.
+        """Store an event about missing trial actors: fewer trial actors run than are wanted.
 
         Trial actors send samples to the engines. `running` and `wanted` are the numbers of actors, and `text` is the
         reason.

@@ -52,8 +52,8 @@ class Crashes:
         """Count an engine crash during `evaluation`, and decide whether the samples are scored again.
 
         `failed` describes the crash, with the samples that the engine was scoring. Returns two values: the event to
-        store, and a failure. The failure is None if the samples are scored again. Otherwise it says either that the
-        trial fails, because its merge crashes engines, or that no engine is available.
+        store, and a failure. The failure is None if the samples are scored again. Otherwise, the failure says either
+        that the trial fails, because its merge crashes engines, or that no engine is available.
         """
         crash = failed.crash
         assert crash is not None

@@ -16,9 +16,9 @@ __all__ = ["HoldoutStage"]
 class HoldoutStage:
     """The held-out stage: after the search, it scores the Pareto front and the baselines on the holdout data.
 
-    Holdout data are data that the search has not used. In a study without them, the stage is finished at once. `plan`
-    has the holdout data, `trials` has the trials of the study, and `samples` caches the scored samples. `writer` stores
-    events in the database.
+    Holdout data are data that the search has not used. In a study without holdout data, the stage is finished at once.
+    `plan` has the holdout data, `trials` has the trials of the study, and `samples` caches the scored samples. `writer`
+    stores events in the database.
     """
 
     def __init__(self, plan: Plan, *, trials: Trials, samples: SampleCache, writer: JobWriter) -> None:

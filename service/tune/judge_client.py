@@ -65,8 +65,8 @@ class JudgeClient:
     def ask(self, prompt: str, *, is_cancelled: threading.Event) -> JudgeAnswer | None:
         """Send a prompt to the judge, an LLM, and retry until it answers; return None once `is_cancelled` is set.
 
-        Raises JudgeFailed if the judge refuses the request, or if it has answered nothing for `wait_s` seconds. After
-        that, further prompts raise the same error at once.
+        Raises JudgeFailed if the judge refuses the request, or if the judge has answered nothing for `wait_s` seconds.
+        After such an error, further prompts raise the same error at once.
         """
         began_at, pause_s = time.monotonic(), FIRST_PAUSE_S
         while not is_cancelled.is_set():

@@ -197,8 +197,8 @@ class Judging:
 class _Judge:
     """A pool of threads that send requests to one LLM judge; `judge.concurrency` is the largest number of threads.
 
-    The threads put each judgment, or the reason why there is none, into `answers`. A thread ends when no request is
-    left.
+    The threads put each judgment, or the reason why there is no judgment, into `answers`. A thread ends when no request
+    is left.
     """
 
     def __init__(self, judge: JudgeSpec, answers: SimpleQueue[tuple[_Question, JudgmentRecord | JudgeFailed]]) -> None:

@@ -243,7 +243,8 @@ class RefinementStage:
     def _may_start(self, descent: _Descent) -> bool:
         """Whether the study's limits allow the remaining gradients of `descent` and the trial at its end.
 
-        If they do not, the stage ends. The result is also False as long as the answer depends on running evaluations.
+        If the limits do not allow them, the stage ends. The result is also False as long as the answer depends on
+        running evaluations.
         """
         reason = self._is_out_of_budget()
         if reason is None:

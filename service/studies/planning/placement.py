@@ -186,7 +186,7 @@ def _divided(
 
     `needs` is the memory that the study needs, and `processes` is the number of engine processes that share the source
     weights on the machine. Returns the division, its reason, and reasons why the engines do not fit. The division is
-    None if they do not fit.
+    None if the engines do not fit.
     """
     try:
         found = divide_memory(

@@ -68,8 +68,8 @@ def plan_of(
     """Plan a checked study: the memory and the hours that it takes on given machines.
 
     `preflight` is the checked study, `sources` are its models, `profile` describes the machines, and `dtype` is the
-    dtype of the engines. `steps` has the number of gradient steps, and the number of samples of each step. `lacks` are
-    the reasons that the checks found why the study does not fit the machines. `lengths` are the lengths of the study's
+    dtype of the engines. `steps` has the number of gradient steps, and the number of samples of each step. `lacks` has
+    the reasons, found by the checks, why the study does not fit the machines. `lengths` are the lengths of the study's
     samples; by default they are measured.
     """
     study, gradients = preflight.study, preflight.gradients

@@ -222,7 +222,8 @@ class Speeds:
         """Seconds of a gradient step: merging, a forward and a backward pass, and derivatives of coefficients.
 
         `work` has the samples. A backward pass takes twice as long as a forward pass. If `recomputes` is True,
-        activations are recomputed, which takes another forward pass. Derivatives read the sources again.
+        activations are recomputed, which takes another forward pass. The derivatives of coefficients read the sources
+        once more.
         """
         own, facts = self.device.calibration, self.facts
         tokens = work.samples * (work.tokens.read + work.tokens.answered)

@@ -95,9 +95,9 @@ def _found(
 
     `preflight` is the checked new study, whose option `search.hm3.start` names the other study; `open_study` opens it.
     Returns a description of the policies, and their checkpoints; both have one entry for each policy of the new study.
-    `artifacts_in` is the location of the server's artifacts (files that jobs store). If the other study is that of a
-    `mergesearch run`, its artifacts are in its own directory. Raises NotFound if there is no such study, and Conflict
-    if its policies do not fit.
+    `artifacts_in` is the location of the server's artifacts (files that jobs store). If the other study was run by
+    `mergesearch run`, its artifacts are in the directory of that run. Raises NotFound if there is no such study, and
+    Conflict if its policies do not fit.
     """
     start = preflight.study.search.hm3.start
     assert start is not None
@@ -123,10 +123,10 @@ def _iterations(
 
     A checkpoint is given by the training iteration in the other study after which it was saved. If the new study has
     one policy for each preference vector (weights of the objectives), each policy takes the latest checkpoint that the
-    other study's policy for the same vector has. If it has a single policy for all vectors, that policy takes the
-    latest checkpoint of all. `preflight` is the checked new study. `record` and `other` are the job and the setting of
-    the other study, and `checkpoints` has its checkpoints by iteration. Raises Conflict if the other study has no
-    policy for one of the vectors.
+    other study's policy for the same vector has. If the new study has a single policy for all vectors, this policy
+    takes the latest of all checkpoints. `preflight` is the checked new study. `record` and `other` are the job and the
+    setting of the other study, and `checkpoints` has its checkpoints by iteration. Raises Conflict if the other study
+    has no policy for one of the vectors.
     """
     if preflight.study.search.hm3.policy == "conditioned":
         return [max(checkpoints)]
@@ -181,8 +181,9 @@ def _check_shapes(preflight: PreflightResult, record: JobRecord, other: Study) -
     """Check that the policies of the study `other` have the network inputs and outputs of the new study's policies.
 
     The study `other` must have trained policies itself. Both studies must have the same kind of policy, number of
-    layers, and number of objectives. If they have the same objectives, these must be in the same order. `preflight` is
-    the checked new study, and `record` is the job of `other`. Raises Conflict otherwise.
+    layers, and number of objectives. If both studies have the same objectives, the objectives must be in the same
+    order. `preflight` is the checked new study, and `record` is the job of `other`. Raises Conflict if a condition is
+    not met.
     """
     where = f"study {record.name!r}: "
     ours, theirs = preflight.study.search.hm3, other.search.hm3

@@ -38,9 +38,9 @@ def algorithm_of(
     """Choose the searcher of a study, and add to `problems` the requirements that the searcher does not meet.
 
     The option `auto` means the searcher `gradient` if coefficients have gradients and all objectives have reference
-    answers, because that searcher is best in tests/benchmarks/bench_search.py. In all other cases it means the searcher
-    of which `auto` is an alias in SEARCHERS. A study with preference vectors (weights of the objectives) must have a
-    searcher or a search space that uses them.
+    answers, because that searcher is best in tests/benchmarks/bench_search.py. In all other cases, `auto` means the
+    searcher of which `auto` is an alias in SEARCHERS. A study with preference vectors (weights of the objectives) must
+    have a searcher or a search space that uses them.
 
     `tasks` has the objectives' tasks by name. `lack_of_room` is the reason why no device has enough memory for
     gradients. `lack_of_room` is "" if a device has enough memory, or if the space has no gradients.
@@ -90,7 +90,7 @@ def _draws_of(study: Study) -> tuple[float, float]:
     """Expected numbers of a study's trials, as a pair: trials with random layer paths, trials with policies' paths.
 
     Trials whose paths are mutants (random changes of good paths) are in neither number. A layer path is the sequence of
-    layers of a merge, and a policy a network that builds such paths.
+    layers of a merge, and a policy is a network that builds layer paths.
     """
     options, policies = study.search.hm3, num_policies_of(study)
     if options.start is not None:
@@ -224,7 +224,7 @@ def check_refinement(
 
     The refinement learns coefficients of the trials on the Pareto front. Every objective must have reference answers;
     `tasks` has the objectives' tasks by name. `lack_of_room` is the reason why no device has enough memory for
-    gradients, or "" if a device has enough.
+    gradients, or "" if a device has enough memory.
     """
     if study.search.refinement is None:
         return

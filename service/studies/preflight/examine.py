@@ -68,11 +68,12 @@ def examine(
     """Make all checks of a study that need no engine, and return the result.
 
     - `machines`: the machines that are known to be able to run engines. Machines that are stated for this installation
-      take precedence; without both, this machine is used (`service.studies.preflight.resources.machines_for`)
+      take precedence. If no machines are stated or known, this machine is used
+      (`service.studies.preflight.resources.machines_for`)
     - `available_bytes`: the memory that each machine is assumed to have for the study. None uses the real memory
     - `export_dir`: the directory to which the best merge will be exported, whose disk must have room for it
     - `downloads`: whether weights that are not on this machine are downloaded once all other checks have passed;
-      otherwise they are not checked
+      otherwise these weights are not checked
     - `is_new`: whether the study is not stored yet; some checks are made of new studies only
     - `access`: the files that may be read, or None for all; if the study names a file that may not be read, no file is
       opened

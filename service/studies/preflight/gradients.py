@@ -129,7 +129,8 @@ def _on_gpu(
 def _free_on_one_machine(study: Study, machines: Sequence[EngineMachines]) -> int:
     """The largest number of GPUs of one machine that have no engine, if engines fill the machines one by one.
 
-    Machines with fewest GPUs are filled first. If no machine has as many GPUs as an engine needs, none counts as used.
+    Machines with fewest GPUs are filled first. If an engine needs more GPUs than any machine has, no GPU counts as
+    used.
     """
     ranks, left = study.engine.tensor_parallel_size, study.engine.replicas
     most = 0

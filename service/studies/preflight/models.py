@@ -84,9 +84,9 @@ def unchanged_models(stored: JobRecord) -> tuple[Study, ResolvedFamily]:
 def check_unchanged(record: JobRecord, resolved: ResolvedStudy) -> None:
     """Raise Conflict if models, task data or recipes of a stored study have changed since it was created.
 
-    `record` is the study's job, with the fingerprints (hashes of files) that were stored then; `resolved` has the
-    present ones. Also raises Conflict if this program does not have the version of the searcher that the study was
-    created with.
+    `record` is the study's job, with the fingerprints (hashes of files) that were stored at that time; `resolved` has
+    the present fingerprints. Also raises Conflict if this program does not have the version of the searcher that the
+    study was created with.
     """
     stored = ResolvedStudy.of(record)
     known = SEARCHERS[stored.algorithm].version if stored.algorithm in SEARCHERS else 1
@@ -182,7 +182,7 @@ def searched_models(
 
     `preferences` are the preference vectors, each with the weights by objective. `sources` are the models, and
     `fingerprints` are the hashes of their files by the model's name in the study file (alias). A merge may have at most
-    `max_layers` layers, or any number if it is None.
+    `max_layers` layers, or any number of layers if `max_layers` is None.
     """
     layout, sizes = sources.layout, {name: math.prod(header.shape) for name, header in sources.base.tensors.items()}
     base, *experts = sources.checkpoints
@@ -246,8 +246,8 @@ def start_probe(located: LocatedFamily) -> CapabilityProbe | None:
 def check_engine(study: Study, probe: CapabilityProbe | None, problems: list[Problem]) -> str:
     """Check that the engines of a study can run its models, and add a problem to `problems` if they cannot.
 
-    `probe` is the process that asks vLLM about the base model; None if there is none. Returns a message for the user,
-    or "" if there is nothing to say.
+    `probe` is the process that asks vLLM about the base model; None if vLLM was not asked. Returns a message for the
+    user, or "" if there is nothing to say.
     """
     if probe is None:
         return ""

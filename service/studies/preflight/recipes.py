@@ -34,9 +34,9 @@ def given_recipes(
 ) -> tuple[tuple[str, Recipe], ...]:
     """Read the recipes that a study file lists (`search.recipes`), each with its name.
 
-    `sources` are the study's models, with content fingerprints. A merge may have up to `max_layers` layers, or, if that
-    is 0, as many as the base. Recipes that cannot be used are added to `problems`. `note` is called with warnings about
-    settings of mergekit's that have no effect.
+    `sources` are the study's models, with content fingerprints. A merge may have up to `max_layers` layers; if
+    `max_layers` is 0, it may have up to the base's number of layers. Recipes that cannot be used are added to
+    `problems`. `note` is called with warnings about settings of mergekit's that have no effect.
     """
     found: dict[str, tuple[str, Recipe]] = {}
     for index, given in enumerate(study.search.recipes):
@@ -106,9 +106,9 @@ def _of_mergekit(
 ) -> Recipe:
     """Convert a mergekit configuration to a recipe over the study's models, with the study's vocabulary.
 
-    `directory` is the directory to which paths in the configuration are relative; None is the current one. `sources`
-    are the study's models. `note` is called with warnings about settings that have no effect. Raises InvalidRecipe if
-    the configuration has other models or another vocabulary.
+    `directory` is the directory to which paths in the configuration are relative; None is the current directory.
+    `sources` are the study's models. `note` is called with warnings about settings that have no effect. Raises
+    InvalidRecipe if the configuration has other models or another vocabulary.
     """
     named = {alias: alias for alias in sources.checkpoints}
     named |= {_without_revision(model): alias for alias, model in study.models.named.items()}
@@ -143,7 +143,8 @@ def _without_revision(model: str) -> str:
 def _check(recipe: Recipe, sources: ResolvedFamily, max_layers: int) -> None:
     """Check that a recipe merges only the models `sources`, and has no more layers than engines can hold.
 
-    A merge may have up to `max_layers` layers, or, if that is 0, as many as the base. Raises InvalidRecipe otherwise.
+    A merge may have up to `max_layers` layers; if `max_layers` is 0, it may have up to the base's number of layers.
+    Raises InvalidRecipe if the recipe has other models or too many layers.
     """
     known = set(sources.fingerprints.values())
     unknown = [f"{alias} ({print_[:12]})" for alias, print_ in recipe.models.items() if print_ not in known]

@@ -174,12 +174,12 @@ def plan_memory(
     """Plan the memory of one machine for the source weights (the bank), its engines and, if any, the gradient actor.
 
     Every machine gets the same number of the study's engines. The plan is for the first kind of machine that has room
-    for this number of engines; if none has, the plan is for the machine with the most memory, and says how much is
-    missing.
+    for this number of engines; if no machine has room, the plan is for the machine with the most memory, and says how
+    much is missing.
 
     - `sources`: the study's models
-    - `machines`: the kinds of machines that can run engines, each with how many there are
-    - `gradients_on`: the device of the gradient actor; None if there is none
+    - `machines`: the kinds of machines that can run engines, each with the number of machines
+    - `gradients_on`: the device of the gradient actor; None if the study computes no gradients
     - `max_layers`: the largest number of layers of a merge if merges may have any number of layers, else 0
     - `aligns`: whether merges may have alignments (matrices that map the output of one model's layer to the input of
       another model's), which take memory of their own
@@ -251,7 +251,8 @@ def uses_statistics(methods: Iterable[str], names: Collection[str]) -> bool:
 def scored_methods(study: Study, sources: ResolvedFamily) -> frozenset[str]:
     """The merge methods that a study's merges use: methods of its search space and its baselines, or of its recipes.
 
-    `sources` are the study's models. If the study file lists recipes, which may be by any method, the result has all.
+    `sources` are the study's models. If the study file lists recipes, the result has all merge methods, because a
+    recipe may use any of them.
     """
     if study.search.recipes:
         return frozenset(METHODS)

@@ -58,11 +58,12 @@ ASSUMED_FINALISTS = 4
 class ExpectedSamples:
     """Numbers of samples that a study is expected to score.
 
-    `search` is for the search, `holdout` for scoring on holdout data, and `full_budget` for a search that scores every
-    trial on all samples. All of them include baselines, which take `baselines` samples in the search and
-    `holdout_baselines` on holdout data. `benchmarks` is for scoring on benchmarks, with the largest number of samples
-    that prompt attacks can take. With the scheduler asha, `search` is a lower bound: asha decides early, so it also
-    promotes trials that later turn out not to be among the best.
+    `search` is the number of samples for the search, `holdout` is the number of samples for scoring on holdout data,
+    and `full_budget` is the number of samples for a search that scores every trial on all samples. These three numbers
+    include baselines, which take `baselines` samples in the search and `holdout_baselines` samples on holdout data.
+    `benchmarks` is the number of samples for scoring on benchmarks, with the largest number of samples that prompt
+    attacks can take. With the scheduler asha, `search` is a lower bound: asha decides early, so it also promotes trials
+    that later turn out not to be among the best.
     """
 
     search: int
@@ -177,8 +178,8 @@ class PreflightResult:
         memory: Memory that the study needs.
         gradients: Where gradients are computed; None if the searcher needs none.
         access: Files that the study may read; None for all.
-        start: Checkpoints of another study from which the searcher's policies (networks) start; empty if there are
-            none.
+        start: Checkpoints of another study from which the searcher's policies (networks) start; empty if the policies
+            start untrained.
         observed: Results of an earlier study that the searcher knows from its first proposal on.
         recipes: Recipes that the study file lists, with their names; they are scored in place of a search.
         lacks: Reasons why the study does not fit into the memory of the machines. They are kept here only if a plan is
@@ -246,8 +247,8 @@ class PreflightResult:
         The study file may state the number. The default grows with the number of replicas (processes with an engine).
         The default differs for a searcher that trains policies, which learn from iterations (fixed numbers of trials).
         Proposals may then run ahead by at least half an iteration, so that engines have work while a policy learns, and
-        while the searcher proposes repeated paths, which need no scoring. They may run ahead by at most as many
-        iterations as there are replicas, and by at most `iterations_ahead` iterations.
+        while the searcher proposes repeated paths, which need no scoring. Proposals may run ahead by at most one
+        iteration for each replica, and by at most `iterations_ahead` iterations.
         """
         if self.study.search.max_staleness is not None:
             return self.study.search.max_staleness
@@ -308,9 +309,9 @@ class PreflightResult:
         """Number of repeated proposals in a row that ends a search by policies.
 
         A proposal is repeated if an earlier trial has its recipe. A policy is trained after each iteration, a fixed
-        number of trials. The result is the number of proposals in two iterations of every policy, but at least two for
-        each preference vector (weights of the objectives). If all of these proposals are repeated, the policies have
-        nothing left to learn from.
+        number of trials. The result is the number of proposals in two iterations of every policy, but at least two
+        proposals for each preference vector (weights of the objectives). If all of these proposals are repeated, the
+        policies have nothing left to learn from.
         """
         search = self.study.search
         num_vectors = 1 if search.preferences is None else search.preferences.size(len(self.tasks.search))

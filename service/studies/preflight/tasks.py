@@ -51,7 +51,7 @@ def check_tasks(
 
     An lm-eval task may define several filters, which are ways to extract the answer from a completion. In a new study
     (`is_new`), the entry of such a task must name one of its filters. In a stored study, an entry that names no filter
-    uses the first.
+    uses the first filter of the task.
     """
     tasks: dict[str, TaskSpec] = {}
     infos: dict[str, TaskInfo] = {}
@@ -75,7 +75,8 @@ def task_spec(spec: ScoredTask, *, seed: int, access: FileAccess | None) -> Task
 
     `seed` fixes the order of the task's samples. `access` limits the files that the task may read; None is no limit.
     The metric of a benchmark with a judge (an LLM that compares answers) is the length of completions, because engines
-    only generate them; the judge compares them later. Raises InvalidTask if a file of the task cannot be read.
+    only generate the completions, and the judge compares them later. Raises InvalidTask if a file of the task cannot be
+    read.
     """
     content = None
     task: str | dict[str, Any]

@@ -113,7 +113,7 @@ def _start_tasks(inputs: AlignmentInputs, pairs: Sequence[LayerPair]) -> dict[La
 
     An alignment is a map from the residual stream after the pair's first layer to the stream before its second layer.
     `inputs` has the models and the texts. One task for each model reads activations (`_read`). After that, one task for
-    each pair fits the pair's alignment to them.
+    each pair fits the pair's alignment to the activations.
     """
     # Engines start later, so that a GPU is free.
     num_gpus = 1 if ray.available_resources().get("GPU", 0) >= 1 else 0
@@ -144,7 +144,7 @@ def _read(inputs: AlignmentInputs, alias: str, before: Sequence[int], device: st
     """Compute one model's activations before each of certain layers; runs as a Ray task on `device`.
 
     `alias` is the model's name in `inputs.pool`, `before` has the indices of the layers. The caller gives the device,
-    because GPUs are visible even to tasks that reserved none.
+    because GPUs are visible even to tasks that have reserved no GPU.
 
     Returns a list with a pair of NumPy arrays for each of these layers: the activations of all tokens except the first
     of each text (one row a token), and the activations of the first tokens. The last element of the list is not a pair,

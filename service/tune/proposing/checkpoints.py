@@ -64,7 +64,8 @@ class PolicyCheckpoints:
         """The name of the artifact (stored file) that holds the policy checkpoint of a training iteration.
 
         Iteration i trains the policy with number i modulo the number of policies. Each policy has two artifacts, which
-        its iterations use in turn. A new checkpoint of a policy therefore replaces the older one of its two.
+        its iterations use in turn. A new checkpoint of a policy therefore replaces the older of the policy's two
+        artifacts.
         """
         turn, policy = divmod(iteration, self._num_policies)
         return f"hm3-policy-{policy}-{turn % 2}"
@@ -93,7 +94,7 @@ def store_policy(
     """Store a policy's checkpoint as the artifact `name` of the study `study_id`, in place of an earlier one.
 
     `artifacts` stores the artifacts (files) of all studies. `content` is the checkpoint. `facts` are numbers that are
-    stored with the artifact; None stores none.
+    stored with the artifact; None stores no numbers.
     """
     with TemporaryDirectory() as temporary:
         (Path(temporary) / FILE).write_bytes(content)

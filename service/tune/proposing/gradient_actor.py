@@ -205,8 +205,8 @@ def _with_stated_coefficients(space: Coefficients, point: tuple[float, ...]) -> 
 
     `point` has a value for each parameter of `space`. A recipe in canonical form leaves out a source's coefficient that
     is 0, and a shared coefficient that has its default. A loss has no derivative with respect to a coefficient that is
-    left out. Such a value is therefore changed by the smallest step that recipes can express, upwards if the range
-    allows.
+    left out. A value that would cause this is therefore changed by the smallest step that recipes can express, upwards
+    if the range allows.
     """
     declared = METHODS[space.method].coefficient(space.coefficient)
     left_out = 0.0

@@ -29,12 +29,12 @@ class Proposer(Protocol):
         """Begin to compute the proposal of trial `number` in the background.
 
         `observations` are the results that the proposal may use. `pending` are the configurations of earlier trials
-        whose results it may not use.
+        whose results the proposal may not use.
         """
         ...
 
     def result(self, *, timeout_s: float) -> Step | ChargedRequest | dict[str, Any] | None:
-        """The next result of the computation, or None if there is none within `timeout_s` seconds.
+        """The next result of the computation, or None if no result comes within `timeout_s` seconds.
 
         - A dict is the proposed configuration, and ends the computation.
         - A Step is a computed step, such as a policy update. The caller stores the step and then calls `stored`.
@@ -62,8 +62,8 @@ class Asking:
 
     A step is a computation that the searcher needs before it proposes, such as a gradient. `proposer` makes the
     proposals, and `writer` stores the steps. `may_compute` is called with the proposal and the searcher's request for
-    losses or a gradient; it says whether the study's limit of samples allows the request. If it returns False, the
-    request waits: the method `result` returns None, and the next call of `result` calls `may_compute` again.
+    losses or a gradient; it says whether the study's limit of samples allows the request. If `may_compute` returns
+    False, the request waits: the method `result` returns None, and the next call of `result` calls `may_compute` again.
     `num_steps` is the number of gradient steps and policy updates that were stored before; the attribute `num_steps`
     grows with each further step or update.
     """
@@ -140,9 +140,9 @@ class Observations:
     def of(self, proposal: Proposal, trials: Mapping[int, TrialRecord]) -> tuple[Observation, ...]:
         """The observations that a searcher may use for a proposal: the visible results, and the failed trials.
 
-        `proposal.visible` and `proposal.failed` list them. `trials` are the study's trials by number. Trials whose
-        recipe has no configuration in the search space are left out. Every call returns the same `Observation` object
-        for the same result, so that each observation is sent to the searcher's process only once.
+        `proposal.visible` and `proposal.failed` list these results and trials. `trials` are the study's trials by
+        number. Trials whose recipe has no configuration in the search space are left out. Every call returns the same
+        `Observation` object for the same result, so that each observation is sent to the searcher's process only once.
         """
         for seen in proposal.visible:
             if seen not in self._built:

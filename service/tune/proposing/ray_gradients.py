@@ -84,7 +84,7 @@ class RayGradients:
         self.pending = self.actor.run.remote(request)
 
     def result(self, *, timeout_s: float) -> LossesResult | GradientResult | None:
-        """The result of the request that `begin` sent, or None if there is none within `timeout_s` seconds.
+        """The result of the request that `begin` sent, or None if it is not ready within `timeout_s` seconds.
 
         The result is also None if the actor died; another actor then repeats the request. Raises InvalidModel,
         InvalidTask, EngineUnavailable or StudyFailed in the cases that `finish` and `check_start` list.
@@ -164,10 +164,10 @@ class RayGradients:
 def on_free_device(inputs: GradientInputs, machines: Sequence[Mapping[str, float]]) -> GradientInputs:
     """The inputs of a gradient actor, changed to compute on the CPU if no GPU is free.
 
-    `machines` has Ray's free resources of each machine. `inputs` is returned unchanged if it asks for the CPU, or if a
-    machine has the GPUs. An actor that reserves GPUs which no machine has free would wait forever. A model whose layers
-    are divided over several GPUs is not computed on the CPU, which would take days: EngineUnavailable is raised if no
-    machine has that many free.
+    `machines` has Ray's free resources of each machine. `inputs` is returned unchanged if it asks for the CPU, or if
+    one machine has the required number of free GPUs. An actor that reserves GPUs which no machine has free would wait
+    forever. A model whose layers are divided over several GPUs is not computed on the CPU, which would take days:
+    instead, EngineUnavailable is raised if no machine has the required number of free GPUs.
     """
     free = max((machine.get("GPU", 0) for machine in machines), default=0)
     if inputs.device != "cuda" or free >= inputs.num_gpus:

@@ -190,8 +190,8 @@ class _Ahead:
     """A policy update that was computed before the searcher's proposal needed it.
 
     `iteration` is the training iteration of the update. `known` are the observations (results of trials) from which the
-    update was computed; it is used only if the proposal comes with the same ones. `result` is the update's result, and
-    `content` is the policy's checkpoint, or None if nothing was learned.
+    update was computed. The update is used only if the proposal that needs it has the same observations. `result` is
+    the update's result, and `content` is the policy's checkpoint, or None if nothing was learned.
     """
 
     iteration: int

@@ -18,7 +18,7 @@ class ProvenanceCheck:
 
     These hashes are the evidence of the result. `bank_fingerprint` is the fingerprint of the study's source models.
     `stored` is the evidence that earlier drivers have stored. Results of one recipe must have the same checksum of
-    weights, and results on the same samples the same hash of prompts.
+    weights, and results on the same samples must have the same hash of prompts.
     """
 
     def __init__(self, bank_fingerprint: str, stored: Iterable[EvidenceRecord]) -> None:

@@ -146,9 +146,9 @@ class Rescoring:
     ) -> tuple[set[Key], set[Key]]:
         """Compare the new values of rescored samples with the values that were stored before.
 
-        `result` has the new values for `evaluation`. Returns two sets of samples: those whose new value equals the
-        stored one, and those whose new value differs. The new values of the second set must not be stored. A sample is
-        given as (objective, position), and its position is its index in scoring order.
+        `result` has the new values for `evaluation`. Returns two sets of samples: the samples whose new value equals
+        the stored value, and the samples whose new value differs. The new values of the second set must not be stored.
+        A sample is given as (objective, position), and its position is its index in scoring order.
 
         Raises StudyFailed when no sample of the study is left to rescore and at least one value differed. The message
         names the samples that differed, and the numbers of those `trials` whose recipe was scored on them.

@@ -231,8 +231,8 @@ def _spans(positions: Mapping[str, Sequence[int]], tasks: Mapping[str, TaskSpec]
 def _chunks(spans: Iterable[Span], limit: int) -> tuple[tuple[Span, ...], ...]:
     """Divide the spans, in order, into chunks (the samples of one request) of at most `limit` samples.
 
-    A span is a range of sample positions; one that does not fit into the rest of a chunk is cut in two. The last chunk
-    may be smaller.
+    A span is a range of sample positions; a span that does not fit into the rest of a chunk is cut in two. The last
+    chunk may be smaller.
     """
     chunks: list[tuple[Span, ...]] = []
     current: list[Span] = []

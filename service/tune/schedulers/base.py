@@ -60,9 +60,10 @@ class Rung:
     - `members`: for each member, the number of the newest trial whose first result was needed for promoting the member
       to this rung. This number decides which proposals may use the member's result here. It never decreases along
       `order`.
-    - `num_decided`: the number of members on which decisions have been made; they are the first ones in `order`
-    - `num_seen`: the number of members whose results at this rung proposals may use; they are the first ones in `order`
-    - `ranking`: the members on which decisions have been made, without those that failed
+    - `num_decided`: the number of members on which decisions have been made; they are the first members in `order`
+    - `num_seen`: the number of members whose results at this rung proposals may use; they are the first members in
+      `order`
+    - `ranking`: the members on which decisions have been made, without the members that failed
     - `is_closed`: whether all decisions at this rung have been made
     """
 
@@ -105,8 +106,8 @@ class Decision:
     """A decision at a rung of a bracket: the trials promoted to the next rung, and the trials that end as pruned.
 
     A rung is a number of samples at which trials are compared; a bracket is a ladder of rungs. `reason` says by which
-    rule trials are pruned, if the scheduler has several rules. `rival` is the trial against which they are pruned: in a
-    race a trial that is ahead, otherwise the last trial in the order of promotion that the rung promotes. `rival` is
+    rule trials are pruned, if the scheduler has several rules. `rival` is the trial against which trials are pruned. In
+    racing, it is a trial that is ahead. With other schedulers, it is the last trial that the rung promotes. `rival` is
     None if no trial is pruned, or if the rung promotes no trial.
     """
 
@@ -193,11 +194,11 @@ class RungTable(ABC):
     def _see_later(self, number: int, bracket: int) -> bool:
         """Let the searcher use the higher-rung results that proposal `number` needs; return whether all of them exist.
 
-        A rung is a number of samples at which trials are compared; the higher rungs of a trial are all except its
-        first. Each subclass defines which of these results a proposal needs, and calls the method `_see` for each of
-        them. `bracket` is the number of the proposal's bracket (ladder of rungs). If a result does not exist yet, the
-        method returns False, and the proposal waits for it. A result that one proposal may use can be used by all later
-        proposals too.
+        A rung is a number of samples at which trials are compared; the higher rungs of a trial are all its rungs except
+        the first. Each subclass defines which of these results a proposal needs, and calls the method `_see` for each
+        of them. `bracket` is the number of the proposal's bracket (ladder of rungs). If a result does not exist yet,
+        the method returns False, and the proposal waits for it. A result that one proposal may use can be used by all
+        later proposals too.
         """
 
     @abstractmethod
@@ -273,9 +274,9 @@ class RungTable(ABC):
         """Stop proposals, because a limit is reached or the searcher repeats known configurations.
 
         Trials that exist are still evaluated, promoted and pruned. A bracket is a ladder of rungs (numbers of samples)
-        with a planned number of trials, and the last decisions at its first rung wait for all of them. Brackets that
-        have fewer trials than planned are therefore reduced to the trials that they have. Returns the indices of the
-        reduced brackets. A bracket of one rung promotes nothing, and keeps its planned size in case the search
+        with a planned number of trials, and the last decisions at its first rung wait for all planned trials. Brackets
+        that have fewer trials than planned are therefore reduced to the trials that they have. Returns the indices of
+        the reduced brackets. A bracket of one rung promotes nothing, and keeps its planned size in case the search
         continues later.
         """
         self._is_search_over = True
@@ -292,9 +293,9 @@ class RungTable(ABC):
         """Make the newest bracket smaller if all brackets together would have more trials than `max_trials`.
 
         A bracket is a ladder of rungs (numbers of samples at which trials are compared) with a planned number of
-        trials. The brackets have too many trials only if the user has reduced `max_trials` after the newest one was
-        opened. This bracket keeps the trials that it already has. Returns a tuple with the index of the changed
-        bracket, or an empty one.
+        trials. The brackets have too many trials only if the user has reduced `max_trials` after the newest bracket was
+        opened. The newest bracket keeps the trials that it already has. Returns a tuple with the index of the changed
+        bracket, or an empty tuple.
         """
         newest = next(reversed(self._brackets), None)
         excess = sum(bracket.num_configurations for bracket in self._brackets.values()) - self._max_trials
@@ -429,8 +430,8 @@ class RungTable(ABC):
         """The number of the bracket that the next proposed trial belongs to, and this bracket if it is new, else None.
 
         A bracket is a ladder of rungs, which are numbers of samples at which trials are compared. If the newest bracket
-        has all its trials, a new bracket is opened: the one that follows in `cycle`, which is repeated. The new bracket
-        has fewer trials than planned if fewer configurations are left to propose.
+        has all its trials, a new bracket is opened: the bracket that comes next in `cycle`, which is repeated. The new
+        bracket has fewer trials than planned if fewer configurations are left to propose.
         """
         newest = next(reversed(self._brackets), -1)
         if newest >= 0 and not self._is_full(newest):
