@@ -252,7 +252,8 @@ class TrialResult:
     """Result of a trial, without its configuration and, possibly, without its recipe.
 
     Configuration and recipe are most of a trial's data, so they are read only where they are needed. A rung is a number
-    of samples at which trials are compared; the full budget is all samples of the search, those of the last rung.
+    of samples at which trials are compared; the full budget is the samples of the last rung, which are all samples of
+    the search.
 
     - `number`: unique in the study and never reused.
     - `origin`, `label`: where the trial's recipe comes from, and the trial's name.
@@ -365,7 +366,7 @@ class Account:
 
     `user` is the user's name, `is_admin` says whether the user administers the server, and `roles` has the user's role
     in each team. The administrators of a job are the server's administrators and the administrators of the job's team.
-    `rates` has the requests a minute that each team with such a quota may send.
+    `rates` has, for each team with a quota of requests, the number of requests that the team may send in a minute.
     """
 
     user: str
@@ -577,7 +578,8 @@ class Steering:
 
     `action` is the kind of request, such as "pause". `user` is the user's name, or None if the server has no accounts.
     `reason` is the reason that the user gave, or None. `changes` has, for the action "edit", the value of each edited
-    option before and after. `trial` is the number of the trial that the request is about, if it is about one.
+    option before and after. `trial` is the number of the trial that the request is about; None if the request is about
+    no trial.
     """
 
     action: str
@@ -621,11 +623,11 @@ class JobRecord:
     - `progressed_at`: time at which the driver last made progress.
     - `patience_s`: seconds without progress after which the driver counts as hung; None if not known.
     - `waiting_for`: text that says what the driver waits for; None if it does not wait.
-    - `owner`: name of the user who created the job; None if the server had no accounts then.
+    - `owner`: name of the user who created the job; None if the server had no accounts at that time.
     - `team`: name of the team that the job belongs to; None for a job of its owner alone.
     - `sharing`: who may read the job besides its owner and administrators.
     - `is_paused`: whether the job was asked to pause. Its state is PAUSED once no driver works on it.
-    - `stop_reason`: reason why the search was asked to end early; None if it was not.
+    - `stop_reason`: reason why the search was asked to end early; None if nobody asked for this.
     - `description`, `tags`, `notes`: texts of users about the job, which change nothing.
     - `priority`: of the jobs that wait because the server's limit of running jobs is reached, the one with the largest
       priority starts first.
@@ -762,7 +764,7 @@ class SubscriptionRecord:
     - `owner`: the user whose rights limit the messages; None if the server had no accounts.
     - `covers`, `team`: the jobs that are covered; the team is None unless `covers` is TEAM.
     - `events`: the kinds of changes that are sent.
-    - `failing_since`: time of the first failure since the last success; None if there was none.
+    - `failing_since`: time of the first failure since the last success; None if nothing has failed since.
     - `disabled_at`, `disabled_reason`: time and reason of the end of sending; None while the subscription is in use.
 
     Times are in seconds since the epoch.
@@ -790,9 +792,9 @@ class DeliveryRecord:
     - `study`: id of the job, of any kind; None for a test.
     - `event`: the kind of notice, or "test".
     - `body`: the text that is sent, a JSON document.
-    - `attempts`: the number of tries so far. `next_at` is the time of the next one, in seconds since the epoch.
+    - `attempts`: the number of tries so far. `next_at` is the time of the next try, in seconds since the epoch.
     - `status`: the HTTP status of the last response; None without a response.
-    - `error`: why the last try failed; None if it did not.
+    - `error`: why the last try failed; None if it did not fail.
     """
 
     id: str

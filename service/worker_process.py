@@ -168,8 +168,8 @@ class WorkerProcess:
     def _end(self, *, grace_s: float = 0.0) -> int | None:
         """End the process and all processes that it started.
 
-        The processes that it started are killed at once, the process itself after `grace_s` seconds. Returns the exit
-        code of the process if it ended by itself before that, else None.
+        The processes that it started are killed at once; the process itself is killed after `grace_s` seconds. Returns
+        the exit code of the process if it ended by itself before it was killed, else None.
         """
         with self._starting:
             process, self._process = self._process, None

@@ -62,7 +62,7 @@ NOT_BUILT = """<!doctype html>
 def install_pages(app: FastAPI, static: Path = STATIC) -> None:
     """Make `app` serve the web page at every path that no other route serves; call it after all routes are added.
 
-    `static` is the directory with the built files. Without them, a short page says how to build them.
+    `static` is the directory with the built files. Without these files, a short page says how to build them.
     """
     app.mount("/assets", _Assets(directory=static / "assets", check_dir=False))
     app.router.routes.append(_PageRoute(static / "index.html"))

@@ -141,7 +141,7 @@ class SampleCache:
     def cost_differences(
         self, recipe: Recipe | StoredRecipe, rival: Recipe | StoredRecipe, *, rung: int
     ) -> tuple[NDArray[np.float64], ...]:
-        """The cost of a recipe minus that of a `rival` recipe on each sample of a rung; one array for each objective.
+        """The cost of `recipe` minus the cost of `rival` on each sample of a rung; one array for each objective.
 
         A rung is a number of samples at which trials are compared, given by its index. The arrays [num_samples] are in
         the order of the objectives. Their numbers are in the order of the samples, and in [-1, 1], because costs are

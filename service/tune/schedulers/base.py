@@ -452,8 +452,8 @@ class RungTable(ABC):
     def _see_first(self, last: int) -> bool:
         """Make each trial's first result visible to proposals, for all trials up to number `last`.
 
-        Visible results are those that a searcher may use. Trials that failed without a result are added to the failed
-        trials, which searchers also receive. Returns False if a trial has no result yet and has not failed.
+        Visible results are the results that a searcher may use. Trials that failed without a result are added to the
+        failed trials, which searchers also receive. Returns False if a trial has no result yet and has not failed.
         """
         while self._num_known <= last:
             entry = self._entries[self._num_known]
@@ -510,8 +510,8 @@ class RungTable(ABC):
         """Promote trials of `rung` to the rung `above` while more trials may still arrive at `rung`.
 
         A rung is a number of samples at which trials are compared. Trials are decided on in the order in which they
-        have arrived at `rung`. If the evaluation of a trial is not finished yet, this trial and all later ones wait for
-        a decision. Returns the numbers of the trials that are promoted.
+        have arrived at `rung`. If the evaluation of a trial is not finished yet, this trial and all later trials wait
+        for a decision. Returns the numbers of the trials that are promoted.
         """
         promoted: list[int] = []
         while rung.num_decided < len(rung.order):
@@ -530,8 +530,8 @@ class RungTable(ABC):
         """Promote trials of `rung` to the rung `above` once no further trial of the bracket can arrive at `rung`.
 
         `bracket` is the index of the bracket, a ladder of rungs (numbers of samples at which trials are compared). The
-        number of promoted trials depends on how many trials have arrived at the rung, including failed ones, but failed
-        ones are not promoted. Returns the numbers of the promoted trials.
+        number of promoted trials depends on how many trials have arrived at the rung, including failed trials, but
+        failed trials are not promoted. Returns the numbers of the promoted trials.
         """
         if not rung.members:
             return ()

@@ -59,14 +59,14 @@ class Bound:
     most 1 for any number of candidates.
 
     A candidate's share is divided equally between its rivals. The share is not divided between rungs (numbers of
-    samples at which trials are compared), because the bound holds at all rungs together. It is not divided between
-    objectives either: a trial that is not worse in one objective is stopped only if the bound of that objective is
-    wrong. The bound assumes that a trial's recipe does not depend on which samples come first. If a searcher learns
+    samples at which trials are compared), because the bound holds at all rungs together. The share is not divided
+    between objectives either: a trial that is not worse in one objective is stopped only if the bound of that objective
+    is wrong. The bound assumes that a trial's recipe does not depend on which samples come first. If a searcher learns
     from the lower rungs of earlier trials, the error rate is only approximate.
 
-    `differences(trial, rival, rung)` has an array for each objective: the cost of the trial minus that of the rival on
-    each sample of the rung, in [-1, 1], in the order of the samples. `populations` has, for each objective, the number
-    of all its samples.
+    `differences(trial, rival, rung)` has an array for each objective: the cost of the trial minus the cost of the rival
+    on each sample of the rung, in [-1, 1], in the order of the samples. `populations` has, for each objective, the
+    number of all its samples.
     """
 
     differences: Callable[[int, int, int], Sequence[Differences]]

@@ -25,8 +25,8 @@ Points: TypeAlias = NDArray[np.float64]
 class Ranking:
     """The order of promotion of the trials at one rung, which are added one by one as candidates.
 
-    A rung is a number of samples at which trials are compared, and the best of them are promoted. Trials that meet all
-    constraints come first, then those that violate constraints. Trials that failed must not be added.
+    A rung is a number of samples at which trials are compared, and the best trials are promoted. Trials that meet all
+    constraints come first, then trials that violate constraints. Trials that failed must not be added.
     """
 
     def __init__(self) -> None:
@@ -104,8 +104,8 @@ class _Fronts:
     The trials are candidates for promotion; each has `num_costs` costs. The first front consists of the candidates that
     no other candidate dominates. The second front consists of the candidates that are dominated only by candidates of
     the first front, and so on. Within a front, a larger crowding distance comes first. `_fronts` has the first fronts.
-    `_rest` has the candidates behind them, which are not divided into fronts yet. In both, a candidate is given by its
-    index in the order of arrival.
+    `_rest` has the candidates behind them, which are not divided into fronts yet. In both lists, a candidate is given
+    by its index in the order of arrival.
     """
 
     def __init__(self, num_costs: int) -> None:

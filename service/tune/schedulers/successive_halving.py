@@ -50,9 +50,9 @@ class HyperbandTable(RungTable):
     def most_samples_left(self, totals: Sequence[int]) -> int:
         """The most samples that the search can still take without opening another bracket (ladder of rungs).
 
-        A bracket of several rungs is completed once it is open. Therefore the trials that will still be proposed for it
-        are counted in addition to its existing trials. For a bracket with a single rung, only the existing trials are
-        counted. `totals` has each rung's number of samples, summed over the objectives.
+        A bracket of several rungs is completed once it is open. Therefore the trials that will still be proposed for an
+        open bracket are counted in addition to its existing trials. For a bracket with a single rung, only the existing
+        trials are counted. `totals` has each rung's number of samples, summed over the objectives.
         """
         alone = (self._entries[number].bracket for number in self._runnable)
         left = totals[-1] * sum(index is None or len(self._rungs[index]) == 1 for index in alone)
@@ -82,8 +82,8 @@ class HyperbandTable(RungTable):
         """Present bracket and rung of the search as indices, for displays of progress.
 
         A rung is a number of samples at which trials are compared. The bracket is the oldest bracket (ladder of rungs)
-        with unfinished trials, and the rung the lowest that has such a trial. Returns None if no bracket has unfinished
-        trials.
+        with unfinished trials, and the rung is the lowest rung that has an unfinished trial. Returns None if no bracket
+        has unfinished trials.
         """
         for index in sorted(self._brackets) if self.last_rung > 0 else ():
             entries = [self._entries[number] for number in self._members[index]]
@@ -96,20 +96,21 @@ class AshaTable(RungTable):
     """ASHA scheduler: after every result, a rung promotes trials among the best 1/eta of its trials.
 
     A rung is a number of samples at which trials are compared; its members are the trials that have arrived there. The
-    search differs from the paper in two ways, which make it independent of the order of results:
+    search differs from the paper in two ways, so that its trials do not depend on the order in which results arrive:
 
-    - The members of a rung are ordered by their arrival, not by the time of their result: decisions on the first k
-      members are made when all k are evaluated. A slow member delays promotions of later members, and proposals that
-      come more than `max_staleness` trials later. But nothing waits for a whole bracket (ladder of rungs). Promotions
-      are the same as in the paper with one worker.
+    - The members of a rung are ordered by their arrival, not by the time of their result. Decisions on the first k
+      members are made when all k members are evaluated. A slow member therefore delays promotions of later members, but
+      nothing waits for a whole bracket (ladder of rungs). With one worker, promotions are the same as in the paper.
     - The search in the paper never ends. When this search ends, a rung that has promoted no trial promotes its best
-      trial, so that a trial is scored on all samples, and the remaining trials are pruned. Trials added to a search
-      that had ended form another bracket.
+      trial, so that a trial is scored on all samples, and the remaining trials are pruned. Trials that are added to a
+      search that had ended form another bracket.
 
-    The results that a proposal uses are also fixed. Proposal n uses the first results of the trials up to n -
-    max_staleness. For the result of a trial at its i-th rung (i > 1), let m be the newest trial whose first result was
-    needed to promote the trial to this rung. Proposal n uses the result, and waits for it, if m is at most n - i *
-    max_staleness. The factor is i because later evaluations take longer.
+    For the same reason, two rules fix which results a proposal waits for and uses. Later rungs take longer, so the
+    second rule lets proposals run further ahead of results at later rungs:
+
+    - First results: proposal n uses the first results of all trials up to n - max_staleness.
+    - Result of a trial at its i-th rung (i > 1): let m be the number of the newest trial whose first result was needed
+      to promote the trial to this rung. Proposal n uses the result if m is at most n - i * max_staleness.
     """
 
     def _num_promoted_early(self, num_decided: int) -> int:

@@ -66,7 +66,7 @@ class SearchSetting:
     - `num_samples`: the number of search samples of each objective
     - `num_baselines`: the number of trials before the first proposal
     - `options`: the section `search` of the study file, which has the options of each searcher
-    - `preferences`: the study's preference vectors (importances of the objectives); empty if it has none
+    - `preferences`: the study's preference vectors (importances of the objectives); empty if the study has none
     - `first_fitted`: by objective, the first sample position that losses and gradients may use. Trials are scored on
       the positions before it. For an objective without an entry, trials are scored on all samples, and losses and
       gradients may use all of them too.
@@ -74,9 +74,9 @@ class SearchSetting:
       layers are described by their positions alone
     - `start`: the checkpoints from which policies start; empty for new policies
     - `batch`: the number of consecutive proposals that are made from the same results
-    - `observed`: results of an earlier study, which come before those of the study's own trials; their trials have
-      negative numbers and count as not proposed
-    - `version`: the version of the searcher that the study was created with; None for the newest
+    - `observed`: results of an earlier study, which come before the results of the study's own trials; trials of the
+      earlier study have negative numbers and count as not proposed
+    - `version`: the version of the searcher that the study was created with; None for the newest version
     """
 
     objectives: tuple[str, ...] = ()
@@ -171,7 +171,7 @@ class Searcher(Protocol):
     """The interface of a search algorithm, which proposes configurations."""
 
     def advance(self, context: ProposalContext, /) -> StepRequest | dict[str, Any]:
-        """Return the configuration of trial `context.number`, or a request for a computation that is needed before.
+        """Return the configuration of trial `context.number`, or a request for a computation that is needed first.
 
         Such a computation is called a step, for example the gradients of a recipe. The caller computes the step, stores
         its result and calls `advance` again. The configuration is valid in `context.parameters` and has no inactive

@@ -31,9 +31,9 @@ class CmaEsSearcher:
     """The searcher CMA-ES, for one objective and numeric parameters only.
 
     Proposals may run ahead of results, so some trials of a generation may be drawn from the distribution of an earlier
-    one. A generation is nevertheless formed from the next trials in the order of their numbers. The first distribution
-    has the standard deviation `first_sigma`, as a share of each parameter's range. In spaces of at most `max_full`
-    parameters, all correlations between parameters are learned.
+    generation. A generation is nevertheless formed from the next trials in the order of their numbers. The first
+    distribution has the standard deviation `first_sigma`, as a share of each parameter's range. In spaces of at most
+    `max_full` parameters, all correlations between parameters are learned.
     """
 
     # A share of each parameter's range. The search starts at a good recipe: with 0.2, the first generations were far

@@ -180,10 +180,10 @@ class Encoding:
     def mutate(self, rows: Rows, rng: np.random.Generator, *, rate: float | Rows, step: float) -> Rows:
         """Random changes of `rows`, the encodings of configurations.
 
-        Each parameter is changed with probability `rate`, and at least one active parameter of each row is. `rate` is
-        one number for all parameters, or a row with one for each. A number is changed by a normally distributed step
-        with standard deviation `step`, as a share of its range, and is clipped to the range. A choice that is changed,
-        and a parameter that becomes active, is drawn uniformly. `rng` gives the random numbers.
+        Each parameter is changed with probability `rate`. At least one active parameter of each row is changed. `rate`
+        is one number for all parameters, or a row with one number for each parameter. A number is changed by a normally
+        distributed step with standard deviation `step`, as a share of its range, and is clipped to the range. A choice
+        that is changed, and a parameter that becomes active, is drawn uniformly. `rng` gives the random numbers.
         """
         is_active = rows != INACTIVE
         fresh = rng.random(rows.shape)

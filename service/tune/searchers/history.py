@@ -69,9 +69,9 @@ def merit(observation: Observation, cost: float | None = None) -> Merit:
     """A key that sorts observations (results of trials) from the best to the worst.
 
     Observations that meet all constraints come first, sorted by `cost`. Observations that violate constraints follow,
-    sorted by the total violation, and failures come last. `cost` is a cost that replaces the observation's own; if it
-    is None, the cost of the first objective is used. The order is taken from Deb, "An efficient constraint handling
-    method for genetic algorithms" (2000).
+    sorted by the total violation, and failures come last. `cost` is the observation's cost; if it is None, the cost of
+    the first objective is used. The order is taken from Deb, "An efficient constraint handling method for genetic
+    algorithms" (2000).
     """
     if observation.costs is None:
         return (2, 0.0, 0.0)

@@ -110,9 +110,9 @@ class Hm3Searcher:
     def learned_from(self, context: ProposalContext, *, iteration: int) -> Sequence[Observation] | None:
         """The results in `context` that the policy update of `iteration` depends on, sorted by trial number.
 
-        An iteration is a fixed number of proposed trials (episodes). These are the results of all episodes up to the
-        end of the iteration, and the known results of baselines. Returns None while the result of an episode is not
-        known.
+        An iteration is a fixed number of proposed trials (episodes). The update depends on the results of all episodes
+        up to the end of the iteration, and on the known results of baselines. Returns None while the result of an
+        episode is not known.
         """
         setting = context.setting
         num_episodes = (iteration + 1) * setting.options.hm3.episodes
@@ -138,7 +138,7 @@ class Hm3Searcher:
         `preference` is a vector with the weight of each objective. `parameters`, `seed` and `setting` belong to the
         study that trained the policy; `checkpoints` has the policy's checkpoints by training iteration. The newest
         checkpoint that fits the vector is used; it is not trained further. Raises ValueError if there is no checkpoint,
-        or only checkpoints for other vectors.
+        or if all checkpoints are for other vectors.
         """
         training = training_of(parameters, seed, setting, checkpoints)
         usable = [i for i in checkpoints if training.options.is_conditioned or _is_for(training, i, preference)]
@@ -328,9 +328,10 @@ def _has_stalled(context: ProposalContext, training: PolicyTraining, iteration: 
     """Whether the policy of `iteration` must be reset, because its last iterations have found nothing better.
 
     An iteration is a fixed number of trials of one policy; the policies take turns. `restart_after`, an option of the
-    study, is the number of iterations of the policy without a better result after which it is reset; after each further
-    such number it is reset again. A result in `context` counts as better if it is the best so far for at least one of
-    the policy's preference vectors (weights of the objectives). `training` knows which iterations each policy has.
+    study, is a number of iterations. The policy is reset after this number of its iterations without a better result,
+    and again after each further `restart_after` iterations without a better result. A result in `context` counts as
+    better if it is the best so far for at least one of the policy's preference vectors (weights of the objectives).
+    `training` knows which iterations each policy has.
     """
     patience = context.setting.options.hm3.restart_after
     if patience is None or training.options.version < FIRST_WITH_ELITES:

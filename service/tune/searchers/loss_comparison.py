@@ -102,9 +102,9 @@ def most_compared_samples(setting: SearchSetting) -> int:
 def reference_completions(steps: Sequence[Step]) -> Mapping[str, Sequence[int]] | None:
     """Positions of the samples whose references are correct completions by source models.
 
-    The positions are given for each objective whose gradients are computed on such completions, and read from the
-    stored `steps` (results of computations that the searcher has requested). A position is a sample's index in the
-    order in which samples are scored. Returns None if the search has not requested completions.
+    The positions are given for each objective whose gradients are computed on such completions. The positions are read
+    from the stored `steps` (results of computations that the searcher has requested). A position is a sample's index in
+    the order in which samples are scored. Returns None if the search has not requested completions.
     """
     for step in steps:
         if isinstance(step, CompletionsStep):
@@ -147,8 +147,8 @@ def _losses_of(
     """A request for one baseline's losses: the losses of its merge on the first samples of each objective.
 
     The samples are the first NUM_COMPARED of the objective's `positions`. For the objectives in `completions`, the
-    losses are computed on the source models' own correct completions; for all others, on the tasks' reference answers.
-    `context` has the search space.
+    losses are computed on the source models' own correct completions; for all other objectives, the losses are computed
+    on the tasks' reference answers. `context` has the search space.
     """
     return LossesRequest(
         label=f"trial {baseline.number}",

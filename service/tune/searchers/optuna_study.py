@@ -39,13 +39,13 @@ def propose(
     max_rows: int = 10**9,
     group: int = 1,
 ) -> dict[str, Any]:
-    """The configuration that an Optuna sampler proposes, or a random one if the sampler repeats a known one.
+    """The configuration that an Optuna sampler proposes, or a random one if the sampler repeats a configuration.
 
-    `sampler_of` makes a sampler from a seed. The sampler receives the results in `context`. In long searches it
-    receives only the best and the newest: at most `max_rows` trials with `max_numbers` values of parameters in all. The
-    number of trials that are left out is a multiple of `group`, the size of a generation. `num_initial` is used only in
-    a space with a structure, such as layer paths (sequences of layers): in such a space, configurations are random
-    until `num_initial` trials are observed.
+    `sampler_of` makes a sampler from a seed. The sampler receives the results in `context`. In long searches, the
+    sampler receives only the best and the newest results: at most `max_rows` trials with `max_numbers` values of
+    parameters in all. The number of trials that are left out is a multiple of `group`, the size of a generation.
+    `num_initial` is used only in a space with a structure, such as layer paths (sequences of layers): in such a space,
+    configurations are random until `num_initial` trials are observed.
     """
     rng, parameters = context.generator(), context.parameters
     trials = by_trial(thinned(context, max_numbers=max_numbers, max_rows=max_rows, group=group).observations)

@@ -31,7 +31,7 @@ Predict: TypeAlias = Callable[[Rows, Rows, Rows, Rows], Rows]
 
 
 def chosen(steps: Sequence[Step]) -> tuple[RungChoice, int] | None:
-    """The searcher's last stored choice of the results for its surrogate model; None if it has made none.
+    """The searcher's last stored choice of the results for its surrogate model; None if no choice is stored.
 
     The `steps` are answers to the searcher's earlier requests; requests to store a choice are among them. The choice is
     "all_rungs" for results on any number of samples, or "highest_budget" for results at the full budget (all samples)
@@ -49,18 +49,18 @@ def chosen(steps: Sequence[Step]) -> tuple[RungChoice, int] | None:
 def choice_of(
     numbers: Rows, rows: Rows, fidelities: Rows, costs: Rows, *, last: int | None, predict: Predict
 ) -> NoteRequest | None:
-    """Choose whether the surrogate model learns from results at all rungs, or only from those at the full budget.
+    """Choose whether the surrogate model learns from results at all rungs, or only from results at the full budget.
 
-    A rung is a number of samples at which trials are compared; the full budget is the last one, all samples. Returns a
-    request to store the choice, or None if no new choice is due. Below MIN_RESULTS results at the full budget, the
-    model learns from all rungs. The first comparison is made when MIN_RESULTS such results are known, and the next
-    whenever their number has doubled. In a comparison, a model is fitted in both ways, and predicts results that it was
-    not fitted to. The way with the larger rank correlation of predictions and results is chosen. If both are equal, the
-    model learns from all rungs.
+    A rung is a number of samples at which trials are compared; the full budget is the last rung, which has all samples.
+    Returns a request to store the choice, or None if no new choice is due. Below MIN_RESULTS results at the full
+    budget, the model learns from all rungs. The first comparison is made when MIN_RESULTS such results are known, and
+    the next whenever their number has doubled. In a comparison, a model is fitted in both ways, and predicts results
+    that it was not fitted to. The way with the larger rank correlation of predictions and results is chosen. If both
+    are equal, the model learns from all rungs.
 
     - `numbers`, `rows`, `fidelities`, `costs`: trial number, encoded configuration, fidelity (share of the full budget)
       and cost of each result
-    - `last`: the number of results at the full budget that the last choice was made from; None if there was none
+    - `last`: the number of results at the full budget that the last choice was made from; None before the first choice
     - `predict`: fits a model and predicts costs with it
     """
     is_full = fidelities == 1.0
@@ -89,10 +89,10 @@ def choice_of(
 
 
 def highest_rung(fidelities: Rows, is_scored: Rows, *, min_results: int) -> float | None:
-    """Fidelity of the highest rung with results of at least `min_results` trials; None if there is none.
+    """Fidelity of the highest rung with results of at least `min_results` trials; None if no rung has them.
 
-    A rung is a number of samples at which trials are compared, and its fidelity the share of all samples. `fidelities`
-    has the fidelity of each result, and `is_scored` is False for a trial that failed.
+    A rung is a number of samples at which trials are compared, and its fidelity is the share of all samples.
+    `fidelities` has the fidelity of each result, and `is_scored` is False for a trial that failed.
     """
     known = fidelities[is_scored]
     enough = [fidelity for fidelity in np.unique(known) if np.count_nonzero(known == fidelity) >= min_results]

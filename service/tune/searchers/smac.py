@@ -182,7 +182,7 @@ class SmacSearcher:
         Each objective is scaled to [0, 1] by its observed range; a failure has the worst cost. Several objectives are
         combined by the augmented Tchebycheff function (Su and Geiping 2025, section 3.3.2, equation 3), with a weight
         vector drawn with `rng`, or with equal weights if `rng` is None. An observation that violates constraints has a
-        cost above the costs of all observations that do not.
+        cost above the costs of all observations that meet the constraints.
         """
         num_objectives = len(next(o.costs for o in observations if o.costs is not None))
         table = np.array([o.costs if o.costs is not None else (np.nan,) * num_objectives for o in observations])
