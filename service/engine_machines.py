@@ -67,7 +67,8 @@ def has_gpus(machines: Sequence[EngineMachines]) -> bool:
 def known_machines(machines: Sequence[EngineMachines]) -> Iterator[None]:
     """Context in which checks of studies take `machines` as the machines of the Ray cluster.
 
-    Inside the context, `runs_on_gpus` looks at their GPUs, so that a machine without GPUs can check studies for them.
+    Inside the context, `runs_on_gpus` looks at their GPUs, so that a machine without GPUs can check studies for
+    machines with GPUs.
     """
     token = _known.set(tuple(machines))
     try:

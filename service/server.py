@@ -255,7 +255,7 @@ def _protection(store: Store, host: str, *, has_accounts: bool) -> str:
 
 
 def page_of(job: JobRecord, *, public_url: str | None) -> str | None:
-    """URL of a job's page on the server that users reach at `public_url`; None if that is not known."""
+    """URL of a job's page on the server that users reach at `public_url`; None if `public_url` is None."""
     return None if public_url is None else f"{public_url.rstrip('/')}{kind_of(job.kind).page_of(job)}"
 
 

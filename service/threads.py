@@ -51,7 +51,7 @@ async def in_thread(
 ) -> Result:
     """Call `function` in a thread for the given kind of work, and return its result or raise its error.
 
-    If all threads of this kind are busy, the call waits for one.
+    If all threads of this kind are busy, the call waits for a free thread.
     """
     return await anyio.to_thread.run_sync(functools.partial(function, *args, **kwargs), limiter=limiter(work))
 

@@ -720,7 +720,7 @@ class NoticeKind(StrEnum):
 
     @classmethod
     def of_state(cls, state: str | None) -> NoticeKind | None:
-        """Kind of the notification that is sent when a job reaches `state`; None if this state causes none."""
+        """Kind of the notification that is sent when a job reaches `state`; None if no notification is sent."""
         return _NOTICES.get(state or "")
 
 
@@ -867,7 +867,8 @@ class Comparison:
 
     - `label`, `trial`: name and number of the trial
     - `values`: the estimate of each objective
-    - `mean`: the mean over the accuracy objectives (values in [0, 1], larger is better); None if there are none
+    - `mean`: the mean over the accuracy objectives (values in [0, 1], larger is better); None without accuracy
+      objectives
     - `differences`: by objective, the trial's value minus the value of the reference, paired by sample; "mean" has the
       difference of the means; empty without a reference
     """

@@ -110,7 +110,7 @@ def _response(
     media_type: str = "application/json",
     headers: Mapping[str, str] | None = None,
 ) -> Response:
-    """Make the response with the ETag `tag`, or without one if it is None; its status is 304 if `body` is None."""
+    """Make a response with the ETag `tag` (None: without an ETag); its status is 304 if `body` is None."""
     sent = {**({} if tag is None else {"ETag": tag}), "Cache-Control": "no-cache", **(headers or {})}
     return (
         Response(status_code=304, headers=sent) if body is None else Response(body, media_type=media_type, headers=sent)

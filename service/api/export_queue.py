@@ -281,7 +281,7 @@ class Exports:
         """Remove exports (merged models) that have expired or exceed the quota, and files that belong to no export.
 
         If `collects` is True and exports are kept in an object store, all files of the object store are listed, and
-        those that no job uses are deleted too.
+        files that no job uses are deleted too.
         """
         with self._lock:
             places = list(self._root.iterdir()) if self._root.is_dir() else []

@@ -162,7 +162,7 @@ class Guard:
     def count_login(self, address: str) -> None:
         """Count a request from `address` that begins or ends a login.
 
-        Raises TooManyRequests if the address sends too many of these.
+        Raises TooManyRequests if the address sends too many of these requests.
         """
         self._count(self.rates.logins, address)
 
@@ -461,7 +461,7 @@ def _rules(dependant: Dependant) -> Iterator[Rule]:
 def check_rules(routes: list[BaseRoute]) -> None:
     """Check that every API route among `routes` declares its access rule (what the sender of a request needs).
 
-    Raises TypeError at the first route that does not.
+    Raises TypeError at the first route that declares no rule.
     """
     for route in routes:
         if isinstance(route, APIRoute):

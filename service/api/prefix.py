@@ -81,7 +81,7 @@ def _are_links(name: str, value: Any) -> bool:
 def prefix_problem(prefix: str) -> str | None:
     """Reason why `prefix` is not valid as the server's path prefix; None if it is valid.
 
-    A valid prefix is like /mergesearch: it begins with a slash and does not end with one.
+    A valid prefix is like /mergesearch: it begins with a slash and does not end with a slash.
     """
     if re.fullmatch(r"(/[A-Za-z0-9_.~-]+)+", prefix):
         return None

@@ -124,7 +124,7 @@ class RunRecords:
     def _entry(self, study_id: str) -> _Entry:
         """Find or add the cache entry of a study.
 
-        If there are more than MAX_STUDIES entries then, the least recently used one is removed.
+        If the cache then has more than MAX_STUDIES entries, the least recently used entry is removed.
         """
         if (entry := self._entries.get(study_id)) is None:
             entry = self._entries[study_id] = _Entry(RunReader(self._store, study_id))

@@ -24,9 +24,9 @@ def served_jobs(store: Store, study_id: str) -> list[JobRecord]:
 
 
 def usable_served(services: Services, sender: Principal, study: JobRecord) -> JobRecord | None:
-    """Find an unfinished job that serves a study and can be used by the sender; None if there is none.
+    """Find an unfinished job that serves a study and can be used by the sender; None if there is no such job.
 
-    A paused job is found only if there is no other, and if the sender may resume it.
+    A paused job is found only if there is no other such job, and if the sender may resume it.
     """
     account = sender.account
     for job in sorted(served_jobs(services.store, study.id), key=lambda job: job.is_paused):

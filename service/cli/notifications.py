@@ -139,7 +139,7 @@ def _print_mail(options: argparse.Namespace, mail: MailDocument) -> int:
 def _found(client: Client, reference: str) -> str:
     """Find the id of the webhook whose id is `reference` or begins with it.
 
-    Raises NotFound if no webhook, or more than one, has such an id.
+    Raises NotFound if no webhook has such an id, or if several webhooks have.
     """
     found = [webhook["id"] for webhook in client.webhooks() if webhook["id"].startswith(reference)]
     if len(found) != 1:

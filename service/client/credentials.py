@@ -37,7 +37,7 @@ def store_token(url: str, token: str) -> Path:
 
 
 def forget_token(url: str) -> bool:
-    """Remove the stored API token for the server at `url`. Returns whether there was one."""
+    """Remove the stored API token for the server at `url`. Returns whether a token was stored."""
     known = _stored()
     if url not in known:
         return False

@@ -131,7 +131,7 @@ class MergePlan:
         )
 
     def _download(self) -> tuple[str, ...]:
-        """Line about weights that must be downloaded from the hub, as a tuple; empty if there are none."""
+        """Line about weights that must be downloaded from the hub, as a tuple; empty if nothing must be downloaded."""
         num_bytes = self.disk_bytes.download
         if not num_bytes:
             return ()

@@ -103,7 +103,7 @@ class RunReader:
     def read_trials(self) -> tuple[TrialResult, ...]:
         """Read the current results of the study's trials, and nothing else of its stored data.
 
-        The reader keeps the results, so that a later call of `read` reads only those that have changed since.
+        The reader keeps the results, so that a later call of `read` reads only results that have changed since.
         """
         with self._store.snapshot() as snapshot:
             self._read_trials(snapshot)

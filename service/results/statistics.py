@@ -316,8 +316,7 @@ def _is_two_valued(sample: NDArray[np.float64], low: float, high: float) -> bool
 def _wilson(proportion: float, n: int) -> tuple[float, float]:
     """Compute Wilson's score interval of a proportion that was observed in `n` samples.
 
-    The interval has the true proportions that agree with the observed one: those that a score test at LEVEL does not
-    reject.
+    The interval consists of the proportions that a score test at LEVEL does not reject, given the observed proportion.
     """
     shrink = 1 + Z**2 / n
     centre = (proportion + Z**2 / (2 * n)) / shrink

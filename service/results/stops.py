@@ -52,7 +52,7 @@ class StoppedTrial:
 class StopsPlot:
     """Trials that were stopped, with the comparisons that say by how much their rivals were ahead.
 
-    `total` is the number of trials that match the query, of which `trials` has the first.
+    `total` is the number of trials that match the query, and `trials` has the first of these trials.
     """
 
     plot: Literal["stops"]

@@ -183,7 +183,10 @@ class TrialTable:
 
 
 def _mean(trial: TrialResult, names: Sequence[str]) -> float | None:
-    """Mean of the trial's values of the objectives `names` at its highest rung; None if it lacks one of them."""
+    """Mean of the trial's values of the objectives `names` at its highest rung.
+
+    Returns None if one of these values is missing.
+    """
     values = trial.rungs[-1].values if trial.rungs else {}
     found = [values[name] for name in names if name in values]
     return sum(found) / len(names) if len(found) == len(names) else None

@@ -593,8 +593,8 @@ class VolumeDocument(EstimateDocument):
 class ConstraintDocument(TypedDict):
     """Constraint (bound on an objective's value) of a study as written in the study file, with its bound.
 
-    `trials` is the number of trials that were scored on all samples, and `kept_by` is the number of those that satisfy
-    the constraint.
+    `trials` is the number of trials that were scored on all samples, and `kept_by` is the number of these trials that
+    satisfy the constraint.
     """
 
     constraint: str

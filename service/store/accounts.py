@@ -99,7 +99,7 @@ class AccountStore:
             return _users(connection, sa.true())
 
     def user(self, name: str) -> UserRecord:
-        """Read the user with the given name. Raises NotFound if there is none."""
+        """Read the user with the given name. Raises NotFound if there is no such user."""
         with self._reads.connect() as connection:
             return _user(connection, name)
 
@@ -206,7 +206,7 @@ class AccountStore:
             return _teams(connection, sa.true())
 
     def team(self, name: str) -> TeamRecord:
-        """Read the team with the given name. Raises NotFound if there is none."""
+        """Read the team with the given name. Raises NotFound if there is no such team."""
         with self._reads.connect() as connection:
             return _team(connection, name)
 
@@ -291,7 +291,7 @@ class AccountStore:
             return _tokens(connection, where)
 
     def token(self, token_id: str) -> TokenRecord:
-        """Read the API token with the id `token_id`. Raises NotFound if there is none."""
+        """Read the API token with the id `token_id`. Raises NotFound if there is no such token."""
         with self._reads.connect() as connection:
             return _token(connection, token_id)
 

@@ -170,7 +170,7 @@ class ArtifactStore:
         return self._blobs.remote
 
     def content(self, digest: str) -> bytes:
-        """Content of the stored file whose sha256 is `digest`. Raises FileNotFoundError if there is none."""
+        """Content of the stored file whose sha256 is `digest`. Raises FileNotFoundError if there is no such file."""
         return self._blobs.read(digest)
 
     def write_to(self, record: ArtifactRecord, out: Path) -> Path:

@@ -161,7 +161,7 @@ def _is_away(error: BaseException | None) -> bool:
 
 
 def _code(error: BaseException | None) -> str:
-    """SQLSTATE code that PostgreSQL gave `error`; "" if there is none, for example after a lost connection."""
+    """SQLSTATE code that PostgreSQL gave `error`; "" if there is no code, for example after a lost connection."""
     return getattr(error, "sqlstate", None) or ""
 
 

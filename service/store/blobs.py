@@ -63,7 +63,7 @@ class BlobStore(Protocol):
         """Store a file with the content `content`, and return its digest, the sha256 of the content."""
 
     def read(self, digest: str) -> bytes:
-        """Content of the stored file with the given digest (sha256). Raises FileNotFoundError if there is none."""
+        """Content of the stored file with the given digest (sha256). Raises FileNotFoundError if there is no file."""
 
     def copy(self, digest: str, target: Path) -> None:
         """Copy the stored file with the given digest (sha256) to the new file `target`.
@@ -72,7 +72,7 @@ class BlobStore(Protocol):
         """
 
     def stored(self, digest: str) -> StoredFile | None:
-        """Find the stored file with the given digest (sha256), as an object that opens it; None if there is none."""
+        """Find the stored file with the given digest (sha256), as an object that opens it; None if there is no file."""
 
     def num_bytes(self) -> int:
         """Total size in bytes of all stored files."""

@@ -90,7 +90,7 @@ def _check_no_driver(source: Store) -> None:
 
 
 def check_empty(target: Store) -> None:
-    """Check that no table of `target` has rows. Raises Conflict if one has."""
+    """Check that no table of `target` has rows. Raises Conflict if a table has rows."""
     with target.reading() as connection:
         _check_empty(connection, target.place)
 

@@ -120,7 +120,7 @@ class NotificationStore:
             return _subscriptions(connection, where & (sa.true() if owner is None else _is_owner(owner)))
 
     def webhook(self, webhook_id: str) -> SubscriptionRecord:
-        """Read a webhook. Raises NotFound if there is none with this id."""
+        """Read a webhook. Raises NotFound if there is no webhook with this id."""
         with self._reads.connect() as connection:
             return _webhook(connection, webhook_id)
 

@@ -337,7 +337,7 @@ class Store:
         return record
 
     def job(self, job_id: str) -> JobRecord:
-        """Read the job with the given id. Raises NotFound if there is none."""
+        """Read the job with the given id. Raises NotFound if there is no such job."""
         found = self._jobs(schema.studies.c.id == job_id)
         if not found:
             raise NotFound(f"job {job_id!r}: no such job in {self.place}")
@@ -429,7 +429,7 @@ class Store:
             return tuple(connection.execute(query).scalars())
 
     def readable_jobs(self, reader: Account | None) -> frozenset[str]:
-        """Ids of the jobs that the account `reader` may read; all jobs if it is None. No other data are read."""
+        """Ids of the jobs that the account `reader` may read; all jobs if `reader` is None. No other data are read."""
         with self._reads.connect() as connection:
             return frozenset(connection.execute(sa.select(schema.studies.c.id).where(_readable(reader))).scalars())
 
@@ -449,7 +449,7 @@ class Store:
             return {(kind, JobState(state)): count for kind, state, count in connection.execute(query)}
 
     def job_of_key(self, idempotency_key: str) -> JobRecord | None:
-        """Find the job that a request with the given idempotency key has created; None if there is none.
+        """Find the job that a request with the given idempotency key has created; None if there is no such job.
 
         Clients send the key so that a repeated request creates no second job.
         """
@@ -955,7 +955,7 @@ class Store:
             connection.execute(sa.delete(schema.exports).where(schema.exports.c.id == export_id))
 
     def export(self, export_id: str) -> ExportRecord:
-        """Read the export (a merged model for download) with the given id. Raises NotFound if there is none."""
+        """Read the export (a merged model for download) with the given id. Raises NotFound if it does not exist."""
         found = self._exports(schema.exports.c.id == export_id)
         if not found:
             raise NotFound(f"export {export_id!r}: no such export")
@@ -1011,7 +1011,7 @@ class Store:
         return tuple(trial_record(row, rungs.get(row["number"], ())) for row in rows)
 
     def named_trials(self, study_id: str, numbers: Sequence[int]) -> tuple[TrialRecord, ...]:
-        """Read the trials of a study with the given numbers, in the order of `numbers`; missing ones are left out."""
+        """Read the trials of a study with the given numbers, in the order of `numbers`; missing trials are left out."""
         table = schema.trials
         query = sa.select(*TRIAL_COLUMNS).where((table.c.study == study_id) & table.c.number.in_(numbers))
         with self._reads.connect() as connection:
@@ -1074,7 +1074,7 @@ class Store:
         return {trial: tuple(rungs) for trial, rungs in found.items()}
 
     def trial(self, study_id: str, number: int) -> TrialRecord:
-        """Read the study's trial with the given number. Raises NotFound if there is none."""
+        """Read the study's trial with the given number. Raises NotFound if there is no such trial."""
         found = self.trials(study_id, start=number, stop=number + 1)
         if not found:
             raise NotFound(f"trial {number}: study {study_id} has no such trial")
@@ -1444,7 +1444,7 @@ class Store:
             return found or 0
 
     def settled_event_id(self, age_s: float) -> int:
-        """Id of the latest event that is at least `age_s` seconds old; 0 if there is none."""
+        """Id of the latest event that is at least `age_s` seconds old; 0 if there is no such event."""
         table = schema.events
         with self._reads.connect() as connection:
             query = sa.select(table.c.id).where(table.c.time <= clock(connection) - age_s)
@@ -1465,7 +1465,7 @@ class Store:
         return found[0], found[1]
 
     def document(self, job_id: str, name: str) -> Any | None:
-        """Read the JSON document stored for a job under `name`, such as "contamination"; None if there is none yet."""
+        """Read the JSON document stored for a job under `name`, such as "contamination"; None if it is not stored."""
         table = schema.documents
         with self._reads.connect() as connection:
             return connection.execute(
@@ -1507,7 +1507,7 @@ def _reopen(connection: sa.Connection, job_id: str, reason: str) -> None:
 
 
 def _readable(reader: Account | None) -> sa.ColumnElement[bool]:
-    """SQL condition for the jobs that the account `reader` may read; if it is None, all jobs."""
+    """SQL condition for the jobs that the account `reader` may read; if `reader` is None, for all jobs."""
     table = schema.studies.c
     if reader is None or reader.is_admin:
         return sa.true()

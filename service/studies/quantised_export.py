@@ -41,7 +41,7 @@ Score = Callable[[Path, Any, Sequence[Span]], tuple[SampleResult, ...]]
 class QuantisedScore:
     """Held-out scores of one objective: of the merge, of the quantised model, and their paired difference.
 
-    The difference is quantised minus merge, on the same samples.
+    The difference is the score of the quantised model minus the score of the merge, on the same samples.
     """
 
     merge: Estimate

@@ -102,7 +102,7 @@ class BenchmarkStage:
     def take_judgments(self, *, timeout_s: float = 0.0) -> None:
         """Store new judgments of LLM judges, and finish the evaluations whose completions are all judged.
 
-        If judgments are pending and none has arrived, the method waits up to `timeout_s` seconds for one.
+        If judgments are pending and none has arrived, the method waits up to `timeout_s` seconds for a judgment.
         """
         for digest, index, problem in self._judging.take(timeout_s=timeout_s):
             for number, _ in [each for each in self._judged if each[1] == index]:

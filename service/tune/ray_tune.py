@@ -335,8 +335,8 @@ class _IdleActors:
     def give(self, trial: Any) -> bool:
         """Give an idle actor to `trial`, and return whether it got one.
 
-        A trial whose own actor is still starting gets none at first: the idle actor is kept for new trials for IDLE_S
-        seconds.
+        A trial whose own actor is still starting gets no idle actor at first: the idle actor is kept for new trials for
+        IDLE_S seconds.
         """
         is_idle = self._controller._actor_cache.has_cached_object(trial.placement_group_factory)
         if not is_idle:

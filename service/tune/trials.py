@@ -37,7 +37,7 @@ class Trials(Mapping[int, TrialRecord]):
     def first_with(self, digest: str) -> TrialRecord:
         """The trial with the lowest number among those whose recipe has the given `digest`.
 
-        Raises KeyError if there is none.
+        Raises KeyError if there is no such trial.
         """
         return self._trials[self._first[digest]]
 
@@ -55,9 +55,9 @@ class Trials(Mapping[int, TrialRecord]):
         return count
 
     def add(self, trial: TrialRecord, *, request: int | None = None) -> None:
-        """Add a trial, whose number must follow that of the newest trial.
+        """Add a trial, whose number must follow the number of the newest trial.
 
-        `request` is the number of the user's request for which the trial is added, if there is one.
+        `request` is the number of the user's request for which the trial is added; None if no user requested it.
         """
         assert trial.number == len(self._trials), f"trial {trial.number} is not the next one"
         self._writer.add_trial(trial, request=request)

@@ -1,6 +1,6 @@
 """Quota of stored artifacts, such as trained experts: fine-tunings that would exceed it are refused.
 
-Artifacts are results, so none is removed automatically to make room; users delete jobs that they no longer need.
+Artifacts are results, so no artifact is removed automatically to make room; users delete jobs that they no longer need.
 """
 
 from __future__ import annotations

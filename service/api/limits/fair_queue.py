@@ -22,7 +22,8 @@ class FairQueue:
     def __init__(self, num_places: int, *, max_waiting: int, max_clients: int) -> None:
         """Create a queue that runs at most `num_places` requests at a time.
 
-        At most `max_clients` clients may have waiting requests, each at most `max_waiting` of them.
+        At most `max_clients` clients may have waiting requests, and each client may have at most `max_waiting` waiting
+        requests.
         """
         self._free = num_places
         self._per_client = max(1, num_places - 1)

@@ -63,7 +63,8 @@ class Rate:
     def wait_s(self, sender: str) -> float:
         """Count a request of `sender`, and return 0.0 if the request is accepted.
 
-        If the sender has sent too many requests, the result is the number of seconds until the next is accepted.
+        If the sender has sent too many requests, the result is the number of seconds until the next request is
+        accepted.
         """
         if math.isinf(self.per_s):
             return 0.0

@@ -267,7 +267,7 @@ async def begin_session(request: Request, services: Context, address: Address) -
 
 
 def _session_document(services: Services, sender: Principal | None, secret: str | None) -> SessionDocument:
-    """Build the JSON document about the sender of a request; `secret` is the value of the session's cookie, if any."""
+    """Build the JSON document about the sender of a request; `secret` is the value of the session's cookie."""
     document: SessionDocument = {
         "has_accounts": sender is None or sender.account is not None,
         "has_identity_provider": services.logins is not None,

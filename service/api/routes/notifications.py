@@ -155,7 +155,7 @@ def _coverage(sender: Principal, body: NewWebhook) -> tuple[Coverage, str | None
 def _own_webhook(services: Services, sender: Principal, webhook_id: str) -> SubscriptionRecord:
     """Read a webhook, after checking that it is the sender's, or that the sender administers the server.
 
-    Raises Refusal with status 404 otherwise.
+    Raises Refusal with status 404 if neither is the case.
     """
     try:
         record = services.notifications.webhook(webhook_id)
@@ -234,7 +234,7 @@ def list_deliveries(
 def _own_user(services: Services, sender: Principal, user: str) -> UserRecord:
     """Read a user, after checking that it is the sender, or that the sender administers the server.
 
-    Raises Refusal with status 404 otherwise, also if the server has no accounts.
+    Raises Refusal with status 404 if neither is the case, or if the server has no accounts.
     """
     account = sender.account
     if account is not None and (account.is_admin or account.user == user):

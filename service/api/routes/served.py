@@ -221,7 +221,7 @@ async def _forwarded(request: Request, services: Services, served: JobRecord, pa
 
 
 def _endpoint(services: Services, served: JobRecord) -> Mapping[str, Any] | None:
-    """Read the address and the secret of the process (driver) that serves a study now; None if there is none."""
+    """Read the address and the secret of the process (driver) that serves a study now; None if no driver does."""
     endpoint: Mapping[str, Any] | None = services.store.document(served.id, ENDPOINT)
     is_live = not served.is_paused and served.has_driver(now=services.store.now())
     return endpoint if is_live and endpoint is not None and endpoint.get("attempt") == served.attempt else None

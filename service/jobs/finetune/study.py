@@ -24,7 +24,7 @@ __all__ = ["begin_study", "collect_sources", "study_of"]
 
 
 def study_of(store: Store, finetune_id: str) -> JobRecord | None:
-    """Study that merges the experts of the fine-tuning `finetune_id`; None if none was created (yet)."""
+    """Study that merges the experts of the fine-tuning `finetune_id`; None if no such study was created yet."""
     return store.job_of_key(_study_key(finetune_id))
 
 

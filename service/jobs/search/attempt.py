@@ -484,7 +484,7 @@ class _Snapshots:
 
 
 def values_ci95(trial: TrialResult, objectives: Sequence[Objective]) -> dict[str, tuple[float, float]]:
-    """95 % intervals of a trial's values at its highest rung, by objective; exact values have none."""
+    """95 % intervals of a trial's values at its highest rung, by objective; exact values have no interval."""
     last = trial.rungs[-1]
     found = {}
     for objective in objectives:

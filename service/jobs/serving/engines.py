@@ -104,7 +104,7 @@ def searches(jobs: Sequence[JobRecord], *, fingerprints: object, now: float) -> 
 
 
 class IdleTimer:
-    """Timer of the time without requests to a served study; serving ends when it reaches `limit_s` seconds.
+    """Timer of the time without requests to a served study; serving ends when the time reaches `limit_s` seconds.
 
     `clock` returns seconds that never go back.
     """

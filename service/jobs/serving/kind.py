@@ -61,7 +61,7 @@ def _view(jobs: Sequence[JobRecord], store: Store, artifacts: ArtifactStore) -> 
 
 
 def _demand(job: JobRecord) -> Demand:
-    """Numbers of replicas and GPUs with which a running served study counts towards quotas: always one of each."""
+    """Numbers of replicas and GPUs with which a running served study counts towards quotas: one replica, one GPU."""
     return Demand()
 
 

@@ -59,7 +59,7 @@ class Gate:
         self.turn = asyncio.Lock()
 
     def close(self, waits_for: str) -> None:
-        """Stop completions: new requests are refused, and those being answered end with an error.
+        """Stop completions: new requests are refused, and requests that are being answered end with an error.
 
         `waits_for` says what must happen before requests are answered again; users read it in the refusal.
         """

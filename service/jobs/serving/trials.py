@@ -39,7 +39,7 @@ class ServedTrials:
         self._lock = threading.Lock()
 
     def models(self) -> tuple[Model, ...]:
-        """List the trials of the study as models; those whose merge failed are left out."""
+        """List the trials of the study as models; trials whose merge failed are left out."""
         trials = self._store.trial_results(self._study_id)
         return tuple(
             Model(str(trial.number), trial.number, trial.label)
@@ -48,7 +48,7 @@ class ServedTrials:
         )
 
     def recipe(self, name: str) -> Recipe:
-        """The recipe of the trial with the given number or label. Raises NotFound if there is none."""
+        """The recipe of the trial with the given number or label. Raises NotFound if there is no such trial."""
         number = int(name) if name.isascii() and name.isdecimal() and len(name) < 10 else self._labelled(name)
         with self._lock:
             if number in self._recipes:

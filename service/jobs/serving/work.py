@@ -1,4 +1,4 @@
-"""The driver's work on a served study: it answers requests until none has come for some time."""
+"""The driver's work on a served study: it answers requests until no request has come for some time."""
 
 from __future__ import annotations
 

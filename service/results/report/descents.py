@@ -27,7 +27,7 @@ MAX_STEPS, MAX_NAMED = 600, 24
 
 
 def descents_section(run: RunRecord) -> dict[str, Any] | None:
-    """Build the data of the report's section on gradient descents; None if there was none."""
+    """Build the data of the report's section on gradient descents; None if the search made no descents."""
     found = [descent for descent in descents(run).descents if descent.steps]
     if not found:
         return None

@@ -16,7 +16,7 @@ __all__ = ["holdout_section"]
 
 
 def holdout_section(run: RunRecord, *, best: int | None) -> dict[str, Any] | None:
-    """Build the data of the report's section on results on holdout data; None before there are any.
+    """Build the data of the report's section on results on holdout data; None before a trial has such results.
 
     The trial with number `best`, the best on search data, is marked.
     """

@@ -123,7 +123,7 @@ def _savings(run: RunRecord) -> dict[str, Any]:
 
     - "share": the number of scored samples, divided by the number that it takes to score every recipe on all samples;
       None if the divisor is not known
-    - "bar": a bar for the share; "" without it
+    - "bar": a bar for the share; "" without a share
     - "rungs": for each rung the number of samples, the number of trials that reached the rung, and a bar
     """
     plot = budget(run)

@@ -97,7 +97,7 @@ def _step(number: int, step: GradientStep, preference: Mapping[str, float]) -> D
 def _preference(step: GradientStep) -> Mapping[str, float]:
     """The user's weights of the objectives in the gradient descent that the gradient `step` is a part of.
 
-    In a study without such weights, all are equal.
+    In a study without such weights, all weights are equal.
     """
     weights = step.request.weights
     return step.request.preference or dict(zip(weights, equal_preference(len(weights)), strict=True))

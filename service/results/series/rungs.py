@@ -42,7 +42,7 @@ class RungPlace:
 class RungsPlot:
     """Trials at each rung of each bracket; trials outside of brackets, such as baselines, are left out.
 
-    A rung is a number of samples at which trials are compared, and a bracket a ladder of rungs.
+    A rung is a number of samples at which trials are compared, and a bracket is a ladder of rungs.
     """
 
     plot: Literal["rungs"]

@@ -251,7 +251,10 @@ def stored_analysis(store: Store, study_id: str) -> AnalysisDocument | None:
 
 
 def read_analysis(directory: Path) -> AnalysisDocument | None:
-    """Read the analysis of the experts of a fine-tuning from the fine-tuning's directory; None if there is none."""
+    """Read the analysis of the experts of a fine-tuning from the fine-tuning's directory.
+
+    Returns None if the directory has no analysis.
+    """
     try:
         document: AnalysisDocument = json.loads((directory / ANALYSIS_FILE).read_text())
         return document

@@ -116,9 +116,9 @@ def attack_models(study: Study) -> Iterator[tuple[str, str]]:
 
 
 def model_path_problem(model: str) -> str | None:
-    """Reason why a server does not accept `model`, or None if it does; a directory must be given as an absolute path.
+    """Reason why a server does not accept the model `model`; None if it is accepted.
 
-    Hub ids and URLs of object stores are always accepted.
+    A directory must be given as an absolute path. Hub ids and URLs of object stores are always accepted.
     """
     if is_object_url(model):
         return None
@@ -128,9 +128,9 @@ def model_path_problem(model: str) -> str | None:
 
 
 def file_path_problem(file: str) -> str | None:
-    """Reason why a server does not accept the path `file`, or None if it does; the path must be absolute.
+    """Reason why a server does not accept the path `file`; None if it is accepted.
 
-    A URL of an object store is always accepted.
+    The path must be absolute. A URL of an object store is always accepted.
     """
     return None if os.path.isabs(file) or is_object_url(file) else _relative(file)
 

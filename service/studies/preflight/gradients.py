@@ -165,7 +165,7 @@ def _bytes_on_gpu(sources: ResolvedFamily, value_bytes: int, max_layers: int, pl
 
 
 def _most_tokens(sources: ResolvedFamily, value_bytes: int, max_layers: int, place: GradientPlace, room: int) -> int:
-    """The largest number of tokens of one pass that fits into the memory of each GPU of `place`; 0 if none fits.
+    """The largest number of tokens of one pass that fits into the memory of each GPU of `place`; 0 if no pass fits.
 
     `room` is the number of usable bytes of each GPU.
     """

@@ -158,7 +158,7 @@ def refinement_of(study: Study, infos: Mapping[str, TaskInfo]) -> RefinementPlan
 def preference_vectors(study: Study, objectives: Sequence[str]) -> tuple[tuple[float, ...], ...]:
     """The study's preference vectors (importances of the objectives), with weights in the order of `objectives`.
 
-    The result is empty if the study has none.
+    The result is empty if the study has no preference vectors.
     """
     given = study.search.preferences
     return () if given is None else given.weights(objectives, seed=study.search.seed)

@@ -177,7 +177,7 @@ class Observations:
         )
 
     def _of_baseline(self, trial: TrialRecord) -> Mapping[str, Any] | None:
-        """The point of the search space that gives the recipe of `trial`, a baseline, or None if there is none.
+        """The point of the search space that gives the recipe of `trial`, a baseline; None if no point gives it.
 
         The configuration of each baseline is computed only once.
         """

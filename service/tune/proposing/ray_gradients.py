@@ -96,9 +96,9 @@ class RayGradients:
         return None
 
     def check_start(self) -> None:
-        """Raise EngineUnavailable if the actor has not started in START_S seconds; then it is not started any more.
+        """Raise EngineUnavailable, and give the actor up, if it has not started within START_S seconds.
 
-        Resources that were free when the actor was asked for may have been taken before it got them.
+        Other programs may have taken the resources that were free when the actor was requested.
         """
         if self._start_call is None:
             return

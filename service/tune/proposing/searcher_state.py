@@ -54,7 +54,7 @@ class SearcherState:
         self._received += observations
 
     def propose(self, **call: Any) -> StepRequest | dict[str, Any]:
-        """The configuration of the next trial, or a request for a computation (step) that is needed before.
+        """The configuration of the next trial, or a request for a computation (step) that is needed first.
 
         `call` has the trial's number, the seed, the known results (`observations`) and the configurations of earlier
         trials whose results may not be used (`pending`).

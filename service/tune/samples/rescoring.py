@@ -172,7 +172,7 @@ class Rescoring:
     def _settle(self) -> None:
         """Store an event about the end of rescoring: all samples of engines that failed a check were scored again.
 
-        Raises StudyFailed instead if some of them have another value than before.
+        Raises StudyFailed instead if some of these samples have another value than before.
         """
         number, self._num_taken_out = self._num_taken_out, 0
         if self._changed:

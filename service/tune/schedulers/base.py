@@ -203,10 +203,10 @@ class RungTable(ABC):
 
     @abstractmethod
     def position(self) -> tuple[int, int] | None:
-        """Present bracket and rung of the search, for displays of progress; None if trials run in several at once.
+        """Present bracket and rung of the search, for displays of progress; None if several rungs are in use at once.
 
-        A bracket is a ladder of rungs, and a rung a number of samples at which trials are compared; both are given by
-        their index.
+        A bracket is a ladder of rungs, and a rung is a number of samples at which trials are compared; both are given
+        by their index.
         """
 
     # -- state -----------------------------------------------------------------------------------------------------
@@ -375,9 +375,9 @@ class RungTable(ABC):
         return self._entries[number].next_rung
 
     def proposal(self) -> Proposal | None:
-        """The next proposal to request from the searcher, or None if none may be requested now.
+        """The next proposal to request from the searcher, or None if no proposal may be requested now.
 
-        After the end of the search (`is_search_over`) it is always None.
+        After the end of the search (`is_search_over`) the result is always None.
         """
         if self.is_search_over:
             return None

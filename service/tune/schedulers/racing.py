@@ -61,7 +61,7 @@ class RacingTable(RungTable):
         return tuple(decisions)
 
     def _rival_ahead(self, entry: Entry, rung: int, rivals: Sequence[Candidate]) -> int | None:
-        """The number of the first of `rivals` that is ahead of the trial of `entry` at a rung; None if none is.
+        """The number of the first of `rivals` that is ahead of the trial of `entry` at a rung; None if no rival is.
 
         A rung is a number of samples at which trials are compared, given by its index.
         """
@@ -134,4 +134,4 @@ class RacingTable(RungTable):
         return True
 
     def position(self) -> None:
-        """Always None: trials run on different numbers of samples (rungs) at once, so displays show no current one."""
+        """Always None: trials run at several rungs (numbers of samples) at once, so there is no rung to show."""

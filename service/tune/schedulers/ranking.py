@@ -60,7 +60,8 @@ class Ranking:
 class _Order(Protocol):
     """Interface of classes that keep trials in the order of promotion, which their costs determine.
 
-    The method `take` returns the best trials that it has not returned before, and `best` also those.
+    The method `best` returns the best trials. The method `take` does the same, but leaves out trials that it has
+    returned before.
     """
 
     def __len__(self) -> int: ...

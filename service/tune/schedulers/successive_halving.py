@@ -146,4 +146,4 @@ class AshaTable(RungTable):
         return left
 
     def position(self) -> None:
-        """Always None: trials run on different numbers of samples (rungs) at once, so displays show no current one."""
+        """Always None: trials run at several rungs (numbers of samples) at once, so there is no rung to show."""

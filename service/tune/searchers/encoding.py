@@ -78,7 +78,7 @@ class Encoding:
     def _numbers(self, configuration: Mapping[str, Any], num: int) -> Sequence[Any]:
         """The values of the first `num` parameters of a `configuration`, not scaled yet.
 
-        A choice is given as its index among its options, and an inactive parameter as NaN.
+        A choice is given as its index among its options, and an inactive parameter is given as NaN.
         """
         if len(configuration) == len(self._names) == num:  # all are active
             values = self._values(configuration)
@@ -134,7 +134,7 @@ class Encoding:
     def fill(self, rows: Rows, rng: np.random.Generator) -> Rows:
         """A copy of `rows` (encoded configurations) with random numbers, drawn with `rng`, for inactive parameters.
 
-        Inactive parameters have no meaningful number; with random ones, rows can be added and subtracted.
+        Inactive parameters have no meaningful number; with random numbers, rows can be added and subtracted.
         """
         return np.where(rows == INACTIVE, rng.random(rows.shape), rows)
 
