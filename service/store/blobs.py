@@ -81,7 +81,7 @@ class BlobStore(Protocol):
         """Size in bytes of the disk that holds the files; None for an object store, whose size has no limit."""
 
     def check(self) -> None:
-        """Check that files can be stored, listed, read and deleted in this store. Raises OSError if not."""
+        """Check that files can be stored, listed, read and deleted in this store. Raises OSError if they cannot."""
 
     def storing(self) -> AbstractContextManager[None]:
         """Context in which a process may store files before the database rows that name them.
