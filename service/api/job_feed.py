@@ -5,7 +5,7 @@ sender, so that the stream stops showing a job as soon as its sender may no long
 
 On PostgreSQL, events of different jobs may become visible in another order than the order of their ids, because each
 transaction takes its ids before it ends. A stream therefore reads the events of the last seconds again, and the id of a
-frame is at most the largest one below which no event is missing. Clients that reconnect may get events of the last
+frame is at most the largest id below which no event is missing. Clients that reconnect may get events of the last
 seconds twice, but miss no event.
 """
 

@@ -440,7 +440,7 @@ def rule_of(route: APIRoute) -> Rule:
     """Access rule of a route, as one of the route's dependencies declares it.
 
     An access rule says what the sender of a request needs. Raises TypeError if no dependency declares a rule, or if
-    several declare different ones.
+    several dependencies declare different rules.
     """
     found = set(_rules(route.dependant))
     if len(found) != 1:

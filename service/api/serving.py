@@ -40,8 +40,8 @@ def check_serving(services: Services, sender: Principal, study: JobRecord) -> No
 
     Call this function in the unit of work that stores the job (`Store.admission`).
 
-    Raises Conflict if the team serves as many studies as are allowed. Raises Refusal (403) if the team has used up its
-    quota of GPU-hours; users outside the team are not told the numbers.
+    Raises Conflict if the team already serves the largest allowed number of studies. Raises Refusal (403) if the team
+    has used up its quota of GPU-hours; users outside the team are not told the numbers.
     """
     limits = _check_number(services, sender, study.team)
     if study.team is None:
@@ -58,7 +58,7 @@ def check_resume(services: Services, sender: Principal, job: JobRecord) -> None:
     """Check that a served study that has ended may be resumed within its team's quota of served studies.
 
     Call this function in the unit of work that resumes the job (`Store.admission`). Raises Conflict if the job's team
-    serves as many studies as are allowed.
+    already serves the largest allowed number of studies.
     """
     if job.kind == SERVING.name and services.store.job(job.id).state.is_finished:
         _check_number(services, sender, job.team)

@@ -1,4 +1,4 @@
-"""Authentication of requests: finds the user of a token or a session, and decides whether requests need one.
+"""Authentication of requests: finds the user of a token or a session, and decides whether requests need a token.
 
 Answers of the database are cached for half a second. Therefore a token that any server has revoked, or a session that
 any server has ended, is refused within a second, and most checks do not read the database.

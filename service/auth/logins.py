@@ -246,7 +246,7 @@ def _record_refusal(accounts: AccountStore, token: str, address: str) -> None:
 def login_cookie(state: str) -> str:
     """Name of the cookie that binds a browser's login with the given OAuth `state` to this browser.
 
-    The name is different for each login, because several may be in progress in one browser.
+    The name is different for each login, because several logins may be in progress in one browser.
     """
     return LOGIN_COOKIE + hashlib.sha256(state.encode("utf-8", "surrogateescape")).hexdigest()[:8]
 

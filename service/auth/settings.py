@@ -97,7 +97,7 @@ def oidc_settings(
         teams: Roles in teams that the members of groups get.
         creates_users: Whether a user who logs in for the first time is added to the server.
         public_url: URL under which browsers reach the server; None if it is taken from each request.
-        environment: Environment variables. The one with the client secret is removed, so that programs that this
+        environment: Environment variables. The variable with the client secret is removed, so that programs that this
             process starts do not get the secret.
 
     Raises:

@@ -156,8 +156,8 @@ class JobsEventReader(EventReader):
     """Parser of the event stream of all jobs, which does not end.
 
     After a reconnection, a server may send events of the last seconds again, but each event is yielded only once.
-    Events with ids above `after` are read. If `after` is None, only new events are read. The other arguments are those
-    of an `EventReader`.
+    Events with ids above `after` are read. If `after` is None, only new events are read. The other arguments are the
+    same as for `EventReader`.
     """
 
     def __init__(self, *, after: int | None, patience_s: float, clock: Callable[[], float] = time.monotonic) -> None:

@@ -34,7 +34,7 @@ def submit_finetune(
         specification: Path of a specification file, or the content of one. Relative paths in a file start at the
             file's directory.
         idempotency_key: 1 to 255 visible ASCII characters. The same key with the same specification returns the
-            fine-tuning that the first call created. Without a key, each call creates a new one.
+            fine-tuning that the first call created. Without a key, each call creates a new fine-tuning.
         team: Team that the fine-tuning belongs to; None means the only team for which you may submit jobs.
         sharing: Who may read the fine-tuning besides you and administrators: "private", "team" or "all"; None is
             "team".
@@ -126,7 +126,7 @@ def analysis(
         against: Other fine-tunings of the same experts, whose analyses are returned too, for comparison.
 
     Returns:
-        The distributions of the task vectors (differences between an expert's weights and those of its base), and the
+        The distributions of the task vectors (differences between the weights of an expert and of its base), and the
         losses of merges of the experts.
 
     Raises:

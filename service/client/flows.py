@@ -450,8 +450,8 @@ def samples(
 
     Returns:
         The samples, with the link "next" to the samples after them. With `against`, "counts" has the numbers of samples
-        that both trials, only one of them or none has right, and "difference" has the paired difference with its 95 %
-        interval. "counts" and "difference" are computed over all samples that both trials have.
+        that both trials, only one trial, or neither trial has right, and "difference" has the paired difference with
+        its 95 % interval. "counts" and "difference" are computed over all samples that both trials have.
 
     Raises:
         RequestRefused: The study has no such trial (status 404) or objective (status 422).

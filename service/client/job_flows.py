@@ -178,7 +178,7 @@ def me() -> Flow[MeDocument]:
 def overview(url: str) -> Flow[str]:
     """Return the display of a client in a notebook: HTML with the newest studies and fine-tunings at `url`.
 
-    The method sends two requests. If the server refuses one or does not answer, the display has the reason.
+    The method sends two requests. If the server refuses a request or does not answer, the display has the reason.
     """
     found: dict[str, JobList] = {}
     try:

@@ -42,7 +42,7 @@ def address(url: str) -> str:
 def authorization(url: str, token: str | None) -> dict[str, str]:
     """HTTP headers that send the user's API token to the server at `url`; empty if there is no token.
 
-    The token is `token` or, if this is None, the one that the user has stored or set for this server.
+    The token is `token` or, if this is None, the token that the user has stored or set for this server.
 
     Raises:
         Conflict: The token cannot be sent, or the file of stored tokens cannot be used.

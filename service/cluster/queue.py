@@ -157,7 +157,7 @@ class Waiting:
 
 @dataclass(frozen=True)
 class Choice:
-    """Decision of the queue: the jobs that start, those that give up their places, and those that wait.
+    """Decision of the queue: the jobs that start, the jobs that give up their places, and the jobs that wait.
 
     - `starts`: ids of the jobs that get a driver (a process that works on the job) now, in this order.
     - `yielding`: why jobs must give up their places, by job id.
@@ -341,7 +341,7 @@ def _moved(order: list[Entry]) -> list[Entry]:
 def _victim(held: Iterable[Entry], yielding: Mapping[str, Yielding], *, priority: int, now: float) -> Entry | None:
     """Choose the running job that must give up its place to a waiting job of priority `priority`.
 
-    The choice is the job of the smallest priority and, among equals, the one that got its place last. The chosen job
+    The choice is the job of the smallest priority and, among equals, the job that got its place last. The chosen job
     has a smaller priority than `priority`, and has held its place for KEEPS_PLACE_S seconds.
 
     Args:

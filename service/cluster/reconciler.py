@@ -175,11 +175,11 @@ def decide(
 
     A driver is the process that works on the job; it runs as a Ray Job. While the Ray Job is pending or running, the
     server waits, or stops the Ray Job if the driver makes no progress. After a driver has ended, the server submits
-    another one, after a pause that grows with the number of drivers in a row that stored no result. After too many such
-    drivers the server ends the job as FAILED, unless the last driver ended only because something was missing. A driver
-    that the cluster did not receive is submitted again. A job that was asked to pause gets no driver. A job whose
-    driver was asked to end for another job, or for a quota, is stored as STOPPED when the driver has ended; it is then
-    a job that waits.
+    another driver, after a pause that grows with the number of drivers in a row that stored no result. After too many
+    such drivers the server ends the job as FAILED, unless the last driver ended only because something that it needs,
+    such as a model or an engine, was not available. A driver that the cluster did not receive is submitted again. A job
+    that was asked to pause gets no driver. A job whose driver was asked to end for another job, or for a quota, is
+    stored as STOPPED when the driver has ended; it is then a job that waits.
 
     Args:
         job: The stored job.
@@ -187,8 +187,9 @@ def decide(
         consecutive_failures: Number of the last drivers in a row that ended without a result.
         now: The current time in seconds since the epoch, by the clock of the stored times.
         watched_since: Time since which the database has answered, by the same clock.
-        message: The cluster's explanation of `ray_job`; None if it gives none.
-        consecutive_waits: Number of the last drivers in a row that ended because something was missing for now.
+        message: The cluster's explanation of `ray_job`; None without an explanation.
+        consecutive_waits: Number of the last drivers in a row that ended because something that they need was not
+            available.
         refusal: Reason why the cluster did not accept the last driver; None if the driver was accepted.
     """
     has_ray_job = ray_job in ("PENDING", "RUNNING")

@@ -62,7 +62,8 @@ class ChunkTimes:
         """Return counts and times of the study's engines.
 
         `num_replicas` is the number of engines that work at the same time. `canaries` has, for each engine, the result
-        of its last canary, a comparison of its log-probabilities on fixed prompts with those of transformers.
+        of its last canary, a comparison of its log-probabilities on fixed prompts with the log-probabilities of
+        transformers.
         """
         span = self._span_s()
         return EngineFigures(

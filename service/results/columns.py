@@ -52,8 +52,8 @@ def trial_columns(
 ) -> dict[str, list[Any]]:
     """Return the trials of a study as columns: for each column's name, a list with a value or None for each trial.
 
-    A trial's values are those of the highest rung that it has finished, so values of trials with different `samples`
-    are not comparable. The columns are:
+    A trial's values are its values at the highest rung that it has finished, so values of trials with different
+    `samples` are not comparable. The columns are:
 
     - `number`, `state`, `label`, `recipe_digest`: number, state and label of the trial, and the digest of its recipe
     - `origin`: where its recipe comes from, such as "search" or "source"

@@ -66,7 +66,7 @@ def trial_document(
     Args:
         trial: The trial.
         objectives: Objectives of the study.
-        sources: Trials of the study, or at least those of its source models, because bounds of constraints may be
+        sources: Trials of the study, or at least the trials of its source models, because bounds of constraints may be
             relative to values of source models.
         has_shares: Whether to add each expert's share of the merge, a number from 0 to 1; for the search space m3, in
             which an expert has one share for the whole model.

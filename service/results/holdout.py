@@ -111,7 +111,7 @@ def held_out_results(
         trials: Trials of the study.
         objectives: Objectives of the study. Objectives that count the recipe's layers or parameters have no samples;
             the results have their exact value.
-        search: Scores on search data; only those of the best trial and the baselines are needed.
+        search: Scores on search data; only the scores of the best trial and of the baselines are needed.
         holdout: Scores on holdout data.
         failures: Reasons of trials that failed on holdout data, by trial number.
         seed: Seed of the hypervolume's bootstrap.

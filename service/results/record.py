@@ -28,7 +28,7 @@ class EngineFigures:
     A canary is a comparison of an engine with transformers on fixed prompts.
 
     Attributes:
-        starts: Number of engine starts, including those of engines that were killed.
+        starts: Number of engine starts, including the starts of engines that were killed.
         kinds: Description of each kind of engine: program, dtype, and the size of the source weights and where they are
             kept.
         swap_s: Seconds of each recipe swap, which computes a merge and writes it into the engine.
@@ -98,8 +98,8 @@ class SearchFigures:
 class RunRecord:
     """All data from which a study's result files and report are computed.
 
-    The fields from `holdout` to `split_difference` are those of `service.results.holdout.HeldOut`, and are empty before
-    trials are scored on holdout data.
+    The fields from `holdout` to `split_difference` are the fields of `service.results.holdout.HeldOut`, and are empty
+    before trials are scored on holdout data.
 
     Attributes:
         full_budget: Number of samples of each objective on which a trial is scored if it is not pruned.

@@ -1,7 +1,7 @@
 """Selection of trials: the best trial, the Pareto front, and the finalists for holdout data.
 
 Only trials evaluated at the full budget are considered, baselines included. Trials that satisfy all constraints come
-before trials that do not, whatever their values. Holdout data never select anything.
+before trials that violate constraints, whatever their values. Holdout data never select anything.
 """
 
 from __future__ import annotations

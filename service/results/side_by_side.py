@@ -55,9 +55,9 @@ def side_by_side(
         objective: Objective of the samples.
         a: Values of the first trial by position [num_samples]; NaN where no sample is stored.
         b: Values of the second trial; None to look at the first trial alone.
-        only: Selects the listed samples among those that both trials have: "differs" selects samples with different
-            values; "a_only" and "b_only" select samples that only the first or only the second trial has right;
-            "both_wrong" selects samples that no trial has right. None lists all.
+        only: Selects the listed samples among the samples that both trials have: "differs" selects samples with
+            different values; "a_only" and "b_only" select samples that only the first or only the second trial has
+            right; "both_wrong" selects samples that no trial has right. None lists all.
 
     Returns:
         Positions of the listed samples in order, and the comparison. The comparison is over all samples that both

@@ -54,7 +54,7 @@ EXAMPLES = "math>=0.6, rung<2 or origin=search"
 class TrialTable:
     """Trials of a study, which can be sorted and filtered.
 
-    A trial's values are those of the highest rung that it has finished. Values of trials with different numbers of
+    A trial's values are its values at the highest rung that it has finished. Values of trials with different numbers of
     samples are not comparable. Therefore a table that is sorted by values has the trials at full budget first.
 
     Args:

@@ -588,7 +588,7 @@ class HeldOutDifferenceDocument(TypedDict):
 
 
 class HeldOutDifferencesDocument(TypedDict):
-    """Held-out values of each trial minus those of the trial `reference`."""
+    """Held-out values of each trial minus the held-out values of the trial `reference`."""
 
     reference: Number
     rows: list[HeldOutDifferenceDocument]

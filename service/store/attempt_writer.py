@@ -377,8 +377,8 @@ class JobWriter:
     def set_document_named(self, name: str, document: Any) -> None:
         """Store a JSON document of the job under `name`, such as "verification".
 
-        The document "verification", for example, compares stored samples with those that transformers scored again. The
-        document replaces an earlier one of the same name. An event with `name` as its kind is added.
+        The document "verification", for example, compares stored samples with samples that transformers scored again.
+        The document replaces an earlier one of the same name. An event with `name` as its kind is added.
         """
         table = schema.documents
         with self._transaction() as connection:

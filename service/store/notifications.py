@@ -499,7 +499,7 @@ def _end(
 
 
 def _keep(connection: sa.Connection, jobs: Collection[str]) -> frozenset[str]:
-    """Protect jobs from deletion until the transaction ends, and return the ids of those that exist.
+    """Protect jobs from deletion until the transaction ends, and return the ids of the jobs that exist.
 
     A job that another transaction is deleting is left out of the result, and the function does not wait for this
     transaction. Callers then change only rows of the returned jobs. Changes of rows of a job that is being deleted

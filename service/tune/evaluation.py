@@ -59,7 +59,8 @@ class FailureKind(StrEnum):
     - ENGINE: no engine is available
     - STUDY: an engine cannot use the study's models or a task
     - EVIDENCE: the hashes that the engine reports show that it held another merge than the requested one
-    - FAULT: an engine failed a check, such as the comparison of its log-probabilities with those of transformers
+    - FAULT: an engine failed a check, such as the comparison of its log-probabilities with the log-probabilities of
+      transformers
     """
 
     TRIAL = "trial"

@@ -46,7 +46,7 @@ class Feasibility:
         """Whether constraints can be evaluated already.
 
         A bound may be relative to the value of a source model. Constraints can be evaluated once all these models have
-        been scored. Raises StudyFailed if one of them has failed.
+        been scored. Raises StudyFailed if one of these models has failed.
         """
         relative = [c for o in self._objectives for c in o.constraints if c.reference is not None]
         self._is_known = self._is_known or all(map(self._is_scored, relative))

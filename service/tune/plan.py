@@ -111,7 +111,7 @@ class Plan:
     - `batch`: the number of consecutive proposals that are made from the same results
     - `open_brackets`: the number of brackets of Hyperband in which trials may run at the same time
     - `error_rate`: for the scheduler racing, the largest probability that it stops any trial wrongly; None lets it stop
-      a trial as soon as its results are worse than those of another trial
+      a trial as soon as its results are worse than the results of another trial
     - `max_duplicates`: the search ends after this number of consecutive proposals with recipes of earlier trials
     - `max_samples`: the search ends at this number of samples; None is no limit
     - `refinement`: settings of the refinement, which learns coefficients of the front's layer paths further after the

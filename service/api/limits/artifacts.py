@@ -65,10 +65,10 @@ class ArtifactQuota:
     ) -> Made:
         """Store a job by calling `make`, if the quota has room for the models that it will train (`num_bytes` in all).
 
-        Stored artifacts, such as trained models, and those that unfinished jobs will still store take up the quota too.
-        `check` is called first, and may refuse the job by an error. No server with this database admits another job
-        while it checks and stores the job. Returns the result of `make`. Raises Conflict, without calling `make`, if
-        the job's artifacts do not fit.
+        Artifacts that are stored already, such as trained models, and artifacts that unfinished jobs will still store,
+        also count towards the quota. `check` is called first, and may refuse the job by an error. No server with this
+        database admits another job while it checks and stores the job. Returns the result of `make`. Raises Conflict,
+        without calling `make`, if the job's artifacts do not fit.
 
         `measured` is a result of the method `measure`. If it is None, this method measures; a caller that has begun the
         admission itself must pass a result. Artifacts that jobs have stored after the measurement still count as bytes

@@ -47,7 +47,7 @@ def to_remove(
 ) -> Iterator[ExportRecord]:
     """Yield the exports to remove, oldest first: all expired exports, and more until the rest fits into the quota.
 
-    Exports are merged models for download; `kept` has all of them. An export expires `lifetime_s` seconds after it was
+    Exports are merged models for download; `kept` has all exports. An export expires `lifetime_s` seconds after it was
     written. `quota_bytes` is the total size that may be kept. Exports that are queued or being written are not removed.
     The newest complete export is removed only when it expires. `now` is in seconds since the epoch.
     """

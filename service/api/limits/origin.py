@@ -22,7 +22,7 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 class CheckOrigin:
     """ASGI middleware that refuses requests whose header Host or Origin names another server.
 
-    `hosts` are further names of this server. Host must be one of them, a loopback name, or the address at which the
+    `hosts` are further names of this server. Host must be one of `hosts`, a loopback name, or the address at which the
     request arrived; other requests get status 421. Origin, if it is sent, must equal Host or be one of `hosts` that is
     not a loopback name; other requests get status 403. `hosts` are compared without ports, because a proxy may use
     another port than this server.

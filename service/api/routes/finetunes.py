@@ -40,10 +40,10 @@ def get_curves(finetune: Finetune, services: Context) -> Response:
 def get_analysis(finetune: Finetune, services: Context, against: Against) -> Response:
     """The distributions of the experts' task vectors, and the losses of merges of the experts.
 
-    An expert is a model that the fine-tuning trains, and a task vector is the difference between its weights and those
-    of its base. The analysis is computed once all experts are trained, if the specification of the fine-tuning has the
-    key `analysis`. With the parameter `against`, the response also has the analyses of other fine-tunings for
-    comparison. The experts of these fine-tunings must have the same names and tasks.
+    An expert is a model that the fine-tuning trains, and a task vector is the difference between the weights of an
+    expert and of its base. The analysis is computed once all experts are trained, if the specification of the
+    fine-tuning has the key `analysis`. With the parameter `against`, the response also has the analyses of other
+    fine-tunings for comparison. The experts of these fine-tunings must have the same names and tasks.
     """
     return Json(_analysis(services, [finetune, *against]))
 

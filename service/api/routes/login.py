@@ -210,9 +210,9 @@ async def finish_login(
 
 
 async def _end_previous(request: Request, services: Services, address: str) -> None:
-    """End the earlier session of the browser that logs in, if there is one.
+    """End the earlier session of the browser that logs in; do nothing if there is no such session.
 
-    The cookie of the new session replaces the cookie of the earlier one. `address` is the network address of the
+    The cookie of the new session replaces the cookie of the earlier session. `address` is the network address of the
     sender, for the audit log.
     """
     secret = request.cookies.get(COOKIE)

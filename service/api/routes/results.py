@@ -422,7 +422,7 @@ def _counts(comparison: SideBySide) -> SampleCountsDocument:
 
 
 def _objective(services: Services, study: JobRecord, split: Split, name: str | None) -> Objective:
-    """Find the objective or benchmark whose samples are shown: the one called `name`, or the first if it is None.
+    """Find the objective or benchmark whose samples are shown: the one called `name`, or the first if `name` is None.
 
     `split` says whether samples of the search data, the holdout data or the benchmarks are shown. Raises InvalidQuery
     if the study has no such objective or benchmark.

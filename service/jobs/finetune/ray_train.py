@@ -154,11 +154,11 @@ def train_here(
 ) -> None:
     """Train the expert that `spec` describes in the current process, alone or together with other processes.
 
-    All processes that train the expert together call this function. `is_writer` is True in exactly one of them. That
-    process first waits until the workers of an earlier driver have ended. At the end it writes the summary to
-    `directory` or, if the training failed, the reason. `report` is called with the step and the metrics, such as the
-    loss, of each update and each evaluation. `device` is the torch device; None lets the training choose. `access`
-    limits the files that evaluation tasks may read; None is no limit.
+    All processes that train the expert together call this function. `is_writer` is True in exactly one of these
+    processes. This process first waits until the workers of an earlier driver have ended. At the end it writes the
+    summary to `directory` or, if the training failed, the reason. `report` is called with the step and the metrics,
+    such as the loss, of each update and each evaluation. `device` is the torch device; None lets the training choose.
+    `access` limits the files that evaluation tasks may read; None is no limit.
     """
     from workers.training.finetuning.trainer import train
 
@@ -191,7 +191,7 @@ def _report(line: Mapping[str, Any]) -> None:
 def _alone(directory: Path) -> Iterator[None]:
     """Context in which no other process writes to the training directory `directory`.
 
-    Entering the context waits until the workers of an earlier driver have ended. Raises TimeoutError if one of them
+    Entering the context waits until the workers of an earlier driver have ended. Raises TimeoutError if such a worker
     still runs after 120 s.
     """
     with (directory / WRITER_LOCK).open("w") as file:

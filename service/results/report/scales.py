@@ -38,7 +38,7 @@ class Scale:
         return tuple(index * self.step for index in range(first, last + 1))
 
     def text(self, tick: float) -> str:
-        """Text at the axis for the value `tick`, with as many decimals as the distance between ticks needs."""
+        """Text at the axis for the value `tick`, with the decimals that the distance between ticks requires."""
         decimals = max(0, -math.floor(math.log10(self.step) + 1e-9))
         return f"{tick + 0.0:,.{decimals}f}"
 

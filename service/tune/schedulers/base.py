@@ -129,8 +129,8 @@ class RungTable(ABC):
     - `cycle`: the brackets, which repeat until `max_trials` configurations are proposed
     - `num_baselines`: the number of baselines, which are the first trials and are evaluated once, at the last rung
     - `max_staleness`: the number of trials by which proposals may be ahead of evaluations, which keeps replicas busy
-    - `batch`: the number of consecutive proposals that are made from the same results, at most `max_staleness`; all of
-      them use the results that the last proposal of the batch would use
+    - `batch`: the number of consecutive proposals that are made from the same results, at most `max_staleness`; all
+      proposals of a batch use the results that its last proposal may use
     - `waits_for_baselines`: whether each proposal must use the results of all baselines
     - `open_brackets`: the number of brackets of Hyperband in which trials may run at the same time
     - `violation(trial, rung)`: the trial's violation of constraints at a rung for which it has a result; called when a

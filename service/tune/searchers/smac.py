@@ -36,7 +36,7 @@ __all__ = ["SEARCHER", "SmacSearcher"]
 
 @dataclass(frozen=True)
 class SmacSearcher:
-    """The searcher SMAC, a random forest with expected improvement; its options are those of `search.smac`.
+    """The searcher SMAC, a random forest with expected improvement; its options are the fields of `search.smac`.
 
     The searcher draws configurations at random until `num_initial` trials have results. Afterwards it proposes the
     candidate with the largest expected improvement. Candidates are `num_uniform` random configurations, `num_tied`
