@@ -1,4 +1,4 @@
-"""Threads of the server, by kind of work, so that no kind has to wait for another one.
+"""Threads of the server, by kind of work, so that no kind of work has to wait for another kind.
 
 Threads of one Python process run one at a time. With many threads that compute at once, each waits for the interpreter,
 and the event loop, which sends events to watchers, waits with them. Therefore requests that only read share the few

@@ -629,7 +629,7 @@ class JobRecord:
     - `is_paused`: whether the job was asked to pause. Its state is PAUSED once no driver works on it.
     - `stop_reason`: reason why the search was asked to end early; None if nobody asked for this.
     - `description`, `tags`, `notes`: texts of users about the job, which change nothing.
-    - `priority`: of the jobs that wait because the server's limit of running jobs is reached, the one with the largest
+    - `priority`: of the jobs that wait because the server's limit of running jobs is reached, the job with the largest
       priority starts first.
     - `version`: number of edits of the job.
     - `edited_after`: value of `attempt` at the last edit that a driver must read; a driver of this attempt has the

@@ -210,8 +210,8 @@ _bearer = HTTPBearer(auto_error=False, description="An API token: `mergesearch t
 def credential_of(request: Request, bearer: HTTPAuthorizationCredentials | None) -> Credential:
     """Find the token or the session's cookie that identifies the sender of a request.
 
-    `bearer` is the token in the request's header Authorization, or None if there is none. If a request has a token, its
-    cookie is ignored.
+    `bearer` is the token in the request's header Authorization, or None if the request has no token. If a request has a
+    token, its cookie is ignored.
     """
     if bearer is not None:
         return Credential(token=bearer.credentials)
@@ -223,8 +223,8 @@ async def _sender(
 ) -> Principal:
     """FastAPI dependency that returns the sender of a request, found by its token, its session's cookie or its address.
 
-    `bearer` is the token in the header Authorization, or None if there is none. Raises Refusal (403) if the request may
-    have been sent by a page of another server with the session's cookie.
+    `bearer` is the token in the header Authorization, or None if the request has no token. Raises Refusal (403) if the
+    request may have been sent by a page of another server with the session's cookie.
     """
     guard: Guard = request.app.state.guard
     credential = credential_of(request, bearer)

@@ -1,7 +1,7 @@
 """Rules for creating served studies; every route that creates a served study follows them.
 
 A served study has the team and sharing of its study. A quota of the team limits how many studies it serves, and a team
-that has used up its GPU-hours serves no further ones.
+that has used up its GPU-hours serves no further studies.
 """
 
 from __future__ import annotations

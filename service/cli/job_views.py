@@ -66,7 +66,7 @@ class JobView:
                 print(f"{_clock_time(event.time)} {text}", file=sys.stderr, flush=True)
 
     def show_end(self, job: Any) -> None:
-        """Print how a job has ended, and its results if it has any."""
+        """Print how a job has ended, and its results if the job has results."""
         if self._as_json:
             print_json_line({"kind": self._kind.name, "id": None, "time": None, "payload": job})
         else:

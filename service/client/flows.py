@@ -299,7 +299,7 @@ def importance(study: str, *, objective: str | None = None) -> Flow[dict[str, An
 
     Args:
         study: Id of the study.
-        objective: Name of the objective; None is the first one.
+        objective: Name of the objective; None is the first objective.
 
     Returns:
         "parameters" with their importances, the most important first, and the sums by "layers", "parts" and "experts".
@@ -440,7 +440,7 @@ def samples(
     Args:
         study: Id of the study.
         number: Number of the trial.
-        objective: Name of an objective or benchmark of the split; None is the first one.
+        objective: Name of an objective or benchmark of the split; None is the first objective.
         split: "search", "holdout" or "bench" (benchmarks); None is "search".
         against: Number of another trial to compare with.
         only: Samples to return: "differs" (the values differ), "a_only" (only the first trial is right), "b_only" (only

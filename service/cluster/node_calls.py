@@ -121,7 +121,7 @@ def cluster_machines() -> tuple[EngineMachines, ...]:
 
 
 def _machines(nodes: Sequence[Node]) -> tuple[EngineMachines, ...]:
-    """Machines that can run engines among `nodes`; empty if this machine is the only one."""
+    """Machines that can run engines among `nodes`; empty if the cluster has only this machine."""
     own = _own_addresses()
     machines = {"" if node.address in own else node.address: node for node in nodes if node.runs_engines}
     if machines.keys() == {""}:
@@ -153,8 +153,8 @@ class NodeCalls:
         None too. But if this machine and the head share their files only through an object store, ConnectionError is
         raised instead.
 
-        The list has the GPUs and memory of each machine whose node is alive. It is empty if this machine is the only
-        one, or if the cluster does not answer.
+        The list has the GPUs and memory of each machine whose node is alive. The list is empty if the cluster has only
+        this machine, or if the cluster does not answer.
         """
         try:
             client, url = self._connected()

@@ -1,6 +1,6 @@
 """Connection of one command to a Ray cluster, or a Ray started on this machine for the command's duration.
 
-The cluster is the one that RAY_ADDRESS names, or one that the command starts and stops.
+The cluster is named by RAY_ADDRESS, or is started and stopped by the command.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class RequestContext:
     - `data_dir`: the server's data directory. If this and `store_url` are None, a job cannot refer to other jobs
     - `files`: the location of the server's artifacts, a directory or the URL of an object store; None is a directory in
       `data_dir`
-    - `machines`: the cluster's machines that can run engines, if any are known
+    - `machines`: the cluster's machines that can run engines; empty if none are known
     - `reader`: the rights of the sender, with which the job may refer to other jobs; None is every right
     - `lift_limits`: function that removes the checking process's limits of memory and processor time. Checks call it
       before they read weights or write merges of other studies

@@ -1,9 +1,9 @@
 """Checks of the URLs of webhooks, and connections that reach public addresses only.
 
 A webhook is a URL that a user chooses and the server requests: without limits, users could reach programs that only the
-server can reach. The address that is checked is the one that is connected to: a name is resolved once. No proxy is used
-and no redirect is followed, because both lead to other addresses. The operator may allow single hosts that are not
-public.
+server can reach. Each host name is resolved once, and the connection is made to the address that was checked. No proxy
+is used and no redirect is followed, because both lead to other addresses. The operator may allow single hosts that are
+not public.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ def notification_settings(
 
 
 def address_problem(address: str) -> str | None:
-    """Reason why a text is not an e-mail address that mails can be sent to; None if it is one."""
+    """Reason why a text is not an e-mail address that mails can be sent to; None if it is such an address."""
     if len(address) <= 254 and _ADDRESS.fullmatch(address):
         return None
     return f"{address!r:.120} is not an e-mail address; give one such as ann@example.org, in ASCII"

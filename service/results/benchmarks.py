@@ -391,7 +391,8 @@ def _tests(
         trials: Trials by number.
         scored: Sample values of the scored trials, as trial number -> benchmark -> values.
         columns: Benchmarks of the study.
-        bounds: Lowest and highest value that a sample of a benchmark can have, by benchmark, if they are known.
+        bounds: Lowest and highest value that a sample of a benchmark can have, by benchmark; benchmarks without known
+            bounds are left out.
     """
     merges = [number for number in scored if _is_merge(trials[number].origin)]
     objectives = {column.facts.name: column.facts.objective for column in columns}

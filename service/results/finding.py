@@ -94,7 +94,8 @@ def rival_tests(
         rows: Values on the holdout data by trial number and objective; all trials have the same samples.
         documents: Identifier of the documents on which each objective was scored. If two identifiers are equal, samples
             at the same position are of the same document.
-        bounds: Lowest and highest value that a sample of an objective can have, if they are known.
+        bounds: Lowest and highest value that a sample can have, by objective; objectives without known bounds are left
+            out.
 
     Returns:
         One test for each kind of baseline that was scored; none if no finalist was proposed by the search.
@@ -167,7 +168,7 @@ def _ordered(one: float, other: float) -> Bounds:
 
 
 def _factor(objective: Objective, *, is_share: bool) -> float:
-    """Compute the factor by which values of an objective are multiplied so that larger ones are better.
+    """Compute the factor by which values of an objective are multiplied so that larger values are better.
 
     The factor is 1 if the objective is maximised, and -1 if it is minimised. If `is_share` is True, the factor is also
     divided by the width of the objective's range. Products of objectives with different ranges can then be averaged.

@@ -112,9 +112,9 @@ class RunRecord:
         gradients: Computations of losses and their gradients for the searcher.
         updates: Updates of the policies with which the searcher `hm3` builds layer paths; empty for other searchers.
         alignment_s: Seconds that were needed to learn the alignments (maps between layers) of merges whose layers come
-            from several models in any order; 0 if there are none.
+            from several models in any order; 0 if no alignments were learned.
         steering: Requests to pause, resume, stop or cancel the study, each with its time in seconds since the epoch.
-        max_samples: Limit of samples of the search; None if there is none.
+        max_samples: Limit of samples of the search; None if the search has no limit.
         samples_per_second: Samples that the search scored per second; None if nothing was scored.
         removed_responses: When responses and tokens of the samples were removed; None if they are stored.
         tokens_per_second: Tokens that each recipe's merge generated per second on holdout data, by recipe digest.

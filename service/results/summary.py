@@ -240,7 +240,7 @@ def verification_document(reports: Sequence[VerificationReport], reason: str | N
     """Describe as JSON how well transformers reproduces the results of the study's engines on the same samples.
 
     Verification scores samples of chosen trials again with transformers, and compares completions, metric values and
-    log-probabilities with the stored ones. `reports` has the comparison of each chosen trial. A trial counts as not
+    log-probabilities with the stored values. `reports` has the comparison of each chosen trial. A trial counts as not
     verified if no sample of it was compared. The document's key "reason" has the argument `reason`, which says why no
     trial was verified. If trials were verified but some of their samples were left out, the key says instead why
     samples of the first such trial were left out.

@@ -129,7 +129,7 @@ class JobWriter:
             return asked
 
     def set_state(self, state: JobState, reason: str | None = None) -> None:
-        """Store the job's new state, and the reason for it if there is one.
+        """Store the job's new state, and the reason for it (None: no reason).
 
         A job that was asked to pause becomes PAUSED instead of STOPPED. A job that was edited, or got a request for a
         trial, after its driver had read it, becomes STOPPED instead of COMPLETE, so that another driver sees the

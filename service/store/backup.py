@@ -103,7 +103,8 @@ def back_up(store: Store, files: str | Path, out: Path, *, note: Callable[[str],
     trained (artifacts). Servers, and the processes that work on jobs, may run meanwhile, because all tables are read at
     one moment. If `files` is a directory, files that are deleted meanwhile stay until the backup is complete. Exports
     (merged models for download) and working files, such as checkpoints of trainings, are not copied. `out` may hold an
-    earlier backup, which is replaced when the new one is complete. `note` is called with messages about the progress.
+    earlier backup, which is replaced when the new backup is complete. `note` is called with messages about the
+    progress.
 
     Raises:
         Conflict: `out` has other files than a backup's, or a stored file is gone or has changed since it was stored.

@@ -52,7 +52,7 @@ class Leadership:
         return self._has_lock
 
     def is_held(self) -> bool:
-        """Become the leader if there is none, and return whether this server is the leader.
+        """Become the leader if no server is the leader, and return whether this server is the leader.
 
         The leader is the only server that starts drivers, the processes that work on jobs.
 

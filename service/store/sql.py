@@ -950,7 +950,7 @@ class Store:
             connection.execute(sa.update(table).where(table.c.id == export_id).values(state=state.value, reason=reason))
 
     def delete_export(self, export_id: str) -> None:
-        """Delete the database row of an export (a merged model for download), if there is one, but not the files."""
+        """Delete the database row of an export (a merged model for download) if the row exists, but not the files."""
         with transaction(self._engine) as connection:
             connection.execute(sa.delete(schema.exports).where(schema.exports.c.id == export_id))
 

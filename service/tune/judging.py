@@ -140,7 +140,7 @@ class Judging:
         return ended
 
     def close(self) -> None:
-        """Cancel the outstanding requests for judgments, so that no thread sends further ones."""
+        """Cancel the outstanding requests for judgments, so that no thread sends further requests."""
         for pending in self._pending.values():
             pending.is_cancelled.set()
         self._pending.clear()

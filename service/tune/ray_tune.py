@@ -233,7 +233,7 @@ class _ChunkScheduler(_NotPickled, FIFOScheduler):
     - Tune gives an idle actor to a trial whose own actor is still starting, and then kills the starting actor. If
       chunks are quick, some actors would therefore never run. The scheduler prevents this (`_IdleActors`).
     - At the start of a run, an actor that is ready waits for the others, so that all begin together. On a busy cluster
-      some actor may never start; after a while the scheduler begins without the missing ones.
+      some actor may never start; after a while the scheduler begins without the missing actors.
     """
 
     def __init__(

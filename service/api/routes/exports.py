@@ -217,7 +217,7 @@ def _are_weights(value: Any) -> bool:
 
 
 def _choices(record: RunRecord) -> tuple[int | None, int]:
-    """Number of a study's best trial, or None if there is none, and the number of all its trials.
+    """Number of a study's best trial (None if no trial is the best yet), and the number of all its trials.
 
     `record` has all stored data of the study.
     """

@@ -61,7 +61,8 @@ def run_finetune(
         resources: Functions that connect to Ray and train on Ray Train.
         note: Called with messages about the progress.
         access: Files that evaluation tasks may read; None is no limit.
-        side_by_side: Number of experts, with this one, that are trained at the same time and share the CPU cores.
+        side_by_side: Number of experts, including this expert, that are trained at the same time and share the CPU
+            cores.
 
     Raises:
         InvalidModel: The base model cannot be trained.
@@ -228,8 +229,8 @@ def _plan(spec: FinetuneSpec, resources: Mapping[str, float]) -> Iterator[str]:
 def _differences(before: FinetuneSpec, spec: FinetuneSpec) -> list[str]:
     """Names of the sections in which two specifications of an expert differ although they must be equal.
 
-    `before` is the specification with which the training of the expert began, and `spec` is the present one. The
-    options in CHANGEABLE may change while an expert is trained, so differences in these are left out.
+    `before` is the specification with which the training of the expert began, and `spec` is the present specification.
+    The options in CHANGEABLE may change while an expert is trained, so differences in these are left out.
     """
     one, other = _settled(before), _settled(spec)
     return [name for name in one if one[name] != other[name]]

@@ -50,7 +50,7 @@ class CheckedPlan:
       the front; 0 if the study has neither
     - `rungs`: for each rung (number of samples at which trials are compared), the samples by objective
     - `trials`: the numbers of baselines ("extras") and of proposed trials ("search")
-    - `max_samples`: the limit of samples of the search; None if there is none
+    - `max_samples`: the limit of samples of the search; None if the study has no limit
     - `samples_used`: the samples that earlier runs have used and that count towards the limit
     - `samples_planned`: the samples, including the charge for gradients, that count towards the limit if nothing ends
       the search early

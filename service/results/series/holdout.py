@@ -23,5 +23,5 @@ class HoldoutPlot:
 
 @chart(place=3)
 def holdout(run: RunRecord) -> HoldoutPlot:
-    """Estimates on held-out data with 95 % intervals; there are none before trials are scored on held-out data."""
+    """Estimates on held-out data with 95 % intervals; no estimates exist before trials are scored on held-out data."""
     return HoldoutPlot("holdout", holdout_documents(run))

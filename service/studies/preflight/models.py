@@ -109,7 +109,7 @@ def check_unchanged(record: JobRecord, resolved: ResolvedStudy) -> None:
 def check_models(located: LocatedFamily, study: Study, problems: list[Problem]) -> ResolvedFamily | None:
     """Check the headers, configurations and tokenizers of a study's models, whose directories `located` has.
 
-    Returns the opened models, or None if there are problems, which are added to `problems`.
+    Returns the opened models, or None if problems were found, which are added to `problems`.
     """
     found: list[str] = []
     sources: ResolvedFamily | None = None

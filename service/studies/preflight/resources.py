@@ -294,10 +294,10 @@ def _pool_size(sources: ResolvedFamily, max_layers: int, available: int, bytes_o
     """Size of an engine's pool: the number of source layers that stay in host memory for building layer paths.
 
     A layer path is the sequence of source models' layers of which a merge consists; the longest has `max_layers`
-    layers. If there is room, the pool holds all layers of all sources and `max_layers` further ones. Otherwise it holds
-    the largest number of layers that fits, together with the tensors outside layers, into HOST_SHARE of the `available`
-    bytes, but at least `max_layers`. Each element of a tensor takes `bytes_of_value` bytes. If `bytes_of_value` is 0,
-    the pool takes no host memory, so all layers fit.
+    layers. If there is room, the pool holds all layers of all sources and `max_layers` further layers. Otherwise it
+    holds the largest number of layers that fits, together with the tensors outside layers, into HOST_SHARE of the
+    `available` bytes, but at least `max_layers`. Each element of a tensor takes `bytes_of_value` bytes. If
+    `bytes_of_value` is 0, the pool takes no host memory, so all layers fit.
     """
     every = len(sources.checkpoints) * sources.layout.num_layers + max_layers
     if not bytes_of_value:

@@ -86,7 +86,7 @@ class StudyModels:
             layers.
         commits: Commits of hub models, by the names in the study file.
         absent_bytes: Size of the weights that are not on this machine yet, and were therefore not checked.
-        engine_note: A message for the user about how vLLM runs the models; "" if there is none.
+        engine_note: A message for the user about how vLLM runs the models; "" for no message.
         chained: The sources that are merges of other studies, by alias.
         size: Parameters by layer and component, from which costs of recipes are computed; None if all merges have the
             same number of layers.

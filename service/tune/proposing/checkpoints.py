@@ -104,8 +104,8 @@ def store_policy(
 def read_policy(artifacts: ArtifactStore, study_id: str, name: str, *, digest: str) -> bytes:
     """The policy checkpoint stored as the artifact `name` of the study `study_id`; its sha256 must be `digest`.
 
-    `artifacts` stores the artifacts (files) of all studies. Raises NotFound if there is no such artifact, Conflict if
-    it has other content.
+    `artifacts` stores the artifacts (files) of all studies. Raises NotFound if there is no such artifact, and Conflict
+    if the artifact has other content.
     """
     with TemporaryDirectory() as temporary:
         place = artifacts.write_to(artifacts.get(study_id, name), Path(temporary) / "policy")

@@ -162,7 +162,7 @@ class SentObservations:
         self._indices: dict[int, tuple[int, Observation]] = {}  # by id; observations are kept so that ids stay theirs
 
     def add(self, observations: Sequence[Observation]) -> tuple[list[Observation], list[int]]:
-        """Register the observations of a call; return the new ones, which must be sent, and the indices of all.
+        """Register the observations of a call; return the new observations, to be sent, and the indices of all.
 
         The new observations were not sent to the other process before. Both results are in the order of `observations`.
         """

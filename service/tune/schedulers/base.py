@@ -186,8 +186,8 @@ class RungTable(ABC):
         """Number of the best trials at a rung to promote while further trials may still arrive there.
 
         A rung is a number of samples at which trials are compared. `num_decided` is the number of trials at the rung
-        that decisions are based on: the first ones that arrived there, all of which are evaluated. The result includes
-        trials that were promoted earlier.
+        that decisions are based on: the trials that arrived there first, all of which are evaluated. The result
+        includes trials that were promoted earlier.
         """
 
     @abstractmethod
@@ -410,7 +410,7 @@ class RungTable(ABC):
 
     @property
     def is_finished(self) -> bool:
-        """Whether every trial has ended and the searcher will not be asked for further ones."""
+        """Whether every trial has ended and the searcher will not be asked for further trials."""
         return self.is_search_over and self._num_finished == len(self._entries)
 
     @property

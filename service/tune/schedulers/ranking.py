@@ -52,7 +52,7 @@ class Ranking:
         return self._feasible.take(count) + self._infeasible.take(count - len(self._feasible))
 
     def best(self, count: int) -> list[int]:
-        """The numbers of the best `count` trials, or of all if there are fewer, in order of promotion."""
+        """The numbers of the best `count` trials, or of all trials if there are fewer, in order of promotion."""
         found = [] if self._feasible is None else self._feasible.best(count)
         return found + self._infeasible.best(count - len(found))
 
@@ -169,7 +169,7 @@ class _Fronts:
         return [self._numbers[place] for place in new.tolist()]
 
     def _num_fronts(self, rank: int) -> int:
-        """Compute the front with index `rank` if it is the next unknown one, and return the number of known fronts.
+        """Compute the front with index `rank` if it is the next unknown front, and return the number of known fronts.
 
         The first front has the trials that no other trial dominates. The next front has the trials that no other trial
         outside the first front dominates, and so on. Fronts are computed when they are needed.

@@ -27,7 +27,8 @@ class Descent:
     """A gradient descent for one preference vector, whose points at regular intervals become trials.
 
     - `preference`: the preference vector, the importance of each objective
-    - `neighbours`: the numbers of earlier descents, the one with the most similar preference vector first
+    - `neighbours`: the numbers of earlier descents, starting with the descent that has the most similar preference
+      vector
     - `num_steps`: the number of gradient steps
     - `num_points`: the number of points that become trials; these points are evenly spaced, and the last point is the
       end of the descent

@@ -27,7 +27,9 @@ _MOST_CHANGES = 3
 
 
 class KnownPaths:
-    """A set of layer paths, which are sequences of source models' layers; `configurations` gives each of them.
+    """A set of layer paths, which are sequences of source models' layers.
+
+    `configurations` has one configuration for each path.
 
     A search uses the set to recognise paths that it need not propose again.
     """

@@ -96,7 +96,7 @@ class GradientSearcher:
 
         There is a descent for each preference vector (weights of the objectives). The earlier descent is the one with
         the nearest preference vector among those that have not failed, according to the stored gradients in `context`.
-        If there is none, the start is at the defaults of the parameters.
+        If there is no such descent, the start is at the defaults of the parameters.
         """
         parameters, steps = context.parameters, context.steps
         if done := _steps_of(number, steps):

@@ -287,8 +287,8 @@ def _unseen(context: ProposalContext, training: PolicyTraining, played: Episode,
     the known results, and `training` trains the policies.
 
     A share of the episodes propose a mutant of one of the best paths so far. A policy's path that was proposed before
-    is replaced by a mutant of it, if a new one is found. The best paths are chosen only among baselines and trials that
-    must have ended before this episode is built, so the result does not depend on the number of engines.
+    is replaced by a mutant of it, if a new mutant is found. The best paths are chosen only among baselines and trials
+    that must have ended before this episode is built, so the result does not depend on the number of engines.
     """
     options, paths = context.setting.options.hm3, paths_of(context.parameters)
     rng = np.random.default_rng(training.seed_of("elites", played.number))
