@@ -506,7 +506,7 @@ class SessionRecord:
 
     Times are in seconds since the epoch. Before the first use is stored, `last_used_at` is the time at which the
     session began. If the browser logged in with an API token, `token` is the token's id and `scope` is its scope, which
-    the session has too. After a login with an identity provider, both are None.
+    the session has too. After a login with an identity provider, `token` and `scope` are None.
     """
 
     id: str

@@ -104,7 +104,10 @@ class Importances:
     async def _read(
         self, study: JobRecord, objective: Objective, version: Version
     ) -> tuple[list[TrialResult], Mapping[int, Mapping[str, Any]]]:
-        """Read the trials of a study at `version` or a later one, and the trials' configurations by trial number."""
+        """Read the trials of a study, and the trials' configurations by trial number.
+
+        The data have at least the changes up to `version`.
+        """
         scored = scored_trials(await self._records.trials(study.id, since=version), objective.name)
         numbers = {trial.number for trial in scored}
         configurations = await anyio.to_thread.run_sync(self._store.configurations, study.id, numbers)

@@ -26,7 +26,8 @@ __all__ = ["MeasuredExports", "TeamBytes"]
 class MeasuredExports:
     """Sizes in bytes of the files of a team's exports before an admission, by the export's id and state.
 
-    An export's files change only when its state changes. Files of an export that is removed meanwhile do not count.
+    An export's files change only when its state changes. If an export is removed after the measurement, its files do
+    not count.
     """
 
     num_bytes: Mapping[tuple[str, ExportState], int]

@@ -174,7 +174,7 @@ class AsyncClient:
 
         Yields:
             Stored events, and events without an id: "progress" of a job, "added" for a job that you may read from now
-                on, and "removed" for a job that was deleted or that you may no longer read. Each event names its job.
+            on, and "removed" for a job that was deleted or that you may no longer read. Each event names its job.
 
         Raises:
             ServerUnreachable: The first connection failed, or no connection was made for the client's

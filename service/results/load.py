@@ -392,7 +392,7 @@ def data_of(specs: Iterable[ScoredTask]) -> dict[str, str]:
     """Identifiers of the documents on which objectives or benchmarks are scored, by their names in the study file.
 
     `specs` are the objectives or benchmarks in the study file. An identifier contains the task and its split (the part
-    of the task's data). If two identifiers are equal, both are scored on the same documents.
+    of the task's data). Two objectives or benchmarks with equal identifiers are scored on the same documents.
     """
     return {
         spec.name: json.dumps([spec.task.place if isinstance(spec.task, DescribedTask) else spec.task, spec.split])

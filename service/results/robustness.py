@@ -1,8 +1,8 @@
 """Performance drop rate of a model under adversarial prompts, with a paired bootstrap interval.
 
-The rate is that of Zhu et al., 2023, "PromptRobust", which M3 uses (appendix E, equation 7). The interval is the
-percentile interval of Efron and Tibshirani, 1993, "An Introduction to the Bootstrap", chapter 13, which stays below the
-largest possible drop, 1.
+The rate is defined by Zhu et al., 2023, "PromptRobust", and used by M3 (appendix E, equation 7). The interval is the
+percentile interval (Efron and Tibshirani, 1993, "An Introduction to the Bootstrap", chapter 13), because this interval
+never reaches above the largest possible drop, 1.
 """
 
 from __future__ import annotations

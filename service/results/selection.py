@@ -140,7 +140,7 @@ def best_of_front(
     """Select at most `most` trials of the Pareto front, those with the smallest mean cost first.
 
     Only `trials` that were scored on all samples of the search can be on the front. If `origin` is given, the front is
-    that of the trials with this origin alone. An origin is, for example, a source model, a published recipe or a
+    selected from the trials with this origin alone. An origin is, for example, a source model, a published recipe or a
     proposal of the search. Trials of other origins then only serve to check constraints whose bound is relative to the
     value of a source model.
     """

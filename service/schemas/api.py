@@ -427,7 +427,7 @@ class TriedDocument(TypedDict):
 class MergeLossDocument(TypedDict):
     """Losses and metrics of merges by one method, at the best coefficient that was tried.
 
-    If there are `values`, the coefficient was chosen on some samples, and the numbers here were measured on others.
+    If there are `values`, the coefficient was chosen on some samples, and these values were measured on other samples.
     """
 
     method: str

@@ -406,8 +406,8 @@ class AccountStore:
         """Store a login that a browser has begun; the login expires after `lifetime_s` seconds.
 
         `state` is the sha256 of the login's `state` parameter (OpenID Connect), and `browser` is the sha256 of a random
-        value in the browser's cookie. The method `take_login` finds the login by both. Logins that have expired are
-        deleted.
+        value in the browser's cookie. The method `take_login` finds the login by `state` and `browser`. Logins that
+        have expired are deleted.
         """
         table = schema.logins
         with transaction(self._engine) as connection:

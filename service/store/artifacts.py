@@ -189,7 +189,7 @@ class ArtifactStore:
         return out
 
     def remove(self, job_id: str, name: str) -> None:
-        """Delete the database row of the artifact (a directory of files) that a job stored as `name`, if there is one.
+        """Delete the database row of the artifact (a directory of files) that a job stored as `name`, if it exists.
 
         The method `collect` later deletes the artifact's files if no other job uses them.
         """

@@ -320,7 +320,7 @@ Managed = Annotated[TeamRecord, declares(Rule(Scope.ADMIN, Right.MANAGE), _manag
     openapi_extra=body_of(Member),
 )
 async def set_role(request: Request, team: Managed, user: UserName, services: Context, sender: Sender) -> Response:
-    """Give a user a role in a team; a user who is not a member becomes one.
+    """Give a user a role in a team; the user becomes a member if the user is not a member yet.
 
     Administrators of the team and of the server may do this.
     """

@@ -426,9 +426,9 @@ async def _created(
     """Store the job of this `kind` that the request's body describes, if it passes every check.
 
     `key` is the request's idempotency key, or None. `place` has the job's team and says who may read the job. A job
-    that serves a study gets both from its study; `place` then has only the team and the sharing that the request asks
-    for. Returns the job, and whether the job is new. The job is not new if an earlier request with the same key created
-    it.
+    that serves a study gets its team and its readers from the study; `place` then has only the team and the sharing
+    that the request asks for. Returns the job, and whether the job is new. The job is not new if an earlier request
+    with the same key created it.
 
     Raises:
         Refusal, InvalidStudy: The body is not accepted.

@@ -145,7 +145,7 @@ def _restore(artifacts: ArtifactStore, directory: Path, names: Iterable[str]) ->
 
 
 def stored_alignments(store: Store, study_id: str) -> dict[LayerPair, str]:
-    """Names of the alignments that the study `study_id` has learned, by pair of layers; empty if it has learned none.
+    """Names of the alignments that the study `study_id` has learned, by pair of layers; empty without alignments.
 
     An alignment is a map: it converts the residual stream after a pair's first layer to the residual stream that its
     second layer expects.

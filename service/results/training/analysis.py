@@ -58,9 +58,9 @@ def analyse(
 
     Args:
         fleets: For each fleet the specifications and the directories of its experts, by alias. The first fleet is shown
-            first, and all losses are on its tasks. A fleet whose experts were all trained by the method "tangent" (in
-            the linearized model) is analysed twice: as ordinary models, and as linearized models without loss
-            landscapes.
+            first, and all losses are on its tasks. A fleet whose experts were all trained by the method "tangent" (as
+            linearizations of the base) is analysed twice: its experts are merged as ordinary models, and then as
+            linearized models. The second analysis has no loss landscapes.
         samples: Number of samples of each evaluation task on which the merge coefficients are chosen. The reported
             values are measured on the same number of other samples.
         wudi: Whether WUDI-Merging is among the merge methods.

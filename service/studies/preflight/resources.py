@@ -171,7 +171,7 @@ def plan_memory(
     max_layers: int = 0,
     aligns: bool = False,
 ) -> MemoryPlan:
-    """Plan the memory of one machine for the source weights (the bank), its engines and, if any, the gradient actor.
+    """Plan the memory of one machine for the source weights (the bank), its engines and the gradient actor.
 
     Every machine gets the same number of the study's engines. The plan is for the first kind of machine that has room
     for this number of engines; if no machine has room, the plan is for the machine with the most memory, and says how

@@ -148,7 +148,8 @@ class RayGradients:
         """Start the gradient actor, and send it the completions and coefficients that were set for an earlier actor.
 
         Completions serve as reference answers of losses; coefficients are the parameters by which gradients are
-        computed. The actor executes its calls in order, so it has both before the first request.
+        computed. The actor executes its calls in order, so it has the completions and the coefficients before the first
+        request.
         """
         inputs = on_free_device(self._inputs, list(available_resources_per_node().values()))
         kind: Any = ray.remote(GradientActor)

@@ -93,7 +93,7 @@ class SearchSetting:
 
     @property
     def vectors(self) -> tuple[tuple[float, ...], ...]:
-        """The study's preference vectors (weights of the objectives), or one vector of equal weights if it has none."""
+        """The study's preference vectors (weights of the objectives); without any, one vector of equal weights."""
         return self.preferences or (equal_preference(len(self.objectives)),)
 
     def first_in_batch(self, number: int) -> int:

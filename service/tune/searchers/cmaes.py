@@ -77,7 +77,7 @@ class CmaEsSearcher:
 
 
 def _padded(row: Rows) -> Rows:
-    """A copy of `row`; if it has a single number, 0.5 is added as the second, because the package cmaes needs two."""
+    """A copy of `row`; 0.5 is appended to a row with a single number, because the package cmaes needs two numbers."""
     return np.append(row, 0.5) if len(row) == 1 else row.copy()
 
 

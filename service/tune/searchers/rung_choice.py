@@ -55,8 +55,8 @@ def choice_of(
     Returns a request to store the choice, or None if no new choice is due. Below MIN_RESULTS results at the full
     budget, the model learns from all rungs. The first comparison is made when MIN_RESULTS such results are known, and
     the next whenever their number has doubled. In a comparison, a model is fitted in both ways, and predicts results
-    that it was not fitted to. The way with the larger rank correlation of predictions and results is chosen. If both
-    are equal, the model learns from all rungs.
+    that it was not fitted to. The way with the larger rank correlation of predictions and results is chosen. If the two
+    correlations are equal, the model learns from all rungs.
 
     - `numbers`, `rows`, `fidelities`, `costs`: trial number, encoded configuration, fidelity (share of the full budget)
       and cost of each result
