@@ -47,8 +47,8 @@ class ResolvedStudy:
     - `commits`: commits of models on the Hugging Face hub, by the name in the study file.
     - `tasks`, `holdout_tasks`: digests of the tasks for search and holdout data, by objective.
     - `rung_samples`: for each rung, the numbers of samples by objective.
-    - `max_staleness`: how many trials proposals may run ahead of evaluations: trial n is proposed once the trials up to
-      n - `max_staleness` have been evaluated.
+    - `max_staleness`: the number of trials by which proposals may run ahead of evaluations: trial n is proposed once
+      the trials up to n - `max_staleness` have been evaluated.
     - `open_brackets`: the number of brackets in which trials may run at the same time.
     - `batch`: the number of consecutive proposals that are made from the same results.
     - `version`: version of the program that created the study.

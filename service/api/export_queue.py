@@ -174,7 +174,7 @@ class Exports:
         await in_thread(Work.WRITE, self._delete_job, job_id, noun=noun, note=note)
 
     def delete_job_now(self, job: JobRecord) -> None:
-        """Delete a job that has ended, with its exports, as `delete_job` does, but block the calling thread meanwhile.
+        """Delete a job that has ended, with its exports; unlike `delete_job`, this blocks the calling thread.
 
         Raises NotFound if there is no such job, and Conflict if the job has not ended or one of its models is being
         written or downloaded.

@@ -79,8 +79,8 @@ class Scrape:
     """Inputs from which the metrics of one scrape (a request by Prometheus) are computed.
 
     `stored` has the data from the database; None while the database does not answer. `not_ready` is the reason why no
-    job can make progress, or None if jobs can. `queue` has the jobs that run and that wait. `requests` counts the HTTP
-    requests. `data_dir` is the directory of the server's files.
+    job can make progress, or None if jobs can make progress. `queue` has the jobs that run and that wait. `requests`
+    counts the HTTP requests. `data_dir` is the directory of the server's files.
     """
 
     stored: Stored | None

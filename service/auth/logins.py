@@ -116,8 +116,8 @@ class Logins:
         """End a login with the identity provider's answer, which the browser brings: a `code`, or an `error`.
 
         `state` is the OAuth state in the answer. `browser` is the value of the login's cookie; None if the browser has
-        none. `address` is the network address of the browser, for the audit log. Returns the cookie of the new session,
-        and the path to which the browser goes.
+        no such cookie. `address` is the network address of the browser, for the audit log. Returns the cookie of the
+        new session, and the path to which the browser goes.
 
         Raises:
             LoginRefused: The login or its answer is not valid, or the user may not log in. The audit log has an entry.

@@ -184,7 +184,7 @@ class ServerVerbs:
         return 0
 
     def chat(self, reference: str, trials: Sequence[str], prompt: str | None, options: ChatOptions) -> int:
-        """Print answers of a study's trials to `prompt`; if it is None, ask for prompts on the terminal.
+        """Print answers of a study's trials to `prompt`; if `prompt` is None, ask for prompts on the terminal.
 
         `reference` names the study: its id, a prefix of its id, or its name. `trials` has the numbers or labels of the
         trials, or "best". `options` are the settings of the chat, such as a system message. Returns the exit code.

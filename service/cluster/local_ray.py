@@ -2,8 +2,8 @@
 
 `mergesearch serve` starts such a process if RAY_ADDRESS names no cluster. The cluster outlives a server that is killed,
 so jobs continue, and the next server finds the cluster by a file in DATA_DIR. The cluster ends when no server has used
-DATA_DIR for 600 s. If one of Ray's processes dies, the others are stopped at once, because an incomplete cluster does
-no work and raises no error.
+DATA_DIR for 600 s. If one of Ray's processes dies, the other processes are stopped at once, because an incomplete
+cluster does no work and raises no error.
 """
 
 from __future__ import annotations

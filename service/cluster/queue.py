@@ -1,4 +1,4 @@
-"""Decision about which jobs run: which jobs get a place, which jobs give up theirs, and why the others wait.
+"""Decision about which jobs run: which jobs get a place, which jobs give up their place, and why jobs wait.
 
 A place is the right to run: the number of places is the number of jobs that may run at the same time.
 
@@ -13,7 +13,8 @@ nor Ray, so that a simulation can drive it. The rules, in this order:
    where they were moved to.
 4. A job is passed over as long as it would exceed a quota of its team.
 5. If all places are taken, a waiting job gets the place of the running job of the smallest priority, if this priority
-   is smaller than its own. No job loses its place in this way before it has held the place for KEEPS_PLACE_S seconds.
+   is smaller than the priority of the waiting job. No job loses its place in this way before it has held the place for
+   KEEPS_PLACE_S seconds.
 """
 
 from __future__ import annotations
@@ -170,7 +171,7 @@ class Choice:
 
 
 def choose(entries: Sequence[Entry], teams: Mapping[str | None, TeamState], *, places: int, now: float) -> Choice:
-    """Decide which jobs start, which running jobs end in favour of others, and what each waiting job waits for.
+    """Decide which jobs start, which running jobs end in favour of other jobs, and what each waiting job waits for.
 
     A place is the right to run, which each running job holds.
 

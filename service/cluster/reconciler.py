@@ -631,7 +631,7 @@ class RayCluster:
         A driver is the process that works on a job. A place is the right to run, which served studies do not need.
         `yielding` has the reason: another job that must run first, or a quota that is used up. `jobs` has all jobs by
         id. Every reader of the job sees the stored reason. Therefore the reason does not name the other job; only the
-        audit log does.
+        audit log names it.
         """
         if yielding.to is None:
             because = "quota gpu_hours: its team has used up its GPU-hours of this month"

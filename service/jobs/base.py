@@ -191,8 +191,8 @@ class JobKind:
       name are changed elsewhere. Raises Conflict if the options cannot change now, and InvalidStudy with every problem.
     - `links`: last parts of the routes below a job that the job's document links to.
     - `demand`: returns what a stored job occupies while it runs.
-    - `time_left_s`: returns the seconds that a running job still takes, as of its last heartbeat; None if its progress
-      does not tell.
+    - `time_left_s`: returns the seconds that a running job still takes, as of its last heartbeat; None if the progress
+      allows no estimate.
     - `has_search`: whether a job has a search that can be stopped early, after which the job's other stages follow.
     - `takes_place`: whether a job takes one of the places of jobs that run at the same time.
     - `study_of`: returns, for the document of a job, the id of the study whose team and sharing the job always has. It

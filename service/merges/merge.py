@@ -347,7 +347,7 @@ def _of_configuration(
     `document` is the configuration, and `file` is the file that it is from. `directories` has directories of models by
     name. `fetching` says how weights are opened: whether they may be downloaded (`downloads`), and a function for
     messages (`note`). The models are checked even if other parts of the configuration are wrong. All problems that are
-    found are added to `problems`. If there are any, the result is None.
+    found are added to `problems`. If problems were found, the result is None.
     """
     warn = problems.warnings.append
     configuration = read_configuration(document, warn=warn, problems=problems.of_file)
@@ -441,7 +441,8 @@ def _resolved(
         base: Alias of the base model, which may be the only model.
         directories: Directory or hub id of each model and adapter, by alias.
         tokenizer: Vocabulary of the merged model: "base", "union" or an alias.
-        adapted: Directory or hub id of the model that an adapter changes, by the adapter's alias, if not the base.
+        adapted: Directory or hub id of the model that an adapter changes, by the adapter's alias, if this model is not
+            the base.
         vocabulary: Further options of the merged vocabulary.
         unmerged: For the models that the configuration names but does not merge, the names that messages use, by alias;
             None if there are no such models.

@@ -163,7 +163,7 @@ def _final(file: Path, names: Sequence[str | None], used: Mapping[int, tuple[str
     The final merge is the only document without a name. If all documents have names, the final merge is the only
     document that no other document uses. `names` are the documents' names. `used` has the names of the merges that each
     document uses, by index. Raises InvalidRecipe if no document is the final merge, or if several documents could be
-    it.
+    the final merge.
     """
     unnamed = [number for number, name in enumerate(names) if name is None]
     needed = {name for uses in used.values() for name in uses}

@@ -109,10 +109,10 @@ def vocabulary_kept(
 ) -> str:
     """Choose the vocabulary of the merged model: "base" (the base's tokens), "union" (all tokens), or a model's alias.
 
-    If `configuration` states a vocabulary, it is chosen. If it states none, the base's vocabulary is chosen, unless an
-    adapter among the opened models (`sources`) has embedding rows for new tokens: then the union is chosen. `aliases`
-    has the alias of each model by its name in the configuration. `warn` is called with messages about embedding rows
-    that are left out, and about tokens without a row.
+    If `configuration` states a vocabulary, this vocabulary is chosen. If `configuration` states no vocabulary, the
+    base's vocabulary is chosen, unless an adapter among the opened models (`sources`) has embedding rows for new
+    tokens: then the union is chosen. `aliases` has the alias of each model by its name in the configuration. `warn` is
+    called with messages about embedding rows that are left out, and about tokens without a row.
     """
     wanted = chosen = tokenizer_of(configuration, aliases)
     for model, alias in aliases.items():

@@ -84,11 +84,12 @@ def notification_settings(
         public_url: URL under which users reach the server; None if it is not known.
         smtp_url: URL of the mail server; None sends no mails.
         mail_from: Address of the sender of mails.
-        password_file: File with the password at the mail server; None if it is in a variable of `environment`.
+        password_file: File with the password at the mail server; None if the password is in a variable of
+            `environment`.
         allows_plain: Whether mails and the password may be sent without TLS, also to another machine.
         waiting_minutes: Minutes after which users are notified of a job that waits; None uses the default.
-        environment: Environment variables. The one with the password is removed, so that programs that this process
-            starts do not get the password.
+        environment: Environment variables. The variable with the password is removed, so that programs that this
+            process starts do not get the password.
 
     Raises:
         Conflict: Options are wrong or do not fit together.

@@ -2,7 +2,7 @@
 
 As in the held-out stage (`finding`), merges are compared with the best source model and the best published recipe, on
 each benchmark and each average. Baselines are not compared. There are several merges and several values, so all
-intervals against one rival hold jointly (Bonferroni). Nothing here selects a trial.
+intervals against one rival hold jointly (Bonferroni). Results on benchmarks select no trial.
 """
 
 from __future__ import annotations
@@ -257,8 +257,8 @@ def _with_judged(of_recipe: Samples, facts: Mapping[str, BenchmarkFacts], judged
     A judge is a language model that compares completions with reference answers; its preference for a completion is a
     number in [0, 1]. `of_recipe` has the stored sample values of the recipe by benchmark; on a judged benchmark, the
     stored value is the length of the completion. `judged` has the judge's preferences and `facts` has the description
-    of the benchmarks, by benchmark. A judged benchmark is left out as long as judgments are missing, or if they have
-    too few verdicts.
+    of the benchmarks, by benchmark. A judged benchmark is left out as long as judgments are missing, or if the
+    judgments have too few verdicts.
     """
     values = {n: array for n, array in of_recipe.items() if n not in facts or facts[n].judge is None}
     return values | {name: each.judged.values for name, each in judged.items() if each.judged.problem is None}

@@ -129,8 +129,9 @@ def finding_text(
         tests: Comparisons of the search's best trials (the finalists) with the best baselines; the comparison with
             source models comes first.
         objectives: Objectives for which all compared trials have holdout data.
-        best: The best trial on search data; None before there is one.
-        was_scored: Whether any trial was scored on holdout data. If not, the sentence says that nothing was tested.
+        best: The best trial on search data; None before a trial was scored on all samples.
+        was_scored: Whether any trial was scored on holdout data. If no trial was, the sentence says that nothing was
+            tested.
     """
     if best is None or not was_scored:
         return "Whether a merge is better than the baselines was not tested on held-out data."

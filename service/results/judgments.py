@@ -1,9 +1,10 @@
 """Win rates from the judgments of a benchmark's judge, which is a language model.
 
-A completion is judged twice, as the first answer and as the second one, because judges prefer a position (Zheng et al.,
-2023, "Judging LLM-as-a-judge with MT-Bench and Chatbot Arena"). The value of a sample is the mean of both preferences,
-and the win rate is the mean over samples. Answers of the judge without a verdict count as ties. The win rate is the
-plain one of AlpacaEval, not the length-controlled one. The mean lengths of completions are shown in addition.
+A completion is judged twice, as the first answer and as the second one, because judges tend to prefer the answer at one
+of the two positions (Zheng et al., 2023, "Judging LLM-as-a-judge with MT-Bench and Chatbot Arena"). The value of a
+sample is the mean of both preferences, and the win rate is the mean over samples. Answers of the judge without a
+verdict count as ties. The win rate is AlpacaEval's plain win rate, not its length-controlled win rate. The mean lengths
+of completions are shown in addition.
 """
 
 from __future__ import annotations

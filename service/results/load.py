@@ -257,8 +257,8 @@ def held_out_differences(
 
     The differences are paired, sample by sample, by objective and as "mean" of the accuracy objectives. The result has
     the differences of each trial that was scored on held-out data, by the trial's number. The result is empty if the
-    trial `reference` was not scored there. `study_id` is the id of the study in `store`; `trials` and `objectives` are
-    all of this study.
+    trial `reference` was not scored on held-out data. `study_id` is the id of the study in `store`; `trials` and
+    `objectives` are all trials and all objectives of this study.
     """
     file = Study.model_validate(store.job(study_id).document)
     compared = compared_with(finalists(trials, objectives), trials)

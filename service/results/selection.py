@@ -205,9 +205,9 @@ def _merit(objectives: Sequence[Objective]) -> Callable[[TrialResult], tuple[flo
     """Make the sort key that ranks trials with equal constraint violations; smaller is better.
 
     The key is (mean cost, trial number). The mean is over the accuracy objectives (values in [0, 1], larger is better).
-    Without accuracy objectives it is over the objectives that are scored on samples, and without these over all
-    objectives. The mean is rounded, so that trials whose mean costs differ only by rounding errors rank as equal in
-    cost.
+    Without accuracy objectives, the mean is over the objectives that are scored on samples. If no objective is scored
+    on samples, the mean is over all objectives. The mean is rounded, so that trials whose mean costs differ only by
+    rounding errors rank as equal in cost.
     """
     names = accuracy_objectives(objectives)
     ranked = [objective for objective in objectives if objective.name in names]

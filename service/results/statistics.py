@@ -11,7 +11,7 @@ Sources:
         data", J. Educ. Behav. Stat. 37 (difference of two paired proportions; recommended by Fagerland, Lydersen and
         Laake 2014, Stat. Med. 33).
     Zou and Donner 2008, "Construction of confidence limits about effect measures: a general approach", Stat. Med. 27
-        (limits of a sum of independent estimates from the limits of its terms; of correlated ones, section 2.2).
+        (limits of a sum of independent estimates from the limits of its terms; for correlated estimates, section 2.2).
     Davison and Hinkley 1997, "Bootstrap Methods and their Application", section 5.2.1 (the basic bootstrap interval).
 """
 
@@ -94,8 +94,8 @@ def interval_of_mean(mean: float, standard_error: float, n: int, *, bounds: Boun
     """Compute the 95 % interval of a mean of which only the standard error is known, and not the samples.
 
     The interval is Student's t, cut to `bounds`, the range that the metric cannot leave. If all samples are equal to a
-    bound, it is Wilson's, as in `estimate`. `n` is the number of samples, at least 1. A single sample has the whole
-    range. A mean outside `bounds` has an interval that is not cut.
+    bound, the interval is Wilson's, as in `estimate`. `n` is the number of samples, at least 1. A single sample has the
+    whole range. A mean outside `bounds` has an interval that is not cut.
     """
     low, high = bounds
     if not low <= mean <= high:
@@ -164,7 +164,7 @@ def mean_of(estimates: Sequence[Estimate], *, correlation: ArrayLike | None = No
     Args:
         estimates: The estimates, in one unit.
         correlation: Correlation of the estimates' errors [num_estimates, num_estimates], as `correlations` computes it;
-            None if they are independent.
+            None if the errors are independent.
 
     Returns:
         The mean; its `samples` is the sum over the estimates.

@@ -100,8 +100,8 @@ class ArtifactStore:
         """Add a database row for an artifact whose files are stored already, and return the row as a record.
 
         An artifact is a directory of files that a job made. `manifest` lists its files: the digest and the size of each
-        by its path. `digest` is the digest of this list, which identifies the artifact. `facts` are properties that are
-        stored with the artifact. An earlier row of the same job and name is replaced.
+        file, by its path. `digest` is the digest of this list, which identifies the artifact. `facts` are properties
+        that are stored with the artifact. An earlier row of the same job and name is replaced.
         """
         num_bytes = sum(entry["bytes"] for entry in manifest.values())
         record = ArtifactRecord(job_id, name, digest, num_bytes, time.time(), facts)
@@ -229,9 +229,9 @@ class ArtifactStore:
         """Delete stored files that no job uses, such as files of deleted jobs, and return the number of bytes freed.
 
         If the files are in a directory, nothing is deleted while a process stores an artifact (a directory of files
-        that a job made). If they are in an object store, files that were written in the last 24 h are kept, because a
-        process may be about to use them. A later call deletes them if they are still unused. If `deletes` is False,
-        nothing is deleted, and the result is the number of bytes that would be freed.
+        that a job made). If the files are in an object store, files that were written in the last 24 h are kept,
+        because a process may be about to use them. A later call deletes them if they are still unused. If `deletes` is
+        False, nothing is deleted, and the result is the number of bytes that would be freed.
         """
         return self._blobs.collect(self.used, deletes=deletes)
 

@@ -53,7 +53,7 @@ class JobWriter:
     `stored_at` is the time at which this writer last stored anything except a heartbeat, and `scored_at` is the time at
     which it last stored samples. Both are values of time.monotonic(), or 0 if nothing was stored. `longest_chunk_s` is
     the longest time in seconds that an engine took for one request to score samples, including the time that the
-    request waited there.
+    request waited at the engine.
     """
 
     def __init__(self, engine: sa.Engine, job_id: str, attempt: int) -> None:

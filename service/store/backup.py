@@ -107,7 +107,8 @@ def back_up(store: Store, files: str | Path, out: Path, *, note: Callable[[str],
     progress.
 
     Raises:
-        Conflict: `out` has other files than a backup's, or a stored file is gone or has changed since it was stored.
+        Conflict: `out` has files that are no part of a backup, or a stored file is gone or has changed since it was
+            stored.
         InUse: Another process writes a backup to `out`.
         OSError: A file cannot be written, for example because the disk is full.
     """

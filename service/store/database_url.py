@@ -162,9 +162,9 @@ def remembered_place(data_dir: Path) -> str:
 def _stored(data_dir: Path) -> tuple[str | None, str]:
     """Read the record of the server's database in its data directory: the URL, or a text that names the database.
 
-    The result is a pair. If the server stored the URL, the pair is the URL and "". If it stored no URL because that may
-    have secrets, the pair is None and a text that names the database. If it stored nothing, the pair is the URL of the
-    default database, an SQLite file in the data directory, and "".
+    The result is a pair. If the server stored the URL, the pair is the URL and "". If it stored no URL because the URL
+    may have secrets, the pair is None and a text that names the database. If it stored nothing, the pair is the URL of
+    the default database, an SQLite file in the data directory, and "".
     """
     try:
         text = (data_dir / URL_FILE).read_text().strip()

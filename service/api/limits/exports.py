@@ -45,7 +45,7 @@ class KeptExport:
 def to_remove(
     kept: Sequence[KeptExport], *, now: float, lifetime_s: float, quota_bytes: float
 ) -> Iterator[ExportRecord]:
-    """Yield the exports to remove, oldest first: all expired exports, and more until the rest fits into the quota.
+    """Yield the exports to remove, oldest first: all expired exports, and others until the rest fits into the quota.
 
     Exports are merged models for download; `kept` has all exports. An export expires `lifetime_s` seconds after it was
     written. `quota_bytes` is the total size that may be kept. Exports that are queued or being written are not removed.

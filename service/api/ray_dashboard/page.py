@@ -39,8 +39,9 @@ def policy(roots: Sequence[str]) -> str:
     """Value of the header Content-Security-Policy for the page of Ray's dashboard.
 
     `roots` are the addresses below which the page may load files and data. Each address is HOST/PATH/ or a URL. An
-    address ends with a slash, and stands for all addresses that begin with it. The page may not open other pages, whose
-    contents it could read, nor contain frames or be shown in a frame. The page may download files, such as logs.
+    address ends with a slash, and stands for all addresses that begin with it. The page may not open other pages,
+    because it could read their contents. The page may not contain frames, and may not be shown in a frame. The page may
+    download files, such as logs.
     """
     below = " ".join(roots)
     return "; ".join(

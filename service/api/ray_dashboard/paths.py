@@ -1,8 +1,8 @@
 """Rules on the requests that are forwarded to Ray's dashboard: only requests by which the dashboard's page gets data.
 
 Every other path is refused, even if a later version of Ray adds it. Some GET requests have effects: they profile
-processes, keep packages alive, or delay the dashboard. Others show secrets, such as runtime environments or the logs of
-Ray's own processes. tests/service/api/ray_dashboard/test_paths.py sorts all routes of the installed Ray.
+processes, keep packages alive, or delay the dashboard. Other GET requests show secrets, such as runtime environments or
+the logs of Ray's own processes. tests/service/api/ray_dashboard/test_paths.py sorts all routes of the installed Ray.
 """
 
 from __future__ import annotations

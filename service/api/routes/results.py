@@ -569,8 +569,8 @@ async def enqueue_trial(request: Request, study: ChangedStudy, services: Context
     """Evaluate a given merge on all samples of the study's search, as a new trial with the origin `user`.
 
     The merge is a recipe, a mergekit configuration over the study's models, or a configuration of the search space. A
-    COMPLETE study continues. While a searcher with gradients or policies searches, the request is refused (409). The
-    same request sent twice enqueues one trial.
+    COMPLETE study continues. If the study's searcher computes gradients or trains a policy, the request is refused
+    (409) until the study is COMPLETE. The same request sent twice enqueues one trial.
     """
     body = await read_object(request, EnqueuedTrial)
     if (body.recipe is None) == (body.configuration is None):

@@ -49,7 +49,7 @@ def num_side_by_side(specs: Sequence[FinetuneSpec], resources: Mapping[str, floa
     or 1 if workers train on CPU cores.
 
     Raises Conflict if the cluster has too few GPUs for `wanted` experts at the same time, or too few CPU cores if the
-    experts train on these. Also raises Conflict if the cluster is too small for the workers of a single expert.
+    experts train on CPU cores. Also raises Conflict if the cluster is too small for the workers of a single expert.
     """
     if len(specs) < 2:
         return len(specs)

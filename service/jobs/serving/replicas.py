@@ -27,7 +27,7 @@ class ServeCompleters:
 
     Implements `service.jobs.completers.Completers`. `options` are the options of the engines. `own` is the name of the
     Serve application with the replica that belongs to the served study alone. Replicas that are idle for `keep_idle_s`
-    seconds are stopped, so that none stays if this process is killed.
+    seconds are stopped, so that no replica stays if this process is killed.
     """
 
     def __init__(self, family: Family, options: EngineOptions, *, own: str, keep_idle_s: float) -> None:
