@@ -1,9 +1,9 @@
 """Threads of the server, by kind of work, so that no kind of work has to wait for another kind.
 
-Threads of one Python process run one at a time. With many threads that compute at once, each waits for the interpreter,
-and the event loop, which sends events to watchers, waits with them. Therefore requests that only read share the few
-default threads of the event loop: routes that are plain functions run in these. Work that may wait long for a lock, a
-disk or another machine has separate threads, because it would otherwise occupy the few threads for reads.
+Threads of one Python process run one at a time. With many threads that compute at once, each thread waits for the
+interpreter, and the event loop, which sends events to watchers, waits too. Therefore requests that only read share the
+few default threads of the event loop: routes that are plain functions run in these threads. Work that may wait long for
+a lock, a disk or another machine has separate threads, because it would otherwise occupy the few threads for reads.
 """
 
 from __future__ import annotations

@@ -225,9 +225,9 @@ class StoredRecipe:
         """Whether sparse merge methods in this recipe keep every element whose magnitude equals their threshold.
 
         A sparse method keeps the elements of a task vector with the largest magnitudes; its density is the share of
-        elements to keep. The threshold is the smallest magnitude that is kept. Many elements can equal it, so if the
-        result is True, more elements than the density may be kept. The recipe is parsed only if its text may have this
-        setting.
+        elements to keep. The threshold is the smallest magnitude that is kept. Many elements can have this magnitude,
+        so if the result is True, more elements than the density states may be kept. The recipe is parsed only if its
+        text may have this setting.
         """
         return may_keep_equal(self.text) and self.read().keeps_equal
 
@@ -619,7 +619,7 @@ class JobRecord:
     - `progress`: the driver's latest progress, as JSON that is shown to users; None before the first report.
     - `submissions`: number of drivers that were submitted to a cluster.
     - `submitted_after`: value of `attempt` at the last submission.
-    - `request_digest`: hash of the body of the request that created the job; None if no request did.
+    - `request_digest`: hash of the body of the request that created the job; None if no request created the job.
     - `progressed_at`: time at which the driver last made progress.
     - `patience_s`: seconds without progress after which the driver counts as hung; None if not known.
     - `waiting_for`: text that says what the driver waits for; None if it does not wait.

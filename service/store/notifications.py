@@ -93,9 +93,9 @@ class NotificationStore:
 
         `secret` is the key with which messages are signed. `events` has the kinds of changes that are sent. `owner` is
         the name of the user whose webhook this is; None if the server has no accounts. `covers` says whether changes of
-        the owner's jobs, of the jobs of `team`, or of all jobs are sent; `team` is None unless it is needed. `actor` is
-        who adds the webhook, for the audit log. Raises Conflict if the owner has too many webhooks, and NotFound if
-        there is no such team.
+        the owner's jobs, of the jobs of `team`, or of all jobs are sent; `team` is None unless changes of a team's jobs
+        are sent. `actor` is who adds the webhook, for the audit log. Raises Conflict if the owner has too many
+        webhooks, and NotFound if there is no such team.
         """
         table = schema.subscriptions
         with transaction(self._engine) as connection:
@@ -218,8 +218,8 @@ class NotificationStore:
         A notice is a change of a job of which users may want to be notified. A delivery is made for each subscription
         (webhook or e-mail address) that covers the job and this kind of change; then the notice is deleted. A call
         handles a limited number of notices. `body` makes the text that is sent. This method does not check whether a
-        subscription's owner may read the job; that is checked when the delivery is sent. Notices of jobs that are being
-        deleted are left out.
+        subscription's owner may read the job; this right is checked when the delivery is sent. Notices of jobs that are
+        being deleted are left out.
         """
         table = schema.notices
         with self._reads.connect() as connection:
@@ -307,7 +307,7 @@ class NotificationStore:
     ) -> SubscriptionRecord | None:
         """Store that a try to send a delivery failed, for the reason `error`.
 
-        `status` is the HTTP status of the response, or None if there was none. If `is_last` is True, no further try
+        `status` is the HTTP status of the response, or None without a response. If `is_last` is True, no further try
         follows. If `is_last` is True, and no try to reach the subscription (the webhook or mail address) has succeeded
         for `disables_after_s` seconds, the subscription is disabled, and its waiting deliveries are deleted.
 

@@ -295,7 +295,8 @@ class Store:
             document: The submitted document, such as the study file.
             accepted: Findings of the checks of the document, as JSON.
             idempotency_key: Text by which a repeated request is recognized; None always stores a new job.
-            request_digest: Hash of the request; callers compare a later request with the same key with it.
+            request_digest: Hash of the request; callers compare it with the hash of a later request that has the same
+                key.
             keeps: The digests of artifacts (such as trained models) of other jobs that this job uses, by the name that
                 they get in this job. The artifacts become artifacts of this job too, so that their files stay when the
                 other jobs are deleted.
@@ -488,8 +489,8 @@ class Store:
 
         An attempt is the work of one driver (a process that works on the job); the writer of an earlier attempt can no
         longer write. `because` says why another attempt was needed; None states no reason. If `as_driver` is True, the
-        caller is a driver: its heartbeat is stored, and it is refused while the servers are drained or the job is
-        paused. Raises NotFound if there is no such job. Raises StaleAttempt if the job was cancelled, or if a driver
+        caller is a driver: its heartbeat is stored, and the attempt is refused while the servers are drained or the job
+        is paused. Raises NotFound if there is no such job. Raises StaleAttempt if the job was cancelled, or if a driver
         may not begin now.
         """
         table = schema.studies
@@ -805,8 +806,8 @@ class Store:
         if it has void samples, which must be scored again because their engine later failed a check. A job that can
         continue becomes STOPPED with the given `reason`, so that the server starts a driver (process). The job's failed
         drivers are no longer counted. A request to pause that has not been carried out yet is withdrawn. Other jobs are
-        not changed. If the job is changed and `steering` is not None, it is stored as an event that says who asked, and
-        why. Raises NotFound if there is no such job.
+        not changed. `steering` says who asked, and why; it is stored as an event if the job is changed (None stores no
+        event). Raises NotFound if there is no such job.
         """
         table = schema.studies
         held = holdings()
@@ -887,9 +888,9 @@ class Store:
     def consecutive_waits(self, job_id: str) -> int:
         """Number of a job's drivers that ended because something was not available, since the job last made progress.
 
-        A driver is a process that works on the job; what it needs is, for example, a model, an engine or Ray. A stored
-        result, such as scored samples, is progress. A user's request to resume the job counts as progress too. The
-        number is 0 if the last driver ended for another reason.
+        A driver is a process that works on the job. It ends in this way, for example, if a model, an engine or Ray is
+        not available. Stored results, such as scored samples, and a user's request to resume the job count as progress.
+        The number is 0 if the last driver ended for another reason.
         """
         setbacks = self._setbacks(job_id)
         return setbacks.count(EventKind.WAITING) if setbacks[-1:] == [EventKind.WAITING] else 0

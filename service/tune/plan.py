@@ -36,8 +36,8 @@ class Benchmark:
     """A benchmark of a study: a task that is scored after the search.
 
     `facts` describes its data and metric, and `task` is the task that scores the samples. `trials` has the rules that
-    choose the trials that are scored. `attack` is a search for the prompt template with the worst metric, or None.
-    `judge` is the LLM judge of the completions, or None.
+    choose the trials that are scored. `attack` is a search for the prompt template with the worst metric; None without
+    an attack. `judge` is the LLM judge of the completions; None without a judge.
     """
 
     facts: BenchmarkFacts
@@ -193,7 +193,7 @@ class Plan:
 
 
 def baselines_of(trials: Sequence[TrialRecord], known: Sequence[Baseline], *, has_begun: bool) -> tuple[Baseline, ...]:
-    """The baselines of a study: those that are stored already, and those that a new search must still add.
+    """The baselines of a study: stored baselines, and baselines that a new search must still add.
 
     The baselines among the stored `trials` come first, in the order of their trial numbers. If the search has not begun
     (`has_begun` is False), the baselines in `known` that are not stored yet follow; `known` has the baselines of a new

@@ -228,12 +228,12 @@ class _ChunkScheduler(_NotPickled, FIFOScheduler):
     because Tune would raise a different error. `note` is called with messages for the user. The scheduler also changes
     how Tune handles up to `concurrency` trial actors:
 
-    - Tune ends an idle actor unless a trial waits for one. This would start and kill a process for almost every
-      evaluation. The scheduler keeps idle actors for new trials.
+    - Tune ends an idle actor unless a trial waits for an actor. Tune would therefore start and kill a process for
+      almost every evaluation. The scheduler keeps idle actors for new trials.
     - Tune gives an idle actor to a trial whose own actor is still starting, and then kills the starting actor. If
       chunks are quick, some actors would therefore never run. The scheduler prevents this (`_IdleActors`).
-    - At the start of a run, an actor that is ready waits for the others, so that all begin together. On a busy cluster
-      some actor may never start; after a while the scheduler begins without the missing actors.
+    - At the start of a run, an actor that is ready waits for the other actors, so that all actors begin together. On a
+      busy cluster some actor may never start; after a while the scheduler begins without the missing actors.
     """
 
     def __init__(

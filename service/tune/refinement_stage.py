@@ -2,8 +2,8 @@
 
 The refinement is the upper level of HM3's bilevel problem ("HM3: Hierarchical Multi-Objective Model Merging for
 Pretrained Models", equations 1b and 2), for paths that the lower level has found. Each path is refined for one
-preference vector: the vector for which the path loses least against the best of the paths. The descent begins at the
-path's own coefficients, and its end is scored as a trial like any other.
+preference vector: the vector for which the path's outcome is nearest to the best outcome of all refined paths. The
+descent begins at the path's own coefficients, and its end is scored as a trial like any other.
 
 Everything is stored before it is used: first the choice of the paths, then every step of a descent, then the trial.
 Therefore a study that is killed continues at the next step. The first stored choice ends the search for good.

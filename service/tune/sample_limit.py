@@ -6,7 +6,7 @@ The search does not use the samples that the refinement of its front may take.
 
 No trial or step starts that could exceed the limit. A trial starts if the limit still allows it when all earlier trials
 have ended. Therefore the decision is the same with any number of replicas and after any interruption. The decision is
-made earlier if the limit allows the trial even when each earlier trial takes as many samples as it can.
+made earlier if the limit allows the trial even if each earlier trial takes its largest possible number of samples.
 """
 
 from __future__ import annotations

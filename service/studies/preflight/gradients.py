@@ -27,10 +27,10 @@ LEAST_PLANNED_TOKENS = 2_048
 class GradientPlace:
     """The device on which a study computes gradients, and whether activations are recomputed there.
 
-    If it is a GPU, no engine uses it. `recomputes` says whether activations are computed twice to save memory. `reason`
-    says in words why this device was chosen; it is "" if no machine has a GPU. `num_gpus` is the number of GPUs of one
-    machine over which the layers of the model are divided; it is not used for the CPU. `tokens` is the number of tokens
-    of a pass for which memory is planned.
+    If the device is a GPU, no engine uses it. `recomputes` says whether activations are computed twice to save memory.
+    `reason` says in words why this device was chosen; it is "" if no machine has a GPU. `num_gpus` is the number of
+    GPUs of one machine over which the layers of the model are divided; it is not used for the CPU. `tokens` is the
+    number of tokens of a pass for which memory is planned.
     """
 
     device: Literal["cuda", "cpu"]
@@ -87,11 +87,11 @@ def _on_gpu(
     value_bytes: int,
     max_layers: int,
 ) -> tuple[GradientPlace | None, str]:
-    """Plan gradients on GPUs of one machine that have no engine; return (place, ""), or (None, reason) if none fits.
+    """Plan gradients on GPUs of one machine that have no engine; return (place, ""), or (None, reason) if no plan fits.
 
     The plan uses as few GPUs as possible. For a given number of GPUs, the first choice is passes of PASS_TOKENS tokens.
-    The second choice is such passes with activations computed twice. The third choice is smaller passes, also with
-    activations computed twice.
+    The second choice is passes of the same size with activations computed twice. The third choice is smaller passes,
+    also with activations computed twice.
 
     `sources` are the study's models. `machines` are the groups of machines, whose smallest GPU counts. `value_bytes` is
     the size of a number in the gradients' dtype. `max_layers` is the number of layers of the longest merge if merges

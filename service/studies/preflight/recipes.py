@@ -36,7 +36,7 @@ def given_recipes(
 
     `sources` are the study's models, with content fingerprints. A merge may have up to `max_layers` layers; if
     `max_layers` is 0, it may have up to the base's number of layers. Recipes that cannot be used are added to
-    `problems`. `note` is called with warnings about settings of mergekit's that have no effect.
+    `problems`. `note` is called with warnings about mergekit settings that have no effect.
     """
     found: dict[str, tuple[str, Recipe]] = {}
     for index, given in enumerate(study.search.recipes):

@@ -176,7 +176,7 @@ class PreflightResult:
         space: Search space of the study.
         algorithm: Searcher of the study, and why it was chosen.
         memory: Memory that the study needs.
-        gradients: Where gradients are computed; None if the searcher needs none.
+        gradients: Where gradients are computed; None if no gradients are needed.
         access: Files that the study may read; None for all.
         start: Checkpoints of another study from which the searcher's policies (networks) start; empty if the policies
             start untrained.
@@ -246,9 +246,9 @@ class PreflightResult:
 
         The study file may state the number. The default grows with the number of replicas (processes with an engine).
         The default differs for a searcher that trains policies, which learn from iterations (fixed numbers of trials).
-        Proposals may then run ahead by at least half an iteration, so that engines have work while a policy learns, and
-        while the searcher proposes repeated paths, which need no scoring. Proposals may run ahead by at most one
-        iteration for each replica, and by at most `iterations_ahead` iterations.
+        With such a searcher, proposals may run ahead by at least half an iteration, so that engines have work while a
+        policy learns, and while the searcher proposes repeated paths, which need no scoring. Proposals may run ahead by
+        at most one iteration for each replica, and by at most `iterations_ahead` iterations.
         """
         if self.study.search.max_staleness is not None:
             return self.study.search.max_staleness

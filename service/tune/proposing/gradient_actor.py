@@ -167,9 +167,9 @@ class GradientActor:
         Several coefficients may have the value of one parameter; the derivative with respect to the parameter is then
         the sum over these coefficients.
 
-        A tensor's merge has either one coefficient for each source or one that all sources share. If each source has a
-        coefficient, the parameters set these coefficients, and the derivative by a shared coefficient, which `result`
-        may also have, is ignored. Otherwise one parameter sets the shared coefficient.
+        A tensor's merge has either one coefficient for each source or one coefficient that all sources share. If each
+        source has a coefficient, the parameters set these coefficients, and the derivative by a shared coefficient,
+        which `result` may also have, is ignored. Otherwise one parameter sets the shared coefficient.
         """
         space = self._known_space
         slopes: dict[str, float] = {}
@@ -205,8 +205,8 @@ def _with_stated_coefficients(space: Coefficients, point: tuple[float, ...]) -> 
 
     `point` has a value for each parameter of `space`. A recipe in canonical form leaves out a source's coefficient that
     is 0, and a shared coefficient that has its default. A loss has no derivative with respect to a coefficient that is
-    left out. A value that would cause this is therefore changed by the smallest step that recipes can express, upwards
-    if the range allows.
+    left out. A parameter value that leads to such a coefficient is therefore changed by the smallest step that recipes
+    can express, upwards if the range allows.
     """
     declared = METHODS[space.method].coefficient(space.coefficient)
     left_out = 0.0

@@ -71,8 +71,8 @@ class RayGradients:
         `request` says whether losses alone or also a gradient are computed, on which samples, and for which merge. The
         request describes the merge by a value for each parameter of `coefficients`, the parameters that determine a
         merge's coefficients. The gradient is with respect to these parameters. If `coefficients` is None, the
-        parameters that an earlier call gave last are used. If no earlier call gave any, the parameters of the study's
-        search space are used.
+        parameters of the last call that gave `coefficients` are used. If no call gave `coefficients`, the parameters of
+        the study's search space are used.
         """
         if coefficients is not None and coefficients is not self._coefficients:
             self._coefficients = coefficients

@@ -5,8 +5,8 @@ scheduler is a subclass, which decides when a rung promotes trials and which res
 
 A search gives the same trials for any number of replicas and after any interruption, because nothing depends on the
 order in which results arrive. The members of a rung are in the order of their promotion to it. Decisions are made on
-the first k members once all k are evaluated. A proposal uses the results of a fixed set of earlier evaluations.
-Evaluations may still overlap, so engines have work while a rung waits for a result.
+the first k members once all of these k members are evaluated. A proposal uses the results of a fixed set of earlier
+evaluations. Evaluations may still overlap, so engines have work while a rung waits for a result.
 
 Each result changes the table; the table is never computed again from all results. The changes suffice because results
 become visible to proposals in a fixed order and stay visible. Therefore handling a result or a proposal takes the same

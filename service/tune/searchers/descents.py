@@ -1,8 +1,8 @@
-"""Gradient descents of a search: one for each preference vector, ordered so that each can start from a similar one.
+"""Gradient descents of a search, one for each preference vector, each started from the end of a similar descent.
 
 The first descent is for the preference vector nearest to equal weights. Each later descent is for the vector nearest to
-the vectors of earlier descents. It starts at the end of the nearest earlier descent, so that few steps are enough.
-Distances are Euclidean.
+the vectors of earlier descents. A later descent starts at the end of the nearest earlier descent, so that few steps are
+enough. Distances are Euclidean.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Archive of the best layer paths of a search, and random mutations of them as further proposals.
 
-A path is the sequence of the layers of which a merge consists. A policy learns slowly and proposes the same path again.
-Therefore a share of a search's paths are mutants of the best known paths, and repeated paths are replaced by mutants.
-Each preference vector has a separate archive: the paths with the best outcomes for this vector, even if they were
-proposed for another vector. This module does not depend on policies.
+A path is the sequence of the layers of which a merge consists. A policy learns slowly, and often proposes a path that
+it has proposed before. Therefore a share of a search's paths are mutants of the best known paths, and repeated paths
+are replaced by mutants. Each preference vector has a separate archive: the paths with the best outcomes for this
+vector, even if they were proposed for another vector. This module does not depend on policies.
 """
 
 from __future__ import annotations

@@ -156,9 +156,9 @@ class Encoding:
         """A few encoded values to try for the parameters of each role.
 
         A role is a meaning that parameters of different layers share, such as the coefficient of a method. All
-        parameters with the same role share these values. The result for a role of categorical parameters, or of numbers
-        with at most `num_levels` values, is all its values. For any other role it is `num_levels` numbers, evenly
-        spaced over the whole range. Roles are in the order of the columns that the method `tied` takes.
+        parameters with the same role share these values. For a role of categorical parameters, or of numbers with at
+        most `num_levels` values, the result has all values. For any other role, the result has `num_levels` numbers,
+        evenly spaced over the whole range. Roles are in the order of the columns that the method `tied` takes.
         """
         levels = np.linspace(0.0, 1.0, num_levels)
         first = [column for column, role in enumerate(self._role) if column == role]

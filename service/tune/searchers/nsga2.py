@@ -16,7 +16,7 @@ __all__ = ["SEARCHER", "NsgaSearcher"]
 
 @dataclass(frozen=True)
 class NsgaSearcher:
-    """The searchers NSGA-II and NSGA-III, for spaces without conditions; `sampler` says which of the two it is.
+    """The searchers NSGA-II and NSGA-III, for spaces without conditions; `sampler` says which of the two is used.
 
     A generation has `population_size` trials. In long searches, Optuna's sampler gets only the best and the newest
     trials, with at most `max_numbers` values of parameters in all. A child takes each choice from either parent with

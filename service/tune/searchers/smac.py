@@ -1,12 +1,13 @@
 """SMAC: a random forest learns from results, and expected improvement at the full budget picks the next configuration.
 
-The forest and the acquisition function are SMAC's. Its rungs, promotion and state are not used: the forest is trained
-for every proposal. The forest learns from all rungs, with the fidelity as one more feature, or from the highest rung
-that has enough results, as in SMAC (`rung_choice`).
+The forest and the acquisition function are SMAC's. SMAC's rungs, promotion and state are not used: the forest is
+trained for every proposal. The forest learns from all rungs, with the fidelity as one more feature, or from the highest
+rung that has enough results, as in SMAC (`rung_choice`).
 
 SMAC's own maximiser is not used either. Its local search counts an inactive parameter as changed (NaN differs from NaN)
-and skips every neighbour that changes more than one parameter. Therefore, in a conditional space, it never leaves its
-starting points. The local search can also never change a method, because another method has other parameters.
+and skips every neighbour that changes more than one parameter. Therefore, in a conditional space, the local search
+never leaves its starting points. The local search can also never change a method, because another method has other
+parameters.
 
 Sources:
 
