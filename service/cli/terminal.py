@@ -110,7 +110,7 @@ def print_results(pareto: ParetoDocument, summary: SummaryDocument, **places: st
     """Print the results of a finished study as tables.
 
     `pareto` has the Pareto front, and `summary` has the other results. The `places` are printed last: each keyword is a
-    label, and its value the path or URL of a file.
+    label, and its value is the path or the URL of a file.
     """
     from service.cli.tables import finding_line, holdout_table, pareto_table, search_line, verification_line
 

@@ -503,8 +503,8 @@ def _keep(connection: sa.Connection, jobs: Collection[str]) -> frozenset[str]:
 
     A job that another transaction is deleting is left out of the result, and the function does not wait for this
     transaction. Callers then change only rows of the returned jobs. Changes of rows of a job that is being deleted
-    could cause a deadlock: the caller would wait for the deletion, and the deletion for a row that the caller has
-    locked.
+    could cause a deadlock: the caller would wait for the deletion, and the deletion would wait for a row that the
+    caller has locked.
     """
     table = schema.studies
     query = sa.select(table.c.id).where(table.c.id.in_(set(jobs)))

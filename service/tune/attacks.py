@@ -66,7 +66,7 @@ class Attacks:
             )
 
     def is_ended(self, digest: str, index: int) -> bool:
-        """Whether the attack on a recipe's prompts for a benchmark has ended: the search for the worst template.
+        """Whether the attack (search for the worst prompt template) on a recipe has ended for a benchmark.
 
         `digest` identifies the recipe, and `index` is the position of the benchmark in `Plan.benchmarks`. The result is
         True for a benchmark without an attack.

@@ -227,10 +227,10 @@ def model_size(sources: ResolvedFamily, max_layers: int) -> ModelSize:
 
 
 def start_probe(located: LocatedFamily) -> CapabilityProbe | None:
-    """Start a process that asks vLLM whether it can run the base model; experts have the same architecture.
+    """Start a process that asks vLLM whether it can run the base model; the answer holds for the experts too.
 
-    `located` has the directories of the models. Returns None if vLLM does not score models of their modality, or if
-    the base's configuration cannot be read, which `check_models` reports.
+    Experts have the architecture of the base. `located` has the directories of the models. Returns None if vLLM does
+    not score models of their modality, or if the base's configuration cannot be read, which `check_models` reports.
     """
     if located.base_dir is None:
         return None
