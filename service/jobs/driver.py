@@ -170,7 +170,8 @@ def _end_of_work(
 def _check_clock(store: Store) -> None:
     """Log a warning if the clock of this machine differs from the clock of the database `store`.
 
-    The times of events and heartbeats are from the database's clock, and the times of log messages from this machine's.
+    The times of events and heartbeats are from the database's clock, and the times of log messages are from this
+    machine's clock.
     """
     before = time.time()
     skew_s = store.now() - time.time()

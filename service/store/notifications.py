@@ -269,7 +269,7 @@ class NotificationStore:
     def begin(self, delivery: DeliveryRecord, *, pause_s: float) -> SubscriptionRecord | None:
         """Store that this server begins to send a delivery, and return the subscription of the receiver.
 
-        A delivery is a message, and a subscription a webhook or an e-mail address. The next try is due in `pause_s`
+        A delivery is a message, and a subscription is a webhook or an e-mail address. The next try is due in `pause_s`
         seconds, so that the delivery is sent even if the server is killed during this try. Returns None if another
         server has begun the try, or if the subscription was removed.
         """

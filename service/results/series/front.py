@@ -48,7 +48,7 @@ class FrontPlot:
     """Trials that were scored on all samples of the search, and the hypervolume of the Pareto front among them.
 
     `reference_point` is the point, in costs of the objectives, up to which hypervolumes are measured. `hypervolume` is
-    on search data, and `holdout_hypervolume` on holdout data. `points` has the trials.
+    the value on search data, and `holdout_hypervolume` is the value on holdout data. `points` has the trials.
     """
 
     plot: Literal["front"]

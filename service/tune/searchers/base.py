@@ -213,7 +213,7 @@ class LearningSearcher(Searcher, Protocol):
 def proposal_generator(*, seed: int, number: int) -> np.random.Generator:
     """The random generator with which trial `number` is proposed.
 
-    The generator is a function of `seed` and `number` alone, and the same on every machine.
+    The generator is a function of `seed` and `number` alone, and gives the same numbers on every machine.
     """
     digest = hashlib.sha256(f"{seed}:{number}".encode()).digest()
     return np.random.default_rng(int.from_bytes(digest))
