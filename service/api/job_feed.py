@@ -195,8 +195,8 @@ class _Cursor:
     """Position of one stream in the events of all jobs, and the ids of later events that the client has already.
 
     Every event up to the position is visible in the database, so the stream reads only events with larger ids. The
-    position moves to an event `overlap_s` seconds after the event was read. It moves there at once if the event is
-    older, by at least `overlap_s` seconds, than the latest event that was read.
+    position moves to an event `overlap_s` seconds after the event was read. The position moves to the event at once if
+    the event is older, by at least `overlap_s` seconds, than the latest event that was read.
     """
 
     def __init__(self, position: int, overlap_s: float) -> None:

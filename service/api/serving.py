@@ -41,7 +41,7 @@ def check_serving(services: Services, sender: Principal, study: JobRecord) -> No
     Call this function in the unit of work that stores the job (`Store.admission`).
 
     Raises Conflict if the team already serves the largest allowed number of studies. Raises Refusal (403) if the team
-    has used up its quota of GPU-hours; users outside the team are not told the numbers.
+    has used up its quota of GPU-hours; users outside the team are not told the quota and its use.
     """
     limits = _check_number(services, sender, study.team)
     if study.team is None:

@@ -38,10 +38,10 @@ class Heartbeat:
     """Sender of a driver's heartbeat, which a separate thread stores every `interval_s` seconds.
 
     A heartbeat has the driver's `progress` (as JSON), the seconds that all attempts have worked on the job, the seconds
-    without progress, and what the driver waits for. The driver makes progress when it stores something with `writer`,
-    or when it calls the method `progressed`. `worked_s` is the number of seconds that earlier attempts worked on the
-    job. `num_gpus` is the number of GPUs that count for the usage of the job's team; 0 counts no usage. `stop_reason`
-    is the reason why the job's search was asked to end early, as of the last heartbeat; None if nobody asked for this.
+    without progress, and what the driver waits for. The driver makes progress when it stores data with `writer`, or
+    when it calls the method `progressed`. `worked_s` is the number of seconds that earlier attempts worked on the job.
+    `num_gpus` is the number of GPUs that count for the usage of the job's team; 0 counts no usage. `stop_reason` is the
+    reason why the job's search was asked to end early, as of the last heartbeat; None if nobody asked for this.
     """
 
     def __init__(

@@ -122,7 +122,7 @@ class Notifier:
         self._thread.join(timeout=30)
 
     def wake(self) -> None:
-        """Make the thread look for something to send at once, instead of at its next regular time."""
+        """Make the thread look for messages to send at once, instead of at its next regular time."""
         loop, waking = self._loop, self._waking
         if loop is not None and waking is not None and not loop.is_closed():
             try:

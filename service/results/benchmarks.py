@@ -420,8 +420,8 @@ def _tests(
 def _is_merge(origin: Origin) -> bool:
     """Whether trials of this origin (source of their recipe) are merges of the search or of the user.
 
-    Such trials are tested against the best baselines. The result is False for baselines, which are the source models
-    and published recipes.
+    Only merges of the search or of the user are tested against the best baselines. The result is False for baselines,
+    which are the source models and published recipes.
     """
     return origin.is_searched or origin is Origin.USER
 

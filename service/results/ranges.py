@@ -53,7 +53,7 @@ def out_of_range(
         values: Values by objective and sample position (index in the order in which samples are scored).
 
     Returns:
-        One warning for each such objective, about its first sample outside the range.
+        One warning for each objective that was found, about the objective's first sample outside the range.
     """
     found = []
     for objective in objectives:

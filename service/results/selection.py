@@ -171,8 +171,8 @@ def candidates(
 
     These are the trials that were scored on all samples of the search; if several trials have the same recipe, only the
     first one is collected. The costs are computed from the values of `objectives`. If `origin` is given, only trials
-    whose recipe comes from there, such as from the search, are collected; trials of source models then still serve as
-    references for the bounds of constraints.
+    with this origin, such as the search, are collected; trials of source models then still serve as references for the
+    bounds of constraints.
     """
     trials = full_budget_trials(trials)
     violation = _violations(trials, objectives)

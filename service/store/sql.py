@@ -1319,7 +1319,7 @@ class Store:
     def engine_faults(self, *, after: int = 0) -> tuple[EngineFaultRecord, ...]:
         """Read the records of the inference engines that have failed a check, with ids above `after`, ordered by id.
 
-        There is one record for each such engine.
+        There is one record for each engine that has failed a check.
         """
         table = schema.engine_faults
         with self._reads.connect() as connection:

@@ -246,7 +246,7 @@ def _differing(what: str, theirs: Mapping[str, Any], ours: Mapping[str, Any]) ->
     """Names of the entries that differ between an earlier study (`theirs`) and the new study (`ours`).
 
     Each name follows the word `what`, as in "model math". A name that only the earlier study has is followed by "(only
-    there)", and a name that only the new study has by "(only here)".
+    there)", and a name that only the new study has is followed by "(only here)".
     """
     lacks = dict.fromkeys(theirs.keys() - ours, " (only there)") | dict.fromkeys(ours.keys() - theirs, " (only here)")
     names = sorted(name for name in theirs.keys() | ours if name in lacks or theirs[name] != ours[name])

@@ -1,6 +1,6 @@
 """Data series of charts, computed by the same functions for the report and the API.
 
-A module here that declares a chart with `@chart` is found automatically.
+A module of this package that declares a chart with `@chart` is found automatically.
 
 - `base`: the `Chart` class and the `@chart` decorator
 - `history`: every finished rung, and the best trial so far

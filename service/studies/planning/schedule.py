@@ -153,7 +153,7 @@ def phases_of(
 
 
 def _rungs(preflight: PreflightResult) -> Iterator[tuple[int, Mapping[str, float], str]]:
-    """Yield, for each rung, the number of trials scored there, the mean new samples of a trial, and the rung's name.
+    """Yield, for each rung, the number of trials scored at it, the mean new samples of a trial, and the rung's name.
 
     A rung is a number of samples at which trials are compared. New samples are samples on which the trial was not
     scored at an earlier rung; their numbers are given by objective. `preflight` is the checked study.

@@ -182,8 +182,8 @@ class PreflightResult:
             start untrained.
         observed: Results of an earlier study that the searcher knows from its first proposal on.
         recipes: Recipes that the study file lists, with their names; they are scored in place of a search.
-        lacks: Reasons why the study does not fit into the memory of the machines. They are kept here only if a plan is
-            to be made; otherwise they are problems.
+        lacks: Reasons why the study does not fit into the memory of the machines. They are in this field only if a plan
+            is to be made; otherwise they are problems.
         dtype: Dtype in which engines compute, on the machines for which the study was checked.
         machines: Groups of machines for which the study was checked.
     """

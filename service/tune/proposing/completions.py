@@ -1,6 +1,6 @@
 """Stored correct completions of the source models, which gradients can use as reference answers.
 
-Such completions are used for objectives for which a lower loss on the task's reference answers does not imply a better
+The completions are used for objectives for which a lower loss on the task's reference answers does not imply a better
 score.
 """
 

@@ -54,9 +54,9 @@ def choice_of(
     A rung is a number of samples at which trials are compared; the full budget is the last rung, which has all samples.
     Returns a request to store the choice, or None if no new choice is due. Below MIN_RESULTS results at the full
     budget, the model learns from all rungs. The first comparison is made when MIN_RESULTS such results are known, and
-    the next whenever their number has doubled. In a comparison, a model is fitted to each of the two choices of
-    results, and predicts results that it was not fitted to. The choice with the larger rank correlation of predictions
-    and results is chosen. If the two correlations are equal, the model learns from all rungs.
+    the next comparison is made whenever their number has doubled. In a comparison, a model is fitted to each of the two
+    choices of results, and predicts results that it was not fitted to. The choice with the larger rank correlation of
+    predictions and results is chosen. If the two correlations are equal, the model learns from all rungs.
 
     - `numbers`, `rows`, `fidelities`, `costs`: trial number, encoded configuration, fidelity (share of the full budget)
       and cost of each result
