@@ -960,9 +960,8 @@ async def get_benchmarks(study: Study, services: Context, request: Request) -> R
 async def add_benchmarks(study: ChangedStudy, services: Context, request: Request, sender: Sender) -> Response:
     """Add benchmarks, which are tasks that the search does not use, to a COMPLETE study, and score trials on them.
 
-    A benchmark of the study may be named again, with the same task and metric: trials that have no result on the
-    benchmark yet, or whose scoring has failed, are then scored on it. Stored samples are not scored again. A study that
-    is not COMPLETE is refused (409).
+    A benchmark of the study may be named again, with the same task and metric, to score it on further trials, or again
+    on trials that failed. Stored samples are not scored again. A study that is not COMPLETE is refused (409).
     """
     is_json = sent_as_json(request.headers, accepted=(*JSON_TYPES, *YAML_TYPES))
     added = parse_benchmarks(parse_document(await read_body(request), "the request's body", is_json=is_json))
