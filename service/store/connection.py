@@ -112,7 +112,8 @@ class Reads:
 def reading(engine: sa.Engine) -> Reads:
     """Make an opener of read-only connections to the database of `engine`.
 
-    All queries of such a transaction see the same state of the database, and never wait for a transaction that writes.
+    Each connection has one transaction: all its queries see the same state of the database, and never wait for a
+    transaction that writes.
     """
     if engine.dialect.name == "sqlite":
         return Reads(engine.execution_options(read_only=True))

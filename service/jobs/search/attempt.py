@@ -554,7 +554,7 @@ def _is_closed(coordinator: Coordinator, close: Callable[[], None]) -> bool:
 
 
 def _check_engines(store: Store, writer: JobWriter, scorer: Scorer) -> None:
-    """Check every running engine of `scorer`: it must give log-probabilities as transformers does for fixed prompts.
+    """Check every running engine of `scorer` with fixed prompts, by the log-probabilities that transformers gives.
 
     A sample counts as checked once its engine has passed a later check. The number of the study's samples that are not
     checked is stored by `writer`.
