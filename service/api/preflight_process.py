@@ -347,8 +347,8 @@ def check_request(content: bytes, noun: str, accept: Accept, context: RequestCon
     it may refer. Raises InvalidStudy with every problem.
 
     The process's limits of memory and processor time are lifted when the checks begin to read the weights of models, or
-    to write merges of other studies that the job names as sources: reading large weights maps all of their files, and
-    how much work this is does not depend on the request alone.
+    to write merges of other studies that the job names as sources. Reading large weights maps all of their files, and
+    takes work that does not depend on the request alone.
     """
     try:
         return accept(parse_document(content, BODY, is_json=is_json), replace(context, lift_limits=lift_limits))

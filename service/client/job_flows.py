@@ -413,8 +413,8 @@ def clone(
 
     Args:
         job: Id of a study, or a document that the server returned for a job of any kind.
-        changes: Changes of the file as a JSON merge patch (RFC 7396): values replace those of the same key, objects
-            are merged, and None removes a key, so that its default holds.
+        changes: Changes of the file as a JSON merge patch (RFC 7396): values replace the values of the same keys,
+            objects are merged, and None removes a key, so that the key's default holds.
         team: Team of the copy; None means the only team for which you may submit jobs.
         sharing: Who may read the copy besides you and administrators: "private", "team" or "all"; None is "team".
 

@@ -229,8 +229,9 @@ def sample_bounds(objectives: Sequence[Objective], samples: Collection[Samples])
     - All values of the objective are in its range: the bounds are this range.
     - A value is outside the range, and every trial has several values: the true bounds are not known, and the objective
       is left out.
-    - A value is outside the range, and a trial has a single value, whose interval needs bounds: they are estimated as
-      the smallest interval that contains the range and all values, extended at both ends by its own length.
+    - A value is outside the range, and a trial has a single value, whose interval needs bounds: the bounds are
+      estimated as the smallest interval that contains the range and all values. This interval is extended at both ends
+      by its own length.
     """
     found = {}
     for objective in objectives:

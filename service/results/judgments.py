@@ -1,7 +1,7 @@
 """Win rates from the judgments of a benchmark's judge, which is a language model.
 
-A completion is judged twice, as the first answer and as the second one, because judges tend to prefer the answer at one
-of the two positions (Zheng et al., 2023, "Judging LLM-as-a-judge with MT-Bench and Chatbot Arena"). The value of a
+A completion is judged twice, as the first and as the second of two answers, because judges tend to prefer the answer at
+one of the two positions (Zheng et al., 2023, "Judging LLM-as-a-judge with MT-Bench and Chatbot Arena"). The value of a
 sample is the mean of both preferences, and the win rate is the mean over samples. Answers of the judge without a
 verdict count as ties. The win rate is AlpacaEval's plain win rate, not its length-controlled win rate. The mean lengths
 of completions are shown in addition.

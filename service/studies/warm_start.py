@@ -1,8 +1,9 @@
 """Warm starts: studies whose searcher uses the results of an earlier study from its first proposal on.
 
 When the new study first runs, the observations that the earlier study has at that time are stored as an artifact of the
-new study, and their origin as one of its documents. Therefore the new study can be resumed even if the earlier study
-has changed or was deleted. The observations are not trials of the new study, and are not among its results.
+new study. The origin of the observations is stored as one of its documents. Therefore the new study can be resumed even
+if the earlier study has changed or was deleted. The observations are not trials of the new study, and are not among its
+results.
 """
 
 from __future__ import annotations

@@ -59,9 +59,9 @@ class Benchmark:
     def most_samples(self) -> int:
         """The largest number of samples of this benchmark that are scored for one trial.
 
-        This is the number of the task's samples, times the number of prompt templates: the original template, and at
-        most `most_queries` changed templates if the benchmark has an attack (a search for the template with the worst
-        metric).
+        This is the number of the task's samples, times the number of prompt templates. Without an attack (a search for
+        the template with the worst metric), only the original template is scored. With an attack, at most
+        `most_queries` changed templates are scored in addition.
         """
         return self.facts.num_samples * (1 + (0 if self.attack is None else self.attack.most_queries))
 

@@ -161,8 +161,8 @@ async def change_user(request: Request, user: UserName, services: Context, sende
     """Disable or enable a user, or change whether the user administers the server.
 
     The last administrator can be neither disabled nor demoted (409). If the body has `identity`, which must be null,
-    the user is unbound from the present identity at the identity provider, so that this identity alone no longer logs
-    in as the user. The next identity that logs in under the user's name is bound to the user.
+    the user is unbound from the present identity at the identity provider. The next identity that logs in under the
+    user's name is bound to the user.
     """
     body = await read_object(request, ChangedUser)
     if "identity" in body.model_fields_set:

@@ -1,8 +1,8 @@
 """Studies whose layer-path policies are initialised with the trained policies of another study.
 
 When the new study first runs, the policies that the other study has at that time are stored as artifacts of the new
-study, and their digests as one of its documents. Therefore the new study can be resumed even if the other study has
-changed or was deleted.
+study. The digests of the policies are stored as one of its documents. Therefore the new study can be resumed even if
+the other study has changed or was deleted.
 """
 
 from __future__ import annotations
