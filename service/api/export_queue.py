@@ -414,7 +414,7 @@ def _export(
             directory,
             dtype=export.dtype,
             alignments_in=alignments_in,
-            has_directories=False,  # the reader's machine has others
+            has_directories=False,  # the reader's machine has other directories
         )
         if artifacts_in is not None:
             ArtifactStore(store, artifacts_in).put(export.study, artifact_name(export.id), directory)

@@ -78,8 +78,8 @@ START_GRACE_S = 300.0
 # Seconds from storing a submission until the cluster knows its Ray Job.
 SUBMISSION_GRACE_S = 5.0
 
-# Drivers in a row that stored no result, after which the job fails. Drivers that found something missing for now, such
-# as a model on an unmounted disk, only delay the next one.
+# Drivers in a row that stored no result, after which the job fails. Drivers that ended because a model or an engine was
+# not available only delay the next driver.
 MAX_CONSECUTIVE_FAILURES = 5
 BACK_OFF_S, MAX_BACK_OFF_S = 2.0, 300.0
 MAX_DOUBLINGS = 20

@@ -52,7 +52,7 @@ POSTGRESQL_SETTINGS = {
 # Seconds after which a connection of the pool is replaced.
 RECYCLE_S = 1800
 
-# The largest number of integers that a query names one by one; beyond it, it reads all between the first and the last.
+# The largest number of integers that a query names one by one. A query for more integers reads the whole range.
 MAX_NAMED = 1001
 
 

@@ -94,7 +94,7 @@ studies = Table(
     Column("heartbeat_at", Float),
     # The driver's progress, for displays; replaced with every heartbeat.
     Column("progress", JSON),
-    # Drivers submitted to the cluster so far, and when the last one was; both 0 for a study run without a server.
+    # Drivers submitted to the cluster so far, and the time of the last submission; 0 for a study without a server.
     Column("submissions", Integer, nullable=False, default=0),
     Column("submitted_at", Float, nullable=False, default=0.0),
     # The attempt at that time: the submitted driver has begun once there is a newer attempt.

@@ -37,8 +37,8 @@ logger = logging.getLogger(__name__)
 SEARCHER_WAIT_S = 5.0
 SEARCHER_SOON_S = 0.03
 
-# Seconds that chunks wait for further trial actors after the last one has started: without a free CPU for another
-# actor, and with one.
+# Seconds that chunks wait for further trial actors after the last actor has started: without a free CPU for another
+# actor, and with a free CPU.
 CPU_WAIT_S = 10.0
 ACTOR_START_S = 60.0
 

@@ -44,7 +44,7 @@ router = APIRouter(tags=["accounts"])
 MAX_ENTRIES = 1000
 DAY_S = 86_400.0
 
-# Senders who may manage accounts: those of the whole server, or what their own rights allow.
+# Senders who may manage all accounts of the server (Admin), or the accounts that their own rights allow (Manager).
 Manager = Annotated[Principal, needs(Scope.ADMIN)]
 Admin = Annotated[Principal, needs(Scope.ADMIN, is_for_admins=True)]
 

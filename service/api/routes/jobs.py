@@ -366,7 +366,7 @@ def _document(services: Services, sender: Principal, job: JobRecord, kind: JobKi
 
 def _shown(services: Services, sender: Principal, job: JobRecord, kind: JobKind) -> Response:
     document = _document(services, sender, job, kind)
-    # The tag is that of edits, not of the progress.
+    # The tag changes with every edit of the job, not with its progress.
     return Json(document, headers={"ETag": _tag(document["version"]), "Cache-Control": "no-store"})
 
 

@@ -83,7 +83,7 @@ def fit(spec: FinetuneSpec, directory: Path, access: FileAccess | None, side_by_
 
     resources = cluster()
     has_gpus = trains_on_gpus(spec.workers, resources, spec.device)
-    # Cores that replicas and other trainings leave free; if there are none, each worker waits for one.
+    # Cores that replicas and other trainings leave free. Without free cores, each worker waits for a core.
     free = min(int(ray.available_resources().get("CPU", 0)), int(resources.get("CPU", 0)) // side_by_side)
     trainer = TorchTrainer(
         _in_worker,

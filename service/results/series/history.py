@@ -29,7 +29,7 @@ class HistoryPoint:
     samples: Annotated[int, Field(description="Samples of each objective at that rung.")]
     value: float
     is_full: Annotated[bool, Field(description="Whether this is the trial's value at full budget.")]
-    # Samples of the objective that has the most; `samples` is of the one that has the fewest.
+    # Samples of the objective with the most samples; `samples` is for the objective with the fewest samples.
     most_samples: Annotated[int, Field(exclude=True)]
 
 

@@ -129,7 +129,7 @@ def plan_of(
     number = used if profile.gpus else placement.nodes
     gpu_hours = Bounds(hours.least * number, hours.most * number)
     cost = None if profile.price is None else Bounds(gpu_hours.least * profile.price, gpu_hours.most * profile.price)
-    every = placement.lacks or lacks  # those of preflight are of the same memory, without the parts
+    every = placement.lacks or lacks  # preflight's reasons are about the same memory, without the parts
     chart = chart_values(study, profile, placement, sources_bytes=facts.bank_bytes)
     return StudyPlan(profile, dtype, facts, placement, phases, hours, gpu_hours, cost, every, chart)
 

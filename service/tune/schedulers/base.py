@@ -170,14 +170,14 @@ class RungTable(ABC):
         self._is_stopped = False
         self._num_proposed = 0
         self._num_finished = 0
-        self._num_ended = 0  # how many trials have ended, up to the first one that has not
+        self._num_ended = 0  # trials that have ended, up to the first trial that has not ended
         self._runnable: set[int] = set()
         self._waiting: set[int] = set()
         # The results that the newest proposal may use.
         self._visible: list[tuple[int, int]] = []
         self._failed: list[int] = []
-        self._num_known = 0  # how many trials have a visible first result, up to the first one that has none
-        self._num_seen = 0  # how many trials have visible results only, up to the first one that has others
+        self._num_known = 0  # trials with a visible first result, up to the first trial without one
+        self._num_seen = 0  # trials whose results are all visible, up to the first other trial
 
     # -- what a scheduler decides ---------------------------------------------------------------------------------
 

@@ -78,7 +78,7 @@ class RacingTable(RungTable):
         return next((rival.number for rival in rivals if is_behind(rival.number)), None)
 
     def _decide_for(self, entry: Entry) -> tuple[Decision, ...]:
-        # When a search is resumed, results come in another order: those of rivals after those of the trials they stop.
+        # When a search is resumed, the results of rivals come after the results of the trials that they stop.
         decisions: list[Decision] = []
         for number in sorted(self._waiting):
             if not self._are_known(number):

@@ -37,7 +37,7 @@ class GridSearcher:
 
     first_levels: int = 5  # values of a number: the ends of its range, and evenly between
     finer: int = 4  # how often the distance between values is halved when a grid is exhausted
-    max_points: int = 5_000  # size up to which all combinations of a grid are listed; those of a larger one are drawn
+    max_points: int = 5_000  # a grid of this size is listed whole; of a larger grid, points are drawn
 
     def advance(self, context: ProposalContext) -> dict[str, Any]:
         known, rng = context.known_configurations(), context.generator()
