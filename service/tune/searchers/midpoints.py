@@ -21,8 +21,8 @@ from service.tune.searchers.history import by_trial, violation
 
 __all__ = ["midpoint"]
 
-# Largest numbers of trials that are paired (the least crowded trials), so that proposals stay fast: in general, and with
-# at least MANY_OBJECTIVES objectives, for which hypervolumes take long.
+# Largest numbers of trials that are paired (the least crowded trials), so that proposals stay fast: in general, and
+# with at least MANY_OBJECTIVES objectives, for which hypervolumes take long.
 MAX_PARENTS, MAX_PARENTS_OF_MANY, MANY_OBJECTIVES = 64, 12, 6
 
 
