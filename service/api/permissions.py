@@ -1,8 +1,8 @@
 """Access rules of routes: the scope that a token or session needs, and the right on the object that the request names.
 
 Every route depends on exactly one dependency of this module, which has the route's `Rule`. The application refuses to
-start if a route has none (`check_rules`), and the test of all routes and senders derives the expected statuses from
-the rules.
+start if a route has no such dependency (`check_rules`), and the test of all routes and senders derives the expected
+statuses from the rules.
 """
 
 from __future__ import annotations
@@ -123,7 +123,8 @@ class Guard:
     async def identify(self, credential: Credential, address: str) -> Principal:
         """Find the sender of a request, and count the request against the sender's limit.
 
-        `credential` is the token or the session's cookie of the request, and `address` is its network address.
+        `credential` is the token or the session's cookie of the request, and `address` is the network address of the
+        sender.
 
         Raises:
             Unauthorized: The server has accounts, and the token or session is missing or not valid.
@@ -144,8 +145,8 @@ class Guard:
     async def renewed(self, sender: Principal, credential: Credential) -> Principal | None:
         """Return `sender` with its current rights; called repeatedly while a long response, such as a stream, is sent.
 
-        `credential` is the token or cookie of the request. Returns None if it is no longer valid. While the database
-        does not answer, `sender` is returned unchanged.
+        `credential` is the token or cookie of the request. Returns None if the token or cookie is no longer valid.
+        While the database does not answer, `sender` is returned unchanged.
         """
         try:
             if not await self.authenticator.needs_token():
@@ -306,8 +307,8 @@ def needs_throughout(scope: Scope) -> Any:
 def open_to_all() -> Any:
     """Make the FastAPI dependency of a route that everybody may use without a token.
 
-    Every route must have a dependency that declares who may use it. This one declares that everybody may, and checks
-    nothing.
+    Every route must have a dependency that declares who may use it. This dependency declares that everybody may use the
+    route, and checks nothing.
     """
 
     async def nothing() -> None:
@@ -391,7 +392,7 @@ def declares(rule: Rule, check: Callable[..., Any]) -> Any:
 
     An access rule says what the sender of a request needs: a scope of the token, a right, or to be an administrator.
     This function only records the rule, which tests and the start of the server read: `check` itself must refuse
-    senders who do not meet it. The result of `check` is the value of the dependency.
+    senders who do not meet the rule. The result of `check` is the value of the dependency.
     """
     return _declared(rule, check)
 

@@ -138,10 +138,10 @@ class Preflight(Protocol):
     ) -> FoundModels:
         """Find models in the directories that jobs of the account `reader` may read.
 
-        `under` is a directory to search in place of these, `text` is a text that models must have, and `limit` is the
-        largest number of models. `client` names the sender, so that many requests of one client do not delay other
-        clients' requests. Raises InvalidQuery if `under` cannot be searched, and Unavailable if no search is possible
-        at the moment.
+        `under` is a directory to search in place of these directories, `text` is a text that models must have, and
+        `limit` is the largest number of models. `client` names the sender, so that many requests of one client do not
+        delay other clients' requests. Raises InvalidQuery if `under` cannot be searched, and Unavailable if no search
+        is possible at the moment.
         """
 
     async def engine_dtype(self, document: Mapping[str, Any], *, client: str = "") -> str:
@@ -256,7 +256,7 @@ class PreflightProcess:
 
         A user may refer to other jobs only by their ids, because the user's rights on another job are checked by its
         id. Therefore the checked job may not name paths in the data directory, where the files of other jobs are. If
-        `reader` is None, the job may name them.
+        `reader` is None, the job may name these paths.
         """
         context = self._context
         if reader is None:

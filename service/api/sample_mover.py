@@ -25,7 +25,8 @@ async def move_old_samples(store: Store) -> None:
     """Convert all samples in `store` from the form of earlier versions to the form of this version.
 
     The samples of one recipe (merge) are converted at a time, with pauses in which other processes can write to the
-    database. The function returns when no old sample is left. If the database does not answer, it tries again.
+    database. The function returns when no old sample is left. If the database does not answer, the function tries
+    again.
     """
     number = 0
     while True:

@@ -299,7 +299,7 @@ def _order(
 def _fair(group: Iterable[Entry], teams: Mapping[str | None, TeamState], used: dict[str | None, float]) -> list[Entry]:
     """Order waiting jobs of equal priority so that each team gets GPU-hours in proportion to its weight.
 
-    The next job is always the oldest one of the team with the fewest used GPU-hours for its weight. `group` has the
+    The next job is always the oldest job of the team with the fewest used GPU-hours for its weight. `group` has the
     jobs, `teams` has the weights, and `used` has the GPU-hours of each team. As soon as a job is ordered, the minimum
     of GPU-hours that a running job counts for is added to its team's hours in `used`.
     """

@@ -154,8 +154,8 @@ class QueueState:
 def submission_id(job: JobRecord, number: int) -> str:
     """Id of the Ray Job that runs one of the drivers (processes that work on a job) of `job`.
 
-    `number` counts the job's drivers from 1. The id is always the same for a driver, so that Ray refuses to start it
-    twice.
+    `number` counts the job's drivers from 1. The id is always the same for a driver, so that Ray refuses to start the
+    same driver twice.
     """
     return f"{job.first_name or job.name}-{job.id[:8]}-{number}"
 
@@ -449,7 +449,8 @@ class RayCluster:
         """Connect to the Ray cluster, and return the reason why it cannot be used; None if it can be used.
 
         `is_leader` says whether this server is the leader: the only one of the servers with the same database that
-        starts Ray. If the leader runs a Ray cluster of its own, and this cluster does not run, it is started first.
+        starts Ray. If the leader runs a Ray cluster of its own, and this cluster does not run, the cluster is started
+        first.
         """
         if self._host is not None and (reason := self._host.not_ready(may_start=is_leader)) is not None:
             self._disconnect(reason)

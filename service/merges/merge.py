@@ -57,7 +57,7 @@ class PlannedModel:
     """Model that takes part in a planned merge.
 
     `alias` is the model's name in the merge, and `role` is "base" or "expert". `licence` is the licence that the model
-    card states, or None if it states none. `fingerprint` is a hash of the model's files.
+    card states, or None if the card states no licence. `fingerprint` is a hash of the model's files.
     """
 
     alias: str

@@ -78,8 +78,8 @@ def aliases_of(models: tuple[str, ...]) -> dict[str, str]:
 def tokenizer_of(configuration: MergekitConfig, aliases: Mapping[str, str]) -> str:
     """Vocabulary that a mergekit configuration states for the merged model: "base", "union", or a model's alias.
 
-    If the configuration states none, it is "base". `aliases` has the alias of each model by its name in the
-    configuration.
+    If the configuration states no vocabulary, the result is "base". `aliases` has the alias of each model by its name
+    in the configuration.
     """
     source = configuration.tokenizer_source
     if source is None or source in ("base", "union", configuration.base):

@@ -41,8 +41,8 @@ class ChunkTimes:
     def add(self, chunks: Iterable[EvidenceRecord]) -> None:
         """Count the times and sizes of further chunks (the samples of one request to an engine) in the totals.
 
-        `chunks` has one database row for each chunk, in the order of the rows' ids. All must be new, because a chunk
-        that is added twice counts twice.
+        `chunks` has one database row for each chunk, in the order of the rows' ids. All chunks must be new, because a
+        chunk that is added twice counts twice.
         """
         for row in chunks:
             self._replicas.add(row.replica)

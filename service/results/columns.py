@@ -137,7 +137,7 @@ def write_columns(columns: Columns, file: Path) -> None:
 
 
 def _one_type(values: Sequence[Any]) -> list[Any]:
-    """Convert the values of a column to text if they have several types; otherwise they are not changed.
+    """Convert the values of a column to text if they have several types; otherwise the values are not changed.
 
     Integers and floats count as one type. None stays None.
     """

@@ -119,7 +119,7 @@ def importance_columns(
 
 
 def importances(columns: Columns, objective: str, direction: str) -> dict[str, float]:
-    """Compute the importance of each parameter by PED-ANOVA, the most important first; they sum to 1.
+    """Compute the importance of each parameter by PED-ANOVA, the most important first; importances sum to 1.
 
     `columns` is a result of `importance_columns`, and `direction` is "minimize" or "maximize". The function takes
     seconds and imports Optuna, so a server calls it in a process of its own. If no parameter has an influence, all

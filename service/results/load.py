@@ -417,9 +417,9 @@ def _warnings(
 ) -> tuple[OutOfRange, ...]:
     """Collect warnings about samples outside their objective's range, sorted by trial, objective and kind of data.
 
-    `stored` are the events in which drivers have stored warnings. Because earlier versions stored none, warnings are
-    also made from the samples on search and holdout data that `stage` has loaded. The result has at most one warning
-    for each trial, objective and kind of data.
+    `stored` are the events in which drivers have stored warnings. Because earlier versions stored no warnings, warnings
+    are also made from the samples on search and holdout data that `stage` has loaded. The result has at most one
+    warning for each trial, objective and kind of data.
     """
     found = [OutOfRange.from_json(event.payload) for event in stored]
     for split, scored in ((Split.SEARCH, stage.inputs.search), (Split.HOLDOUT, stage.inputs.holdout)):

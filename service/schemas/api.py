@@ -551,7 +551,8 @@ class SampleCountsDocument(TypedDict):
     """Numbers of samples that two trials have both scored, by whether each trial is right.
 
     A trial is right on a sample if it has the best value of the metric's range. `samples` counts all samples. `a_only`
-    counts samples on which only the first trial is right, and `b_only` samples on which only the second trial is right.
+    counts samples on which only the first trial is right, and `b_only` counts samples on which only the second trial is
+    right.
     """
 
     samples: int

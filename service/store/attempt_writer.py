@@ -378,7 +378,7 @@ class JobWriter:
         """Store a JSON document of the job under `name`, such as "verification".
 
         The document "verification", for example, compares stored samples with samples that transformers scored again.
-        The document replaces an earlier one of the same name. An event with `name` as its kind is added.
+        The document replaces an earlier document of the same name. An event with `name` as its kind is added.
         """
         table = schema.documents
         with self._transaction() as connection:
@@ -496,8 +496,8 @@ def insert_event(connection: sa.Connection, job_id: str, kind: str, payload: Map
 def _lock_faults(connection: sa.Connection) -> None:
     """Make transactions that store faults of inference engines wait for each other.
 
-    Faults therefore become visible in the order of their ids, and a reader that remembers the last id misses none. On
-    SQLite nothing needs to be done, because only one transaction writes at a time.
+    Faults therefore become visible in the order of their ids, and a reader that remembers the last id misses no fault.
+    On SQLite nothing needs to be done, because only one transaction writes at a time.
     """
     if connection.dialect.name == "postgresql":
         connection.execute(sa.text("LOCK TABLE engine_faults IN SHARE ROW EXCLUSIVE MODE"))

@@ -174,8 +174,8 @@ class Store:
     def _is_open(self) -> bool:
         """Try to open the database, and create or migrate its tables; return whether the database answered.
 
-        If it does not answer, the result is False in a store that waits for its database, and the caller tries again.
-        Any other store raises DatabaseUnavailable. Raises Conflict if the database cannot be used.
+        If the database does not answer, the result is False in a store that waits for its database, and the caller
+        tries again. Any other store raises DatabaseUnavailable. Raises Conflict if the database cannot be used.
         """
         try:
             upgrade(self._engine)
@@ -474,7 +474,7 @@ class Store:
         """Begin a drain of the servers of this database if `drained` is True, else end it.
 
         During a drain, in which servers can be stopped for maintenance, they accept no jobs and start no drivers (the
-        processes that work on jobs). After the call that begins it, no further driver begins, and
+        processes that work on jobs). After the call that begins the drain, no further driver begins, and
         `JobRecord.has_driver` is True for every job on which a driver still works.
         """
         with transaction(self._engine) as connection:
@@ -1064,7 +1064,7 @@ class Store:
         """Read the results of the rungs that some trials of a study have finished, by trial number.
 
         A rung is one of the increasing numbers of samples on which trials are compared. `trials` are the numbers of the
-        trials. If there are many of them, the result may also have other trials with numbers in the same range.
+        trials. If there are many numbers, the result may also have other trials with numbers in the same range.
         """
         table = schema.rungs
         where = (table.c.study == study_id) & one_of(table.c.trial, trials)

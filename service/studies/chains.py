@@ -263,7 +263,7 @@ def _name(recipe: Recipe, dtype: str) -> str:
 def _dtype_in(place: str) -> str:
     """Read the dtype of an exported source (a merge of another study) from the name of its directory or URL.
 
-    An exported source is a merge of another study. Its dtype may differ from the dtype of this machine's engines.
+    This dtype may differ from the dtype of this machine's engines.
     """
     return place.rpartition("-")[2]
 

@@ -210,7 +210,7 @@ class AskAndTell:
         """Whether the study's limit of samples allows the refinement of one trial, which takes `num_samples` samples.
 
         The refinement is a gradient descent on the trial's coefficients, after the search. The result is None as long
-        as it depends on running evaluations, which may still use up the limit.
+        as the answer depends on running evaluations, which may still use up the limit.
         """
         return self._limit.admits_refinement(num_samples)
 

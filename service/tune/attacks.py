@@ -36,7 +36,7 @@ class _Running:
     """A running prompt attack on one recipe: a search for the prompt template with the worst metric.
 
     `steps` is the search, a generator that yields templates and receives their mean scores. `names` has, for each
-    template whose score it waits for, the name under which the template's samples are stored.
+    template whose score the search waits for, the name under which the template's samples are stored.
     """
 
     steps: Search

@@ -1,7 +1,7 @@
 """The constraints of a study while its search runs: whether trials satisfy them, rung by rung.
 
 For a bound relative to a source model, trial and source are compared on the samples of the rung. The source's values at
-every rung are known once the source has been scored in full. Nothing is proposed before that, so that no decision
+every rung are known once the source has been scored in full. No trial is proposed before that, so that no decision
 depends on the order of results.
 """
 
@@ -64,7 +64,7 @@ class Feasibility:
         return tuple(excess / widths[constraint.objective] for constraint, excess in found.items())
 
     def violation(self, number: int, rung: int) -> float:
-        """Total violation of constraints by trial `number` at a rung; 0 if all hold.
+        """Total violation of constraints by trial `number` at a rung; 0 if all constraints hold.
 
         A rung is a number of samples at which trials are compared. The trial must have a result at the rung, which is
         given by its index.

@@ -143,7 +143,7 @@ class _Raised:
 
 
 class _EvaluationSource(_NotPickled, Searcher):
-    """A search algorithm for Tune that gives it the coordinator's evaluations, at most `concurrency` at a time.
+    """A search algorithm for Tune that gives Tune the coordinator's evaluations, at most `concurrency` at a time.
 
     `interrupt` says whether the run must end after Ctrl-C. `raised` keeps an error of the coordinator, because Tune
     would raise a different error.
@@ -320,8 +320,8 @@ class _ChunkScheduler(_NotPickled, FIFOScheduler):
 class _IdleActors:
     """Rule by which a Tune `controller` assigns idle trial actors to trials; trials without an actor come first.
 
-    A trial whose own actor is still starting gets an idle actor only if one has been idle for IDLE_S seconds. After
-    this time either no new trial needs the idle actor, or the starting actor has no CPU to start on.
+    A trial whose own actor is still starting gets an idle actor only if that actor has been idle for IDLE_S seconds.
+    After this time either no new trial needs the idle actor, or the starting actor has no CPU to start on.
     """
 
     def __init__(self, controller: Any) -> None:

@@ -68,8 +68,8 @@ class Trials(Mapping[int, TrialRecord]):
         """Add the timings and the number of samples of one stored request to the totals of trial `number`.
 
         `timings_s` has the seconds that each part of scoring took, by the part's name, such as "swap" (writing the
-        merge into the engine). `num_scored` is the number of samples if they are search data; for other data it is
-        None.
+        merge into the engine). `num_scored` is the number of samples if they are search data; it is None for other
+        data.
         """
         self._trials[number] = self._trials[number].after_chunk(timings_s, num_scored)
 

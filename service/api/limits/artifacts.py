@@ -37,8 +37,8 @@ class MeasuredArtifacts:
 class ArtifactQuota:
     """Limit on the total size in bytes of the artifacts of all jobs.
 
-    Artifacts are the models and policies that jobs have trained and stored. The limit is `quota_bytes`. If it is None,
-    the limit is a tenth of the disk, and artifacts in an object store have no limit.
+    Artifacts are the models and policies that jobs have trained and stored. The limit is `quota_bytes`. If
+    `quota_bytes` is None, the limit is a tenth of the disk, and artifacts in an object store have no limit.
     """
 
     def __init__(self, store: Store, artifacts: ArtifactStore, quota_bytes: int | None = None) -> None:

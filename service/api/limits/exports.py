@@ -17,8 +17,8 @@ class ExportLimits:
     """Limits on the age and the total size of exports (merged models that are kept for download).
 
     An export is removed `lifetime_s` seconds after it was written. While all exports together take more than
-    `quota_bytes`, the oldest is removed. If `quota_bytes` is None, the limit is a tenth of the disk, and exports in an
-    object store have no limit of size.
+    `quota_bytes`, the oldest export is removed. If `quota_bytes` is None, the limit is a tenth of the disk, and exports
+    in an object store have no limit of size.
     """
 
     lifetime_s: float = 7 * DAY_S

@@ -29,7 +29,7 @@ class _Buckets:
         self._left: dict[str, tuple[float, float]] = {}  # requests left, and when
 
     def wait_s(self, sender: str, *, per_s: float, burst: float) -> float:
-        """Count a request of `sender`. Returns 0.0 if it is accepted, else the seconds until a request is accepted.
+        """Count a request of `sender`. Returns 0.0 if accepted, else the seconds until a request is accepted.
 
         A sender may send `per_s` requests a second in the long run, and `burst` requests at once.
         """
@@ -81,7 +81,7 @@ class TeamRates:
         self._buckets = _Buckets(clock)
 
     def wait_s(self, team: str, per_minute: int) -> float:
-        """Count a request of `team`. Returns 0.0 if it is accepted, else the seconds until a request is accepted.
+        """Count a request of `team`. Returns 0.0 if accepted, else the seconds until a request is accepted.
 
         A team may send `per_minute` requests a minute in the long run, and `per_minute` requests at once.
         """

@@ -67,7 +67,7 @@ class DashboardProxy:
     def roots(self, authority: str) -> tuple[str, ...]:
         """Possible addresses of the dashboard for the browser of the current request; each ends with a slash.
 
-        The first address is below `authority`, the value of the request's header Host. The second one is below the
+        The first address is below `authority`, the value of the request's header Host. The second address is below the
         server's public URL, if this is known.
         """
         own = authority + below_root("/ray/")

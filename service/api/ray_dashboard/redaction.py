@@ -1,7 +1,7 @@
 """Removal of secrets from answers of Ray's dashboard: environment variables, command lines, arguments of processes.
 
 Ray itself removes the values of environment variables only if a request seems to be from a browser, and if no operator
-has switched this off. This module always removes them, and more.
+has switched this off. This module always removes these values, and also command lines and arguments.
 """
 
 from __future__ import annotations

@@ -413,8 +413,8 @@ async def create_token(request: Request, services: Context, sender: Manager) -> 
 def _own_token(token_id: TokenId, services: Context, sender: Checked) -> TokenRecord:
     """Return the token in a request's path, after checking that the sender may revoke this token.
 
-    Only the token's user and administrators of the server may. Raises Refusal with status 404 if the token does not
-    exist, or if it belongs to another user and the sender is no administrator.
+    Only the token's user and administrators of the server may revoke it. Raises Refusal with status 404 if the token
+    does not exist, or if it belongs to another user and the sender is no administrator.
     """
     try:
         record = services.accounts.token(token_id)

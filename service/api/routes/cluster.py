@@ -85,8 +85,8 @@ class ClusterDocument(TypedDict):
 def get_cluster(services: Context) -> Response:
     """Show the nodes of the Ray cluster and the use of their resources, the server's disk, and versions of the parts.
 
-    On a server with accounts only administrators may read it. The versions are the versions of the packages in the
-    server's process.
+    On a server with accounts only administrators may read these data. The versions are the versions of the packages in
+    the server's process.
     """
     nodes, problem = _nodes(services)
     disk = shutil.disk_usage(existing(services.data_dir))

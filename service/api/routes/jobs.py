@@ -54,8 +54,8 @@ IdempotencyKey = Annotated[
 class SharedJob(BaseModel):
     """Body of the request that changes a job's team and its readers (`sharing`).
 
-    Without the key `team`, the job stays in its team. With `team` null, it belongs to no team; only an administrator of
-    the server may send this for a job that is in a team.
+    Without the key `team`, the job stays in its team. With `team` null, the job belongs to no team; only an
+    administrator of the server may take a job out of its team in this way.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -590,7 +590,7 @@ def _place(sender: Principal, team: str | None, sharing: Sharing | None) -> _Pla
 
     The team is the given `team` or, if it is None, the only team for which the sender may submit jobs. `sharing` says
     who may read the job; None means its team. Raises InvalidRequest if the sender may submit jobs for several teams and
-    names none, or may not submit jobs for `team`.
+    names no team, or may not submit jobs for `team`.
     """
     account = sender.account
     if account is None:

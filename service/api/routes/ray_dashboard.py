@@ -36,8 +36,8 @@ async def without_slash() -> Response:
 async def get_ray_dashboard(request: Request, services: Context, path: DashboardPath) -> Response:
     """Ray's dashboard; only administrators may see it, or with --open-dashboard every user.
 
-    Only requests by which the dashboard's page gets data are forwarded (403 for others). Values of environment
-    variables and arguments of commands are replaced by `<redacted>`.
+    Only requests by which the dashboard's page gets data are forwarded; other requests are refused (403). Values of
+    environment variables and arguments of commands are replaced by `<redacted>`.
     """
     return await _forwarded(request, services, f"/{path}")
 

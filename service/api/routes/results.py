@@ -370,7 +370,7 @@ async def list_samples(
     """List the samples of a trial, or of two trials side by side: prompts, references, completions and values.
 
     A trial has a sample right if its value is the best of the metric's range. `only` selects the samples that are
-    listed, but `counts` and `difference` are always over all samples that both trials have. A page ends before `limit`
+    listed, but `counts` and `difference` always refer to all samples that both trials have. A page ends before `limit`
     if its texts are long (4 MiB); the link `next` leads to the following samples.
     """
     if only is not None and against is None:

@@ -38,7 +38,7 @@ ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 def accept(document: Mapping[str, Any], context: RequestContext) -> Accepted:
     """Check the `document` of a submitted fine-tuning as far as possible without the weights of its base model.
 
-    `context` says which files it may read. Raises InvalidStudy with every problem.
+    `context` says which files the fine-tuning may read. Raises InvalidStudy with every problem.
     """
     pipeline = parse_pipeline(document)
     check_server_paths(pipeline)

@@ -157,8 +157,9 @@ def _results(
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Call `train` for each of `aliases`, and yield (alias, result) as soon as a call ends.
 
-    At most `count` calls run at a time. With `count` 1, they run in the caller's thread, otherwise in separate threads.
-    After an error no other call is started, and the error is raised when the running calls have ended.
+    At most `count` calls run at a time. With `count` 1, the calls run in the caller's thread; otherwise, they run in
+    separate threads. After an error no other call is started, and the error is raised when the running calls have
+    ended.
     """
     if count == 1:
         for alias in aliases:
@@ -230,7 +231,7 @@ def _differences(before: FinetuneSpec, spec: FinetuneSpec) -> list[str]:
     """Names of the sections in which two specifications of an expert differ although they must be equal.
 
     `before` is the specification with which the training of the expert began, and `spec` is the present specification.
-    The options in CHANGEABLE may change while an expert is trained, so differences in these are left out.
+    The options in CHANGEABLE may change while an expert is trained, so differences in these options are left out.
     """
     one, other = _settled(before), _settled(spec)
     return [name for name in one if one[name] != other[name]]

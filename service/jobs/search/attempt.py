@@ -317,7 +317,8 @@ def described_recipes(
 def _keep_facts(store: Store, writer: JobWriter, benchmarks: Sequence[Benchmark]) -> None:
     """Store the task, data and metric of each of the `benchmarks`, so that later changes of a benchmark are noticed.
 
-    `writer` stores them. Raises StudyFailed if a benchmark of the same name is stored with another task or other data.
+    `writer` stores these facts. Raises StudyFailed if a benchmark of the same name is stored with another task or other
+    data.
     """
     stored = {facts.name: facts for facts in read_benchmarks(store.document(writer.job_id, BENCHMARKS))}
     for benchmark in benchmarks:

@@ -166,7 +166,7 @@ def prepared_in(
 def read_run(directory: Path) -> Iterator[tuple[Store, JobRecord]]:
     """Open the database in a directory of `mergesearch run`, and yield the database and its study.
 
-    The directory may be in use by a run. Raises NotFound if it holds no study.
+    The directory may be in use by a run. Raises NotFound if the directory holds no study.
     """
     if not (directory / DATABASE).is_file():
         raise NotFound(f"{directory}: no run here (no {DATABASE}); give the directory that `mergesearch run` was given")

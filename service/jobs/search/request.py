@@ -50,8 +50,8 @@ def read_study(document: Mapping[str, Any], context: RequestContext) -> Study:
 def accept(document: Mapping[str, Any], context: RequestContext) -> Accepted:
     """Check a submitted study without downloading weights, and return it in its stored form.
 
-    `document` is the study file, and `context` says which files and other studies it may read. Raises InvalidStudy with
-    every problem.
+    `document` is the study file, and `context` says which files and other studies the study may read. Raises
+    InvalidStudy with every problem.
     """
     study = read_study(document, context)
     preflight = prepared(

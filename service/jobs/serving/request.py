@@ -93,7 +93,7 @@ def accepted_for(study: JobRecord, request: ServingRequest, sender: Account | No
 
 
 def check_number(store: Store, *, team: str | None, limit: int | None, sender: Account | None, number: int = 1) -> None:
-    """Check that `number` more studies may be served: for the team `team` or, if it is None, for the user `sender`.
+    """Check that `number` more studies may be served: for the team `team` or, if this is None, for the user `sender`.
 
     Raises Conflict if the team or the user would serve more than `limit` studies (None: no limit). The error message
     names the served studies that `sender` may read.

@@ -1,8 +1,8 @@
 """Charts as plain HTML and SVG strings, without scripts or external files.
 
-Horizontal positions are percentages and vertical ones pixels, so a chart fills the available width while its text keeps
-its size. Colours are CSS classes and variables, so that the style sheet handles light and dark mode. Marks have a
-title, which browsers show as a tooltip.
+Horizontal positions are percentages and vertical positions are pixels, so a chart fills the available width while its
+text keeps its size. Colours are CSS classes and variables, so that the style sheet handles light and dark mode. Marks
+have a title, which browsers show as a tooltip.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def nice_scale(values: Iterable[float], *, count: int = 5, bounds: tuple[float, 
     """Choose an axis scale with about `count` ticks at round values that contains all `values`.
 
     The step between ticks is 1, 2 or 5 times a power of ten. The scale does not reach beyond `bounds`, unless values
-    do. Without values it runs from 0 to 1.
+    lie beyond them. Without values, the scale runs from 0 to 1.
     """
     finite = [value for value in values if math.isfinite(value)] or [0.0, 1.0]
     low, high = min(finite), max(finite)

@@ -182,7 +182,7 @@ def plan_memory(
     - `gradients_on`: the device of the gradient actor; None if the study computes no gradients
     - `max_layers`: the largest number of layers of a merge if merges may have any number of layers, else 0
     - `aligns`: whether merges may have alignments (matrices that map the output of one model's layer to the input of
-      another model's), which take memory of their own
+      another model's layer), which take memory of their own
     """
     replicas = math.ceil(study.engine.replicas / sum(group.most for group in machines))
     plans = [

@@ -143,7 +143,8 @@ class StudyBudget:
 def refinement_of(study: Study, infos: Mapping[str, TaskInfo]) -> RefinementPlan | None:
     """Plan the refinement of a study, which learns coefficients of the trials on the Pareto front after the search.
 
-    `infos` has facts about each objective's task, such as its number of samples. None if the study has no refinement.
+    `infos` has facts about each objective's task, such as its number of samples. Returns None if the study has no
+    refinement.
     """
     if study.search.refinement is None:
         return None

@@ -66,7 +66,7 @@ class SearcherState:
         return self._last_answer
 
     def propose_next(self) -> StepRequest | dict[str, Any]:
-        """The configuration of the trial after the last proposed one, or a request for a computation before it.
+        """The configuration of the trial after the last proposal, or a request for a step that is needed first.
 
         The proposal uses the same results as the last proposal. The configuration proposed last counts as pending
         (proposed, without a result). If the last call returned a request instead of a configuration, the same request

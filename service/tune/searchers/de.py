@@ -54,8 +54,8 @@ class DifferentialEvolution:
     def _members(self, trials: Sequence[Observation]) -> dict[int, Observation]:
         """The members of the population after all `trials`, by their index in the population.
 
-        Trial n competes for the index n modulo `population_size`. Trial n replaces the member at this index if it is at
-        least as good. An index stays without a member until a trial for it has succeeded.
+        Trial n competes for the index n modulo `population_size`. Trial n replaces the member at this index if trial n
+        is at least as good. An index stays without a member until a trial for it has succeeded.
         """
         members: dict[int, Observation] = {}
         for trial in trials:

@@ -61,7 +61,7 @@ def archive(
     """The configurations with the largest outcomes, without duplicates: at most `size`, the best first.
 
     `outcomes` has one number for each configuration, into which its objective values are combined; larger is better. If
-    configurations have equal outcomes, the earlier one comes first.
+    configurations have equal outcomes, the earlier configuration comes first.
     """
     found: dict[frozenset[Any], Mapping[str, Any]] = {}
     for index in np.argsort(-outcomes, kind="stable"):

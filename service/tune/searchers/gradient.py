@@ -94,9 +94,9 @@ class GradientSearcher:
     def _start(self, context: ProposalContext, number: int) -> Point:
         """The point where gradient descent `number` starts: the end of an earlier descent with a similar vector.
 
-        There is a descent for each preference vector (weights of the objectives). The earlier descent is the one with
-        the nearest preference vector among those that have not failed, according to the stored gradients in `context`.
-        If there is no such descent, the start is at the defaults of the parameters.
+        There is a descent for each preference vector (weights of the objectives). The earlier descent is the descent
+        with the nearest preference vector among the descents that have not failed, according to the stored gradients in
+        `context`. If there is no such descent, the start is at the defaults of the parameters.
         """
         parameters, steps = context.parameters, context.steps
         if done := _steps_of(number, steps):
