@@ -59,7 +59,7 @@ async def in_thread(
 def in_threads_of(
     work: Work,
 ) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Awaitable[Result]]]:
-    """Decorator that lets a route, which is a plain function, run in a thread for `work` instead of one for reads."""
+    """Decorator that lets a route (a plain function) run in a thread for `work` instead of a thread for reads."""
 
     def decorate(function: Callable[Parameters, Result]) -> Callable[Parameters, Awaitable[Result]]:
         @functools.wraps(function)

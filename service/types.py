@@ -96,7 +96,7 @@ class Origin(StrEnum):
 
     @property
     def is_searched(self) -> bool:
-        """Whether a trial results from the search: proposed by the searcher, or refined from such a trial."""
+        """Whether the search found the trial: the searcher proposed it, or it was refined from a proposed trial."""
         return self in (Origin.SEARCH, Origin.REFINED)
 
     @property

@@ -95,7 +95,7 @@ class WorkerProcess:
         self._running()
 
     def stop(self) -> None:
-        """Kill the process; the running call and all later ones raise ProcessDied."""
+        """Kill the process; the running call and all later calls raise ProcessDied."""
         with self._starting:
             self._is_stopped = True
             if self._process is not None:

@@ -304,7 +304,7 @@ class PreflightProcess:
 
 
 def default_access(data_dir: Path) -> FileAccess:
-    """Files that jobs may read by default: those in `data_dir`, the working directory and the hub's cache directory."""
+    """Files that jobs may read by default: files in `data_dir`, the working directory and the hub's cache directory."""
     return FileAccess(tuple(map(str, (data_dir.resolve(), Path.cwd(), hub_cache()))))
 
 
@@ -363,7 +363,7 @@ def check_request(content: bytes, noun: str, accept: Accept, context: RequestCon
 
 
 def search_models(access: FileAccess | None, **options: Any) -> FoundModels:
-    """Find models by `workers.models.listing.find_models`; raise InvalidQuery if its `under` cannot be searched."""
+    """Find models by `workers.models.listing.find_models`; raise InvalidQuery if `under` cannot be searched."""
     try:
         return find_models(access, **options)
     except (PermissionError, NotADirectoryError) as error:

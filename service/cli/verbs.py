@@ -581,7 +581,7 @@ def _export_quantised(options: argparse.Namespace, trial: str, chosen: Any) -> N
 
 
 def _push(options: argparse.Namespace) -> None:
-    """Upload the exported model to the hub if the command says so, and print where it is."""
+    """Upload the exported model to the hub if the option `--push` is given, and print the URL."""
     if options.push is None:
         return
     try:

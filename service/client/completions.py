@@ -1,4 +1,4 @@
-"""Requests for completions by served studies, and the parser of their streams; neither uses the network itself."""
+"""Requests for completions by served studies, and the parser of their streams, without use of the network."""
 
 from __future__ import annotations
 

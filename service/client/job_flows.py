@@ -192,7 +192,7 @@ def overview(url: str) -> Flow[str]:
 
 
 def _known(kind: JobKind, *, sort: str | None = None, limit: int | None = None) -> Flow[list[JobDocument]]:
-    """List the jobs of a kind; the result is empty if the server's version is too old to know this kind of job."""
+    """List the jobs of a kind; the result is empty if the server's version does not know this kind of job."""
     try:
         return (yield from jobs(kind.name, sort=sort, limit=limit))
     except RequestRefused as error:

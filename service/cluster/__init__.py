@@ -6,8 +6,8 @@
 - `dashboard`: the address of Ray's dashboard, and the token that the server sends to it
 - `job_client`: Ray's client of jobs, with a limit on how long a request may take
 - `node_calls`: calls of functions on a node of the cluster
-- `nodes`: the nodes of the cluster, with what is used of each
-- `queue`: chooses which jobs run, and says what the others wait for
+- `nodes`: the nodes of the cluster, with the use of their resources
+- `queue`: chooses which jobs run, and says what the other jobs wait for
 - `repeats`: a limit on log messages that are repeated
 - `reconciler`: keeps a driver running for every unfinished job
 """

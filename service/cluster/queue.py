@@ -104,7 +104,7 @@ class TeamState:
     usage: TeamUsage = field(default_factory=TeamUsage)
 
     def used_up(self) -> Shortage | None:
-        """Return the team's quota of GPU-hours as a shortage if it is used up; None if it is not, or does not exist."""
+        """Return the team's quota of GPU-hours as a shortage if it is used up, else None."""
         limit, used = self.limits.gpu_hours, self.usage.month
         return None if limit is None or used < limit else Shortage("gpu_hours", limit, used, 0)
 
@@ -257,7 +257,7 @@ class _Books:
         return self._teams.get(team, TeamState()).used_up()
 
     def shortage(self, entry: Entry) -> Shortage | None:
-        """Find a quota that the team of the job `entry` would exceed if the job ran too; None if it exceeds none."""
+        """Find a quota that the team of the job `entry` would exceed if the job ran too; None if there is none."""
         if (found := self.used_up(entry.team)) is not None:
             return found
         limits = self._teams.get(entry.team, TeamState()).limits

@@ -88,7 +88,7 @@ class MergePlan:
     - `merges`: table rows with the columns layers, component, method, sources and coefficients
     - `num_layers`, `num_parameters`, `dtype`: layers, parameters and dtype of the merged model
     - `digest`: the hash of the recipe
-    - `disk_bytes`: the disk space that the merge needs, and that is free
+    - `disk_bytes`: the disk space that the merge needs, and the free disk space
     - `is_done`: whether the complete merged model exists already
     - `warnings`: lines about keys of the file that have no effect
     """

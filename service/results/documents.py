@@ -317,7 +317,7 @@ def pareto(run: RunRecord) -> ParetoDocument:
 
 
 def objective_document(objective: Objective) -> ObjectiveDocument:
-    """Build the JSON document that describes an objective; it has no range or constraints if the objective has none."""
+    """Build the JSON document that describes an objective, including its range and its constraints (if any)."""
     document: ObjectiveDocument = {
         "name": objective.name,
         "direction": objective.direction,

@@ -645,7 +645,7 @@ class JobProgressDocument(TypedDict):
 
 
 class JobReferenceDocument(TypedDict):
-    """Job that a reader of a stream may read from now on (`added`) or no longer (`removed`), or that was deleted."""
+    """Job that a stream's reader may read from now on (`added`) or may no longer read (`removed`), or a deleted job."""
 
     job: str
 

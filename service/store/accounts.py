@@ -89,7 +89,7 @@ class AccountStore:
     # -- users -----------------------------------------------------------------------------------------------------
 
     def has_users(self) -> bool:
-        """Whether the database has a user; as soon as it has one, requests to the server need a token."""
+        """Whether the database has a user; if there is a user, requests to the server need a token."""
         with self._reads.connect() as connection:
             return _has_rows(connection, schema.users)
 

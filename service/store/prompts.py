@@ -24,7 +24,7 @@ ROW_SAMPLES = 50
 
 @dataclass(frozen=True)
 class SampleText:
-    """The prompt of a sample, and its right answer (`reference`); None if the task has no right answer as text."""
+    """The prompt and the right answer (`reference`) of a sample; `reference` is None if the task has no such text."""
 
     prompt: str
     reference: str | None

@@ -1332,7 +1332,7 @@ class Store:
             return int(connection.execute(sa.select(sa.func.count()).select_from(schema.engine_faults)).scalar_one())
 
     def void_samples(self, study_id: str) -> tuple[VoidSample, ...]:
-        """Read a study's void samples: those that must be scored again, because their engine later failed a check."""
+        """Read a study's void samples, which must be scored again because their engine later failed a check."""
         with self._reads.connect() as connection:
             return read_void_samples(connection, study_id)
 

@@ -23,7 +23,7 @@ class Evaluation:
     - `split`: the kind of data: search data, holdout data or benchmarks
     - `rung`: on search data, the index of the rung (a number of samples at which trials are compared); on holdout data
       0; on benchmarks the position in `Plan.benchmarks`
-    - `chunks`: the samples in groups; each chunk is one request to an engine, and is stored before the next one
+    - `chunks`: the samples in groups; each chunk is one request to an engine, and is stored before the next chunk
     - `crashes`: the largest number of engines that have crashed with the same chunk
     - `is_again`: whether the samples are scored again, because the engine that scored them failed a check; the trial's
       rungs then do not change

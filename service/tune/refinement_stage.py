@@ -218,7 +218,7 @@ class RefinementStage:
         return False
 
     def _next(self) -> int | None:
-        """The index of the next layer path (sequence of layers) to refine, or None if all are refined."""
+        """The index of the next layer path (sequence of layers) to refine, or None if all paths are refined."""
         if self._is_stopped:
             return None
         for index in range(len(self._paths or ())):

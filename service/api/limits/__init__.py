@@ -1,4 +1,4 @@
-"""Limits on requests: their origin and number, how many are checked at once, and the disk space of their results.
+"""Limits on the origin and number of requests, on simultaneous checks, and on the disk space of results.
 
 - `origin`: refuses requests for another server, or from a web page of another server
 - `csrf`: refuses requests of sessions that pages of other servers may have sent

@@ -1,4 +1,4 @@
-"""Fair queue: clients take turns, so that a client with many requests does not delay the others."""
+"""Fair queue: clients take turns, so that a client with many requests does not delay the other clients."""
 
 from __future__ import annotations
 

@@ -21,11 +21,11 @@ __all__ = ["FORWARDED", "Target", "Treatment", "is_shown_entry", "is_shown_log",
 class Treatment(StrEnum):
     """Way in which the server passes on an answer of Ray's dashboard to a user.
 
-    - PAGE: it is sent with the security policy of the dashboard's page
-    - FILE: it is sent as it is, and browsers may keep it
-    - DATA: it is JSON, from which secrets are removed
-    - LOG: it is the log of a job or of a worker, which is sent while it arrives
-    - LOG_LIST: it is JSON with the names of logs, from which the names of logs that may not be read are removed
+    - PAGE: the answer is sent with the security policy of the dashboard's page
+    - FILE: the answer is sent unchanged, and browsers may keep it
+    - DATA: the answer is JSON, from which secrets are removed
+    - LOG: the answer is the log of a job or of a worker, which is sent while it arrives
+    - LOG_LIST: the answer is JSON with the names of logs, from which the names of logs that may not be read are removed
     """
 
     PAGE = "page"

@@ -47,7 +47,7 @@ OFFSET = Query(description="Number of events to leave out at the beginning of a 
 
 @dataclass(frozen=True)
 class _Page:
-    """Selection of a job's events for a list: their kinds (None for all), their order, and how many are skipped."""
+    """Selection of a job's events for a list: kinds (None for all), order, and the number of events to skip."""
 
     kinds: Sequence[str] | None
     newest_first: bool

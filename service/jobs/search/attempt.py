@@ -362,7 +362,7 @@ def _keep_prompts(store: Store, writer: JobWriter, plan: Plan, scorer: Scorer, *
 
 
 def _texts(scorer: Scorer, task: TaskSpec, count: int) -> list[SampleText]:
-    """Read the texts of the first `count` samples of a task, of TEXTS_PER_CALL samples at a time."""
+    """Read the texts of the first `count` samples of a task, TEXTS_PER_CALL samples at a time."""
     found: list[SampleText] = []
     for start in range(0, count, TEXTS_PER_CALL):
         part = scorer.sample_texts(task, start, min(start + TEXTS_PER_CALL, count))

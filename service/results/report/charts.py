@@ -236,7 +236,7 @@ class _Text:
 
 
 def _tick_texts(scale: Scale, y: float) -> list[str]:
-    """Draw the texts of a horizontal axis; if there are many, every second one is not shown on narrow screens."""
+    """Draw the texts of a horizontal axis; if there are many, every second text is not shown on narrow screens."""
     thins = len(scale.ticks) > MAX_NARROW_TICKS
     parts = []
     for index, tick in enumerate(scale.ticks):
@@ -247,7 +247,7 @@ def _tick_texts(scale: Scale, y: float) -> list[str]:
 
 
 def _cut(name: str, longest: int) -> Markup:
-    """Content of an SVG text: the name, or its beginning and end if it is longer, with the whole name as tooltip."""
+    """Content of an SVG text: the name or, if it is too long, its beginning and end, with the whole name as tooltip."""
     if len(name) <= longest:
         return escape(name)
     end = longest // 3

@@ -33,5 +33,5 @@ SHAPES: dict[Origin, Shape] = {
 
 
 def evenly(items: Sequence[T], limit: int) -> list[T]:
-    """Choose `limit` of the items at equal distances, or all items if there are no more than `limit`."""
+    """Choose `limit` of the items at equal distances, or all items if there are at most `limit` items."""
     return list(items) if len(items) <= limit else [items[i * len(items) // limit] for i in range(limit)]

@@ -156,7 +156,7 @@ def gradient_gpu_bytes(study: Study, sources: ResolvedFamily, place: GradientPla
 
 
 def _bytes_on_gpu(sources: ResolvedFamily, value_bytes: int, max_layers: int, place: GradientPlace) -> int:
-    """Bytes of memory that each GPU needs if several share the layers of the model; the GPU that needs most counts."""
+    """Largest number of bytes of memory that a GPU needs if several GPUs share the layers of the model."""
     settings = dict(sources.base.settings)
     return max(
         held + activation_bytes(settings, place.tokens, value_bytes, recomputes=place.recomputes, layers=max(1, layers))

@@ -393,7 +393,7 @@ class PreflightResult:
         return sum(numbers.get(choice, 1) if isinstance(choice, str) else 1 for choice in benchmark.trials)
 
     def within_limit(self, num_samples: int) -> int:
-        """Return `num_samples`, or the limit of samples in the study file if that is smaller."""
+        """Return `num_samples`, or the study file's limit of samples if this limit is smaller."""
         limit = self.study.limits.max_samples
         return num_samples if limit is None else min(num_samples, limit)
 

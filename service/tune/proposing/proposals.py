@@ -1,4 +1,4 @@
-"""The driver's side of proposals: the results that they may use, and the interface that computes them."""
+"""The driver's side of proposals: the results that a proposal may use, and the interface that computes proposals."""
 
 from __future__ import annotations
 

@@ -131,8 +131,8 @@ class RayProposer:
 
         - the trial number of `call` follows the number of the last proposal
         - the observations of `call` are the observations of the last proposal
-        - the pending configurations of `call` are the pending configurations of the last proposal, and the last
-          proposal
+        - the pending configurations of `call` are the pending configurations of the last proposal, followed by the
+          configuration that was proposed last
         """
         last = self._call
         pending = (*last["pending"], self._answered)

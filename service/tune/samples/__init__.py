@@ -1,4 +1,4 @@
-"""Scored samples of one study: the known samples, and the checks before new ones are stored.
+"""Scored samples of one study: the known samples, and the checks before new samples are stored.
 
 - `scored_chunks`: checks and stores the results of engines
 - `sample_cache`: the samples that are scored, and the estimates of a rung

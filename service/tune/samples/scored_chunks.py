@@ -116,6 +116,6 @@ class ScoredChunks:
         return self._plan.objectives
 
     def are_complete(self, evaluation: Evaluation) -> bool:
-        """Whether all samples of the evaluation are stored, and none of them is to be scored again."""
+        """Whether all samples of the evaluation are stored, and no sample must be scored again."""
         digest, split = evaluation.recipe.digest, evaluation.split
         return not self._rescoring.has_void(digest, split) and not self._samples.missing(digest, evaluation.rung, split)

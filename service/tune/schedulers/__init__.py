@@ -4,7 +4,7 @@
 - `successive_halving`: Hyperband, ASHA, and one rung without promotion
 - `racing`: comparisons with the best trials on the same samples
 - `ranking`: the order of promotion within a rung
-- `bound`: whether a trial is behind another one, with a known error rate
+- `bound`: whether a trial is behind another trial, with a known error rate
 """
 
 from __future__ import annotations

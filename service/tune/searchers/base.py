@@ -93,7 +93,7 @@ class SearchSetting:
 
     @property
     def vectors(self) -> tuple[tuple[float, ...], ...]:
-        """The study's preference vectors (weights of the objectives); without any, one vector of equal weights."""
+        """The study's preference vectors (weights of the objectives); by default, one vector of equal weights."""
         return self.preferences or (equal_preference(len(self.objectives)),)
 
     def first_in_batch(self, number: int) -> int:
@@ -198,7 +198,7 @@ class LearningSearcher(Searcher, Protocol):
         ...
 
     def learned_from(self, context: ProposalContext, /, *, iteration: int) -> Sequence[Observation] | None:
-        """The results in `context` that the policy update of `iteration` learns from; None while some are missing."""
+        """The results in `context` from which the policy update of `iteration` learns; None if a result is missing."""
         ...
 
     def num_policies(self, setting: SearchSetting) -> int:

@@ -10,7 +10,7 @@ __all__ = ["SEARCHER", "RandomSearcher"]
 
 
 class RandomSearcher:
-    """Searcher by random draws, which avoids known configurations and ignores their results."""
+    """Searcher by random draws, which avoids known configurations and ignores results."""
 
     def advance(self, context: ProposalContext) -> dict[str, Any]:
         return context.sample_unseen(context.generator())
