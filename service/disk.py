@@ -147,7 +147,7 @@ def existing(directory: Path) -> Path:
 
 
 def lack_of_space(directory: Path, num_bytes: int) -> str | None:
-    """Reason why a merged model of `num_bytes` does not fit on the disk of `directory`; None if it fits.
+    """Reason why a merged model of `num_bytes` does not fit on the disk of `directory`; None if the model fits.
 
     The model fits if 64 MiB (MARGIN_BYTES) remain free after it is written. If `directory` is a file, or a directory
     with content, nothing is written there, and the result is None. Another function then checks whether the content is

@@ -272,7 +272,7 @@ def _public_hosts(notifications: NotificationSettings | None) -> tuple[str, ...]
 
 
 def _is_loopback(host: str) -> bool:
-    """Whether only programs of this machine can reach the address `host`. Raises Conflict if it is no address."""
+    """Whether only programs of this machine can reach the address `host`. Raises Conflict if `host` is no address."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (socket.gaierror, UnicodeError) as error:

@@ -261,7 +261,8 @@ class TrialResult:
     - `bracket`: index of the trial's bracket (a ladder of rungs, as in Hyperband). None for trials that are evaluated
       only at the full budget, such as baselines.
     - `reason`: why the trial ended as PRUNED or FAIL.
-    - `invalid`: reason why a user marked the trial as invalid; nothing selects an invalid trial. None if it is valid.
+    - `invalid`: reason why a user marked the trial as invalid; nothing selects an invalid trial. None if the trial is
+      valid.
     - `rival`: number of the rival, the trial against which a scheduler has stopped this trial. Under racing, the rival
       was ahead; under other schedulers, it is the last trial that the rung promoted, in the order of promotion. None
       for trials that were not stopped, and for trials that early versions stopped.
@@ -622,7 +623,7 @@ class JobRecord:
     - `request_digest`: hash of the body of the request that created the job; None if no request created the job.
     - `progressed_at`: time at which the driver last made progress.
     - `patience_s`: seconds without progress after which the driver counts as hung; None if not known.
-    - `waiting_for`: text that says what the driver waits for; None if it does not wait.
+    - `waiting_for`: text that says what the driver waits for; None if the driver does not wait.
     - `owner`: name of the user who created the job; None if the server had no accounts at that time.
     - `team`: name of the team that the job belongs to; None for a job of its owner alone.
     - `sharing`: who may read the job besides its owner and administrators.
@@ -638,7 +639,7 @@ class JobRecord:
     - `yields_after`: value of `attempt` when the driver was asked to make room for another job, or because the quota of
       its team is used up. None if no driver was asked.
     - `moved_before`: id of the job before which an administrator moved this job while it waits, or "" for the front of
-      the queue; None if it was not moved. `moved_at` is the time of the move.
+      the queue; None if the job was not moved. `moved_at` is the time of the move.
     - `traceparent`: place in its trace of the request that created the job, as in the header of this name; None if the
       request was not traced.
     """
@@ -846,7 +847,7 @@ class ExportRecord:
     """Record of an export: the merged model of a trial in the dtype `dtype`, which a user requested for download.
 
     `study` is the id of the study, and `trial` is the number of the trial. `reason` says why the model could not be
-    written; None if it was written, or is not written yet.
+    written; None if the model was written, or is not written yet.
     """
 
     id: str

@@ -114,7 +114,7 @@ class Exports:
         return f"{self._store.job(record.study).name}-trial-{record.trial}"
 
     def files(self, record: ExportRecord) -> Mapping[str, StoredFile] | None:
-        """Files of the merged model of an export, by file name; None if they are not written yet or were removed."""
+        """Files of an export's merged model, by file name; None if the files are not written yet or were removed."""
         if self._artifacts is None:
             directory = self.directory(record)
             return {file.name: StoredFile.of(file) for file in directory.iterdir()} if directory.is_dir() else None
@@ -160,7 +160,7 @@ class Exports:
         """Delete an export (a merged model for download) and its files.
 
         `note` is called in the transaction of the deletion. Raises NotFound if the export does not exist, and Conflict
-        if it is being written or downloaded.
+        if the export is being written or downloaded.
         """
         await in_thread(Work.WRITE, self._delete, (record,), note=note)
 
@@ -402,7 +402,7 @@ def _export(
 
     `url` is the URL of the database. `alignments_in` is the directory or the object store with the alignments (maps
     between layers of different models) of the export's study. `artifacts_in` is the URL of the object store to which
-    the finished model is moved; None if it stays in `directory`.
+    the finished model is moved; None if the model stays in `directory`.
     """
     store = Store(url)
     try:

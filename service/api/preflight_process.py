@@ -130,7 +130,7 @@ class Preflight(Protocol):
 
         `stored` is the server's record of the study, and `recipe` is the document of the recipe. `client` names the
         sender, so that many requests of one client do not delay other clients' requests. Raises InvalidStudy with every
-        reason why there is no such file, and Unavailable if it cannot be computed at the moment.
+        reason why there is no such file, and Unavailable if the file cannot be computed at the moment.
         """
 
     async def find_models(

@@ -21,7 +21,7 @@ async def clean_regularly(cleaner: Cleaner, *, is_leader: Callable[[], bool], ro
     """Remove the data of ended jobs that `cleaner` selects, every `round_s` seconds. Never returns.
 
     Nothing is removed while `is_leader` returns False: one of the servers that share the database, the leader, cleans
-    for all.
+    for all servers.
     """
     while True:
         try:

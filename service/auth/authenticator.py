@@ -168,7 +168,7 @@ class Authenticator:
         return found
 
     async def authenticate_session(self, secret: str) -> Authenticated | None:
-        """Find the user of the browser session whose cookie has the value `secret`; None if it is not valid."""
+        """Find the user of the browser session whose cookie is `secret`; None if the session is not valid."""
         found = await self._sessions.find(digest_of(secret))
         if found is not None:
             self._used_sessions.add(found.id)

@@ -294,7 +294,7 @@ def team_roles(claims: Mapping[str, Any], settings: OidcSettings) -> dict[str, R
 
 
 def next_problem(path: str, *, below: str) -> str | None:
-    """Reason why a browser may not be sent to `path` after a login; None if it may be sent there.
+    """Reason why a browser may not be sent to `path` after a login; None if the browser may be sent there.
 
     `path` must be a path of this server, because a page of another server could imitate this one. `path` must also be
     below the path `below`; "" is the root.

@@ -117,7 +117,7 @@ class Provider:
     async def _client(self) -> Any:
         """Authlib's client of the identity provider, with the provider's metadata, such as its addresses and keys.
 
-        The metadata are read again after an hour. Raises ProviderUnavailable if they do not fit the settings.
+        The metadata are read again after an hour. Raises ProviderUnavailable if the metadata do not fit the settings.
         """
         if self._app is None or time.monotonic() - self._read_at > METADATA_S:
             app = _new_client(self._settings, self._timeout_s)

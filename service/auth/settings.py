@@ -56,7 +56,7 @@ class OidcSettings:
     - `groups_claim`: the claim that lists the user's groups; None if logins change no memberships of teams
     - `teams`: the roles in teams that the members of groups get
     - `creates_users`: whether a user who logs in for the first time is added to the server
-    - `public_url`: the URL under which browsers reach the server; None if it is taken from each request
+    - `public_url`: the URL under which browsers reach the server; None if the server takes the URL from each request
     """
 
     issuer: str
@@ -96,7 +96,7 @@ def oidc_settings(
         groups_claim: Claim that lists the user's groups; None if logins change no memberships of teams.
         teams: Roles in teams that the members of groups get.
         creates_users: Whether a user who logs in for the first time is added to the server.
-        public_url: URL under which browsers reach the server; None if it is taken from each request.
+        public_url: URL under which browsers reach the server; None if the server takes the URL from each request.
         environment: Environment variables. The variable with the client secret is removed, so that programs that this
             process starts do not get the secret.
 

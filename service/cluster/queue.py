@@ -116,7 +116,7 @@ class Shortage:
     - `quota`: name of the quota in `TeamLimits`
     - `limit`: value of the quota
     - `used`: amount that the team's jobs use already
-    - `needed`: further amount that the job needs; 0 if it is not known beforehand, as for GPU-hours
+    - `needed`: further amount that the job needs; 0 if this amount is not known beforehand, as for GPU-hours
     """
 
     quota: str
@@ -231,9 +231,9 @@ def estimated_starts(choice: Choice, ends: Mapping[str, float | None]) -> dict[s
     """Estimate when waiting jobs will get a place (the right to run), in seconds since the epoch.
 
     `choice` has the waiting jobs in the order of the queue. `ends` has the expected end of each running job, by the
-    job's id; None if it is not known. The first job that waits for a place gets the place that becomes free first, and
-    so on. The running times of waiting jobs are not known. Therefore a waiting job has an estimate only if it will get
-    the place of a running job with a known end; the result leaves the other waiting jobs out.
+    job's id; None if the end is not known. The first job that waits for a place gets the place that becomes free first,
+    and so on. The running times of waiting jobs are not known. Therefore a waiting job has an estimate only if it will
+    get the place of a running job with a known end; the result leaves the other waiting jobs out.
     """
     free_at = sorted(end for job, end in ends.items() if end is not None and job not in choice.yielding)
     for_place = [job for job, waiting in choice.waiting.items() if waiting.reason is Reason.PLACE]

@@ -1,9 +1,9 @@
 """Reconciler: keeps a driver running for every unfinished job. A driver runs as a Ray Job.
 
-A thread of the server restarts Ray if the server runs its own, submits a driver for every job that needs one, and
-replaces lost drivers. It relies only on SQL (results and heartbeats) and on the states of Ray Jobs that the cluster
-reports, so it may be killed at any moment. Drivers are submitted over HTTP: the server itself is not a Ray driver and
-survives the cluster.
+A thread of the server restarts Ray if the server runs its own Ray cluster, submits a driver for every job that needs
+one, and replaces lost drivers. It relies only on SQL (results and heartbeats) and on the states of Ray Jobs that the
+cluster reports, so it may be killed at any moment. Drivers are submitted over HTTP: the server itself is not a Ray
+driver and survives the cluster.
 """
 
 from __future__ import annotations
@@ -446,7 +446,7 @@ class RayCluster:
             self._lose(error)
 
     def _connect(self, is_leader: bool) -> str | None:
-        """Connect to the Ray cluster, and return the reason why it cannot be used; None if it can be used.
+        """Connect to the Ray cluster, and return the reason why it cannot be used; None if the cluster can be used.
 
         `is_leader` says whether this server is the leader: the only one of the servers with the same database that
         starts Ray. If the leader runs a Ray cluster of its own, and this cluster does not run, the cluster is started

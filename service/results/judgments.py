@@ -40,7 +40,7 @@ class Judged:
             It is 0.5 without decisions. A share far from 0.5 means that the judge prefers a position.
         num_without_verdict: Number of the judge's answers without a verdict.
         models: Names of the models that judged, as the endpoint reported them.
-        problem: Reason why the values are not reported; None if they are reported.
+        problem: Reason why the values are not reported; None if the values are reported.
     """
 
     values: NDArray[np.float64]

@@ -239,10 +239,10 @@ class RunReader:
 def held_out_estimates(
     store: Store, study_id: str, trial: int, *, trials: Sequence[TrialResult], objectives: Sequence[Objective]
 ) -> dict[str, Estimate] | None:
-    """Read the estimates of trial number `trial` on holdout data, by objective; None if it was not scored there.
+    """Read the estimates of trial number `trial` on holdout data, by objective.
 
     `study_id` is the id of the study in `store`. `trials` and `objectives` are all trials and all objectives of this
-    study.
+    study. Returns None if the trial was not scored on holdout data.
     """
     failures = store.events(study_id, kinds=(EventKind.HOLDOUT_FAILED,))
     file = Study.model_validate(store.job(study_id).document)

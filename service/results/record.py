@@ -33,8 +33,8 @@ class EngineFigures:
             kept.
         swap_s: Seconds of each recipe swap, which computes a merge and writes it into the engine.
         score_s: Seconds in which engines scored samples of the search, added up over engines.
-        busy_fraction: Share of the search's wall-clock in which an engine was scoring or swapping; None if it was not
-            measured.
+        busy_fraction: Share of the search's wall-clock in which an engine was scoring or swapping; None if this share
+            was not measured.
         samples_not_checked: Number of samples that were scored after the last canary that their engine passed; None
             before the study has ended.
         skipped: Reasons why canaries could not be run at the end of the study.
@@ -116,7 +116,8 @@ class RunRecord:
         steering: Requests to pause, resume, stop or cancel the study, each with its time in seconds since the epoch.
         max_samples: Limit of samples of the search; None if the search has no limit.
         samples_per_second: Samples that the search scored per second; None if nothing was scored.
-        removed_responses: When responses and tokens of the samples were removed; None if they are stored.
+        removed_responses: When responses and tokens of the samples were removed; None if responses and tokens are still
+            stored.
         tokens_per_second: Tokens that each recipe's merge generated per second on holdout data, by recipe digest.
     """
 

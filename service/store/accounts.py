@@ -226,7 +226,7 @@ class AccountStore:
         return team
 
     def remove_team(self, name: str, *, actor: Actor) -> None:
-        """Remove a team. Raises NotFound if there is no such team, and Conflict if it has jobs.
+        """Remove a team. Raises NotFound if there is no such team, and Conflict if the team has jobs.
 
         `actor` is who removes the team, for the audit log.
         """

@@ -166,7 +166,7 @@ class ArtifactStore:
 
     @property
     def remote(self) -> str | None:
-        """URL of the object store in which this store keeps its files; None if it keeps them in a directory."""
+        """URL of the object store in which this store keeps its files; None if the files are in a directory."""
         return self._blobs.remote
 
     def content(self, digest: str) -> bytes:

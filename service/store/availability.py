@@ -75,7 +75,7 @@ class Availability:
         return engine.execution_options(**{AVAILABILITY: self})
 
     def problem(self) -> str | None:
-        """Message that says since when and why the database does not answer; None if it answered when last used."""
+        """Message that says since when and why the database does not answer; None if it answered the last call."""
         with self._lock:
             if self._since is None:
                 return None

@@ -51,7 +51,7 @@ class BlobStore(Protocol):
 
     @property
     def remote(self) -> str | None:
-        """URL of the object store with the files; None if they are in a directory."""
+        """URL of the object store with the files; None if the files are in a directory."""
 
     def add(self, file: Path) -> tuple[str, int]:
         """Copy a file to the store, and return its digest (the sha256 of its content) and its size in bytes.
@@ -81,7 +81,7 @@ class BlobStore(Protocol):
         """Size in bytes of the disk that holds the files; None for an object store, whose size has no limit."""
 
     def check(self) -> None:
-        """Check that files can be stored, listed, read and deleted in this store. Raises OSError if they cannot."""
+        """Check that files can be stored, listed, read and deleted in this store. Raises OSError otherwise."""
 
     def storing(self) -> AbstractContextManager[None]:
         """Context in which a process may store files before the database rows that name them.
@@ -125,7 +125,8 @@ class StoredFile:
 def open_blobs(location: str | Path) -> BlobStore:
     """Return the content-addressed store of files at `location`.
 
-    `location` is a directory, a file URL, or the URL of an object store. Raises Conflict if it is none of these.
+    `location` is a directory, a file URL, or the URL of an object store. Raises Conflict if `location` has another
+    form.
     """
     text = str(location)
     if is_object_url(text):

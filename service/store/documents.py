@@ -176,7 +176,7 @@ def read_attacks(document: Any) -> tuple[AttackResult, ...]:
 
 
 def read_benchmarks(document: Any) -> tuple[BenchmarkFacts, ...]:
-    """Read the descriptions of a study's benchmarks from their stored JSON `document`; empty if it is None."""
+    """Read the descriptions of a study's benchmarks from their stored JSON `document`; empty if `document` is None."""
     return () if document is None else TypeAdapter(tuple[BenchmarkFacts, ...]).validate_python(document)
 
 

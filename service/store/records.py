@@ -142,8 +142,8 @@ class JudgmentRecord:
         recipe_digest: Digest of the recipe (merge) whose completion was judged.
         position: Index of the sample in the order in which the benchmark's samples are scored.
         is_swapped: Whether the completion was the second answer in the judge's prompt, after the reference answer.
-        preference: 1 if the completion is better than the reference answer, 0 if it is worse, 0.5 for a tie; None if
-            the judge's answer has no verdict.
+        preference: 1 if the completion is better than the reference answer, 0 if the completion is worse, 0.5 for a
+            tie; None if the judge's answer has no verdict.
         model: Name of the judge's model, as the endpoint reported it.
         prompt_digest: The sha256 of the judge's prompt.
         answer: The judge's whole answer.

@@ -119,8 +119,8 @@ def pack_texts(samples: Sequence[SampleResult]) -> bytes:
 def _unpack_texts(packed: bytes | None, count: int) -> list[tuple[str, list[list[int]] | None]]:
     """Unpack the texts of `count` samples to pairs: the sample's response, and the token ids of each completion.
 
-    `packed` is a result of `pack_texts`. The token ids are None if they were not stored. If `packed` is None, the texts
-    were deleted: each response is "", and the token ids are None.
+    `packed` is a result of `pack_texts`. The token ids are None if no token ids were stored. If `packed` is None, the
+    texts were deleted: each response is "", and the token ids are None.
     """
     if packed is None:
         return [("", None)] * count

@@ -226,7 +226,7 @@ class Store:
         return other
 
     def problem(self) -> str | None:
-        """Message for users that says since when the database does not answer; None if it answered when last used."""
+        """Message for users that says since when the database does not answer; None if it answered the last call."""
         return availability_of(self._engine).problem()
 
     def now(self) -> float:
@@ -956,7 +956,7 @@ class Store:
             connection.execute(sa.delete(schema.exports).where(schema.exports.c.id == export_id))
 
     def export(self, export_id: str) -> ExportRecord:
-        """Read the export (a merged model for download) with the given id. Raises NotFound if it does not exist."""
+        """Read the export (a merged model for download) with the id `export_id`. Raises NotFound for an unknown id."""
         found = self._exports(schema.exports.c.id == export_id)
         if not found:
             raise NotFound(f"export {export_id!r}: no such export")
@@ -1466,7 +1466,7 @@ class Store:
         return found[0], found[1]
 
     def document(self, job_id: str, name: str) -> Any | None:
-        """Read the JSON document stored for a job under `name`, such as "contamination"; None if it is not stored."""
+        """Read the JSON document of a job by `name`, such as "contamination"; None if there is no such document."""
         table = schema.documents
         with self._reads.connect() as connection:
             return connection.execute(

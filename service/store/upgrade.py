@@ -27,7 +27,7 @@ ADVISORY_LOCK = 0x6D657267
 
 @dataclass(frozen=True)
 class _Marks:
-    """Two numbers that may state the version of a database's schema; each is None if it is not stored.
+    """Two numbers that may state the version of a database's schema; a number that is not stored is None.
 
     `revision` is Alembic's revision. `version` is a number in the table `schema_version`, which earlier versions of the
     program wrote before they used Alembic.

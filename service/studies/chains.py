@@ -307,10 +307,10 @@ def _along_path(
 
     A layer path is the sequence of the layers of the source models that a merge consists of. `source` names the trial,
     and `open_study` opens the trial's study. The models are written to `places`. If `study` is resumed, `before` has
-    the records of the exported sources that were stored when it was created; otherwise `before` is None. Models that
-    were exported before are not written again. `note` receives lines of progress. Returns the exported models by alias.
-    Experts that are merges of other studies are left out. Raises NotFound if the trial does not exist, Conflict if its
-    path cannot be used, and InvalidModel or InvalidStudy if models cannot be read or merged.
+    the records of the exported sources that were stored when the study was created; otherwise `before` is None. Models
+    that were exported before are not written again. `note` receives lines of progress. Returns the exported models by
+    alias. Experts that are merges of other studies are left out. Raises NotFound if the trial does not exist, Conflict
+    if its path cannot be used, and InvalidModel or InvalidStudy if models cannot be read or merged.
     """
     experts = {alias: place for alias, place in study.models.experts.items() if isinstance(place, str)}
     written = {} if before is None else {alias: before.chained[alias] for alias in (BASE, *experts)}

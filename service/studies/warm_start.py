@@ -93,7 +93,8 @@ def _read(artifacts: ArtifactStore, study_id: str, start: WarmStart) -> tuple[Ob
 
     The results are an artifact, in `artifacts`, of the study `study_id`. `start` has the digest that the stored file
     must have. The earlier trials have negative numbers, so that they come before the trials of this study. Raises
-    NotFound if no results are stored, and Conflict if they differ from the results with which the study began.
+    NotFound if no results are stored, and Conflict if the stored results differ from the results with which the study
+    began.
     """
     record = artifacts.get(study_id, ARTIFACT)
     if record.digest != start.digest:

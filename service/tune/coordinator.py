@@ -130,7 +130,7 @@ class Coordinator:
 
     @property
     def end_of_search(self) -> str | None:
-        """The reason why the search ended before its planned number of trials; None if it did not end early."""
+        """The reason why the search ended before its planned number of trials; None if the search did not end early."""
         return self._ask_and_tell.end_reason
 
     @property

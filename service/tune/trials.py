@@ -76,7 +76,7 @@ class Trials(Mapping[int, TrialRecord]):
     def finish_rung(self, number: int, rung: RungRecord, *, is_last: bool) -> None:
         """Store a trial's estimated objective values at a rung, a number of samples at which trials are compared.
 
-        `number` is the trial's number. If `is_last` is True, the rung is the last one, and the trial becomes COMPLETE.
+        `number` is the trial's number. If `is_last` is True, the rung is the last rung, and the trial becomes COMPLETE.
         """
         trial = self._trials[number]
         rungs = (*trial.rungs, rung)

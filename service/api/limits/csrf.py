@@ -22,7 +22,7 @@ OWN_SITES = ("same-origin", "none")
 
 
 def foreign_problem(method: str, headers: Mapping[str, str]) -> str | None:
-    """Reason why a browser's request is refused because another server's page sent it; None if it is accepted.
+    """Reason why a browser's request is refused because another server's page sent it; None if the request is accepted.
 
     Requests that only read (GET, HEAD, OPTIONS) are accepted.
     """

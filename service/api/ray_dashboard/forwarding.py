@@ -213,7 +213,7 @@ async def _shown(answer: httpx.Response, path: str, how: Treatment) -> bytes:
 
     `path` is the requested path, which messages name. `how` is the treatment of the answer: if it is LOG_LIST, logs
     that users may not read are removed too. Raises Refusal (502) if the body is too large or not JSON, and Unavailable
-    if it does not arrive in time.
+    if the body does not arrive in time.
     """
     body = bytearray()
     try:

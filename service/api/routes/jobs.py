@@ -536,8 +536,8 @@ def _place_of_study(services: Services, sender: Principal, kind: JobKind, accept
     """Find the team and sharing of a new job that serves a study, and check that the job may be created.
 
     A job that serves a study has the team and sharing of the study. `accepted` is the checked job, and `asked` has the
-    team and sharing that the request asks for. Raises InvalidRequest if they differ from the study's team and sharing.
-    Raises Conflict or Refusal if the study is served already, or may not be served now.
+    team and sharing that the request asks for. Raises InvalidRequest if the requested team or sharing differs from the
+    study's. Raises Conflict or Refusal if the study is served already, or may not be served now.
     """
     assert kind.study_of is not None
     try:

@@ -232,7 +232,7 @@ def list_deliveries(
 
 
 def _own_user(services: Services, sender: Principal, user: str) -> UserRecord:
-    """Read a user, after checking that it is the sender, or that the sender administers the server.
+    """Read a user, after checking that this user is the sender, or that the sender administers the server.
 
     Raises Refusal with status 404 if neither is the case, or if the server has no accounts.
     """

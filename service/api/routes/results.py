@@ -692,7 +692,7 @@ def evaluate_trial(
 
 
 def _check_evaluations(study: JobRecord) -> None:
-    """Check that the study can evaluate merges that users request. Raises Refusal (409) if it cannot."""
+    """Check that the study can evaluate merges that users request. Raises Refusal (409) otherwise."""
     if study.state is JobState.CANCELLED:
         raise Refusal(409, f"study {study.name!r} is CANCELLED; only a study that has not been cancelled can continue")
     algorithm = ResolvedStudy.of(study).algorithm or ""

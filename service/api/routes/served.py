@@ -148,7 +148,7 @@ def _serving_of(
 
     Returns the job, and whether it is new.
 
-    `traceparent` is the place of the request in its trace; None if it is not traced.
+    `traceparent` is the place of the request in its trace; None if the request is not traced.
 
     Raises Conflict if the job lacks an option that the sender wants, or if the team serves too many studies. Raises
     Refusal (403) if the team has used up its quota of GPU-hours.

@@ -126,7 +126,7 @@ def artifact_bytes(pipeline: Pipeline) -> int:
 
 
 def access_of(job: JobRecord) -> FileAccess | None:
-    """Files that a stored fine-tuning may read, as recorded when it was created; None if it may read all files."""
+    """Files that a fine-tuning may read, as stored at its creation; None if the fine-tuning may read all files."""
     access = job.accepted.get("access")
     return access and FileAccess.of(access)
 

@@ -37,7 +37,7 @@ def work(attempt: Attempt) -> None:
 
     Raises:
         InvalidStudy: The study's files cannot be used at the moment.
-        Conflict: The study's models or tasks have changed since it was created.
+        Conflict: The study's models or tasks have changed since the study was created.
         StudyFailed: The study cannot continue.
         EngineUnavailable, OSError: Engines, Ray or files are not available at the moment.
         StaleAttempt: Another driver has taken over the study.

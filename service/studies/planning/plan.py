@@ -33,7 +33,8 @@ class StudyPlan:
         placement: Places of the study's parts, with their memory.
         phases: Phases of the study with their seconds.
         hours: Bounds on the hours of the study.
-        gpu_hours: Bounds on the hours, times the number of the study's GPUs, or of its machines if they have no GPUs.
+        gpu_hours: Bounds on the hours, times the number of the study's GPUs, or of its machines if the machines have no
+            GPUs.
         cost: Bounds on `gpu_hours` times the price; None if no price is known.
         lacks: Parts of the study that do not fit, with advice that would make them fit; empty if the study fits.
         chart: Values of the Helm chart for the study.

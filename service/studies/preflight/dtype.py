@@ -30,7 +30,7 @@ def dtype_note(study: Study, sources: ResolvedFamily | None) -> str:
     """Warning if a study's `dtype: auto` makes engines compute in bfloat16 while its models are stored in float16.
 
     The result is "" otherwise. bfloat16 has 8 significant bits, and float16 has 11 significant bits. `sources` are the
-    models; None if they cannot be read.
+    models; None if the models cannot be read.
     """
     if sources is None or study.engine.dtype != "auto" or engine_dtype(study) != "bfloat16":
         return ""

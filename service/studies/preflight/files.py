@@ -71,7 +71,7 @@ def _problems(study: Study, access: FileAccess) -> Iterator[Problem]:
 
 
 def model_refusal(model: str, access: FileAccess) -> str | None:
-    """Reason why a model must not be read under the permissions `access`, or None if it may be read.
+    """Reason why a model must not be read under the permissions `access`, or None if the model may be read.
 
     The model is given as a directory, hub id or URL.
     """

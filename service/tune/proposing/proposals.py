@@ -89,7 +89,7 @@ class Asking:
         self._proposer.submit(number=proposal.number, observations=found, pending=pending)
 
     def result(self, *, timeout_s: float) -> tuple[Proposal, dict[str, Any], float] | None:
-        """The finished proposal, or None if it is not ready within `timeout_s` seconds.
+        """The finished proposal, or None if the proposal is not ready within `timeout_s` seconds.
 
         Returns three values: the proposal, its configuration, and the seconds since the proposal was submitted.
         Computed steps that the searcher returns meanwhile, such as policy updates, are stored. Raises StaleAttempt if

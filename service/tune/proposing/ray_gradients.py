@@ -84,7 +84,7 @@ class RayGradients:
         self.pending = self.actor.run.remote(request)
 
     def result(self, *, timeout_s: float) -> LossesResult | GradientResult | None:
-        """The result of the request that `begin` sent, or None if it is not ready within `timeout_s` seconds.
+        """The result of the request that `begin` sent, or None if the result is not ready within `timeout_s` seconds.
 
         The result is also None if the actor died; another actor then repeats the request. Raises InvalidModel,
         InvalidTask, EngineUnavailable or StudyFailed in the cases that `finish` and `check_start` list.

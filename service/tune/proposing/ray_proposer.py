@@ -113,7 +113,7 @@ class RayProposer:
         self._propose_rest()
 
     def _propose_rest(self) -> None:
-        """Begin to compute the batch's remaining proposals in advance, if they need no other computations.
+        """Begin to compute the batch's remaining proposals in advance, if they need no steps.
 
         A batch is a number of consecutive proposals that are made from the same results. A step is a computation, such
         as a gradient, that some searchers need before they propose. Proposals that an earlier call computed in advance

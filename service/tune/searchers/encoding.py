@@ -233,7 +233,7 @@ def _scale(parameter: Parameter) -> tuple[float, float, float]:
     """Numbers (low, half, span) for scaling a parameter's values to [0, 1].
 
     A value, or the index of a choice, is encoded as (value - low + half) / span. `half` is 0.5 for whole numbers and
-    choices, so that each of them is encoded as the middle of its interval, and 0 for other numbers.
+    choices, which are encoded as the middle of their interval. For other numbers, `half` is 0.
     """
     match parameter:
         case Float():
