@@ -1,4 +1,4 @@
-"""Racing: a scheduler that compares each trial with the best trials on the same samples, and stops it if it is worse.
+"""Racing: a scheduler that compares each trial with the best trials on the same samples, and stops worse trials.
 
 Trials are compared at each rung, which is a fixed number of samples of every objective. Birattari et al., "A racing
 algorithm for configuring metaheuristics" (2002), stop a trial by a statistical test. Here a trial is stopped as soon as
