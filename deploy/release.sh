@@ -48,10 +48,11 @@ echo "release: the docs"
 tar --create --gzip --file "dist/mergesearch-docs-$version.tar.gz" --directory build site
 if [ "$IMAGES" != none ]; then
     for variant in $IMAGES; do
-        echo "release: the image $tag-$variant"
+        image=localhost/mergesearch:$tag-$variant # as compose and the profile cpu-dev name it
+        echo "release: the image $image"
         "$DOCKER" build --quiet "${build_options[@]}" --file deploy/docker/Containerfile --build-arg "VARIANT=$variant" \
-            --build-arg "MERGESEARCH_VERSION=$version" --build-arg "RAY_VERSION=$ray" --tag "mergesearch:$tag-$variant" .
-        "$DOCKER" save "mergesearch:$tag-$variant" | gzip >"dist/mergesearch-image-$tag-$variant.tar.gz"
+            --build-arg "MERGESEARCH_VERSION=$version" --build-arg "RAY_VERSION=$ray" --tag "$image" .
+        "$DOCKER" save "$image" | gzip >"dist/mergesearch-image-$tag-$variant.tar.gz"
     done
 fi
 (cd dist && sha256sum -- * >SHA256SUMS)

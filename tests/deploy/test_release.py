@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.deploy.deployed import pinned
+from tests.deploy.deployed import image, pinned
 
 ROOT = Path(__file__).parents[2]
 PARTS = (
@@ -105,7 +105,7 @@ def test_a_release_has_everything_of_one_version(tree: Path, programs: Path, tmp
     info, *calls = (tmp_path / "calls").read_text().splitlines()
     assert (info, len(calls)) == ("info", 4)
     for (variant, archive), build, save in zip(images.items(), calls[::2], calls[1::2], strict=True):
-        name = f"mergesearch:0.1.0-ray{ray}-{variant}"
+        name = image(variant)
         assert build.startswith(f"build --quiet {options} --file deploy/docker/Containerfile")
         assert f"--build-arg VARIANT={variant} " in build
         assert build.endswith(f"--build-arg RAY_VERSION={ray} --tag {name} .")
@@ -183,5 +183,5 @@ def test_an_image_that_is_not_built_ends_the_release(tree: Path, programs: Path,
     (tree / "build" / "site").mkdir(parents=True)
     done = release(tree, programs, IMAGES="cpu", DOCKER=str(builder), PYTHON="true")  # neither wheel nor docs
     assert done.returncode == 1, done.stderr
-    assert "the image 0.1.0-ray" in done.stdout
+    assert f"the image {image('cpu')}" in done.stdout
     assert not (tree / "dist" / "SHA256SUMS").exists()
