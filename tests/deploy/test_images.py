@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import subprocess
+import sys
+import zipfile
 from collections.abc import Callable, Sequence
 from importlib.metadata import requires
 from pathlib import Path
@@ -16,6 +20,7 @@ from tests.deploy.deployed import CONTAINERFILE, ROOT, image, instructions, pinn
 
 TEXT = CONTAINERFILE.read_text()
 VARIANTS = ("cpu", "gpu")
+UV = Path(sys.executable).with_name("uv")  # `make install` installs with it
 
 
 def settings(text: str, name: str) -> dict[str, str]:
@@ -152,6 +157,34 @@ def test_the_images_ray_has_the_settings_of_the_servers(monkeypatch: pytest.Monk
 def test_each_variant_is_an_extra_with_constraints(variant: str) -> None:
     assert (ROOT / "deploy" / f"constraints-{variant}.txt").is_file()
     assert f'\n{variant} = ["vllm' in (ROOT / "pyproject.toml").read_text()
+
+
+def resolved(variant: str, wheels: Path) -> str:
+    """The torch that uv takes from a folder of wheels for a variant of the image."""
+    constraints = [ROOT / "deploy" / name for name in ("constraints.txt", f"constraints-{variant}.txt")]
+    found = subprocess.run(
+        [UV, "pip", "compile", "-", "--no-index", "--no-header", "--no-annotate", "--no-config", "--find-links", wheels]
+        + [word for file in constraints for word in ("--constraint", file)],
+        input="torch",
+        env={"HOME": str(wheels), "PATH": os.environ["PATH"]},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return found.stdout.strip()
+
+
+def test_wheels_of_the_cpu_image_are_not_for_the_gpu_image(tmp_path: Path) -> None:
+    """One folder of wheels serves both variants: torch's CPU build, which uv prefers, is not taken for GPUs."""
+    torch = pinned("torch")
+    for release in (torch, f"{torch}+cpu"):
+        metadata = f"Metadata-Version: 2.1\nName: torch\nVersion: {release}\n"
+        with zipfile.ZipFile(tmp_path / f"torch-{release}-py3-none-any.whl", "w") as wheel:
+            wheel.writestr(f"torch-{release}.dist-info/METADATA", metadata)
+            wheel.writestr(f"torch-{release}.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+            wheel.writestr(f"torch-{release}.dist-info/RECORD", "")
+    assert resolved("cpu", tmp_path) == f"torch=={torch}+cpu"
+    assert resolved("gpu", tmp_path) == f"torch=={torch}"
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
