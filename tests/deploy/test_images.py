@@ -161,17 +161,14 @@ def test_each_variant_is_an_extra_with_constraints(variant: str) -> None:
 
 def resolved(variant: str, wheels: Path) -> str:
     """The torch that uv takes from a folder of wheels for a variant of the image."""
-    constraints = [ROOT / "deploy" / name for name in ("constraints.txt", f"constraints-{variant}.txt")]
-    found = subprocess.run(
-        [UV, "pip", "compile", "-", "--no-index", "--no-header", "--no-annotate", "--no-config", "--find-links", wheels]
-        + [word for file in constraints for word in ("--constraint", file)],
-        input="torch",
-        env={"HOME": str(wheels), "PATH": os.environ["PATH"]},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return found.stdout.strip()
+    command = [str(UV), "pip", "compile", "-", "--no-index", "--no-header", "--no-annotate", "--no-config"]
+    command += ["--find-links", str(wheels)]
+    for name in ("constraints.txt", f"constraints-{variant}.txt"):
+        command += ["--constraint", str(ROOT / "deploy" / name)]
+    environment = {"HOME": str(wheels), "PATH": os.environ["PATH"]}
+    done = subprocess.run(command, input="torch", env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
 
 
 def test_wheels_of_the_cpu_image_are_not_for_the_gpu_image(tmp_path: Path) -> None:
