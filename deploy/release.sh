@@ -37,7 +37,7 @@ done
 [ "$IMAGES" = none ] || "$DOCKER" info >/dev/null 2>&1 \
     || fail "$DOCKER does not answer; start it, give DOCKER=PROGRAM for another one, or IMAGES=none"
 
-rm -rf dist
+rm -rf dist build/lib build/site # files that are no longer there would be packed from the last two
 mkdir dist
 echo "release: the wheel"
 "$PYTHON" -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .

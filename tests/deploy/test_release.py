@@ -91,6 +91,10 @@ def test_a_release_has_everything_of_one_version(tree: Path, programs: Path, tmp
     builder.write_text(BUILDER)
     builder.chmod(0o755)
     options = "--network=host --isolation=chroot"
+    stale = [tree / "build" / "lib" / "service" / "gone.py", tree / "build" / "site" / "gone.html"]
+    for file in stale:  # of an earlier version
+        file.parent.mkdir(parents=True)
+        file.touch()
     done = release(tree, programs, IMAGES="cpu gpu", DOCKER=str(builder), BUILD_OPTIONS=options)
     assert done.returncode == 0, done.stderr
     dist, ray = tree / "dist", pinned("ray")
@@ -125,9 +129,12 @@ def test_a_release_has_everything_of_one_version(tree: Path, programs: Path, tmp
         and not file.is_relative_to(tree / "service" / "web" / "app")  # sources of the page
     }
     assert read - packed == set()
+    assert "service/gone.py" not in packed
     with tarfile.open(dist / "mergesearch-0.1.0.tgz") as chart:
         assert {"mergesearch/Chart.yaml", "mergesearch/values.yaml"} <= set(chart.getnames())
-    assert "Title" in (tree / "build" / "site" / "index.html").read_text()
+    with tarfile.open(dist / "mergesearch-docs-0.1.0.tar.gz") as docs:
+        assert "site/index.html" in docs.getnames()
+        assert "site/gone.html" not in docs.getnames()
 
 
 @pytest.mark.parametrize(
@@ -180,8 +187,10 @@ def test_an_image_that_is_not_built_ends_the_release(tree: Path, programs: Path,
     builder = tmp_path / "podman"
     builder.write_text(f'#!/bin/sh\ntest "$1" != {command}\n')
     builder.chmod(0o755)
-    (tree / "build" / "site").mkdir(parents=True)
-    done = release(tree, programs, IMAGES="cpu", DOCKER=str(builder), PYTHON="true")  # neither wheel nor docs
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nmkdir -p build/site\n")  # neither wheel nor docs
+    python.chmod(0o755)
+    done = release(tree, programs, IMAGES="cpu", DOCKER=str(builder), PYTHON=str(python))
     assert done.returncode == 1, done.stderr
     assert f"the image {image('cpu')}" in done.stdout
     assert not (tree / "dist" / "SHA256SUMS").exists()
