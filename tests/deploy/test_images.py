@@ -107,6 +107,19 @@ def layer_problems(text: str) -> list[str]:
     return ([] if order == ["engine.txt", "others.txt", "dist"] else order) + mounted
 
 
+def undeclared_variables(text: str) -> list[str]:
+    """Variables of labels that their own stage does not declare: buildah gives it none of an earlier stage."""
+    declared = set()
+    problems = []
+    for each in instructions(text):
+        if each.name == "ARG":
+            declared.add((each.stage, each.text.partition("=")[0]))
+        elif each.name == "LABEL":
+            names = re.findall(r"\$\{(\w+)", each.text)
+            problems += [name for name in names if (each.stage, name) not in declared]
+    return problems
+
+
 CHECKS: Sequence[tuple[Callable[[str], list[str]], str, str]] = [
     (version_problems, "ARG RAY_VERSION=2.60.0", "ARG RAY_VERSION=2.59.0"),
     (version_problems, "ARG NODE_VERSION=24.19.0", "ARG NODE_VERSION=22.0.0"),
@@ -127,6 +140,7 @@ CHECKS: Sequence[tuple[Callable[[str], list[str]], str, str]] = [
         "COPY --from=package /dist/ /opt/dist/\nRUN",
         "RUN --mount=type=bind,from=package,source=/dist,target=/opt/dist",
     ),
+    (undeclared_variables, "ARG VARIANT\nLABEL", "LABEL"),
     (unpinned_images, "debian:bookworm-slim", "debian:latest"),
     (unpinned_images, "debian:bookworm-slim", "debian"),
 ]

@@ -95,7 +95,7 @@ def test_a_release_has_everything_of_one_version(tree: Path, programs: Path, tmp
     for file in stale:  # of an earlier version
         file.parent.mkdir(parents=True)
         file.touch()
-    done = release(tree, programs, IMAGES="cpu gpu", DOCKER=str(builder), BUILD_OPTIONS=options)
+    done = release(tree, programs, IMAGES="cpu gpu", DOCKER=str(builder), BUILD_OPTIONS=options, COMPRESS="gzip --fast")
     assert done.returncode == 0, done.stderr
     dist, ray = tree / "dist", pinned("ray")
     images = {variant: f"mergesearch-image-0.1.0-ray{ray}-{variant}.tar.gz" for variant in ("cpu", "gpu")}
@@ -178,6 +178,8 @@ def test_missing_programs_are_named(tree: Path, programs: Path, tmp_path: Path) 
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
     assert "docker does not answer" in release(tree, programs, IMAGES="cpu", PATH=path).stderr
     missing = str(tmp_path / "podman")
+    refused = release(tree, programs, IMAGES="cpu", COMPRESS="squash --fast")
+    assert (refused.returncode, "COMPRESS='squash --fast': squash is not found" in refused.stderr) == (2, True)
     assert f"{missing} does not answer" in release(tree, programs, IMAGES="cpu", DOCKER=missing).stderr
 
 
