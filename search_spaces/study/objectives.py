@@ -49,6 +49,11 @@ class DescribedTask(Section):
         return False
 
     @property
+    def backend(self) -> Literal["vllm", "torch"]:
+        """The program that scores the task (`engine.backend`)."""
+        return "vllm"
+
+    @property
     def part(self) -> str | None:
         """The part of the data that the task has, such as a split; None if it has all."""
         return None
@@ -145,6 +150,10 @@ class ImageTask(DescribedTask):
     @property
     def kind(self) -> str:
         return "an image task"
+
+    @property
+    def backend(self) -> Literal["vllm", "torch"]:
+        return "torch"
 
     @property
     def is_on_hub(self) -> bool:

@@ -34,6 +34,8 @@
 - `task_reader`: what a modality's tasks offer besides scoring
 - `text_tasks`: the reader of lm-eval's tasks and of JSONL files with prompts
 - `image_tasks`: the reader of image folders, and of JSONL files that name images
+- `image_responses`: what a model answers to an image, as it is stored
+- `image_pictures`: small pictures of images for people
 - `sample_facts`: texts and lengths of samples
 - `lm_eval`: scoring of samples: a backend answers, metrics give the values
 """
