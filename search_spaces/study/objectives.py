@@ -9,7 +9,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from search_spaces.objectives import Cost
 from search_spaces.section import Line, Name, Section, one_of
-from search_spaces.study.image_suites import HUB
+from search_spaces.study.image_suites import HUB, IMAGE_SUITES
 
 __all__ = [
     "AnyObjective",
@@ -193,6 +193,7 @@ class ScoredTask(Section):
     task: Annotated[
         Annotated[Line, Tag("<name>")] | Annotated[InlineTask, Tag("<inline>")] | Annotated[ImageTask, Tag("<images>")],
         one_of(_tag_of_task, "the name of an lm-eval task, a YAML file or {file: data.jsonl}"),
+        Field(examples=list(IMAGE_SUITES)),
     ]
     """An lm-eval task's name, an lm-eval YAML file, a JSONL file written inline, or images with labels."""
     metric: Line

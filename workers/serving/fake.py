@@ -26,6 +26,7 @@ from workers.evaluation.image_tasks import load_image_task
 from workers.evaluation.inline_files import read_inline
 from workers.evaluation.sample_texts import sample_texts
 from workers.evaluation.task_reader import reader_of
+from workers.models.modalities import modality_of_task
 from workers.serving.completions import CompletionBatch, CompletionPart, CompletionRequest, LiveCompletion
 from workers.types import (
     CanaryReport,
@@ -208,6 +209,8 @@ class FakeScorer:
 
     def sample_pictures(self, task: TaskSpec, start: int, stop: int) -> SamplePictures:
         """Pictures of samples; unlike other methods, this one and `sample_texts` read the task."""
+        if not modality_of_task(task.task).has_pictures:
+            raise InvalidTask(f"{task.task}: samples of text have no pictures; give an image task")
         return pictures_of(load_image_task(task), start, stop)
 
     def verify(self, recipe: Recipe, samples: tuple[SampleResult, ...], spans: tuple[Span, ...]) -> VerificationReport:
