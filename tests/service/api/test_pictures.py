@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,7 +66,7 @@ def test_samples_of_images_have_pictures_and_predictions(
         assert (first == class_of(position)) is row["a"]["is_right"] is bool(sample.value)
         assert {first, second} <= set(CLASSES)
         assert shown + other == pytest.approx(1, abs=1e-5)
-        assert f"{math.log(shown):.5f}" in sample.response
+        assert json.loads(sample.response)["top"][0] == [first, pytest.approx(math.log(shown))]
         assert row["b"]["predictions"] is not None
 
 

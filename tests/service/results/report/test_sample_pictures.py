@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from service.results.load import run_record
-from service.results.pictures import MAX_SHOWN
+from service.results.pictures import MAX_SHOWN, PicturedSample
 from service.results.report import render_report
 from service.store import Store
 from service.types import JobRecord
@@ -45,7 +45,7 @@ def test_samples_are_those_on_which_the_trials_differ(store: Store, study: JobRe
     assert {each.kind for each in run.contrasts} == {"single model", "published recipe"}
     digests = {trial.number: trial.recipe.digest for trial in run.trials}
     page = section(render_report(run))
-    shown = []
+    shown: list[PicturedSample] = []
     for contrast in run.contrasts:
         assert contrast.trial == run.holdout_reference
         a, b = (
