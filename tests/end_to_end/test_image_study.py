@@ -16,7 +16,6 @@ from service.errors import StudyFailed
 from service.jobs.search.attempt import _keep_prompts
 from service.jobs.search.verification import verify_trials
 from service.results.load import run_record
-from service.results.pictures import Prediction
 from service.results.report import render_report
 from service.store import Store
 from service.studies.preflight.examine import examine
@@ -183,7 +182,9 @@ def test_the_report_shows_samples_with_pictures(root: Path, scorers: dict[int, S
             assert [sample.position for sample in samples] == wanted[:6]
             for sample in samples:
                 name, logprob = json.loads(values[0][sample.position].response)["top"][0]
-                assert sample.chosen == Prediction(name, pytest.approx(math.exp(logprob)))
+                assert sample.chosen is not None
+                assert sample.chosen.name == name
+                assert sample.chosen.probability == pytest.approx(math.exp(logprob))
                 assert sample.document == values[0][sample.position].document
                 assert sample.label == Path(sample.document).parent.name
                 with Image.open(root / "held" / f"{contrast.objective}s" / sample.document) as image:
