@@ -23,6 +23,7 @@ __all__ = [
     "ModelSource",
     "Placement",
     "SampleDifference",
+    "SamplePictures",
     "SampleResult",
     "ScoreRequest",
     "ScoreResult",
@@ -442,6 +443,10 @@ SampleTexts: TypeAlias = tuple[tuple[str, str | None], ...]
 """Prompt and right answer of adjacent samples; the answer is None if the task does not state it."""
 
 
+SamplePictures: TypeAlias = tuple[bytes | None, ...]
+"""Small pictures (WebP files) of adjacent samples; None for a sample whose image cannot be read."""
+
+
 class Scorer(Protocol):
     """Interface for scoring recipes, implemented by Ray Serve replicas and by the fake in `workers.serving.fake`.
 
@@ -476,6 +481,17 @@ class Scorer(Protocol):
 
         Raises:
             InvalidTask: The task cannot be built.
+            EngineUnavailable: No replica works.
+        """
+        ...
+
+    def sample_pictures(self, task: TaskSpec, start: int, stop: int) -> SamplePictures:
+        """Return small pictures of the samples [start, stop) of a task, in the order of scoring.
+
+        The task must be of a modality whose samples have pictures (`Modality.has_pictures`).
+
+        Raises:
+            InvalidTask: The task cannot be built, or its samples have no pictures.
             EngineUnavailable: No replica works.
         """
         ...

@@ -10,7 +10,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from search_spaces.objectives import Cost
 from search_spaces.section import Line, Name, Section, one_of
-from search_spaces.study.image_suites import HUB
+from search_spaces.study.image_suites import HUB, IMAGE_SUITES
 
 __all__ = [
     "AnyObjective",
@@ -48,6 +48,11 @@ class DescribedTask(Section, ABC):
     def is_on_hub(self) -> bool:
         """Whether the data are a data set of the hub, and not files that the study names."""
         return False
+
+    @property
+    def backend(self) -> Literal["vllm", "torch"]:
+        """The program that scores the task (`engine.backend`)."""
+        return "vllm"
 
     @property
     def part(self) -> str | None:
@@ -148,6 +153,10 @@ class ImageTask(DescribedTask):
         return "an image task"
 
     @property
+    def backend(self) -> Literal["vllm", "torch"]:
+        return "torch"
+
+    @property
     def is_on_hub(self) -> bool:
         return self.images.startswith(HUB)
 
@@ -185,6 +194,7 @@ class ScoredTask(Section):
     task: Annotated[
         Annotated[Line, Tag("<name>")] | Annotated[InlineTask, Tag("<inline>")] | Annotated[ImageTask, Tag("<images>")],
         one_of(_tag_of_task, "the name of an lm-eval task, a YAML file or {file: data.jsonl}"),
+        Field(examples=list(IMAGE_SUITES)),
     ]
     """An lm-eval task's name, an lm-eval YAML file, a JSONL file written inline, or images with labels."""
     metric: Line

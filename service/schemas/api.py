@@ -525,6 +525,13 @@ class TrialsDocument(TypedDict):
     next: Annotated[str | None, Field(description="Link to the next page; null on the last one.")]
 
 
+class PredictionDocument(TypedDict):
+    """A class that a merge predicts for an image, and its probability."""
+
+    name: str
+    probability: float
+
+
 class ScoredSampleDocument(TypedDict):
     """Response of a trial's merge to one sample, and the value of the metric for it."""
 
@@ -534,6 +541,10 @@ class ScoredSampleDocument(TypedDict):
         str | None, Field(description="Answer of the merge, or log-probabilities of options as JSON; null if removed.")
     ]
     is_truncated: Annotated[bool, Field(description="Whether the prompt was cut to the engine's `max_model_len`.")]
+    predictions: Annotated[
+        list[PredictionDocument] | None,
+        Field(description="The likeliest classes of an image, the likeliest first; null for other samples."),
+    ]
 
 
 class SampleDocument(TypedDict):
@@ -543,6 +554,10 @@ class SampleDocument(TypedDict):
     document: Annotated[str, Field(description="Index of the sample in the task's data.")]
     prompt: Annotated[str | None, Field(description="Prompt with few-shot examples, before any chat template.")]
     reference: Annotated[str | None, Field(description="Right answer; null if the task states none as text.")]
+    picture: Annotated[
+        str | None,
+        Field(description="Link to a small picture of an image; null if none is stored, and for other samples."),
+    ]
     a: ScoredSampleDocument
     b: Annotated[ScoredSampleDocument | None, Field(description="Of the trial `against`.")]
 
@@ -568,6 +583,7 @@ class TrialSamplesDocument(TypedDict):
     against: int | None
     objective: str
     split: str
+    has_pictures: Annotated[bool, Field(description="Whether samples are images, which have pictures.")]
     counts: SampleCountsDocument | None
     difference: Annotated[
         EstimateDocument | None,
@@ -575,7 +591,9 @@ class TrialSamplesDocument(TypedDict):
     ]
     total: Annotated[int, Field(description="Number of samples that `only` keeps, on all pages.")]
     samples: list[SampleDocument]
-    missing: Annotated[list[str], Field(description="Reasons why texts are null; empty if none is missing.")]
+    missing: Annotated[
+        list[str], Field(description="Reasons why texts or pictures are null; empty if none is missing.")
+    ]
     next: Annotated[str | None, Field(description="Link to the next page; null on the last one.")]
 
 

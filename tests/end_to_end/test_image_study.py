@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from search_spaces.study.file import parse_study
 from service.errors import StudyFailed
+from service.jobs.search.attempt import _keep_prompts
 from service.jobs.search.verification import verify_trials
+from service.results.load import run_record
+from service.results.report import render_report
 from service.store import Store
 from service.studies.preflight.examine import examine
 from service.studies.preflight.result import PreflightResult
@@ -18,6 +24,7 @@ from service.tune.coordinator import Coordinator
 from service.types import Origin, TrialState
 from tests.service.tune.harness import InlineProposer, Killed, drive, killer, trial_list
 from tests.vision import image_folder, tiny_vit
+from workers.evaluation.image_pictures import picture_of
 from workers.serving.image_worker import ImageWorker
 from workers.types import Split
 
@@ -38,11 +45,12 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def preflight_of(root: Path, space: dict[str, Any], **changes: Any) -> PreflightResult:
-    def entries(split: str) -> list[dict[str, Any]]:
-        tasks = {head: {"images": str(root / split / f"{head}s"), "head": head} for head in HEADS}
-        return [{"name": head, "task": task, "metric": "acc"} for head, task in tasks.items()]
+def entries(data: Path) -> list[dict[str, Any]]:
+    tasks = {head: {"images": str(data / f"{head}s"), "head": head} for head in HEADS}
+    return [{"name": head, "task": task, "metric": "acc"} for head, task in tasks.items()]
 
+
+def preflight_of(root: Path, space: dict[str, Any], **changes: Any) -> PreflightResult:
     models = {"base": str(root / "base"), "experts": {head: str(root / head) for head in HEADS}}
     return examine(
         parse_study(
@@ -52,8 +60,8 @@ def preflight_of(root: Path, space: dict[str, Any], **changes: Any) -> Preflight
                 "search_space": space,
                 "search": {"algorithm": "random", "max_trials": 6, "seed": 3},
                 "fidelity": {"scheduler": "hyperband", "rungs": [12, 36]},
-                "objectives": entries("search"),
-                "holdout": entries("held"),
+                "objectives": entries(root / "search"),
+                "holdout": entries(root / "held"),
                 "engine": {"verify": {"trials": 2, "samples": 12}},
                 **changes,
             }
@@ -88,7 +96,9 @@ class Run:
         self.preflight = preflight
         self.resolved = preflight.resolved()
         self.store = Store(f"sqlite:///{directory / 'study.db'}")
-        job = self.store.create_job(kind="search", name="images", document={}, accepted=self.resolved.to_json())
+        job = self.store.create_job(
+            kind="search", name="images", document=preflight.study.canonical(), accepted=self.resolved.to_json()
+        )
         self.id = job.id
 
     def drive(self, scorer: Scorer, **options: Any) -> None:
@@ -137,6 +147,52 @@ def test_studies_are_searched_and_verified(kind: str, root: Path, scorers: dict[
     reports = run.store.document(run.id, "verification")
     assert reports is not None
     assert [(each["num_samples"], each["num_equal"]) for each in reports["reports"]] == [(24, 24)] * 2
+    run.store.close()
+
+
+def test_the_report_shows_samples_with_pictures(root: Path, scorers: dict[int, Scorer], tmp_path: Path) -> None:
+    """Pictures in the report are of held-out samples that one trial has right and the other wrong, as they are stored.
+
+    They stay when the images are gone.
+    """
+    data = tmp_path / "held"
+    shutil.copytree(root / "held", data)
+    preflight = preflight_of(root, SPACES["lfs"], search=SHORT, holdout=entries(data))
+    scorer, run = scorer_of(preflight, scorers), Run(preflight, tmp_path)
+    run.drive(scorer)
+    store, writer = run.store, run.store.open_attempt(run.id)
+    assert run_record(store, run.id).contrasts[0].only_chosen[0].picture is None, "none is stored yet"
+    _keep_prompts(store, writer, preflight.plan(run.id, run.resolved), scorer, note=pytest.fail)
+    shutil.rmtree(data)
+    record = run_record(store, run.id)
+    assert {(each.objective, each.kind) for each in record.contrasts} == {(head, "single model") for head in HEADS}
+    trials = {trial.number: trial.recipe.digest for trial in record.trials}
+    shown = 0
+    for contrast in record.contrasts:
+        values = [
+            {s.position: s for s in store.samples(run.id, trials[number], Split.HOLDOUT, objective=contrast.objective)}
+            for number in (contrast.trial, contrast.rival)
+        ]
+        apart = [
+            [position for position in values[k] if values[k][position].value > values[1 - k][position].value]
+            for k in range(2)
+        ]
+        assert [contrast.num_chosen, contrast.num_rival] == [len(each) for each in apart]
+        for wanted, samples in zip(apart, (contrast.only_chosen, contrast.only_rival), strict=True):
+            assert [sample.position for sample in samples] == wanted[:6]
+            for sample in samples:
+                name, logprob = json.loads(values[0][sample.position].response)["top"][0]
+                assert sample.chosen is not None
+                assert sample.chosen.name == name
+                assert sample.chosen.probability == pytest.approx(math.exp(logprob))
+                assert sample.document == values[0][sample.position].document
+                assert sample.label == Path(sample.document).parent.name
+                with Image.open(root / "held" / f"{contrast.objective}s" / sample.document) as image:
+                    assert sample.picture == picture_of(image.convert("RGB"))
+                shown += 1
+    assert shown > 4
+    page = render_report(record)
+    assert page.count('<img src="data:image/webp;base64,') == shown
     run.store.close()
 
 

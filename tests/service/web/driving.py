@@ -138,10 +138,10 @@ def visit(
         context.close()
 
 
-def axe_violations(page: Page) -> list[str]:
-    """Violations of accessibility rules that axe-core finds in a page, each with its elements."""
+def axe_violations(page: Page, *, within: str = "html") -> list[str]:
+    """Violations of accessibility rules that axe-core finds in a page, or in a part of it, each with its elements."""
     page.evaluate(AXE.read_text())
-    found = page.evaluate("rules => axe.run(document, {runOnly: rules})", list(RULES))
+    found = page.evaluate("([within, rules]) => axe.run(within, {runOnly: rules})", [within, list(RULES)])
     assert found["passes"], "axe has checked nothing"
     return [
         f"{violation['id']}: {node['html'][:160]} ({node['failureSummary'][:200]})"

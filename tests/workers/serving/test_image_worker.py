@@ -17,9 +17,10 @@ from search_spaces.study.engine import EngineOptions
 from tests.vision import CLASSES, image_folder, tiny_vit
 from workers.engines.images import verification
 from workers.engines.images.pixels import Pixels
-from workers.engines.images.scoring import Response
 from workers.engines.source_recipes import source_recipe
 from workers.errors import InvalidPrompt, InvalidTask, TrialFailed
+from workers.evaluation.image_pictures import pictures_of
+from workers.evaluation.image_responses import Response
 from workers.evaluation.image_tasks import ImageTask, load_image_task
 from workers.export.checkpoint import export, is_written
 from workers.merging.materialize import merged_tensors
@@ -204,6 +205,8 @@ def test_tasks_are_described(worker: ImageWorker, spans: tuple[Span, ...], place
     (path, answer), *_ = worker.sample_texts(shapes, 3, 5)
     assert Path(path).parent.name == answer
     assert answer in CLASSES
+    assert worker.sample_pictures(shapes, 3, 5) == pictures_of(load_image_task(shapes), 3, 5)
+    assert all(worker.sample_pictures(shapes, 0, 30))
     with pytest.raises(InvalidTask, match="has 3 classes, the head of 'answer' has 2"):
         worker.describe((TaskSpec({"images": str(place / "shapes"), "head": "answer"}, "acc"),))
     assert worker.statistics()["starts"] == 1

@@ -16,8 +16,9 @@ import torch
 from safetensors.torch import load_file
 
 from workers.engines.images.pixels import Pixels
-from workers.engines.images.scoring import ImageEvaluator, Response
+from workers.engines.images.scoring import ImageEvaluator
 from workers.errors import InvalidTask
+from workers.evaluation.image_responses import Response
 from workers.evaluation.image_tasks import PreparedTask
 from workers.evaluation.prompts import LOGPROB_TOLERANCE
 from workers.models.checkpoints import Checkpoint

@@ -29,6 +29,7 @@ class Modality:
     - `files`: names of the files besides weights and config.json that define how a model reads data
     - `structure`: fields of the configuration, in addition to those of all models, that must be equal for merging
     - `has_vocabulary`: whether models have an embedding with a row for each token, and prompts of tokens
+    - `has_pictures`: whether samples of its tasks have small pictures for people
     - `runs_on_vllm`: whether engines of vLLM score the models
     - `copies_on_cpu`: the number of copies of a merge's weights in host memory if an engine runs on the CPU
     - `cache_bytes`: the number of bytes that an engine needs in addition, for cached data
@@ -64,6 +65,7 @@ class Modality:
     training: str
     copies_on_cpu: int = 1
     cache_bytes: int = 0
+    has_pictures: bool = False
 
     def task_reader(self) -> Any:
         """The reader of the modality's evaluation tasks (`workers.evaluation.task_reader.TaskReader`)."""

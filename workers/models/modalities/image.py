@@ -148,4 +148,5 @@ IMAGE = Modality(
     worker="workers.serving.image_worker:ImageWorker",
     training="workers.training.finetuning.images:IMAGE_TRAINING",
     cache_bytes=CACHE_BYTES,
+    has_pictures=True,
 )

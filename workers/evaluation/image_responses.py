@@ -1,0 +1,29 @@
+"""What a model answers to an image, as it is stored with a sample: the likeliest classes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+__all__ = ["Response"]
+
+
+@dataclass(frozen=True)
+class Response:
+    """What a model answers to an image: the classes with the largest logits, and their log-probabilities.
+
+    It is stored as JSON: {"top": [[class, log-probability], ...]}, the likeliest first.
+    """
+
+    top: tuple[tuple[str, float], ...]
+
+    def to_json(self) -> str:
+        return json.dumps({"top": [[name, round(value, 6)] for name, value in self.top]}, ensure_ascii=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> Response:
+        """Read a response. Raises ValueError if the text is none."""
+        try:
+            return cls(tuple((str(name), float(value)) for name, value in json.loads(text)["top"]))
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"not the response of an image classifier: {text[:80]!r}") from error
