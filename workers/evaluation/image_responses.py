@@ -1,4 +1,4 @@
-"""What a model answers to an image, as it is stored with a sample: the likeliest classes."""
+"""Answer of an image classifier to one image, as stored with a sample: the likeliest classes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ __all__ = ["Response"]
 
 @dataclass(frozen=True)
 class Response:
-    """What a model answers to an image: the classes with the largest logits, and their log-probabilities.
+    """A model's answer to an image: the classes with the largest logits, and their log-probabilities.
 
-    It is stored as JSON: {"top": [[class, log-probability], ...]}, the likeliest first.
+    The answer is stored as JSON: {"top": [[class, log-probability], ...]}, the likeliest class first.
     """
 
     top: tuple[tuple[str, float], ...]
@@ -22,7 +22,7 @@ class Response:
 
     @classmethod
     def from_json(cls, text: str) -> Response:
-        """Read a response. Raises ValueError if the text is none."""
+        """Read a response from its JSON text. Raises ValueError if the text is not a response."""
         try:
             return cls(tuple((str(name), float(value)) for name, value in json.loads(text)["top"]))
         except (KeyError, TypeError) as error:
