@@ -135,7 +135,7 @@ def test_coefficients_are_chosen_on_search_images(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(bench_mergopt_images, "recipe_of", lambda bench, merge: merge)
     best: dict[str, Arm] = bench_mergopt_images.best_merges(Bench({}), 0)  # type: ignore[arg-type]
-    chosen = {method: (arm.label, arm.search, arm.mean) for method, arm in best.items()}
+    chosen: Any = {method: (arm.label, arm.search, arm.mean) for method, arm in best.items()}
     assert chosen == {
         "weight averaging": ("", 0.5, pytest.approx(0.4)),
         **dict.fromkeys(("task arithmetic", "TIES", "DARE"), ("0.3", pytest.approx(0.9), pytest.approx(0.4))),
