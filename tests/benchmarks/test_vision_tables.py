@@ -74,7 +74,7 @@ def test_the_best_merge_of_a_front_is_chosen_on_search_images(monkeypatch: pytes
     assert found.volume == pytest.approx(0.6 * (1.0 * 0.2 + 0.6 * 0.9 - 0.6 * 0.2))
 
 
-def test_hm3s_tables_have_the_seeds_of_which_all_arms_are_on_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hm3s_tables_have_seeds_with_all_arms(monkeypatch: pytest.MonkeyPatch) -> None:
     def found(name: str, seed: int) -> bench_hm3_images.Found:
         share = 0.5 + 0.05 * bench_hm3_images.ARMS.index(name)
         front = np.broadcast_to(right(share), (2, len(TASKS), NUM_IMAGES))
