@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, cached_property
 from typing import Any
@@ -351,3 +351,9 @@ def fronts_table(seeds: range) -> str:
         cells += [f"{np.mean([each.different for each in found]):.0f}"]
         lines.append(f"| {label(name)} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+TABLES: Mapping[str, Callable[[], str]] = {
+    "vision": lambda: vision_table(kept_seeds()),
+    "fronts": lambda: fronts_table(kept_seeds()),
+}
