@@ -91,9 +91,13 @@ def show(result: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class ImageFamily:
-    """The image family, in the form of `search_families.TrainedFamily`."""
+    """The image family, in the form of `search_families.TrainedFamily`.
+
+    `experts` is the place of an expert's model, absolute or in the family's directory, with {} for its task.
+    """
 
     name: str = "images"
+    experts: str = "training/experts/{}/model"
 
     def directory(self) -> Path:
         """The directory of the models and images, which are made first if they are missing."""
@@ -108,7 +112,7 @@ class ImageFamily:
 
     def study(self, goal: str, **sections: Any) -> Any:
         """A study of the family; with `goal` "judge", its objectives are the held-out images."""
-        document = study_document()
+        document = study_document(experts=self.experts)
         del document["holdout"]
         if goal == "judge":
             for objective in document["objectives"]:

@@ -22,51 +22,22 @@ from service.studies.preflight.examine import examine
 from service.studies.preflight.result import PreflightResult
 from service.tune.coordinator import Coordinator
 from service.types import Origin, TrialState
+from tests.end_to_end.studies import HEADS, image_entries, image_study, write_image_models
 from tests.service.tune.harness import InlineProposer, Killed, drive, killer, trial_list
-from tests.vision import image_folder, tiny_vit
 from workers.evaluation.image_pictures import picture_of
 from workers.serving.image_worker import ImageWorker
 from workers.types import Split
 
-HEADS = ("shape", "answer")
-OTHERS = ("no", "yes")
 SHORT = {"algorithm": "random", "max_trials": 6, "seed": 3, "baselines": "sources"}
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("image_study")
-    tiny_vit(place / "base", 0, classes=None)
-    tiny_vit(place / "shape", 1)
-    tiny_vit(place / "answer", 2, classes=OTHERS)
-    for split, seed in (("search", 0), ("held", 1)):
-        image_folder(place / split / "shapes", per_class=12, seed=seed)
-        image_folder(place / split / "answers", per_class=18, classes=OTHERS, seed=seed + 10)
-    return place
-
-
-def entries(data: Path) -> list[dict[str, Any]]:
-    tasks = {head: {"images": str(data / f"{head}s"), "head": head} for head in HEADS}
-    return [{"name": head, "task": task, "metric": "acc"} for head, task in tasks.items()]
+    return write_image_models(tmp_path_factory.mktemp("image_study"))
 
 
 def preflight_of(root: Path, space: dict[str, Any], **changes: Any) -> PreflightResult:
-    models = {"base": str(root / "base"), "experts": {head: str(root / head) for head in HEADS}}
-    return examine(
-        parse_study(
-            {
-                "name": "images",
-                "models": models,
-                "search_space": space,
-                "search": {"algorithm": "random", "max_trials": 6, "seed": 3},
-                "fidelity": {"scheduler": "hyperband", "rungs": [12, 36]},
-                "objectives": entries(root / "search"),
-                "holdout": entries(root / "held"),
-                "engine": {"verify": {"trials": 2, "samples": 12}},
-                **changes,
-            }
-        )
-    )
+    return examine(parse_study(image_study(root, space, **changes)))
 
 
 class Scorer(ImageWorker):
@@ -157,7 +128,7 @@ def test_the_report_shows_samples_with_pictures(root: Path, scorers: dict[int, S
     """
     data = tmp_path / "held"
     shutil.copytree(root / "held", data)
-    preflight = preflight_of(root, SPACES["lfs"], search=SHORT, holdout=entries(data))
+    preflight = preflight_of(root, SPACES["lfs"], search=SHORT, holdout=image_entries(data))
     scorer, run = scorer_of(preflight, scorers), Run(preflight, tmp_path)
     run.drive(scorer)
     store, writer = run.store, run.store.open_attempt(run.id)
