@@ -8,6 +8,7 @@ from service.engine_machines import runs_on_gpus
 
 if TYPE_CHECKING:
     from search_spaces.study.file import Study
+    from service.resolved_study import ResolvedStudy
     from workers.models.family import ResolvedFamily
 
 __all__ = ["DTYPE_BYTES", "dtype_note", "engine_dtype"]
@@ -15,14 +16,17 @@ __all__ = ["DTYPE_BYTES", "dtype_note", "engine_dtype"]
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-def engine_dtype(study: Study) -> str:
+def engine_dtype(study: Study, resolved: ResolvedStudy | None = None) -> str:
     """The dtype in which a study's engines compute.
 
-    If the study file says "auto", it is "bfloat16" if engines run on GPUs, of this machine or of others, else
-    "float32".
+    If the study file says "auto", the dtype of a stored study is that of the machines for which it was checked, which
+    `resolved` has. Of a study that is being checked, or that an earlier version stored, it is "bfloat16" if engines run
+    on GPUs, of this machine or of others, else "float32".
     """
     if study.engine.dtype != "auto":
         return study.engine.dtype
+    if resolved is not None and resolved.dtype is not None:
+        return resolved.dtype
     return "bfloat16" if runs_on_gpus() else "float32"
 
 
