@@ -20,9 +20,11 @@ its memory is the most that its processes, those of Ray included, had at once. A
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -33,9 +35,11 @@ from typing import Any
 
 import psutil
 
+from service.disk import locked
 from tests.benchmarks.arms import NotKept, files_alone, is_fresh, kept
 from tests.benchmarks.code_digests import code_digest
 from tests.benchmarks.real_family import KINDS, SEARCHES, SPLITS, TASKS, finetune_document, study_document
+from workers.evaluation.system_calls import PR_SET_PDEATHSIG
 
 BENCHMARK = "real"
 CACHE = Path(".bench/real")
@@ -159,10 +163,15 @@ def study_figures(summary: Mapping[str, Any]) -> dict[str, Any]:
 def command_cost(arguments: Sequence[str], place: Path) -> dict[str, Any]:
     """Run this Python with `arguments`, and return the seconds and the memory of the command.
 
-    The costs of earlier calls that were interrupted are in `place`/cost.json and count too. Raises CalledProcessError
-    if the command fails; its output is in `place`/log.
+    The costs of earlier calls that were interrupted are in `place`/cost.json and count too. The command ends with this
+    process. Raises CalledProcessError if the command fails; its output is in `place`/log. Raises InUse if another
+    process measures it.
     """
-    place.mkdir(parents=True, exist_ok=True)
+    with locked(place):
+        return _locked_cost(arguments, place)
+
+
+def _locked_cost(arguments: Sequence[str], place: Path) -> dict[str, Any]:
     file = place / "cost.json"
     before = json.loads(file.read_text()) if file.exists() else {"seconds": 0.0, "peak_bytes": 0, "parts": 0}
     if before.get("is_complete"):
@@ -170,7 +179,10 @@ def command_cost(arguments: Sequence[str], place: Path) -> dict[str, Any]:
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
     started, peak = time.perf_counter(), before["peak_bytes"]
     command = [sys.executable, *arguments]
-    with (place / "log").open("ab") as log, subprocess.Popen(command, stdout=log, stderr=log, env=environment) as run:
+    with (
+        (place / "log").open("ab") as log,
+        subprocess.Popen(command, stdout=log, stderr=log, env=environment, preexec_fn=_end_with_parent) as run,
+    ):
 
         def cost(**more: Any) -> dict[str, Any]:
             seconds = before["seconds"] + time.perf_counter() - started
@@ -188,6 +200,11 @@ def command_cost(arguments: Sequence[str], place: Path) -> dict[str, Any]:
             cost()
             raise subprocess.CalledProcessError(run.returncode, command)
         return cost(is_complete=True)
+
+
+def _end_with_parent() -> None:
+    """Let the kernel end this process when its parent ends, even by SIGKILL: a second run would train beside it."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def anonymous_bytes(process: int) -> int:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import datetime
 import json
 import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from search_spaces.study.file import load_study
+from service.errors import InUse
 from tests.benchmarks import bench_real, real_family
 from tests.benchmarks.bench_real import ARMS, begin, command_cost, costs_table, holdout_table, study_figures
 from tests.benchmarks.real_family import KINDS, SEARCHES, SPLITS, TASKS, make_base, questions, write_family
@@ -96,6 +100,28 @@ def test_the_cost_of_a_command_has_its_interrupted_parts(tmp_path: Path, monkeyp
     assert 60_000_000 <= cost["peak_bytes"] == first["peak_bytes"]
     assert (tmp_path / "arm" / "log").read_text() == "said\n"
     assert command_cost(["-c", "raise SystemExit(1)"], tmp_path / "arm") == cost, "a finished command is not repeated"
+
+
+def test_a_command_ends_with_the_benchmark(tmp_path: Path) -> None:
+    """A benchmark that is killed leaves no training behind, beside which the next run would start another."""
+    begun = tmp_path / "begun"
+    command = f"import os, time; open({str(begun)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    call = "from pathlib import Path; from tests.benchmarks.bench_real import command_cost; "
+    outer = subprocess.Popen(
+        [sys.executable, "-c", f"{call}command_cost(['-c', {command!r}], Path({str(tmp_path)!r}))"]
+    )
+    try:
+        deadline = time.monotonic() + 60.0
+        while not begun.exists() or not begun.read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        inner = psutil.Process(int(begun.read_text()))
+        with pytest.raises(InUse):
+            command_cost(["-c", ""], tmp_path)
+    finally:
+        outer.kill()
+        outer.wait()
+    inner.wait(timeout=10.0)
 
 
 def test_other_settings_begin_anew(tmp_path: Path) -> None:
