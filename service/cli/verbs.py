@@ -661,8 +661,10 @@ def recipe(options: argparse.Namespace) -> int:
         document = store.trial(study.id, options.trial).read_recipe().to_json()
         if not options.mergekit:
             from search_spaces.study.file import Study
+            from service.resolved_study import ResolvedStudy
 
-            print_json({**document, "dtype": engine_dtype(Study.model_validate(study.document))})
+            dtype = engine_dtype(Study.model_validate(study.document), ResolvedStudy.of(study))
+            print_json({**document, "dtype": dtype})
             return 0
         from service.studies.mergekit import mergekit_file
 

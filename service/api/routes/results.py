@@ -308,7 +308,7 @@ async def get_recipe(study: Study, number: TrialNumber, services: Context, sende
     trial = await run_in_threadpool(_trial, services, study, number)
     stated = study.document.get("engine", {}).get("dtype", "auto")
     if stated == "auto":
-        stated = await services.preflight.engine_dtype(study.document, client=sender.name)
+        stated = await services.preflight.engine_dtype(study, client=sender.name)
     return Json({**trial.read_recipe().to_json(), "dtype": stated})
 
 

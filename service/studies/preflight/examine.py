@@ -143,7 +143,7 @@ def _examine(
         elif len(study.scored_objectives) < len(study.objectives):
             size = model_size(sources, sources.layout.num_layers)
         largest = sources.num_parameters if size is None else int(size.most("parameters"))
-        export_bytes = largest * DTYPE_BYTES[engine_dtype(study)]
+        export_bytes = largest * DTYPE_BYTES[engine_dtype(study, on_vllm=sources.modality.runs_on_vllm)]
         check_layers(study, sources, problems)
         aligns = isinstance(unread, AlignedSpace) and unread.alignment != "none"
         if aligns:
@@ -222,7 +222,7 @@ def _examine(
         access=access,
         recipes=recipes,
         lacks=tuple(lacks),
-        dtype=engine_dtype(study),
+        dtype=engine_dtype(study, on_vllm=sources.modality.runs_on_vllm),
         machines=for_engines,
     )
 

@@ -237,6 +237,7 @@ class PreflightResult:
             searcher_version=SEARCHERS[self.algorithm.name].version,
             chained=self.models.chained,
             recipes={name: recipe.digest for name, recipe in self.recipes},
+            dtype=self.dtype,
         )
 
     @property

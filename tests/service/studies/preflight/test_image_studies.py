@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from search_spaces.errors import InvalidStudy, Problem
 from search_spaces.study.file import parse_study
+from service.engine_machines import EngineMachines
 from service.studies.planning.schedule import study_lengths
 from service.studies.preflight.examine import examine
 from service.studies.preflight.files import FilesRefused
@@ -85,6 +87,15 @@ def test_all_spaces_are_planned(space: dict[str, Any], root: Path) -> None:
     assert found.memory.engine_bytes > CACHE_BYTES
     lengths = study_lengths(found, str(root / "base"))
     assert lengths.objectives["shapes"].read == 17  # 4 x 4 patches and the token of the class
+
+
+def test_engines_of_images_compute_in_float32_without_a_gpu(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A build of PyTorch for GPUs decides about vLLM only; image engines run on the CPU where there is no GPU."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    study = parse_study(document(root))
+    assert examine(study).resolved().dtype == "float32"
+    assert examine(study, machines=[EngineMachines(1, 2**40)]).resolved().dtype == "bfloat16"
 
 
 def test_why_there_are_no_gradients(root: Path) -> None:
