@@ -54,7 +54,7 @@ function OneTeam({ team }: { team: Team }) {
         <Quotas team={team} />
       </div>
       {administers && (
-        <Button size="compact-sm" variant="default" onClick={() => setAsked(true)}>
+        <Button size="compact-sm" variant="default" mt="xs" onClick={() => setAsked(true)}>
           Remove team {team.name}
         </Button>
       )}
