@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -52,10 +53,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "back_up",
+    "begin",
     "cancel",
     "chat",
     "clean",
     "clone",
+    "cluster",
     "delete",
     "demo",
     "drain",
@@ -502,6 +505,11 @@ def queue(options: argparse.Namespace) -> int:
         return server.queue()
 
 
+def cluster(options: argparse.Namespace) -> int:
+    with _on_server(options) as server:
+        return server.cluster()
+
+
 def move(options: argparse.Namespace) -> int:
     with _on_server(options) as server:
         return server.move(options.job, before=options.before, reason=options.reason)
@@ -626,6 +634,35 @@ def merge(options: argparse.Namespace) -> int:
         print("interrupted; the same command continues and keeps the complete files", file=sys.stderr)
         return 130
     print_json({"directory": str(out)}) if options.json else print(f"merged model: {out}")
+    return 0
+
+
+def begin(options: argparse.Namespace) -> int:
+    import yaml
+
+    from search_spaces.section import NAME
+    from search_spaces.study.yaml import read_document
+    from service.merges.study_file import study_from_mergekit
+
+    def warn(line: str) -> None:
+        print(f"{options.file}: {line}", file=sys.stderr)
+
+    if re.fullmatch(NAME, options.name) is None:
+        raise InvalidStudy((Problem("name", f"{options.name!r} does not match {NAME}"),))
+    try:
+        document = study_from_mergekit(read_document(options.file), name=options.name, warn=warn)
+    except InvalidRecipe as error:
+        raise InvalidRecipe(f"{options.file}: {error}") from error
+    if options.json:
+        print_json(document)
+        return 0
+    text = yaml.safe_dump(document, sort_keys=False, allow_unicode=True)
+    if options.out is None:
+        print(text, end="")
+    else:
+        with options.out.open("x", encoding="utf-8") as file:
+            file.write(text)
+        print(f"study file: {options.out}; fill in its objectives")
     return 0
 
 

@@ -258,8 +258,12 @@ def test_verbs_steer_a_fine_tuning(visitor: Visit, server: ApiServer, http: http
 
     page = visitor.goto(f"/finetunes/{record.id}")
     press(page.get_by_role("button", name="Pause"))
-    press(page.get_by_role("button", name="Resume"))
-    expect(page.get_by_role("button", name="Pause")).to_be_visible()
+    for name in ("Resume", "Pause"):  # each takes the place of the one that was pressed, and its focus
+        expect(page.get_by_role("button", name=name)).to_be_focused()
+        page.keyboard.press("Enter")
+    expect(page.get_by_role("button", name="Resume")).to_be_focused()
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("button", name="Pause")).to_be_focused()
     cancelled: list[str] = []
     page.on("request", lambda request: cancelled.append(request.url) if request.url.endswith(":cancel") else None)
     cancel_button = page.get_by_role("button", name="Cancel")
