@@ -346,7 +346,12 @@ class ImageTasks:
         prepared_task(spec, sources)
 
     def lack_of_references(self, spec: TaskSpec) -> str | None:
-        return "gradients are computed for text models only"
+        load_image_task(spec)
+        return None
+
+    def lack_of_entropy(self, spec: TaskSpec) -> str | None:
+        load_image_task(spec)
+        return None
 
 
 IMAGE_TASKS = ImageTasks()

@@ -52,6 +52,10 @@ class TaskReader(Protocol):
         """Reason why no loss can be computed on the right answers; None if one can."""
         ...
 
+    def lack_of_entropy(self, spec: TaskSpec) -> str | None:
+        """Reason why predictions on the task have no entropy over classes; None if they have one."""
+        ...
+
 
 def reader_of(task: str | Mapping[str, Any]) -> TaskReader:
     """The reader of a task, by its name or description."""

@@ -12,7 +12,7 @@ import torch
 
 from search_spaces.recipe import Recipe
 from workers.merging.materialize import merged_tensors
-from workers.models.config import MERGED_TOWERS
+from workers.models.config import MERGED_TOWERS, settled
 from workers.models.merged_files import merged_config
 from workers.models.modalities import IMAGE
 
@@ -59,6 +59,10 @@ class ImageEncoder:
     @torch.inference_mode()
     def features(self, pixels: torch.Tensor) -> torch.Tensor:
         """Features of images, float32, [num_images, hidden_size]; `pixels` is [num_images, channels, height, width]."""
+        return self.differentiable_features(pixels)
+
+    def differentiable_features(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Features of images as `features` computes them, with gradients if they are enabled in torch."""
         parameter = next(iter(self.parameters.values()))
         found = self.module(pixel_values=pixels.to(parameter.device, parameter.dtype))
         features: torch.Tensor = found.logits if hasattr(found, "logits") else found.pooler_output
@@ -66,9 +70,12 @@ class ImageEncoder:
 
 
 def new_encoder(config: Mapping[str, Any], *, layers: int, dtype: torch.dtype, device: torch.device) -> ImageEncoder:
-    """Make an encoder with weights that are NaN, for a model's configuration, with `layers` layers."""
+    """Make an encoder with weights that are NaN, for a model's configuration, with `layers` layers.
+
+    Nothing in it is random, not in training mode either: rates of dropout are 0.
+    """
     settings = _tower(config)
-    own = _config({**settings, "num_hidden_layers": layers})
+    own = settled(_config({**settings, "num_hidden_layers": layers}))
     made = _mapping(settings)[type(own)](own)
     with torch.no_grad():
         for parameter in made.parameters():

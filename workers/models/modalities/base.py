@@ -44,6 +44,7 @@ class Modality:
     - `tasks`: the `workers.evaluation.task_reader.TaskReader` of its tasks
     - `worker`: the class of the worker in a replica (`workers.serving.replica.Worker`)
     - `training`: how its models are fine-tuned (`workers.training.finetuning.modality.TrainingModality`)
+    - `losses`: the class of the losses by which coefficients have gradients (`workers.training.task_losses.TaskLosses`)
     """
 
     name: str
@@ -62,6 +63,7 @@ class Modality:
     tasks: str
     worker: str
     training: str
+    losses: str
     copies_on_cpu: int = 1
     cache_bytes: int = 0
 
@@ -72,6 +74,10 @@ class Modality:
     def training_module(self) -> Any:
         """How the modality's models are fine-tuned (`workers.training.finetuning.modality.TrainingModality`)."""
         return _loaded(self.training)
+
+    def losses_class(self) -> Any:
+        """The class of the losses by which coefficients have gradients (`workers.training.task_losses.TaskLosses`)."""
+        return _loaded(self.losses)
 
     def worker_class(self) -> Any:
         """The class of the worker that scores the modality's models in a replica."""

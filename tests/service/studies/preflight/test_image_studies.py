@@ -75,23 +75,41 @@ SPACES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("space", SPACES, ids=lambda space: space["kind"])
 def test_all_spaces_are_planned(space: dict[str, Any], root: Path) -> None:
-    """A study of classifiers is planned in every search space; without gradients, auto is a searcher by scores."""
+    """A study of classifiers is planned in every search space; auto descends where coefficients have gradients."""
     found = examine(parse_study(document(root, search_space=space)))
     assert found.models.num_layers == 2
     assert found.models.family.modality == "image"
     assert found.models.engine_note == ""
     assert {name: info.num_samples for name, info in found.tasks.search_infos.items()} == {"shapes": 24, "answers": 24}
-    assert found.algorithm.name != "gradient"
+    assert (found.algorithm.name == "gradient") == (space["kind"] in ("layerwise", "sfs"))
     assert found.memory.engine_bytes > CACHE_BYTES
     lengths = study_lengths(found, str(root / "base"))
     assert lengths.objectives["shapes"].read == 17  # 4 x 4 patches and the token of the class
 
 
-def test_why_there_are_no_gradients(root: Path) -> None:
+def test_auto_descends(root: Path) -> None:
+    """Layerwise merges of classifiers have gradients, whose memory and time are planned."""
     found = examine(parse_study(document(root)))
-    assert "gradients are computed for text models only" in found.algorithm.reason
-    wrong = problems(root, search={"algorithm": "gradient"})
+    assert found.algorithm.name == "gradient"
+    assert found.algorithm.reason == "merges in this space have gradients, and all objectives have reference answers"
+    assert found.memory.gradient_bytes > CACHE_BYTES
+    inputs = found.gradient_inputs()
+    assert inputs is not None
+    assert (inputs.device, inputs.entropies) == ("cpu", ())
+    setting = found.search_setting(num_baselines=0)
+    assert (setting.experts, setting.has_completions) == (("shape", "answer"), False)
+    in_other_space = examine(parse_study(document(root, search_space={"kind": "lfs", "layer_groups": 2})))
+    assert "coefficients of a space of kind lfs have no gradients" in in_other_space.algorithm.reason
+    wrong = problems(root, search_space={"kind": "lfs", "layer_groups": 2}, search={"algorithm": "gradient"})
     assert "gradient cannot be used" in wrong["search.algorithm"]
+
+
+def test_the_entropy_of_predictions_may_be_asked_for(root: Path) -> None:
+    found = examine(parse_study(document(root, search={"gradient": {"loss": "entropy"}})))
+    assert "the entropy of predictions is the loss of shapes, answers" in found.algorithm.reason
+    inputs = found.gradient_inputs()
+    assert inputs is not None
+    assert inputs.entropies == ("shapes", "answers")
 
 
 def test_a_changed_image_changes_the_study(root: Path, tmp_path: Path) -> None:
