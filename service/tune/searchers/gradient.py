@@ -110,8 +110,9 @@ class GradientSearcher:
         stated = setting.options.gradient.start
 
         def of(parameter: Float) -> float:
-            is_stated = stated is not None and parameters.roles.get(parameter.name) in setting.experts
-            return min(max(stated, parameter.low), parameter.high) if is_stated else parameter.default_value
+            if stated is None or parameters.roles.get(parameter.name) not in setting.experts:
+                return parameter.default_value
+            return min(max(stated, parameter.low), parameter.high)
 
         return np.array([of(parameter) for parameter in numbers_of(parameters)])
 
