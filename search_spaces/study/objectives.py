@@ -112,12 +112,12 @@ class ImageTask(DescribedTask):
     """A task of images with labels, in a folder or a JSONL file, which is scored with the head of one of the models.
 
     The metric acc is the share of images whose class has the largest logit; acc_top5, of those whose class is among the
-    five largest.
+    five largest; entropy is the mean entropy of the predicted classes, which needs no labels.
     """
 
     images: Line
     """A folder with a directory of images for each class, a JSONL file whose lines name an image and its label, or a
-    data set of the hub, as hub:OWNER/NAME.
+    data set of the hub, as hub:OWNER/NAME. Without labels: a folder of images, or lines without a label.
     """
     split: Line | None = None
     """The split of a data set of the hub, in the notation of the package datasets, such as test[:70%]."""

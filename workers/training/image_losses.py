@@ -116,6 +116,8 @@ class ImageLosses:
 
     def targets(self, spec: TaskSpec, *, is_entropy: bool = False) -> Sequence[ImageTarget]:
         prepared = self._task(spec)
+        if not is_entropy and not prepared.task.images.is_labelled:
+            raise InvalidTask(f"{prepared.task.images.where}: its images have no labels; their loss is the entropy")
         return tuple(
             ImageTarget(spec.digest, position, None if is_entropy else output)
             for position, output in enumerate(prepared.outputs)

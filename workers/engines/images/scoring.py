@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from workers.models.family import ResolvedFamily
 from workers.models.task_heads import TaskHead, logits_of
 from workers.types import SampleResult, SampleTexts, Span, TaskInfo, TaskSpec
 
-__all__ = ["BATCH", "ImageEvaluator", "Response"]
+__all__ = ["BATCH", "ImageEvaluator", "Response", "value_of"]
 
 BATCH = 64  # images at a time: bounds memory, not speed
 MOST_TASKS = 16  # tasks whose files and labels are kept
@@ -49,6 +50,19 @@ class Response:
             return cls(tuple((str(name), float(value)) for name, value in json.loads(text)["top"]))
         except (KeyError, TypeError) as error:
             raise ValueError(f"not the response of an image classifier: {text[:80]!r}") from error
+
+
+def value_of(prepared: PreparedTask, position: int, logprobs: torch.Tensor) -> float:
+    """The metric of the sample at `position`, from the log-probabilities of all classes, [num_classes]."""
+    if prepared.task.is_entropy:
+        return entropy(logprobs) / math.log(len(logprobs))
+    ranked: Any = torch.sort(logprobs, descending=True, stable=True)  # equal logits: the first output counts
+    return float(prepared.outputs[position] in ranked.indices[: prepared.task.num_largest].tolist())
+
+
+def entropy(logprobs: torch.Tensor) -> float:
+    """Entropy of predicted classes, in nats, from their log-probabilities."""
+    return max(0.0, -float((logprobs.exp() * logprobs).sum()))
 
 
 class ImageEvaluator:
@@ -148,16 +162,14 @@ class ImageEvaluator:
         return self._head(prepared.head)(self._features(self._pixels.of(prepared.task, positions)))
 
     def _result(self, span: Span, prepared: PreparedTask, position: int, logprobs: torch.Tensor) -> SampleResult:
-        count = min(max(NUM_SHOWN, prepared.task.num_largest), len(prepared.names))
         order: Any = torch.sort(logprobs, descending=True, stable=True)  # equal logits: the first output counts
-        outputs = order.indices[:count].tolist()
-        is_right = prepared.outputs[position] in outputs[: prepared.task.num_largest]
+        outputs = order.indices[:NUM_SHOWN].tolist()
         shown = [(prepared.names[output], float(logprobs[output])) for output in outputs[:NUM_SHOWN]]
         sample = prepared.task.images.samples[prepared.task.order[position]]
         return SampleResult(
             objective=span.objective,
             position=position,
             document=sample.name,
-            value=float(is_right),
+            value=value_of(prepared, position, logprobs),
             response=Response(tuple(shown)).to_json(),
         )

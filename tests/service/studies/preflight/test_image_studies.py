@@ -112,6 +112,26 @@ def test_the_entropy_of_predictions_may_be_asked_for(root: Path) -> None:
     assert inputs.entropies == ("shapes", "answers")
 
 
+def test_images_without_labels_are_searched_by_entropy(root: Path, tmp_path: Path) -> None:
+    """A task without labels is scored, and descended on, by the entropy of predictions; other tasks by their labels."""
+    (tmp_path / "plain").mkdir()
+    for number, file in enumerate(sorted((root / "search" / "shapes").rglob("*.png"))):
+        (tmp_path / "plain" / f"{number:03}.png").write_bytes(file.read_bytes())
+    plain = {"name": "plain", "task": {"images": str(tmp_path / "plain"), "head": "shape"}, "metric": "entropy"}
+    labelled = document(root)["objectives"][1]
+    found = examine(parse_study(document(root, objectives=[plain, labelled])))
+    assert found.algorithm.name == "gradient"
+    assert found.entropies == ("plain",)
+    assert found.algorithm.reason.endswith("the entropy of predictions is the loss of plain")
+    direction = {each.name: each.direction for each in found.tasks.objectives}
+    assert direction == {"plain": "minimize", "answers": "maximize"}
+    asked = {"algorithm": "gradient", "gradient": {"loss": "cross_entropy"}}
+    wrong = problems(root, objectives=[plain, labelled], search=asked)
+    assert "objective 'plain' has no reference answers: its images have no labels" in wrong["search.algorithm"]
+    wrong = problems(root, objectives=[{**plain, "metric": "acc"}, labelled])
+    assert "its images have no labels, which acc needs" in wrong["objectives.0.metric"]
+
+
 def test_a_changed_image_changes_the_study(root: Path, tmp_path: Path) -> None:
     """The digest of a task, by which a resumed study is compared, depends on the images' contents."""
     folder = image_folder(tmp_path / "shapes", per_class=8)
