@@ -119,16 +119,16 @@ def test_images_without_labels_are_searched_by_entropy(root: Path, tmp_path: Pat
         (tmp_path / "plain" / f"{number:03}.png").write_bytes(file.read_bytes())
     plain = {"name": "plain", "task": {"images": str(tmp_path / "plain"), "head": "shape"}, "metric": "entropy"}
     labelled = document(root)["objectives"][1]
-    found = examine(parse_study(document(root, objectives=[plain, labelled])))
+    found = examine(parse_study(document(root, objectives=[plain, labelled], holdout=[])))
     assert found.algorithm.name == "gradient"
     assert found.entropies == ("plain",)
     assert found.algorithm.reason.endswith("the entropy of predictions is the loss of plain")
     direction = {each.name: each.direction for each in found.tasks.objectives}
     assert direction == {"plain": "minimize", "answers": "maximize"}
     asked = {"algorithm": "gradient", "gradient": {"loss": "cross_entropy"}}
-    wrong = problems(root, objectives=[plain, labelled], search=asked)
+    wrong = problems(root, objectives=[plain, labelled], holdout=[], search=asked)
     assert "objective 'plain' has no reference answers: its images have no labels" in wrong["search.algorithm"]
-    wrong = problems(root, objectives=[{**plain, "metric": "acc"}, labelled])
+    wrong = problems(root, objectives=[{**plain, "metric": "acc"}, labelled], holdout=[])
     assert "its images have no labels, which acc needs" in wrong["objectives.0.metric"]
 
 
