@@ -358,6 +358,7 @@ class ImageTasks:
             higher_is_better=spec.metric != ENTROPY,
             output_type="image_classification",
             options=images.classes or (),
+            value_range=(0.0, 1.0) if spec.metric == ENTROPY else None,
         )
 
     def texts(self, spec: TaskSpec, start: int, stop: int) -> SampleTexts:
