@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from search_spaces.errors import InvalidStudy, Problem
 from search_spaces.study.file import parse_study
+from service.cli.main import main
 from service.studies.planning.schedule import study_lengths
 from service.studies.preflight.examine import examine
 from service.studies.preflight.files import FilesRefused
@@ -102,6 +104,15 @@ def test_auto_descends(root: Path) -> None:
     assert "coefficients of a space of kind lfs have no gradients" in in_other_space.algorithm.reason
     wrong = problems(root, search_space={"kind": "lfs", "layer_groups": 2}, search={"algorithm": "gradient"})
     assert "gradient cannot be used" in wrong["search.algorithm"]
+
+
+def test_gradient_steps_are_planned(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The plan of a study of classifiers has the phase of its gradient steps, and the memory of gradients."""
+    (tmp_path / "study.yaml").write_text(json.dumps(document(root, search={"max_trials": 4, "gradient": {"steps": 7}})))
+    assert main(["plan", str(tmp_path / "study.yaml"), "--profile", "h100x8"]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"^gradient step +7 ", printed, re.MULTILINE)
+    assert re.search(r"^gradients +a GPU of their own ", printed, re.MULTILINE)
 
 
 def test_the_entropy_of_predictions_may_be_asked_for(root: Path) -> None:
