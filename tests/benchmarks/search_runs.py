@@ -136,15 +136,21 @@ class Run:
 
 
 class InProcess:
-    """`proposals.Proposer` in the caller's thread."""
+    """`proposals.Proposer` in the caller's thread; `steps` are those that the study has stored."""
 
-    def __init__(self, preflight: PreflightResult, actor: GradientActor | None, completions: SourceCompletions) -> None:
+    def __init__(
+        self,
+        preflight: PreflightResult,
+        actor: GradientActor | None,
+        completions: SourceCompletions,
+        steps: Sequence[Step] = (),
+    ) -> None:
         setting = preflight.search_setting(num_baselines=len(preflight.baselines()))
-        self._searcher = SearcherState(preflight.algorithm.name, preflight.space.parameters, setting, (), {})
+        self._searcher = SearcherState(preflight.algorithm.name, preflight.space.parameters, setting, steps, {})
         self._seed = preflight.study.search.seed
         self._actor = actor
         self._completions = completions
-        self._num_steps = 0
+        self._num_steps = len(steps)
         self._call: dict[str, Any] = {}
         self._answer: StepRequest | dict[str, Any] = {}
         self._admitted: ChargedRequest | None = None
