@@ -8,7 +8,6 @@ section 3.2.2).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,7 @@ from search_spaces.recipe import Recipe
 from search_spaces.study.engine import EngineOptions
 from workers.engines.images.classifiers import ImageEncoder, new_encoder
 from workers.engines.images.pixels import Pixels
+from workers.engines.images.scoring import largest_entropy
 from workers.errors import InvalidTask
 from workers.evaluation.image_tasks import PreparedTask, prepared_task
 from workers.merging.bank import Bank
@@ -90,7 +90,7 @@ class ImageTarget:
 class ImageLosses:
     """Losses of image classifiers (`workers.training.task_losses.TaskLosses`).
 
-    Losses are divided by the logarithm of the number of classes, so that a cross-entropy is 1 at chance level, and an
+    Losses are divided by the entropy of equally likely classes, so that a cross-entropy is 1 at chance level, and an
     entropy is 1 if all classes are equally likely.
     """
 
@@ -124,10 +124,10 @@ class ImageLosses:
         )
 
     def unit(self, spec: TaskSpec) -> float:
-        return math.log(self._task(spec).head.num_classes)
+        return largest_entropy(self._task(spec).head.num_classes)
 
     def size(self, target: ImageTarget) -> float:
-        return math.log(self._tasks[target.task].head.num_classes)
+        return largest_entropy(self._tasks[target.task].head.num_classes)
 
     def of_completion(self, spec: TaskSpec, position: int, tokens: Sequence[int]) -> ImageTarget:
         raise InvalidTask(f"{self._task(spec).task.images.where}: its answers are classes, not completions")

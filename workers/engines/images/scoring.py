@@ -24,7 +24,7 @@ from workers.models.family import ResolvedFamily
 from workers.models.task_heads import TaskHead, logits_of
 from workers.types import SampleResult, SampleTexts, Span, TaskInfo, TaskSpec
 
-__all__ = ["BATCH", "ImageEvaluator", "Response", "value_of"]
+__all__ = ["BATCH", "ImageEvaluator", "Response", "largest_entropy", "value_of"]
 
 BATCH = 64  # images at a time: bounds memory, not speed
 MOST_TASKS = 16  # tasks whose files and labels are kept
@@ -55,9 +55,14 @@ class Response:
 def value_of(prepared: PreparedTask, position: int, logprobs: torch.Tensor) -> float:
     """The metric of the sample at `position`, from the log-probabilities of all classes, [num_classes]."""
     if prepared.task.is_entropy:
-        return entropy(logprobs) / math.log(len(logprobs))
+        return entropy(logprobs) / largest_entropy(len(logprobs))
     ranked: Any = torch.sort(logprobs, descending=True, stable=True)  # equal logits: the first output counts
     return float(prepared.outputs[position] in ranked.indices[: prepared.task.num_largest].tolist())
+
+
+def largest_entropy(num_classes: int) -> float:
+    """Entropy of `num_classes` equally likely classes, in nats; that of two for a single class, which has none."""
+    return math.log(max(2, num_classes))
 
 
 def entropy(logprobs: torch.Tensor) -> float:
