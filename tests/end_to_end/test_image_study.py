@@ -200,7 +200,7 @@ def test_killed_descents_continue(loss: str, root: Path, scorers: dict[int, Scor
         for run in (whole, killed)
     ]
     assert steps[0] == steps[1]
-    assert [request.kind for request in steps[0][:5]] == ["note"] + ["gradient"] * 4
+    assert [request.kind for request in steps[0][:8]] == ["losses"] * 3 + ["note"] + ["gradient"] * 4
     assert killed.trials == whole.trials
     points = [trial for trial in whole.store.trials(whole.id) if trial.origin is Origin.SEARCH][:2]
     assert points[0].configuration != points[1].configuration
