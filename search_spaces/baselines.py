@@ -54,9 +54,9 @@ def all_baselines(
 ) -> tuple[Baseline, ...]:
     """The baselines of a study: models and published merges with which the search is compared.
 
-    They are in this order: the base model, each expert alone, and published ways to merge all experts. `base` and
-    `experts` are aliases, which `fingerprints` maps to content fingerprints. `num_layers` is the number of layers of
-    each model. `tokenizer` is the vocabulary of the merges, as in a recipe. `chosen` selects some of the baselines;
+    The baselines are in this order: the base model, each expert alone, and published ways to merge all experts. `base`
+    and `experts` are aliases, which `fingerprints` maps to content fingerprints. `num_layers` is the number of layers
+    of each model. `tokenizer` is the vocabulary of the merges, as in a recipe. `chosen` selects some of the baselines;
     `baseline_labels` explains its values. Every recipe is in canonical form. If two baselines have equal recipes, only
     the first one is returned.
     """

@@ -187,9 +187,9 @@ def canonical_merge(merge: Merge, *, base: str, fingerprints: Mapping[str, str])
     Sources without influence are left out. A merge that equals one of its sources becomes a merge by the method
     passthrough, which copies its only source. Sources are ordered by (fingerprint, layer), unless their order has a
     meaning. Coefficients equal to their defaults are left out, and equal coefficients of all sources become one number.
-    Equality is found only from what each merge method declares about its coefficients and sources, so two merges may
-    give equal tensors and still have different canonical forms. `base` is the alias of the recipe's base model.
-    `fingerprints` has the content fingerprint of each model by alias.
+    Equality is found only from the declaration of each merge method, so two merges may give equal tensors and still
+    have different canonical forms. `base` is the alias of the recipe's base model. `fingerprints` has the content
+    fingerprint of each model by alias.
     """
     base_source, declared = merge.base_in(base), METHODS[merge.method]
     coefficients, sources = dict(merge.coefficients), merge.sources

@@ -150,7 +150,8 @@ def constrained_front(candidates: Sequence[Candidate]) -> tuple[bool, ...]:
     """Whether each candidate is on the Pareto front under constraints: no other candidate dominates it.
 
     Dominance is defined by `constrained_dominates`. Only the candidates with the smallest violation of constraints can
-    be on the front; if any candidates meet all constraints, only those can be. No candidate may have failed.
+    be on the front. If some candidates meet all constraints, the front has only such candidates. No candidate may have
+    failed.
     """
     least = min((candidate.violation for candidate in candidates), default=0.0)
     kept = [c.costs for c in candidates if c.costs is not None and c.violation == least]

@@ -1,7 +1,7 @@
 """Parameters: the searched dimensions, the conditions under which they exist, and the checks of configurations.
 
-A configuration is a dict from parameter name to value; it contains active parameters only. The search space decides
-what a parameter means.
+A configuration is a dict from parameter name to value; it contains active parameters only. The search space defines the
+meaning of a parameter.
 """
 
 from __future__ import annotations

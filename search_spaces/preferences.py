@@ -36,7 +36,7 @@ AUGMENTATION = 0.05
 # Used instead of a weight of 0 in Chebyshev distances: the objective still breaks ties.
 SMALLEST_WEIGHT = 1e-6
 
-# How far the sum of a user's rounded weights may be from one: three times 0.333 sum to 0.999.
+# The largest distance of a user's rounded weights' sum from one: three times 0.333 sum to 0.999.
 TOLERANCE = 0.005
 
 

@@ -1,8 +1,8 @@
 """Recipe: the complete description of one merged model, and the only interface between search spaces and other code.
 
 A search space decodes a configuration into a Recipe. Code that merges, scores, exports, plots or caches receives
-recipes, not configurations. A recipe names its models by alias and by content fingerprint. Its digest depends on the
-fingerprints only: the same merge has the same digest, independent of the aliases and directories of its models.
+recipes, not configurations. A recipe names its models by alias and by content fingerprint. A recipe's digest depends on
+the fingerprints only: the same merge has the same digest, independent of the aliases and directories of its models.
 
 `workers.models` decides which tensor belongs to which component.
 """

@@ -18,7 +18,7 @@ Line = Annotated[str, Field(pattern=LINE)]
 class Section(BaseModel):
     """The base class of the sections of a study file: a frozen, validated model.
 
-    It refuses unknown keys, and numbers that are not finite.
+    A section refuses unknown keys, and numbers that are not finite.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)

@@ -43,7 +43,7 @@ LOCK_FILE = ".lock"
 # While this file exists in a server's data directory, its jobs wait.
 DRAIN_FILE = "drained"
 
-# What a server says meanwhile.
+# Text with which a server answers while this file exists.
 DRAINED = "the server is drained: jobs wait until `mergesearch drain --end`"
 
 
@@ -110,7 +110,7 @@ def _try_lock(file: IO[str], operation: int) -> bool:
 def sign_lock(directory: Path) -> None:
     """Write the id of this process to the lock file of `directory`, whose lock this process must hold.
 
-    By this id, a process that does not take the lock can tell whether the directory is in use.
+    Another process that does not take the lock can find out by this id whether the directory is in use.
     """
     with (directory / LOCK_FILE).open("r+") as file:
         file.truncate(0)

@@ -1,8 +1,8 @@
 """Machines for inference engines, as the operator of an installation declares them.
 
-Studies are checked on the machine where drivers run. It often has no GPU, and an autoscaled cluster may add nodes with
-GPUs only when a study waits for them. The environment variable MERGESEARCH_ENGINE_NODES therefore states the machines,
-for the server and for the head of its cluster.
+Studies are checked on the machine where drivers run. This machine often has no GPU, and an autoscaled cluster may add
+nodes with GPUs only when a study waits for them. The environment variable MERGESEARCH_ENGINE_NODES therefore states the
+machines, for the server and for the head of its cluster.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class EngineMachines:
 # Machines of a plan, which replace those of the variable and of this installation; empty where nothing is planned.
 _planned: ContextVar[tuple[EngineMachines, ...]] = ContextVar("planned machines", default=())
 
-# Machines that Ray has, as far as they are known where a study is checked.
+# Machines of the Ray cluster, if they are known where a study is checked.
 _known: ContextVar[tuple[EngineMachines, ...]] = ContextVar("known machines", default=())
 
 
@@ -65,7 +65,7 @@ def has_gpus(machines: Sequence[EngineMachines]) -> bool:
 
 @contextmanager
 def known_machines(machines: Sequence[EngineMachines]) -> Iterator[None]:
-    """Context in which `machines` are the machines of the Ray cluster.
+    """Context in which checks of studies take `machines` as the machines of the Ray cluster.
 
     Inside the context, `runs_on_gpus` looks at their GPUs, so that a machine without GPUs can check studies for them.
     """
@@ -145,8 +145,8 @@ def gpu_need() -> GpuNeed:
 def runs_on_gpus() -> bool:
     """Whether the engines of this installation run on GPUs, of this machine or of others.
 
-    Inside a context of `planned_for`, the result is whether the machines given to that context have GPUs. Otherwise
-    engines run on GPUs if the installed PyTorch is a build for GPUs, because vLLM then runs on GPUs only, or if
+    Inside a context of `planned_for`, the result is whether the machines given to that context have GPUs. Otherwise,
+    engines run on GPUs in two cases: the installed PyTorch is a build for GPUs, with which vLLM runs on GPUs only; or
     `stated_machines` or the machines of the Ray cluster (`known_machines`) have GPUs.
     """
     if planned := _planned.get():

@@ -68,7 +68,7 @@ class InvalidQuery(ServiceError, ValueError):
 
     Attributes:
         parameter: Name of the parameter.
-        reason: What is wrong, and what is accepted.
+        reason: Text that says what is wrong, and what is accepted.
     """
 
     def __init__(self, parameter: str, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""Limit on the open files of the server's process, of which every connection of a client is one."""
+"""Limit on the number of files that the server's process may have open; each connection of a client is one."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ FEW = 4096
 
 
 def raise_limit() -> str | None:
-    """Raise the soft limit on open files to the hard limit, or to ENOUGH where that is higher.
+    """Raise the soft limit on open files to the hard limit, but to no more than ENOUGH files.
 
-    Many systems start programs with a soft limit of 1024. Processes that are started later inherit the limit. Returns
-    what to tell the operator if the hard limit is below FEW; None otherwise.
+    Many systems start programs with a soft limit of 1024. Processes that are started later inherit the limit. Returns a
+    message for the operator if the limit is below FEW files; None otherwise.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     possible = ENOUGH if hard == resource.RLIM_INFINITY else min(hard, ENOUGH)

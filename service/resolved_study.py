@@ -20,9 +20,10 @@ class ChainedSource:
     """Source model of a study that is an exported merge of another study, or an expert of a fine-tuning.
 
     `study` and `name` are the other job's id and name. `trial` is the number of the merge's trial in that study, and
-    `recipe_digest` the hash of its recipe. The model is in `directory`, which may also be its URL in an object store.
+    `recipe_digest` is the hash of its recipe. The model is in `directory`, which may also be its URL in an object
+    store.
 
-    `expert` is the name of a fine-tuning's expert; None for a merge. For an expert, `trial` is 0 and `recipe_digest`
+    `expert` is the name of a fine-tuning's expert; None for a merge. For an expert, `trial` is 0 and `recipe_digest` is
     the hash of its files.
     """
 

@@ -115,7 +115,7 @@ def serve(
         max_running: Number of jobs that run at the same time; by default MAX_RUNNING of the reconciler.
         notifications: What is sent to users about their jobs; by default to public webhooks only, and no mails.
         log_format: Format of the logs of the server and of the drivers and replicas of its jobs, "text" or "json"; by
-            default that of the variable MERGESEARCH_LOG_FORMAT, else "text".
+            default the value of the variable MERGESEARCH_LOG_FORMAT, else "text".
         has_access_log: Whether a line is logged for each request.
 
     Raises:
@@ -236,8 +236,8 @@ def _announce(text: str) -> None:
 def _protection(store: Store, host: str, *, has_accounts: bool) -> str:
     """Text for the operator that says who may use a server listening on `host`.
 
-    `store` is the server's database. `has_accounts` says whether the server uses accounts. Raises Conflict if it does,
-    the database has no user yet, and other machines can reach `host`.
+    `store` is the server's database. `has_accounts` says whether the server uses accounts. Raises Conflict if the
+    server uses accounts, the database has no user yet, and other machines can reach `host`.
     """
     from service.store.accounts import AccountStore
 
@@ -306,8 +306,8 @@ def alone(data_dir: Path, address: URL, *, is_shared: bool | None = None) -> Ite
 def _directories(option: str, directories: Sequence[Path]) -> tuple[str, ...]:
     """Check that `directories` exist, and return their absolute paths.
 
-    They are the values of the command's option `option`. Raises Conflict, with the option's name, if one is not a
-    directory.
+    The directories are the values of the command's option `option`. Raises Conflict, with the option's name, if one is
+    not a directory.
     """
     for directory in directories:
         if not directory.is_dir():

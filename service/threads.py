@@ -1,9 +1,9 @@
 """Threads of the server, by kind of work, so that no kind has to wait for another one.
 
-Threads of one Python process run one at a time. With many threads that compute at once, each waits for the
-interpreter, and the event loop, which sends events to watchers, waits with them. Reads therefore have few threads,
-which are the default ones of the event loop: routes that are plain functions run in them. What may wait long for a
-lock, a disk or another machine runs in threads of its own, because it would keep those few from all reads.
+Threads of one Python process run one at a time. With many threads that compute at once, each waits for the interpreter,
+and the event loop, which sends events to watchers, waits with them. Therefore requests that only read share the few
+default threads of the event loop: routes that are plain functions run in these. Work that may wait long for a lock, a
+disk or another machine has separate threads, because it would otherwise occupy the few threads for reads.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _limiters: RunVar[dict[Work, anyio.CapacityLimiter]] = RunVar("limiters of the s
 
 
 def limit_reads() -> None:
-    """Limit the default threads of the running event loop to MAX_THREADS, those in which requests are read."""
+    """Limit the default threads of the running event loop, in which read requests run, to MAX_THREADS threads."""
     anyio.to_thread.current_default_thread_limiter().total_tokens = MAX_THREADS
 
 
@@ -59,7 +59,7 @@ async def in_thread(
 def in_threads_of(
     work: Work,
 ) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Awaitable[Result]]]:
-    """Decorator of a route that is a plain function: it runs in a thread for `work`, not in one of those for reads."""
+    """Decorator that lets a route, which is a plain function, run in a thread for `work` instead of one for reads."""
 
     def decorate(function: Callable[Parameters, Result]) -> Callable[Parameters, Awaitable[Result]]:
         @functools.wraps(function)

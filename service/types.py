@@ -108,8 +108,8 @@ class Origin(StrEnum):
 class JobState(StrEnum):
     """State of a job: first CREATED, then RUNNING, and at the end COMPLETE, FAILED or CANCELLED.
 
-    A job is STOPPED if its driver (the process that works on it) ended before the job was done. It is PAUSED if a user
-    paused it. A server continues a STOPPED job automatically, and a FAILED or PAUSED job on request.
+    A job is STOPPED if its driver (the process that works on it) ended before the job was done. A job is PAUSED if a
+    user paused it. A server continues a STOPPED job automatically, and a FAILED or PAUSED job on request.
     """
 
     CREATED = "CREATED"
@@ -195,8 +195,9 @@ class Estimate:
 class RungRecord:
     """Values of a trial at one finished rung; a rung is a number of samples at which trials are compared.
 
-    `rung` is the rung's index from 0. `num_samples` has the number of the rung's samples, `values` their mean, and
-    `standard_errors` the standard error of the mean, each by objective. The standard error is None for a single sample.
+    `rung` is the rung's index from 0. `num_samples` has the number of the rung's samples, `values` has their mean, and
+    `standard_errors` has the standard error of the mean, each by objective. The standard error is None for a single
+    sample.
     """
 
     rung: int
@@ -260,9 +261,9 @@ class TrialResult:
       only at the full budget, such as baselines.
     - `reason`: why the trial ended as PRUNED or FAIL.
     - `invalid`: reason why a user marked the trial as invalid; nothing selects an invalid trial. None if it is valid.
-    - `rival`: number of the trial against which a scheduler has stopped this one: in a race a trial that was ahead,
-      otherwise the last trial in the order of promotion that its rung promoted. None of other trials, and of those that
-      early versions stopped.
+    - `rival`: number of the rival, the trial against which a scheduler has stopped this trial. Under racing, the rival
+      was ahead; under other schedulers, it is the last trial that the rung promoted, in the order of promotion. None
+      for trials that were not stopped, and for trials that early versions stopped.
     - `rungs`: the trial's values at each rung that it has finished, in order.
     - `samples_scored`: the number of samples of search data that were scored for this trial.
     - `samples_reused`: the number of samples known from lower rungs or from trials with an equal recipe.
@@ -324,7 +325,7 @@ class Scope(StrEnum):
 
     - `READ`: to read
     - `SUBMIT`: to read, and to submit and change jobs
-    - `ADMIN`: all of these, and to manage accounts
+    - `ADMIN`: to read, to submit and change jobs, and to manage accounts
     """
 
     READ = "read"
@@ -363,8 +364,8 @@ class Account:
     """A user's rights on a server.
 
     `user` is the user's name, `is_admin` says whether the user administers the server, and `roles` has the user's role
-    in each team. The administrators of a job are those of the server and those of the job's team. `rates` has the
-    requests a minute that each team with such a quota may send.
+    in each team. The administrators of a job are the server's administrators and the administrators of the job's team.
+    `rates` has the requests a minute that each team with such a quota may send.
     """
 
     user: str
@@ -399,7 +400,7 @@ class UserRecord:
     the user's role in each team. `created_at` is in seconds since the epoch.
 
     `identity` is the identity at an identity provider with which the user has logged in: the issuer and the subject, in
-    one text. No other identity may log in as the user. It is None as long as the user has not logged in with a
+    one text. No other identity may log in as the user. `identity` is None as long as the user has not logged in with a
     provider.
     """
 
@@ -427,8 +428,8 @@ class TeamLimits:
     - `gpu_hours`: GPU-hours in a calendar month (UTC).
     - `artifact_bytes`: bytes of the experts and policies of the team's jobs.
     - `export_bytes`: bytes of the exported models of the team's jobs.
-    - `requests_per_minute`: requests of the team's members in a minute, in the long run. The same number may come at
-      once.
+    - `requests_per_minute`: requests of the team's members in a minute, in the long run. Up to this number of requests
+      may also be sent at once.
     """
 
     weight: float = 1.0
@@ -479,9 +480,9 @@ class TeamRecord:
 class TokenRecord:
     """Record of an API token, without the hash by which the server recognizes the token.
 
-    `user` is the token's user, and `name` the name that the user gave the token. `prefix` is the token's beginning, by
-    which users recognize it. `scope` says for which requests the token may be used. Times are in seconds since the
-    epoch; None is never.
+    `user` is the token's user, and `name` is the name that the user gave the token. `prefix` is the token's beginning,
+    by which users recognize it. `scope` says for which requests the token may be used. Times are in seconds since the
+    epoch; None stands for never.
     """
 
     id: str
@@ -503,7 +504,7 @@ class SessionRecord:
     """A stored session of a browser, without the hash by which the server recognises its cookie.
 
     Times are in seconds since the epoch. Before the first use is stored, `last_used_at` is the time at which the
-    session began. If the browser logged in with an API token, `token` is the token's id and `scope` its scope, which
+    session began. If the browser logged in with an API token, `token` is the token's id and `scope` is its scope, which
     the session has too. After a login with an identity provider, both are None.
     """
 
@@ -526,7 +527,7 @@ class SessionRecord:
     def label(self) -> str:
         """Text that names the session in the audit log.
 
-        Entries about requests with an API token have the beginning of the token in its place.
+        For a request with an API token, the audit log has the beginning of the token instead.
         """
         return f"session {self.id[:8]}"
 
@@ -696,7 +697,8 @@ class JobRecord:
     def has_driver(self, *, now: float) -> bool:
         """Whether a driver (a process) works on the job.
 
-        It does if the job has not ended, and a heartbeat of a driver was stored shortly before the time `now`.
+        A driver works on the job if the job has not ended, and a heartbeat of a driver was stored shortly before the
+        time `now`.
         """
         return not self.state.is_finished and self.heartbeat_at is not None and now - self.heartbeat_at < ALIVE_S
 
@@ -736,7 +738,7 @@ class SubscriptionKind(StrEnum):
 
 
 class Coverage(StrEnum):
-    """Jobs that a subscription covers: those of its owner, those of a team, or all."""
+    """Jobs that a subscription covers: its owner's jobs, the jobs of a team, or all jobs."""
 
     OWN = "own"
     TEAM = "team"
@@ -757,7 +759,7 @@ class SubscriptionRecord:
 
     - `target`: the URL of the webhook, or the e-mail address.
     - `secret`: the key by which requests to a webhook are signed; None for an e-mail address.
-    - `owner`: the user whose rights say what is sent; None if the server had no accounts.
+    - `owner`: the user whose rights limit the messages; None if the server had no accounts.
     - `covers`, `team`: the jobs that are covered; the team is None unless `covers` is TEAM.
     - `events`: the kinds of changes that are sent.
     - `failing_since`: time of the first failure since the last success; None if there was none.
@@ -824,8 +826,9 @@ class ArtifactRecord:
     """A stored directory of files that a job made, such as a trained expert.
 
     The server stores each file under the hash of its content. `study` is the id of the job, which may be of any kind,
-    and `name` the artifact's name within the job. `digest` is the sha256 of the list of the artifact's files and their
-    hashes. `num_bytes` is the total size of its files. `facts` are properties that the job stored with the artifact.
+    and `name` is the artifact's name within the job. `digest` is the sha256 of the list of the artifact's files and
+    their hashes. `num_bytes` is the total size of its files. `facts` are properties that the job stored with the
+    artifact.
     """
 
     study: str
@@ -840,7 +843,7 @@ class ArtifactRecord:
 class ExportRecord:
     """Record of an export: the merged model of a trial in the dtype `dtype`, which a user requested for download.
 
-    `study` is the id of the study, and `trial` the number of the trial. `reason` says why the model could not be
+    `study` is the id of the study, and `trial` is the number of the trial. `reason` says why the model could not be
     written; None if it was written, or is not written yet.
     """
 
@@ -863,7 +866,7 @@ class Comparison:
     - `label`, `trial`: name and number of the trial
     - `values`: the estimate of each objective
     - `mean`: the mean over the accuracy objectives (values in [0, 1], larger is better); None if there are none
-    - `differences`: by objective, the trial's value minus that of the reference, paired by sample; "mean" has the
+    - `differences`: by objective, the trial's value minus the value of the reference, paired by sample; "mean" has the
       difference of the means; empty without a reference
     """
 

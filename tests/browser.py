@@ -1,4 +1,4 @@
-"""Chromium without a screen, where it is installed: what a page shows after its scripts have run."""
+"""Chromium without a window, if it is installed: the content of a page after its scripts have run."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from workers.types import Family
 
 CHARACTERS = "\n" + "".join(map(chr, range(32, 127)))
 
-# What the byte-level tokenizer learns its merges from.
+# Texts from which the byte-level tokenizer learns its merges.
 TEXT = [
     "the quick brown fox jumps over the lazy dog",
     "what is the sum of twelve and thirty? the answer is forty two.",
@@ -95,7 +95,7 @@ BERT_WORDS = (
 
 
 def tiny_bert(directory: str | Path, seed: int = 0, *, hidden: int = 32, **config: Any) -> Path:
-    """A BERT that fills masks, with a WordPiece tokenizer of a few words and all letters."""
+    """A BERT for masked tokens, with a WordPiece tokenizer of a few words and all letters."""
     from transformers import BertConfig, BertForMaskedLM, BertTokenizerFast
 
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -124,7 +124,7 @@ def tiny_family(
     seed: int = 0,
     **settings: Any,
 ) -> Family:
-    """A base and experts that are the base plus normal noise, in `directory`/ALIAS; `settings` go to `build`."""
+    """Write a base, and experts that are the base plus normal noise, to `directory`/ALIAS; `settings` go to `build`."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     root = Path(directory)
@@ -154,7 +154,7 @@ def opposed_family(directory: str | Path, **settings: Any) -> Family:
 
 
 def character_tokenizer() -> Any:
-    """One token per printable character; begins every text with <s>."""
+    """A tokenizer with one token per printable character, which begins every text with <s>."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -173,7 +173,7 @@ def character_tokenizer() -> Any:
 
 
 def byte_tokenizer() -> Any:
-    """Byte-level BPE in the form that transformers gives every Qwen2 folder."""
+    """A byte-level BPE tokenizer in the form that transformers gives to every Qwen2 folder."""
     import json
 
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
@@ -190,7 +190,7 @@ def byte_tokenizer() -> Any:
 
 
 def with_random_norms_and_biases(model: Any) -> Any:
-    """Fresh models have norms of one and biases of zero, which would hide mistakes about them."""
+    """Give norms and biases random values: in a new model they are 1 and 0, which would hide mistakes about them."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:
@@ -199,7 +199,7 @@ def with_random_norms_and_biases(model: Any) -> Any:
 
 
 def save(model: Any, tokenizer: Any, directory: str | Path) -> Path:
-    """A complete Hugging Face folder. Returns it."""
+    """Write a complete Hugging Face folder, and return its path."""
     path = Path(directory)
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
@@ -209,7 +209,7 @@ def save(model: Any, tokenizer: Any, directory: str | Path) -> Path:
 def lora_adapter(
     base_dir: str | Path, directory: str | Path, seed: int = 0, *, scale: float = 0.1, **config: Any
 ) -> Any:
-    """A PEFT LoRA adapter of the model in `base_dir`, all that it trains random; `config` goes to LoraConfig.
+    """Write a PEFT LoRA adapter of the model in `base_dir`, with random weights; `config` goes to LoraConfig.
 
     Returns peft's model, not merged.
     """

@@ -1,4 +1,4 @@
-"""What all tests share: one engine per model layout, one Ray, and the list of engine starts at the end.
+"""Fixtures of all tests: one engine per model layout, one Ray, and the list of engine starts at the end.
 
 Torch is imported in the fixtures that need it: every process that runs tests loads this file.
 """
@@ -66,12 +66,12 @@ OPTIONS = EngineOptions(max_model_len=256, threads=1)
 
 
 def record_engine_start(label: str, seconds: float) -> None:
-    """Every test that starts an engine, in whatever process, says so here."""
+    """Record the start of an engine. Every test that starts one, in whatever process, calls this function."""
     ENGINE_STARTS.append((label, seconds))
 
 
 def pytest_make_parametrize_id(val: object) -> str | None:
-    """The name of a test has no long texts."""
+    """Replace long values of parameters by their length in the names of tests."""
     is_long = isinstance(val, str | bytes) and len(val) > LONGEST_ID
     return f"{len(val)} characters" if is_long else None  # type: ignore[arg-type]
 
@@ -90,24 +90,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _rank(item: pytest.Item) -> int:
-    """Tests of a lane come first: they take longest."""
+    """Sort key that puts the tests of a lane first, because they take longest."""
     marker = item.get_closest_marker("xdist_group")
     return LANES.index(marker.args[0]) if marker is not None else len(LANES)
 
 
 def pytest_collection_finish() -> None:
-    """The garbage collector never looks at what collection has made: imported modules and ten thousand tests."""
+    """Exclude the results of collection (modules and ten thousand tests) from garbage collection, to save time."""
     gc.freeze()
 
 
 def pytest_unconfigure() -> None:
-    """Thaw the collected objects at the end, so that libraries do not report them as leaks."""
+    """Include the collected objects in garbage collection again, so that libraries do not report them as leaks."""
     gc.unfreeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _cache_of_findings(pytestconfig: pytest.Config) -> Iterator[None]:
-    """A cache of answers of vLLM and of checks of weights, which all tests share until the workers' code changes.
+    """A cache of vLLM's answers and of checks of weights, which all tests share until the workers' code changes.
 
     vLLM is asked by one process for all tests.
     """
@@ -121,7 +121,7 @@ def _cache_of_findings(pytestconfig: pytest.Config) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def s3() -> Iterator[S3]:
-    """An object store on this machine, which S3's clients use meanwhile."""
+    """An object store on this machine, which S3's clients use while the fixture is alive."""
     with serving_s3() as server:
         yield server
 
@@ -169,7 +169,7 @@ def postgresql(_postgresql: PostgreSQL) -> PostgreSQL:
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    """URL of a database with the newest tables, of each kind."""
+    """URL of a database with the newest tables; tests run once on each kind of database."""
     if request.param == "sqlite":
         yield f"sqlite:///{tmp_path / 'mergesearch.db'}"
         return
@@ -181,7 +181,7 @@ def database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def untied_family(tmp_path_factory: pytest.TempPathFactory) -> Family:
-    """Llama, output head of its own, stored in bfloat16, a number of layers that no group size divides."""
+    """A Llama in bfloat16 with its own output head, and a number of layers that no group size divides."""
     import torch
 
     from tests.builders import tiny_family
@@ -194,7 +194,7 @@ def untied_family(tmp_path_factory: pytest.TempPathFactory) -> Family:
 
 @pytest.fixture(scope="session")
 def grouped_family(tmp_path_factory: pytest.TempPathFactory) -> Family:
-    """Llama, output head of its own, grouped-query attention, biases everywhere."""
+    """A Llama with its own output head, grouped-query attention and biases everywhere."""
     from tests.builders import tiny_family
 
     settings: dict[str, Any] = {"num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True}
@@ -204,7 +204,7 @@ def grouped_family(tmp_path_factory: pytest.TempPathFactory) -> Family:
 
 @pytest.fixture(scope="session")
 def tied_family(tmp_path_factory: pytest.TempPathFactory) -> Family:
-    """Qwen2: tied head, grouped-query attention, biases on q, k and v, a byte-level tokenizer without BOS."""
+    """A Qwen2: tied head, grouped-query attention, biases on q, k and v, and a byte-level tokenizer without BOS."""
     from tests.builders import tiny_family, tiny_qwen2
 
     directory = tmp_path_factory.mktemp("tied")
@@ -256,7 +256,7 @@ def write_choices(directory: Path, *, name: str = "choices", **settings: object)
 
 @pytest.fixture(scope="session")
 def engine(untied_family: Family) -> Iterator[Engine]:
-    """The one engine of this process for merges of the base's layers."""
+    """The only engine of this process that merges the base's layers (no other depths)."""
     from workers.engines.vllm.engine import Engine
 
     started = time.perf_counter()
@@ -267,7 +267,7 @@ def engine(untied_family: Family) -> Iterator[Engine]:
 
 @pytest.fixture(scope="session", params=["untied Llama", "tied Qwen2"])
 def path_engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    """An engine for merges of up to nine layers, with alignments, first of Llama, then of Qwen2."""
+    """An engine for merges of up to nine layers, with alignments: first one of Llama, then one of Qwen2."""
     from workers.engines.vllm.engine import Engine
 
     started = time.perf_counter()
@@ -280,7 +280,7 @@ def path_engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
-    """A local Ray of this session's own."""
+    """A local Ray that only this session uses."""
     import ray
 
     def start() -> None:

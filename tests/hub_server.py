@@ -44,9 +44,9 @@ class Repository:
 class Hub:
     """Repositories by name ("datasets/owner/name" for data).
 
-    Also requests as (method, path), how many bytes were sent of each LFS file ("name/file"), the contents of LFS files
-    that were uploaded by sha256, and which of the repositories that clients created are private. `write_refusal` is the
-    status and error code with which the hub refuses to create repositories.
+    The hub also records requests as (method, path), the number of bytes sent of each LFS file ("name/file"), the
+    contents of uploaded LFS files by sha256, and whether each repository created by a client is private.
+    `write_refusal` is the status and error code with which the hub refuses to create repositories.
     """
 
     url: str = ""
@@ -59,7 +59,7 @@ class Hub:
     write_refusal: tuple[int, str] | None = None
 
     def push(self, name: str, directory: Path) -> str:
-        """A commit of the directory's files, which becomes the head. Returns its hash."""
+        """Commit the directory's files as the new head, and return the commit's hash."""
         files = {str(file.relative_to(directory)): file.read_bytes() for file in directory.rglob("*") if file.is_file()}
         repository = self.repositories.setdefault(name, Repository())
         content = json.dumps([name, sorted((file, digest(data)) for file, data in files.items())])
@@ -93,7 +93,7 @@ def serving(hub: Hub) -> Iterator[None]:
 
 @contextmanager
 def only_hub(hub: Hub, monkeypatch: pytest.MonkeyPatch, directory: Path) -> Iterator[None]:
-    """Serve `hub` as the only one that the client knows, with empty caches in `directory`."""
+    """Let the client know `hub` alone, with empty caches in `directory`, and serve it meanwhile."""
     monkeypatch.setenv(CACHE_VARIABLE, str(directory / "cache"))
     with serving(hub):
         constants = "huggingface_hub.constants"
@@ -288,7 +288,7 @@ def _directory(path: str) -> dict[str, Any]:
 
 
 def _children(files: dict[str, bytes], below: str | None) -> list[dict[str, Any]]:
-    """The files and directories in the directory `below`, of `files` below it."""
+    """The files and directories in the directory `below`, from the paths in `files`."""
     start = 0 if below is None else len(below) + 1
     names = {file[:start] + file[start:].split("/")[0] for file in files}
     return [_tree_entry(name, files[name]) if name in files else _directory(name) for name in sorted(names)]

@@ -17,7 +17,7 @@ ANSWERS = re.compile(r"\[Answer 1\]\n(.*?)\n\[End of answer 1\]\n\n\[Answer 2\]\
 
 
 def longer(prompt: str) -> str:
-    """The answer of a judge that prefers the answer with more characters, in the shipped prompt."""
+    """Answer of a judge that prefers the answer with more characters, to a prompt in the shipped form."""
     found = ANSWERS.search(prompt)
     assert found is not None, prompt
     first, second = map(len, found.groups())
@@ -26,7 +26,7 @@ def longer(prompt: str) -> str:
 
 @dataclass
 class JudgeServer:
-    """State of the server: what it was asked, and what it answers.
+    """The server's requests so far, and its answers.
 
     - `answer`: the judge's answer to a prompt
     - `refusals`: (status, headers) of the next requests, in order, instead of an answer

@@ -30,7 +30,7 @@ COMMON: Mapping[str, Any] = {
 # Six experts of a size that no kernel's block divides.
 MIXTURE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 72}
 
-# What each model type has of its own; None takes a field away that it has not.
+# Configuration fields of each model type besides the common ones; None removes a common field.
 LAYOUTS: Mapping[str, Mapping[str, Any]] = {
     "llama": {},
     "qwen2": {"tie_word_embeddings": True, "head_dim": None, "vocab_size": 384},

@@ -1,8 +1,8 @@
-"""A study that the last version without migrations left in the middle of a rung, when it was killed.
+"""A study that the last version without migrations left in the middle of a rung when that version was killed.
 
-`tests/fixtures/mid_rung` holds its database as SQL, its data, and the trials that version ended with when nothing
-disturbed it. The models are the shipped family. Paths are placeholders there, and so are the digests of its tasks,
-which cover the paths of their files, and the fake scorer's hashes of prompts, which cover the digests.
+`tests/fixtures/mid_rung` holds the study's database as SQL, its data, and the trials of an undisturbed run of that
+version. The models are the shipped family. The files have placeholders for paths, for the digests of tasks (which cover
+the paths of their files), and for the fake scorer's hashes of prompts (which cover the digests).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FIXTURE = Path(__file__).parent / "fixtures" / "mid_rung"
 
 
 def restore(directory: Path) -> tuple[Path, Path]:
-    """The study's file and the directory of its run, both below `directory`."""
+    """Restore the study below `directory`; returns its file and the directory of its run."""
     run_dir = directory / "run"
     run_dir.mkdir()
     for name in ("search.jsonl", "holdout.jsonl"):
@@ -36,7 +36,7 @@ def restore(directory: Path) -> tuple[Path, Path]:
 
 
 def write_database(file: Path, *, data_dir: Path) -> None:
-    """The study's database; its data are in `data_dir`."""
+    """Write the study's database to `file`; its data are in `data_dir`."""
     connection = sqlite3.connect(file)
     connection.executescript(_filled((FIXTURE / "study.sql").read_text(), data_dir))
     connection.close()
@@ -63,5 +63,5 @@ def _filled(text: str, data_dir: Path) -> str:
 
 
 def _digest(document: Any) -> str:
-    """As that version computed it, whatever `digest_of` does today."""
+    """Digest of a document as the version without migrations computed it, independent of today's `digest_of`."""
     return hashlib.sha256(json.dumps(document, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -33,7 +33,7 @@ class ReceivedSpan:
 
 
 class OtlpReceiver:
-    """Spans that were received at `url`, and the headers of the requests."""
+    """A collector at `url` with the received spans and the headers of the requests."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -50,12 +50,12 @@ class OtlpReceiver:
         return [span for span in self.spans if span.name == name]
 
     def parent_of(self, span: ReceivedSpan) -> ReceivedSpan:
-        """The span of that id in the same trace; AssertionError if it was not received."""
+        """The parent of a span, by id and trace; AssertionError if it was not received."""
         (found,) = (other for other in self.spans if (other.trace, other.id) == (span.trace, span.parent))
         return found
 
     def parents(self, span: ReceivedSpan, number: int) -> list[ReceivedSpan]:
-        """The nearest ancestors of a span, at most that many; fewer where one was not received."""
+        """Up to `number` nearest ancestors of a span; fewer if one was not received."""
         by_id = {other.id: other for other in self.spans}
         found: list[ReceivedSpan] = []
         while len(found) < number and (parent := by_id.get((found[-1] if found else span).parent)) is not None:
@@ -63,7 +63,7 @@ class OtlpReceiver:
         return found
 
     def linked_by(self, span: ReceivedSpan) -> ReceivedSpan:
-        """The span that a span links to; it is in another trace."""
+        """The span to which a span links, in another trace."""
         (link,) = span.links
         (found,) = (other for other in self.spans if other.id == link)
         return found

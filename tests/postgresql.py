@@ -1,4 +1,4 @@
-"""A PostgreSQL server of the tests' own: on a unix socket, as an unprivileged user, without waiting for the disk."""
+"""A PostgreSQL server for tests: on a unix socket, as an unprivileged user, without waiting for the disk."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ USER = "tests"
 PASSWORD = "pass@word/4711"
 START_S = 60.0
 
-# What the server logs, among its last lines, where processes of a killed server still have its memory.
+# A message among the server's last log lines if processes of a killed server still hold its memory.
 SHARED_MEMORY = "pre-existing shared memory block"
 
 SETTINGS = """
@@ -99,7 +99,7 @@ class PostgreSQL:
             self._process = self._starter.submit(subprocess.Popen, command, stdout=log, stderr=log).result()
 
     def stop(self, *, at_once: bool = False) -> None:
-        """Stop the server, which ends its connections; `at_once`, it is not to be started again."""
+        """Stop the server and end its connections. `at_once` is quicker, for a server that is not started again."""
         if self._process is not None:
             os.kill(self.pid, signal.SIGQUIT if at_once else signal.SIGINT)
             self._process.wait(timeout=START_S)
@@ -163,7 +163,7 @@ class PostgreSQL:
             yield connection
 
     def _command(self, program: str, *arguments: str) -> list[str]:
-        """The program as the unprivileged user; it ends with the tests."""
+        """The command that runs a program as the unprivileged user, and ends it with the tests."""
         command = [str(self._programs / program), *arguments]
         if setpriv := shutil.which("setpriv"):
             found = pwd.getpwnam(self._user) if self._user is not None else None

@@ -33,7 +33,7 @@ def program(name: str) -> str:
 
 
 class Prometheus:
-    """Client of a running Prometheus at `url`."""
+    """A client of the Prometheus at `url`."""
 
     def __init__(self, url: str) -> None:
         self._http = httpx.Client(base_url=url, timeout=120)

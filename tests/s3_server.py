@@ -80,7 +80,7 @@ def serving_s3(host: str = "127.0.0.1") -> Iterator[S3]:
 
 @contextmanager
 def failing(s3: S3, fault: Callable[[str, str], tuple[int, str] | None]) -> Iterator[None]:
-    """Let the requests fail for which `fault` gives a status and error code."""
+    """Context in which requests fail if `fault` gives a status and error code for them."""
     before, s3.fault = s3.fault, fault
     try:
         yield

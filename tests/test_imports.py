@@ -1,4 +1,4 @@
-"""What the import linter cannot say: who may import parts of a package, and which imports may stand in a function."""
+"""Rules about imports that the import linter cannot express: imports of parts of a package and inside functions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 OURS = ("search_spaces", "workers", "service")
 
-# What takes long to import, or much memory: reasons to import one of our modules in the function that needs it.
+# Packages that take long to import, or much memory: only they justify an import inside a function.
 HEAVY = {
     "alembic",
     "fastapi",
@@ -116,7 +116,7 @@ def test_function_imports_are_heavy(package: str) -> None:
 
 
 def importers_of(prefix: str) -> set[str]:
-    """Our modules that import `prefix` or something of it, wherever in the file and for types too."""
+    """Our modules that import `prefix` or something in it, anywhere in the file and also for types."""
     found = set()
     for module in FILES:
         for node in ast.walk(tree_of(module)):

@@ -1,4 +1,4 @@
-"""Every package says in its docstring what each of its modules is for. It may have any number of modules."""
+"""Every package's docstring says what each of its modules is for. A package may have any number of modules."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def differences(docstring: str | None, modules: Collection[str]) -> list[str]:
 
 
 def to_name(name: str) -> list[str]:
-    """The modules of a package that its docstring has to name: all but those that are discovered."""
+    """The modules that a package's docstring has to name: all except those that are discovered."""
     found = DISCOVERED.get(name)
     return [
         module.name

@@ -1,4 +1,4 @@
-"""What holds for all modules: public names exist, light imports stay light, errors travel, no machine is named."""
+"""Rules for all modules: public names exist, light imports stay light, errors can be pickled, no machine is named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tiers are what they say: tests are marked by what they use, and a test that starts Ray or vLLM is caught."""
+"""Test tiers: tests are marked by the fixtures and modules they use, and unmarked starts of Ray or vLLM are caught."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def misplaced(files: Collection[Path]) -> list[Path]:
 
 
 def lane(fixtures: Collection[str]) -> str | None:
-    """What tests with these fixtures share; None: each may run in any process."""
+    """Name of the lane of tests with these fixtures, which run in one process; None if each may run in any process."""
     if "path_engine" in fixtures:
         return "engine"  # where vLLM is imported already
     return next((name for name in LANES if name in fixtures), None)
@@ -56,9 +56,9 @@ def lane(fixtures: Collection[str]) -> str | None:
 
 @contextmanager
 def starts_nothing() -> Iterator[None]:
-    """Raises AssertionError if Ray is started or vLLM is imported inside, which takes 10 to 40 s.
+    """Context that raises AssertionError if Ray is started or vLLM is imported in it, which takes 10 to 40 s.
 
-    What another test of the same session started before is not counted. Importing Ray is allowed.
+    Earlier starts by other tests of the session do not count. Importing Ray is allowed.
     """
     before = _started()
     yield

@@ -29,7 +29,7 @@ def tiny_vit(
     processor: Mapping[str, Any] | None = None,
     **config: Any,
 ) -> Path:
-    """A ViT for images of 28 x 28 with patches of 7 x 7.
+    """Write a ViT for images of 28 x 28 pixels with patches of 7 x 7.
 
     With `classes` None it is the encoder alone, without a head.
     """
@@ -62,7 +62,7 @@ WORDS = ("<pad>", "<start>", "<end>", "a", "photo", "of", "the", *CLASSES, "cat"
 
 
 def clip_tokenizer() -> Any:
-    """A tokenizer of whole words, with the marks of beginning and end that CLIP's text tower reads."""
+    """A tokenizer of whole words, with the tokens for begin and end that CLIP's text tower needs."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -75,7 +75,7 @@ def clip_tokenizer() -> Any:
 
 
 def tiny_clip(directory: str | Path, seed: int = 0, *, kind: str = "CLIPModel", layers: int = 2) -> Path:
-    """A CLIP model for images of 28 x 28, with an image processor and a tokenizer.
+    """Write a CLIP model for images of 28 x 28 pixels, with an image processor and a tokenizer.
 
     `kind` is the class of transformers that is stored: the whole model, or one of the vision towers.
     """
@@ -114,14 +114,14 @@ def vit_family(
     base: Mapping[str, Any] | None = None,
     layers: int = 2,
 ) -> Family:
-    """A ViT without a head, and experts with a head each, as directories below `directory`."""
+    """Write a ViT without a head, and experts with one head each, to directories below `directory`."""
     make(directory / "base", 0, layers=layers, **{"classes": None, **(base or {})})
     places = {alias: make(directory / alias, seed, layers=layers) for seed, alias in enumerate(experts, start=1)}
     return open_family(directory / "base", places)
 
 
 def image_folder(directory: Path, *, per_class: int = 6, classes: Sequence[str] = CLASSES, seed: int = 0) -> Path:
-    """A folder of PNG files with a directory for each class."""
+    """Write a folder of PNG files with a directory for each class."""
     from PIL import Image
 
     random = np.random.default_rng(seed)
@@ -135,7 +135,7 @@ def image_folder(directory: Path, *, per_class: int = 6, classes: Sequence[str] 
 
 
 def image_lines(file: Path, folder: Path, *, indices: bool = False) -> Path:
-    """A JSONL file that names the images of a folder, with the classes' names or `indices` as labels."""
+    """Write a JSONL file that lists the images of a folder, with the classes' names or `indices` as labels."""
     names = sorted(each.name for each in folder.iterdir())
     rows = [
         {"image": str(image.relative_to(file.parent)), "label": names.index(name) if indices else name}

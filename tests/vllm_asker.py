@@ -1,7 +1,7 @@
-"""One process that asks vLLM about models for all processes of a test session: importing vLLM takes 10 s of a core.
+"""One process that asks vLLM about models for all processes of a test session: to import vLLM takes 10 s of a core.
 
-Tests run `command()` instead of `workers.engines.vllm.support.COMMAND`. It sends the names of both files to the process
-that asks vLLM, and starts that process if there is none. The process ends with the session.
+Tests run `command()` instead of `workers.engines.vllm.support.COMMAND`. The command sends the names of its input and
+output files to the process that asks vLLM, and starts this process if necessary. The process ends with the session.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ POLL_S = 0.05
 
 
 def command() -> tuple[str, ...]:
-    """The command for tests of this process, whose session is that of its parent under pytest-xdist."""
+    """The command by which tests of this process ask vLLM; the session is that of the parent under pytest-xdist."""
     session = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
     return (sys.executable, "-I", "-S", __file__, "ask", str(session))  # without packages it starts in 20 ms
 
 
 def address(session: str) -> str:
-    """An abstract socket, which leaves no file."""
+    """Address of an abstract socket, which leaves no file."""
     return f"\0mergesearch-tests-{session}-vllm"
 
 
 def ask(session: str, *files: str) -> str:
-    """Have vLLM asked; returns "", or why that failed."""
+    """Let the process ask vLLM; returns "", or the reason of its failure."""
     is_started = False
     while True:
         with socket.socket(socket.AF_UNIX) as connection:
@@ -75,7 +75,7 @@ def serve(session: str) -> None:
 
 
 def _all_of(connection: socket.socket) -> str:
-    """What the other end sends until it has nothing more to send."""
+    """All bytes that the other end sends before it closes its side."""
     return b"".join(iter(lambda: connection.recv(4096), b"")).decode()
 
 

@@ -5,7 +5,7 @@
 - `cache`: small results about files, kept between runs
 - `file_access`: the files that a study may name when it is sent over HTTP
 - `directories`: files and directories that appear under their names only when they are complete
-- `telemetry`: what processes tell of their work: log lines with the job, spans of traces
+- `telemetry`: log lines that name the job, and trace spans
 - `object_store`: objects in S3, Google Cloud Storage and compatible stores, by URL
 - `models`: opens, checks and fingerprints checkpoints on disk, on the hub and in object stores
 - `merging`: computes merged tensors from a recipe

@@ -74,8 +74,8 @@ def turn(place: Path, *, limit_s: float | None = None) -> Iterator[None]:
 def turn_if_writable(place: Path) -> Iterator[None]:
     """Context manager like `turn`, but without a lock if this process may not write the lock file of `place`.
 
-    That is so in a cache on a read-only disk, and where another user has made the file. Then processes may do the same
-    work twice, and the log says so.
+    The lock file cannot be written on a read-only disk, or if another user has made the file. Several processes may
+    then do the same work; the log says so.
     """
     with ExitStack() as stack:
         try:
@@ -99,9 +99,10 @@ def _is_locked(file: IO[str]) -> bool:
 def scratch(num_bytes: int, *, name: str, places: Sequence[Path]) -> Iterator[Path]:
     """Context manager that yields a new directory for `num_bytes` of temporary files, and removes it at the end.
 
-    It is made in the first directory of `places` whose disk has the space and SCRATCH_MARGIN bytes more. `name` says
-    what the files are for. Directories of the same name there whose process was killed are removed first. Raises
-    OSError (ENOSPC) if no disk has the space; the message says what each has.
+    The directory is made in the first of `places` whose disk has this space and SCRATCH_MARGIN bytes more. `name` is
+    the purpose of the files, and begins the directory's name. First, directories of the same purpose that killed
+    processes left behind are removed. Raises OSError (ENOSPC) if no disk has the space; the message has the free space
+    of each.
     """
     seen = []
     for place in places:
@@ -183,7 +184,7 @@ def appearing(out: Path, key: str) -> Iterator[Path]:
 def partial_directories(out: Path) -> list[Path]:
     """Hidden directories next to `out` with unfinished content for `out`.
 
-    They belong to processes that are writing `out` now, or killed processes left them behind.
+    The directories belong to processes that are writing `out` now, or were left behind by killed processes.
     """
     if not out.parent.is_dir():
         return []

@@ -5,7 +5,7 @@
     ├── InvalidTask       (ValueError)    reject the study: a task or its data cannot be used
     ├── InvalidPrompt     (ValueError)    reject the request: its prompt or its options cannot be used
     ├── TrialFailed       (RuntimeError)  fail this trial with this reason; the study continues
-    │   └── MetricFailed                  the same; on the base model's answers fail the study: its task is unusable
+    │   └── MetricFailed                  fail this trial; if it is the base model, fail the study: its task is unusable
     ├── EngineUnavailable (RuntimeError)  the engine did not start or died; try again on another replica, then stop
     │   ├── EngineCrashed                 the engine died with this chunk; count that, and try again
     │   ├── RequestFailed                 the engine works, the request failed outside it; try again, then stop
@@ -13,8 +13,8 @@
     │   ├── ServeUnavailable              it is unknown whether engines run; wait, and ask again
     │   └── NodeDraining                  the engine's node is about to stop; score on another replica
     ├── TrainingFailed    (RuntimeError)  stop this training: continuing from its last checkpoint would fail again
-    └── EvidenceMismatch  (RuntimeError)  stop the study: what was scored is not what was asked for
-        └── EngineFault                   score on another replica; what this one scored since its last check is void
+    └── EvidenceMismatch  (RuntimeError)  stop the study: a result is not that of the requested recipe or prompts
+        └── EngineFault                   score on another replica; this one's samples since its last check are void
 
 All of them cross process boundaries: constructor arguments are exactly those passed to `super().__init__`.
 """

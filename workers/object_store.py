@@ -51,7 +51,7 @@ class ObjectInfo:
     """Facts about an object: its size in bytes, the time of its last write, and the store's version tag.
 
     The time `modified_at` is in seconds since the epoch. The version tag `tag` changes whenever the object's content
-    changes. It is no hash of the content.
+    changes. The tag is not a hash of the content.
     """
 
     num_bytes: int

@@ -178,7 +178,7 @@ class TaskSpec:
     until: tuple[str, ...] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        newer = {"max_tokens", "template", "until"}  # than stored studies, whose digests stay
+        newer = {"max_tokens", "template", "until"}  # added after studies were stored; digests of these stay
         return {
             name: value
             for name, value in asdict(self).items()

@@ -118,7 +118,7 @@ class MergeMethod:
     """The declaration of a merge method: sources, coefficients, search ranges, origin and mergekit's counterpart.
 
     - `source`: the paper, program or page that the method is from
-    - `variant`: what distinguishes the method from others of a similar name and from other implementations
+    - `variant`: the difference of the method from methods of a similar name and from other implementations
     - `is_ordered`: whether the sources have different roles, so that their order is kept
     - `takes_seed`: whether the method draws random masks
     - `cuts_at_rank`: whether the method treats an element by the rank of its magnitude or variance, so that elements

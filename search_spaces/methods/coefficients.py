@@ -1,4 +1,4 @@
-"""Coefficients and constraints that several methods share, with the ranges in which most are searched.
+"""Coefficients and constraints that several methods share, most with the range for searching them.
 
 For the methods of Su and Geiping, and similar ones, ranges are those of "Fine, I'll Merge It Myself: A Multi-Fidelity
 Framework for Automated Model Merging" (2025), appendix A.6. A method with another range states the range's source.

@@ -94,7 +94,9 @@ class LayerGroup:
 
 @dataclass(frozen=True)
 class ParameterPlace:
-    """Part of a merge that one searched parameter changes; a field is None if it is not a single part.
+    """The part of a merge that one searched parameter changes.
+
+    A field is None if the parameter changes several layers, parts or experts.
 
     - `layers`: the layers, such as a layer group
     - `part`: the component group of these layers, such as attention, or a tensor, or a part outside of layers
@@ -111,8 +113,8 @@ class SpaceDescription:
     """The description of a search space in reports, with the parts of the model that have separate coefficients.
 
     - `layer_groups`: groups of adjacent layers, which cover the layers in order
-    - `component_groups`: the parts of a layer that have separate coefficients, by name. The value has the components
-      (attention, MLP, norms) of which the part consists or, if the part is smaller, the component that contains it.
+    - `component_groups`: the parts of a layer that have separate coefficients, by name. The value lists the components
+      (attention, MLP, norms) in this part; for a part of a component, it is this component.
     - `text`: a description of the searched parameters, in words
     """
 

@@ -46,7 +46,8 @@ from search_spaces.spaces.layers import (
 
 __all__ = ["DEPTH_FACTOR", "PRESETS", "SPACE", "DisSection", "DisSpace"]
 
-# The default limit of layers, as a multiple of the sources' number: 50 layers from models of 40, as published.
+# The default limit of layers, as a multiple of the number of a source's layers: 50 layers from models of 40, as
+# published.
 DEPTH_FACTOR = 1.25
 
 # Section 4.1: the depth granularity D, the number of models M and the repeats R.

@@ -331,7 +331,7 @@ class Hm3Space:
 
     @cached_property
     def _names(self) -> dict[str, tuple[str, int | None]]:
-        """Models from which layer paths (sequences of layers that make a new model) take layers, by name.
+        """Models that provide layers for layer paths (sequences of layers that make a new model), by name.
 
         A model of the study has its alias (name in the study file) as the key, and (alias, None) as the value. Layers
         may also come from models that are merged from the experts, one for each preference vector (weights of the
@@ -400,10 +400,11 @@ class Hm3Space:
 def _merges(models: SearchedModels, options: MergedOptions) -> Iterator[Merge]:
     """Yield the merge for a layer that is merged from the experts, one for each preference vector of the study.
 
-    Such layers are those of an additional model, from which layer paths (sequences of layers that make a new model) may
-    take layers as from the study's own models. A preference vector has a weight for each objective, which is the weight
-    of the objective's expert in the merge; every objective must have an expert. If the study has no preference vectors,
-    there is one merge, in which all experts have equal weights. `options` choose the merge method and its coefficients.
+    Layer paths (sequences of layers that make a new model) may take layers from the study's models and from an
+    additional model, whose layers are merged from the experts. A preference vector has a weight for each objective. In
+    the merge, this is the weight of the objective's expert; every objective must have an expert. If the study has no
+    preference vectors, there is one merge, in which all experts have equal weights. `options` choose the merge method
+    and its coefficients.
     """
     for vector in models.preferences or (dict.fromkeys(models.experts, 1 / max(1, len(models.experts))),):
         named = {_expert_of(objective, options): weight for objective, weight in vector.items()}

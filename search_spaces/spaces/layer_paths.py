@@ -139,7 +139,7 @@ class LayerPaths:
             return tuple(range(self.num_layers))
         expected = self.layer_of(path[-1]) + 1 if path else 0
         low, high = max(expected - self.max_jump, 0), min(expected + self.max_jump, self.num_layers - 1)
-        reach = self.max_jump + left * (self.max_jump + 1)  # how far from the last layer a step may be
+        reach = self.max_jump + left * (self.max_jump + 1)  # the largest distance of a step from the last layer
         return tuple(range(max(low, self.num_layers - 1 - reach), high + 1))
 
     def contains(self, path: Sequence[int]) -> bool:
@@ -176,7 +176,7 @@ class LayerPaths:
             yield Categorical(PREFERENCE, tuple(range(self.num_preferences)))
 
     def path(self, configuration: Configuration) -> Path:
-        """The layer path that a configuration describes: the sequence of layers, of several models, of a new model.
+        """The layer path that a configuration describes: the layers of the new model, in order, from several models.
 
         Each layer is given by one number: the index of its model in `models`, times `num_layers`, plus the layer's
         index in the model. The space's parameters must accept the configuration's values. A layer that may not follow

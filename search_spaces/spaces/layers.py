@@ -26,7 +26,7 @@ __all__ = [
 # "model.layers.0.mlp.experts.3.w1.weight".
 IN_LAYER = re.compile(r"(?:.*?\.)?(?P<layer>\d+)(?:\.(?P<part>.+))?")
 
-# What the scale of a layer multiplies: the residual stream after the layer (`LayerRecipe.scale`), or only what the
+# The possible operands of a layer's scale: the residual stream after the layer (`LayerRecipe.scale`), or only what the
 # layer's MLP adds to it (`LayerRecipe.mlp_scale`).
 ScaleOf = Literal["stream", "mlp"]
 

@@ -48,7 +48,7 @@ __all__ = ["MAX_TENSOR_COEFFICIENTS", "SPACE", "LayerwiseSection", "LayerwiseSpa
 MAX_TENSOR_COEFFICIENTS = 10_000
 
 DEFAULT_LAYER_GROUPS = 4
-# What the name of the parameter with a layer's scale begins with.
+# The beginning of the name of a parameter that is a layer's scale.
 SCALE = "scale:"
 DEFAULT_SEED = 0
 # The share of elements kept: TIES's own default; for DARE the middle of the drop rates that it was tried with.
@@ -327,7 +327,7 @@ def _problems(models: SearchedModels, num_groups: int) -> Iterator[Problem]:
 
 
 def _merge_of(recipe: Recipe, name: str, place: TensorLocation) -> Merge:
-    """The merge by which a recipe makes the tensor `name`; `place` is the tensor's location in the model."""
+    """The merge of the tensor `name` in a recipe; `place` is the tensor's location in the model."""
     if name in recipe.tensors:
         return recipe.tensors[name]
     if place.part == "embedding" or place.part == "head":

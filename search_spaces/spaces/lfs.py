@@ -354,7 +354,7 @@ class LfsSpace:
         return None
 
     def _methods_of(self, merge: Merge) -> tuple[str, ...]:
-        """The names of those methods of the space that may produce the canonical merge `merge`.
+        """Names of the space's methods that may produce the canonical merge `merge`.
 
         If the merge is an unchanged model, the result has all methods of the space, because each of them may give such
         a merge. Otherwise the result has only the merge's own method, or it is empty if the space does not have this
@@ -378,7 +378,7 @@ class LfsSpace:
         self, group: str, merges: Mapping[str, Merge], methods: Mapping[str, str], experts: tuple[str, ...]
     ) -> dict[str, Any] | None:
         configuration: dict[str, Any] = {}
-        # Where each component group has its own method, the bits exist whatever the methods are.
+        # If each component group has its own method, the bits exist for any methods.
         others = self._methods if self._is_per_component else methods.values()
         if self._selects and not set(others) <= set(self._choices):
             configuration = {self._bit_key(group, expert): expert in experts for expert in self._experts}

@@ -123,10 +123,10 @@ class RangedMethod:
         return {c.name: c.searched for c in self.method.coefficients if isinstance(c.searched, Range)}
 
     def _counts(self, num_operands: int) -> dict[str, float]:
-        """The values of those coefficients that count sources, in a merge of `num_operands` models.
+        """Values of the coefficients that count sources, such as the number of sources that must agree, in one merge.
 
-        An example is the number of sources that must agree. A search does not vary these coefficients. Each has the
-        value that the method declares, but at most `num_operands`. The keys of the result are the coefficients' names.
+        A search does not vary these coefficients. Each has the value that the method declares, but at most
+        `num_operands`, the number of merged models. The keys of the result are the coefficients' names.
         """
         return {
             c.name: min(c.searched.value, num_operands)

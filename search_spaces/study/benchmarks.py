@@ -76,7 +76,7 @@ class AddedBenchmarks(Section):
     """Options of the engine, if a single model is scored that belongs to no study."""
 
     def on_trial(self, trial: int | str | None) -> AddedBenchmarks:
-        """Copy in which the benchmarks are scored only on the trial `trial`, a number or "best".
+        """Copy in which all benchmarks are scored only on the trial `trial`, a number or "best".
 
         If `trial` is None, each benchmark keeps its own choice of trials.
         """

@@ -50,7 +50,7 @@ HINTS = MessageHints(
 
 @dataclass
 class ValidParts:
-    """The parts of a study file that are valid on their own, among which contradictions are searched for.
+    """The parts of a study file that are valid on their own; contradictions are searched for among these parts.
 
     A section that is not valid is None. The keys of `objectives`, `costs`, `holdout` and `benchmarks` are the positions
     of the entries in the file's list; an entry that is not valid is missing. `objective_names` are the names of all

@@ -68,7 +68,7 @@ NOT_OF_ONE_ENGINE = frozenset({"replicas", "verify"})
 
 
 class EngineOptions(Engine):
-    """Options with which one engine is started: those of the section `engine` of the study file, and further options.
+    """Options for starting one engine: those of the section `engine` of the study file, and further options.
 
     The further options are not keys of the study file; only programs set them. The class inherits all fields of the
     section, so a field added there becomes an option of engines.

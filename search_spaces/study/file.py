@@ -151,7 +151,8 @@ def parse_study(document: Mapping[str, Any], directory: Path | None = None) -> S
     study: Study | None = None
     errors: list[ErrorDetails] = []
     try:
-        # As JSON, so that strict types mean what a study file can contain: 3 is not text, "3" not a number, true not 1.
+        # Validated as JSON, so that types are strict in terms of a study file: 3 is not text, "3" not a number, true
+        # not 1.
         study = Study.model_validate_json(text, strict=True)
     except ValidationError as error:
         errors = error.errors(include_url=False)

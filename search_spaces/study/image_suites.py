@@ -1,9 +1,9 @@
-"""Image tasks that a study names, those of the vision tables of HM3 and MergOPT, for zero-shot heads of CLIP.
+"""The image tasks that a study file can name: the ten of the HM3 and MergOPT papers, for zero-shot heads of CLIP.
 
-HM3 reports the first eight (SUN397 to DTD), MergOPT these and Flowers102 and PCAM. Templates, and names of classes
-where a data set's own labels are not words, are those of the zero-shot evaluations of Radford et al. 2021, as published
-with CLIP; the data sets are the copies on the hub that merging work uses. Classes without names here have those of the
-data set's labels.
+HM3 reports the first eight (SUN397 to DTD); MergOPT reports these and Flowers102 and PCAM. The data sets are the copies
+on the hub that publications on merging use. The templates are from the zero-shot evaluations of Radford et al. 2021, as
+published with CLIP. The names of classes have the same source if a data set's own labels are not words; otherwise they
+are the data set's labels.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DIGITS = tuple("0123456789")
 
 @dataclass(frozen=True)
 class ImageSuite:
-    """A named image task.
+    """Description of an image task that a study file can name.
 
     - `data`: the name of the data set on the hub, and `config` its configuration, if it has several
     - `sizes`: the number of images of the split `test`; data sets have further splits, such as `train`
@@ -39,7 +39,7 @@ class ImageSuite:
     paper: str = "HM3, vision tables of the authors' replies; MergOPT, Tables 5 and 9"
 
     def description(self, split: str | None) -> dict[str, Any]:
-        """The task as a study file writes it, with the split `split`; None is the split `test`."""
+        """The task in the form of a study file, with the split `split`; None means the split `test`."""
         optional = {"config": self.config, "classes": None if self.classes is None else list(self.classes)}
         return {
             "images": HUB + self.data,
@@ -51,7 +51,7 @@ class ImageSuite:
 
 
 def _with_articles(*texts: str) -> tuple[str, ...]:
-    """Each text with {} alone, with "a" and with "the" before it."""
+    """Three variants of each text: its placeholder {} alone, with "a" before it, and with "the" before it."""
     return tuple(text.replace("{}", form) for form in ("{}", "a {}", "the {}") for text in texts)
 
 
@@ -122,7 +122,7 @@ IMAGE_SUITES: Mapping[str, ImageSuite] = {
 
 
 def with_described_suites(document: Mapping[str, Any]) -> dict[str, Any]:
-    """A study's `document` in which named image tasks are replaced by their descriptions, with their splits."""
+    """A copy of a study's `document` in which the name of each image task is replaced by the task's description."""
     found = dict(document)
     for section in ("objectives", "holdout", "benchmarks"):
         entries = document.get(section)

@@ -20,7 +20,7 @@ __all__ = ["PLACEHOLDER", "WIN_RATE", "JudgeSpec"]
 # The metric of a benchmark with a judge: the mean, over samples, of the preferences for the completion.
 WIN_RATE = "win_rate"
 
-# What a judge's prompt has in place of the texts that are compared.
+# Placeholders in a judge's prompt for the texts that are compared.
 PLACEHOLDER = re.compile(r"\{\{\s*(question|first|second)\s*\}\}")
 
 PROMPT = """\

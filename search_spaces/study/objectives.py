@@ -1,7 +1,8 @@
-"""Entries of a study file by which trials are scored: metrics on tasks (objectives, holdout data), and costs."""
+"""Entries of a study file that define how trials are scored: metrics on tasks (objectives, holdout data), and costs."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
@@ -25,23 +26,23 @@ __all__ = [
 Rungs = Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1)]
 
 
-class DescribedTask(Section):
+class DescribedTask(Section, ABC):
     """A task that the study file describes by its data, in place of a name."""
 
     @property
+    @abstractmethod
     def place(self) -> str:
         """The file or folder with the data: a path, or a URL."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def place_key(self) -> str:
         """The key under which the study file names the data."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def kind(self) -> str:
         """The kind of the task, for messages, such as "a JSONL task"."""
-        raise NotImplementedError
 
     @property
     def is_on_hub(self) -> bool:
@@ -66,7 +67,7 @@ class DescribedTask(Section):
         return self.model_dump(mode="json", exclude_none=True)
 
     def at(self, place: str) -> Self:
-        """Copy of the task whose data are at `place`."""
+        """A copy of the task that finds its data at `place`, a path or URL."""
         return self.model_copy(update={self.place_key: place})
 
 
@@ -109,7 +110,7 @@ class InlineTask(DescribedTask):
 
 
 class ImageTask(DescribedTask):
-    """A task of images with labels, in a folder or a JSONL file, which is scored with the head of one of the models.
+    """A task of images with labels: a folder, a JSONL file or a hub data set, scored with the head of a source model.
 
     The metric acc is the share of images whose class has the largest logit; acc_top5, of those whose class is among the
     five largest; entropy is the mean entropy of the predicted classes, which needs no labels.
@@ -211,7 +212,7 @@ class ObjectiveSpec(ScoredTask):
 class CostSpec(Section):
     """An objective that is a cost of the merged model, such as its number of layers; less is better.
 
-    It needs no data, because its value follows from the recipe.
+    A cost needs no data, because its value follows from the recipe.
     """
 
     name: Name

@@ -10,7 +10,7 @@
 - `requests`: reads the body of a request, limited in size
 - `problems`: errors as problem details (RFC 9457) with HTTP status codes
 - `presenters`: stored records as documents
-- `conditional`: results that a client may have already
+- `conditional`: responses with status 304 for results that a client has already
 - `ray_dashboard`: Ray's dashboard, which shows everything and changes nothing
 - `record_cache`: run records and reports of recently requested studies
 - `event_stream`: streams events to any number of watchers

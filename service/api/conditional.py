@@ -96,8 +96,8 @@ def _is_known(request: Request, tag: str) -> bool:
     """Whether the request says, by its header If-None-Match, that the client has the results with the ETag `tag`.
 
     Callers read the version in `tag` before they read the results. If the study changes in between, the results are
-    newer than their ETag, and the client fetches them once more than needed. The ETag is never newer than the results,
-    with which the client would keep outdated ones.
+    newer than their ETag, and the client fetches them once more than needed. In the other order, an ETag could be newer
+    than its results, and the client would keep outdated results.
     """
     known = {part.strip().removeprefix("W/") for part in request.headers.get("if-none-match", "").split(",")}
     return bool(known & {tag, "*"})

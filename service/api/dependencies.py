@@ -123,9 +123,9 @@ def given(kind: JobKind, right: Right = Right.READ) -> Any:
     """Make a FastAPI dependency that reads the job in the request's path, and checks the sender's rights on it.
 
     The path has the job's id; the job must be of this `kind`. The dependency responds with status 404 if there is no
-    such job or the sender may not read it. It responds with status 403 if the sender may read the job but lacks the
-    `right`, or if the sender's token does not permit such requests: READ needs the token's scope "read", every other
-    right the scope "submit".
+    such job or the sender may not read it. The dependency responds with status 403 if the sender may read the job but
+    lacks the `right`, or if the sender's token does not permit such requests: READ needs the token's scope "read",
+    every other right the scope "submit".
     """
     scope = Scope.READ if right is Right.READ else Scope.SUBMIT
     # A default instead of an annotation: FastAPI cannot evaluate annotations that name local variables.

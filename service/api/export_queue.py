@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 CHUNK_BYTES = 2**20
 # Seconds between searches for expired exports.
 SWEEP_S = 3600.0
-# Seconds until exports are looked for that other servers have stored, and that could not be written before because the
+# Seconds between searches for exports that other servers have stored, or that could not be written earlier because the
 # database did not answer.
 LOOK_S = 2.0
 # A tar file ends with two empty blocks and is padded to whole records.
@@ -61,7 +61,7 @@ def artifact_name(name: str) -> str:
 class Exports:
     """Queue that writes requested exports (merged models), and removes exports that exceed the limits `keep`.
 
-    An interrupted export continues when the queue is started again. Of several servers with the same database, only the
+    An interrupted export continues when the queue is started again. If several servers use the same database, only the
     leader (the server for which `is_leader` returns True) writes and removes exports. An export is a directory in
     `data_dir`, which all servers share. If `artifacts`, the store of jobs' files, is in an object store, a finished
     export is moved there.
@@ -109,7 +109,7 @@ class Exports:
     def folder(self, record: ExportRecord) -> str:
         """Name of the top folder in the tar archive of a downloaded merged model.
 
-        It consists of the study's name and the trial's number. `record` describes the export (the stored model).
+        The name consists of the study's name and the trial's number. `record` describes the export (the stored model).
         """
         return f"{self._store.job(record.study).name}-trial-{record.trial}"
 
@@ -195,10 +195,10 @@ class Exports:
     ) -> ExportRecord:
         """Return the export of a study's trial in a dtype, and queue it if its files are not written yet.
 
-        An export is a merged model for download. It is queued if it is new, if it failed, or if its files were removed.
-        Before it is queued, `check` is called, which may refuse the export by an error, for example because of a quota.
-        No server with this database queues another export meanwhile. `note` is called with the export in the
-        transaction that queues it, also if it was queued before.
+        An export is a merged model for download. The export is queued if it is new, if writing it has failed, or if its
+        files were removed. Before it is queued, `check` is called, which may refuse the export by an error, for example
+        because of a quota. No server with this database queues another export meanwhile. `note` is called with the
+        export in the transaction that queues it, also if it was queued before.
         """
         wanted = ExportRecord(
             id=export_id(study_id, trial, dtype),

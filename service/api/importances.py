@@ -62,7 +62,7 @@ class Importances:
     async def plot(self, study: JobRecord, objective: Objective, *, client: str = "") -> tuple[bytes, bool]:
         """Compute the plot of a study for one objective, as JSON.
 
-        `client` names the sender, so that many requests of one client do not delay those of other clients. Returns the
+        `client` names the sender, so that many requests of one client do not delay other clients' requests. Returns the
         plot, and whether it is final: a later request may get another one if a limit of time or memory was reached,
         which may depend on the load. Raises Unavailable if the process has died or too many requests wait.
         """

@@ -3,7 +3,7 @@
 The server reads for all streams together whether anything has changed. Each stream then reads its events with the
 present rights of its sender, so that a job that may no longer be read disappears from it.
 
-On PostgreSQL, events of different jobs may become visible in another order than that of their ids, because each
+On PostgreSQL, events of different jobs may become visible in another order than the order of their ids, because each
 transaction takes its ids before it ends. A stream therefore reads the events of the last seconds again, and the id of a
 frame is at most the largest one below which no event is missing. A stream of new events also begins with the ids of the
 last seconds, but does not send events that were visible at its start. Clients that reconnect with it may get events of
@@ -193,10 +193,11 @@ class JobFeed:
 
 
 class _Cursor:
-    """Position of one stream in the events of all jobs: it says which events were sent to the client already.
+    """Position of one stream in the events of all jobs, and the ids of later events that the client has already.
 
-    The position follows the events that were read `overlap_s` seconds ago, or are so much older than the latest one
-    that was read: events with smaller ids are visible by then.
+    Every event up to the position is visible in the database, so the stream reads only events with larger ids. The
+    position moves to an event `overlap_s` seconds after the event was read. It moves there at once if the event is
+    older, by at least `overlap_s` seconds, than the latest event that was read.
     """
 
     def __init__(self, position: int, overlap_s: float) -> None:
@@ -207,7 +208,7 @@ class _Cursor:
         self._latest = -math.inf  # time of the latest event that was read, by the clock of the database
 
     def unsent(self, records: Sequence[JobEventRecord]) -> list[JobEventRecord]:
-        """Return those of the events `records` that this stream has not sent yet, and mark them as sent."""
+        """Return the events among `records` that this stream has not sent yet, and mark them as sent."""
         now = time.monotonic()
         new = [record for record in records if record.event.id not in self._sent]
         if new:

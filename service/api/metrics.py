@@ -30,7 +30,7 @@ __all__ = ["JOB", "METRICS", "SETBACKS", "SHOWN_AFTER_END_S", "Metric", "Scrape"
 # Seconds for which a job that has ended keeps its metrics: longer than any usual interval of scrapes.
 SHOWN_AFTER_END_S = 3600.0
 
-# Events that tell of something that went wrong.
+# Events about failures.
 SETBACKS = (
     EventKind.CRASH,
     EventKind.ENGINE_FAULT,
@@ -217,7 +217,7 @@ def _trials(scrape: Scrape) -> Samples:
 
 
 def _waits_s(stored: Stored, kind: str) -> list[float]:
-    """For each job of the kind `kind` that waits for a driver (a process that works on it), the seconds of its wait.
+    """Seconds that each waiting job of the kind `kind` has waited for a driver (a process that works on the job).
 
     Jobs that have a driver, that have ended, or that are paused are left out.
     """

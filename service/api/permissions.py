@@ -123,7 +123,7 @@ class Guard:
     async def identify(self, credential: Credential, address: str) -> Principal:
         """Find the sender of a request, and count the request against the sender's limit.
 
-        `credential` is the token or the session's cookie of the request, and `address` its network address.
+        `credential` is the token or the session's cookie of the request, and `address` is its network address.
 
         Raises:
             Unauthorized: The server has accounts, and the token or session is missing or not valid.
@@ -137,7 +137,7 @@ class Guard:
             self._count(self.rates.refused, address)
             raise Unauthorized(self._refusal(credential))
         self._count(self.rates.tokens, found.id)
-        if not found.account.is_admin:  # who may raise a quota that is used up
+        if not found.account.is_admin:  # administrators may raise a quota that is used up
             self._count_teams(found.account.rates)
         return _principal(found, address)
 
@@ -263,7 +263,7 @@ def sender_with(scope: Scope) -> Any:
     """Make a FastAPI dependency that returns the sender; it refuses (403) a token or session without the `scope`.
 
     The scope says for which requests a token or session can be used. This dependency does not declare the access rule
-    (`Rule`) of its route. Another dependency of the same route must do so.
+    (`Rule`) of its route. Another dependency of the same route must declare the rule.
     """
 
     async def checked(sender: Annotated[Principal, Depends(_sender)]) -> Principal:  # async: it needs no thread
@@ -293,8 +293,8 @@ def needs(scope: Scope, *, is_for_admins: bool = False) -> Any:
 def needs_throughout(scope: Scope) -> Any:
     """Make the FastAPI dependency of a route that sends a long stream, and whose path names no job.
 
-    It refuses the senders that `needs` refuses. It returns a function that finds the sender's present rights, and None
-    once the token or session is no longer valid.
+    The dependency refuses the senders that `needs` refuses. The value of the dependency is a function that returns the
+    sender with its present rights, or None once the token or session is no longer valid.
     """
 
     def checked(sender: Sender, renewal: Renewal) -> Callable[[], Awaitable[Principal | None]]:
@@ -392,7 +392,7 @@ def declares(rule: Rule, check: Callable[..., Any]) -> Any:
 
     An access rule says what the sender of a request needs: a scope of the token, a right, or to be an administrator.
     This function only records the rule, which tests and the start of the server read: `check` itself must refuse
-    senders who do not meet it. What `check` returns is the value of the dependency.
+    senders who do not meet it. The result of `check` is the value of the dependency.
     """
     return _declared(rule, check)
 

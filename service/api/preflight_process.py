@@ -59,7 +59,7 @@ BODY = "the request's body"
 def _memory_share() -> int:
     """Default limit, in bytes, of the memory that the check of one submitted job may use.
 
-    It is a quarter of this machine's or container's memory, but at least 2 GiB and at most 8 GiB.
+    The limit is a quarter of the memory of this machine or container, but at least 2 GiB and at most 8 GiB.
     """
     return max(2 * 2**30, min(total_host_bytes() // 4, 8 * 2**30))
 
@@ -68,8 +68,8 @@ def _memory_share() -> int:
 class Limits:
     """Limits on the checks of one submitted job.
 
-    `time_s` is the elapsed seconds, `cpu_s` the seconds of processor time, and `memory_bytes` the bytes of memory.
-    Processor time and memory are limited only until the checks begin to read the models' weights, because reading the
+    `time_s` is the elapsed seconds, `cpu_s` is the seconds of processor time, and `memory_bytes` is the bytes of
+    memory. Processor time and memory are limited only until the checks begin to read the models' weights. Reading the
     weights of large models for the first time takes minutes and maps all of their files.
     """
 
@@ -91,7 +91,7 @@ class Preflight(Protocol):
         """Check the body of a request that submits a job of the kind `kind`, and return the accepted job.
 
         The body `content` is JSON if `is_json`, else YAML. `client` names the sender, so that many requests of one
-        client do not delay those of other clients. `reader` is the account whose rights decide to which other jobs the
+        client do not delay other clients' requests. `reader` is the account whose rights decide to which other jobs the
         job may refer; with None, it may refer to all. Raises InvalidStudy with every problem, and Unavailable if no
         check is possible at the moment.
         """
@@ -102,7 +102,7 @@ class Preflight(Protocol):
         """Check the benchmarks that a client wants to add to a stored study.
 
         `stored` is the server's record of the study. `document` is the study file with the new benchmarks added.
-        `client` names the sender, so that many requests of one client do not delay those of other clients. `reader` is
+        `client` names the sender, so that many requests of one client do not delay other clients' requests. `reader` is
         the sender's account; None if the server has no accounts. Raises InvalidStudy with every problem, and
         Unavailable if no check is possible at the moment.
         """
@@ -120,16 +120,16 @@ class Preflight(Protocol):
 
         `stored` is the server's record of the study. `label` is the label of the new trial. The merge is either
         `recipe`, the content of a recipe or of a mergekit configuration, or `configuration`, a value for each parameter
-        of the search space. `client` names the sender, so that many requests of one client do not delay those of other
-        clients. Returns the recipe's document; None if a configuration was given. Raises InvalidStudy with every
+        of the search space. `client` names the sender, so that many requests of one client do not delay other clients'
+        requests. Returns the recipe's document; None if a configuration was given. Raises InvalidStudy with every
         problem, and Unavailable if no check is possible at the moment.
         """
 
     async def mergekit_file(self, stored: JobRecord, recipe: Mapping[str, Any], *, client: str = "") -> str:
         """Convert a recipe of a stored study to mergekit's YAML (`service.studies.mergekit.mergekit_file`).
 
-        `stored` is the server's record of the study, and `recipe` the document of the recipe. `client` names the
-        sender, so that many requests of one client do not delay those of other clients. Raises InvalidStudy with every
+        `stored` is the server's record of the study, and `recipe` is the document of the recipe. `client` names the
+        sender, so that many requests of one client do not delay other clients' requests. Raises InvalidStudy with every
         reason why there is no such file, and Unavailable if it cannot be computed at the moment.
         """
 
@@ -138,17 +138,17 @@ class Preflight(Protocol):
     ) -> FoundModels:
         """Find models in the directories that jobs of the account `reader` may read.
 
-        `under` is a directory to search in place of these, `text` a text that models must have, and `limit` the largest
-        number of models. `client` names the sender, so that many requests of one client do not delay those of other
-        clients. Raises InvalidQuery if `under` cannot be searched, and Unavailable if no search is possible at the
-        moment.
+        `under` is a directory to search in place of these, `text` is a text that models must have, and `limit` is the
+        largest number of models. `client` names the sender, so that many requests of one client do not delay other
+        clients' requests. Raises InvalidQuery if `under` cannot be searched, and Unavailable if no search is possible
+        at the moment.
         """
 
     async def engine_dtype(self, document: Mapping[str, Any], *, client: str = "") -> str:
         """Dtype, such as "bfloat16", in which inference engines hold the merged weights of a study.
 
-        `document` is the study file. `client` names the sender, so that many requests of one client do not delay those
-        of other clients.
+        `document` is the study file. `client` names the sender, so that many requests of one client do not delay other
+        clients' requests.
         """
 
 
@@ -256,7 +256,7 @@ class PreflightProcess:
 
         A user may refer to other jobs only by their ids, because the user's rights on another job are checked by its
         id. Therefore the checked job may not name paths in the data directory, where the files of other jobs are. If
-        `reader` is None, there is no such limit.
+        `reader` is None, the job may name them.
         """
         context = self._context
         if reader is None:

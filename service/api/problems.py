@@ -45,7 +45,7 @@ MAX_SHOWN = 60
 
 
 class Refusal(Exception):
-    """Raised if a request is refused; `status` is the HTTP status of the response, `detail` the reason.
+    """Raised if a request is refused; `status` is the HTTP status of the response, `detail` is the reason.
 
     `problems` lists the reasons if there are several.
     """

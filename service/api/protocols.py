@@ -38,15 +38,15 @@ class Cluster(Protocol):
     def waiting_for(self, job: JobRecord, *, reader: Account | None = None) -> str | None:
         """Reason why `job` waits; None if a driver (process) works on the job, or if the job has ended.
 
-        `reader` is the user who gets the text, which then has only what this user may know. None is a reader who may
-        know everything.
+        `reader` is the user who gets the text, and the text has only facts that this user may know. None stands for a
+        reader who may know everything.
         """
 
     def queue(self) -> QueueState:
-        """The running jobs and the queue of waiting jobs, as of the server's last decision which jobs run.
+        """The running jobs and the queue of waiting jobs, as of the server's last decision about which jobs run.
 
-        The result also has the number of jobs that may run at the same time, and for waiting jobs what each waits for
-        and when it is expected to start.
+        The result also has the number of jobs that may run at the same time. For each waiting job, it says why the job
+        waits and when the job is expected to start.
         """
 
     def ray_job(self, job: JobRecord) -> str | None:

@@ -34,7 +34,8 @@ Result = TypeVar("Result")
 class Version(NamedTuple):
     """Version of a study's results, which grows whenever they may have changed.
 
-    `attempt` is the number of processes (drivers) that have worked on the study, and `event` the id of its last event.
+    `attempt` is the number of processes (drivers) that have worked on the study, and `event` is the id of its last
+    event.
     """
 
     attempt: int
@@ -102,9 +103,9 @@ class RunRecords:
             return result
 
     async def trials(self, study_id: str, *, since: Version) -> tuple[TrialResult, ...]:
-        """Results of the study's trials; of a study in the cache, only the trials that may have changed are read again.
+        """Results of all trials of the study. If the study is cached, only trials that may have changed are read again.
 
-        They have at least the changes up to the version `since`, which the caller has just read.
+        The results have at least the changes up to the version `since`, which the caller has just read.
         """
         entry = self._entry(study_id)
         async with entry.lock:

@@ -38,7 +38,7 @@ def usable_served(services: Services, sender: Principal, study: JobRecord) -> Jo
 def check_serving(services: Services, sender: Principal, study: JobRecord) -> None:
     """Check that one more job may serve a study, by the limits of the study's team.
 
-    It is called in the unit of work that stores the job (`Store.admission`).
+    Call this function in the unit of work that stores the job (`Store.admission`).
 
     Raises Conflict if the team serves as many studies as are allowed. Raises Refusal (403) if the team has used up its
     quota of GPU-hours; users outside the team are not told the numbers.
@@ -57,8 +57,8 @@ def check_serving(services: Services, sender: Principal, study: JobRecord) -> No
 def check_resume(services: Services, sender: Principal, job: JobRecord) -> None:
     """Check that a served study that has ended may be resumed within its team's quota of served studies.
 
-    It is called in the unit of work that resumes the job (`Store.admission`). Raises Conflict if the job's team serves
-    as many studies as are allowed.
+    Call this function in the unit of work that resumes the job (`Store.admission`). Raises Conflict if the job's team
+    serves as many studies as are allowed.
     """
     if job.kind == SERVING.name and services.store.job(job.id).state.is_finished:
         _check_number(services, sender, job.team)
@@ -67,14 +67,14 @@ def check_resume(services: Services, sender: Principal, job: JobRecord) -> None:
 def check_move(services: Services, sender: Principal, study: JobRecord, team: str) -> None:
     """Check that a study may move to another team together with the jobs that serve it.
 
-    It is called in the unit of work that moves the study (`Store.admission`). Raises Conflict if the team would serve
-    more studies than are allowed.
+    Call this function in the unit of work that moves the study (`Store.admission`). Raises Conflict if the team would
+    serve more studies than are allowed.
     """
     _check_number(services, sender, team, number=len(served_jobs(services.store, study.id)))
 
 
 def _check_number(services: Services, sender: Principal, team: str | None, *, number: int = 1) -> TeamLimits:
-    """Check that `number` more studies may be served for a team, or for the sender without one; return the limits."""
+    """Check that a team (or a sender without a team) may serve `number` more studies; return the team's limits."""
     limits = TeamLimits() if team is None else services.accounts.team(team).limits
     check_number(services.store, team=team, limit=limits.max_served, sender=sender.account, number=number)
     return limits

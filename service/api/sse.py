@@ -18,7 +18,7 @@ RETRY = b"retry: 1000\n\n"
 def frame(data: Mapping[str, Any], *, event: str, id: int | None = None) -> bytes:
     """Encode one server-sent event (SSE) with the type `event` and the object `data` as JSON.
 
-    `id` is the event's id in the database, from which a client can resume the stream after a lost connection. It is
+    `id` is the event's id in the database, from which a client can resume the stream after a lost connection. `id` is
     None for events that are not stored, such as progress.
     """
     head = f"id: {id}\n" if id is not None else ""

@@ -26,7 +26,7 @@ __all__ = ["MeasuredExports", "TeamBytes"]
 class MeasuredExports:
     """Sizes in bytes of the files of a team's exports before an admission, by the export's id and state.
 
-    Files change only together with the state; those of an export that is removed meanwhile no longer count.
+    An export's files change only when its state changes. Files of an export that is removed meanwhile do not count.
     """
 
     num_bytes: Mapping[tuple[str, ExportState], int]
@@ -47,7 +47,7 @@ class TeamBytes:
     def artifacts(self, team: str) -> int:
         """Bytes of the artifacts of a team's jobs: trained experts, and policies that searches have learned.
 
-        What unfinished fine-tunings are expected to store is included.
+        Artifacts that unfinished fine-tunings are expected to store are included.
         """
         expected = sum(missing_bytes(job, self._artifacts) for job in self._store.unfinished_jobs() if job.team == team)
         return self._artifacts.num_bytes_of_team(team) + expected
@@ -70,7 +70,7 @@ class TeamBytes:
             )
 
     def measure(self, team: str | None, *, with_job: str | None = None) -> MeasuredExports:
-        """Measure the files of a team's exports, and of those of the job `with_job`.
+        """Measure the files of a team's exports, and the files of the exports of the job `with_job`.
 
         Callers measure before they begin an admission, because other requests wait for its end. Without a quota of
         exports nothing is measured.
@@ -91,8 +91,8 @@ class TeamBytes:
     def check_move(self, job: JobRecord, team: str, measured: MeasuredExports) -> None:
         """Raise Refusal (403) if the stored data of a job would exceed a quota of the team to which the job moves.
 
-        What an unfinished job or export is expected to store counts too. `measured` are the sizes of the exports of the
-        team and of the job, as `measure` has found them; files that are new since are measured now.
+        Data that an unfinished job or export is expected to store count too. `measured` are the sizes of the exports of
+        the team and of the job, as `measure` has found them; files that are new since are measured now.
         """
         missing = 0 if job.state.is_finished else missing_bytes(job, self._artifacts)
         stored = self._artifacts.num_bytes_of_team(team, with_job=job.id) - self._artifacts.num_bytes_of_team(team)

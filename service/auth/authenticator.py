@@ -44,8 +44,8 @@ MAX_THREADS = 4
 class Authenticated:
     """The owner of a valid token or browser session that came with a request, and the owner's rights.
 
-    `account` has the rights. `token` is the record of the API token, and `session` that of the browser session; one of
-    the two is None.
+    `account` has the rights. `token` is the record of the API token, and `session` is the record of the browser
+    session; one of the two is None.
     """
 
     account: Account

@@ -1,7 +1,7 @@
 """Logins of browsers, with an identity provider or with an API token, until the session begins.
 
 A login with an identity provider begins with a random state, nonce and verifier, which are in the database for ten
-minutes, and a random value in a cookie of the browser. It can end only once, and only in the same browser.
+minutes, and a random value in a cookie of the browser. A login can end only once, and only in the same browser.
 """
 
 from __future__ import annotations
@@ -159,9 +159,9 @@ class Logins:
 
         `name` is the name of the user, who is added if the settings allow it. `identity` consists of the provider's
         issuer and subject; no other identity can log in as the user afterwards. `roles` has the role in each team; None
-        ends the membership. `next_path` is the path to which the browser goes, and `address` the network address of the
-        browser, for the audit log. Raises LoginRefused if the user is not known, is disabled, or is bound to another
-        identity.
+        ends the membership. `next_path` is the path to which the browser goes, and `address` is the network address of
+        the browser, for the audit log. Raises LoginRefused if the user is not known, is disabled, or is bound to
+        another identity.
         """
         actor = Actor(name, address)
         try:
@@ -212,7 +212,8 @@ async def log_in_with_token(
 
     The session has the token's scope, and ends when the token is revoked or expires. `address` is the network address
     of the browser, for the audit log. Returns None if the token is unknown, revoked or expired, or if its user is
-    disabled. The audit log has refusals of known tokens only, so that others cannot fill the database.
+    disabled. The audit log has refusals of known tokens only, so that requests with random tokens cannot fill the
+    database.
     """
     found = await authenticator.authenticate(token)
     if found is None:
@@ -295,8 +296,8 @@ def team_roles(claims: Mapping[str, Any], settings: OidcSettings) -> dict[str, R
 def next_problem(path: str, *, below: str) -> str | None:
     """Reason why a browser may not be sent to `path` after a login; None if it may.
 
-    `path` must be a path of this server, because a page of another server could imitate this one. It must also be below
-    the path `below`; "" is the root.
+    `path` must be a path of this server, because a page of another server could imitate this one. `path` must also be
+    below the path `below`; "" is the root.
     """
     accepted = f"give a path of this server, such as {below}/docs"
     if len(path) > MAX_NEXT:

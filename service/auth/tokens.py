@@ -55,7 +55,7 @@ def given_token(text: str) -> NewToken:
 
 
 def digest_of(secret: str) -> str:
-    """Hash (sha256) of an API token or of a session's cookie, which is stored in its place.
+    """Hash (sha256) of an API token or of a session's cookie; only the hash is stored.
 
     A fast hash is safe, because these values have 256 random bits.
     """

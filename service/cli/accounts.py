@@ -1,6 +1,7 @@
 """Commands `users`, `teams` and `tokens`, which change the server's database directly, and the command `login`.
 
-Every system user who can open the database may use them. They create the first administrator, and replace lost tokens.
+Every system user who can open the database may use these commands. They create the first administrator, and replace
+lost tokens.
 """
 
 from __future__ import annotations
@@ -296,7 +297,7 @@ def _print(
     """Print records as a table or, with the option --json, as JSON; return the exit code 0.
 
     `options` are the parsed command line. `documents` are the records for JSON. `columns` has the header of the table,
-    and `rows` its cells. If `one` is True, there is a single record, and the JSON is this record instead of a list.
+    and `rows` has its cells. If `one` is True, there is a single record, and the JSON is this record instead of a list.
     """
     if options.json:
         print_json(documents[0] if one else documents)

@@ -1,4 +1,4 @@
-"""`mergesearch chat`: prompts that trials of a study on a server complete, one trial or several side by side."""
+"""The command `mergesearch chat`, which sends prompts to the merges of one or several trials of a study on a server."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ChatOptions:
     """Options of a chat.
 
     - `is_text`: whether the prompt is a text to complete, rather than a message of a chat
-    - `system`: the system message; None for that of the study, if it has one
+    - `system`: the system message; None for the system message of the study, if the study has one
     - `request`: further fields of requests, such as `max_tokens`
     - `idle_minutes`, `shares_engines`: as in `Client.serve`
     - `wait_s`: seconds to wait for an engine

@@ -28,11 +28,11 @@ REPORT = "report.html"
 def finetune(options: argparse.Namespace, *, run_study: Callable[[Any, Path], int]) -> int:
     """Run `mergesearch finetune` with the parsed command line `options`, and return the exit code.
 
-    The command trains experts (fine-tuned models) as a specification file says. It analyses the experts if the
-    specification asks for it, or if `options.analyse` is not None: a list of directories of earlier fine-tunings to
-    compare with. If the specification has a study that merges the trained experts, `run_study` is called with the study
-    and its directory. `run_study` must run the study, export the best merge, print the results and return the exit
-    code.
+    The command trains experts (fine-tuned models) as a specification file says. The command analyses the experts if the
+    specification requests an analysis, or if `options.analyse` is not None; `options.analyse` is a list of directories
+    of earlier fine-tunings to compare with. If the specification has a study that merges the trained experts,
+    `run_study` is called with the study and its directory. `run_study` must run the study, export the best merge, print
+    the results and return the exit code.
     """
     from service.jobs.finetune.directory import EXPERT_DIR, trained_fleet
     from service.jobs.finetune.training import run_fleet
@@ -153,7 +153,8 @@ def _text(alias: str, lines: list[dict[str, Any]]) -> str:
 def training_text(line: Mapping[str, Any]) -> str:
     """Text that describes an update, or an evaluation, in the training of an expert (a fine-tuned model).
 
-    It has the loss, the values of an evaluation, or both. `line` has the numbers of the update or evaluation, as JSON.
+    The text has the loss, the values of an evaluation, or both. `line` has the numbers of the update or evaluation, as
+    JSON.
     """
     of = f" of {line['steps']}" if line.get("steps") else ""
     loss = f"  loss {line['loss']:.4f}  {line['seconds']:.2f} s a step" if "loss" in line else ""

@@ -37,7 +37,7 @@ Job = Mapping[str, Any]
 class JobView:
     """Printer of a server's jobs of one kind: results go to standard output, progress to standard error.
 
-    `kind` is the kind of job, and `client` the client of the server. If `as_json` is True, results are JSON.
+    `kind` is the kind of job, and `client` is the client of the server. If `as_json` is True, results are JSON.
     Subclasses, such as `StudyView`, print more about the jobs of one kind.
     """
 
@@ -77,9 +77,10 @@ class JobView:
         """Download a merged model or trained expert of a job to the new directory `out`.
 
         `name` is the trial of a study (a number or "best"), or the alias of a fine-tuning's expert. `dtype` is the
-        dtype of a study's merged model; None means that of the study's inference engines. `prefer` has the weight of
-        each objective, by name. If it is not None, the weights choose the trial of a study, and `name` must be "best".
-        Raises InvalidPreference if it is another trial, and Conflict if jobs of this kind have no models.
+        dtype of a study's merged model; None means the dtype of the study's inference engines. `prefer` has the weight
+        of each objective, by name. If it is not None, the weights choose the trial of a study, and `name` must be
+        "best". Raises InvalidPreference if `prefer` is given and `name` is another trial, and Conflict if jobs of this
+        kind have no models.
         """
         raise Conflict(f"{job['name']}: is a {self._kind.noun}, which has no models to export")
 
@@ -261,8 +262,8 @@ def _because(reason: Any) -> str:
 def _download_bar() -> Iterator[Callable[[int, int | None], None]]:
     """Context that shows the progress bar of a download on standard error, if standard error is a terminal.
 
-    It yields the function that updates the bar. The function's arguments are the number of bytes received so far and
-    their total number, which is None if it is unknown.
+    The context yields the function that updates the bar. The function's arguments are the number of bytes received so
+    far and their total number, which is None if it is unknown.
     """
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn

@@ -56,7 +56,7 @@ WRONG_PLACE = (FileExistsError, IsADirectoryError, NotADirectoryError, Permissio
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `mergesearch` with the given command-line arguments, and return the exit code.
 
-    If `arguments` is None, they are those of this process.
+    If `arguments` is None, the arguments of this process are used.
     """
     gc.set_threshold(MANY_OBJECTS)
     options = _parser().parse_args(arguments)
@@ -734,8 +734,8 @@ class _Version(argparse.Action):
 def _limit(number: Callable[[str], Any], text: str) -> Any:
     """Parse the value of an option that limits something: a number, or "none" for no limit.
 
-    `number` converts the text of a number; the text "none" is returned as it is. Raises ArgumentTypeError if `text` is
-    neither.
+    `number` converts the text of a number; the text "none" is returned unchanged. Raises ArgumentTypeError for any
+    other text.
     """
     if text == accounts.NO_LIMIT:
         return text

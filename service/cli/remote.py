@@ -40,7 +40,7 @@ INTERRUPTED = 130
 def server_url(server: str | None) -> str:
     """Address of the server that a command uses.
 
-    It is `server` if this is not None, else the value of the environment variable MERGESEARCH_SERVER, else
+    The address is `server` if this is not None, else the value of the environment variable MERGESEARCH_SERVER, else
     http://127.0.0.1:8080.
     """
     return server or os.environ.get(SERVER_VARIABLE) or DEFAULT_SERVER
@@ -50,10 +50,10 @@ def server_url(server: str | None) -> str:
 def server_client(server: str | None, *, no_directory: str | None = None) -> Iterator[Client]:
     """Context with a client of the server that a command uses.
 
-    `server` is the server's address. If it is None, the address is that of the environment variable MERGESEARCH_SERVER,
-    or http://127.0.0.1:8080 if the variable is not set. `no_directory` is the command's argument if it could also have
-    been meant as a directory, but none with this path exists. If the server does not answer, the error message then
-    mentions the missing directory too.
+    `server` is the server's address. If it is None, the address is the value of the environment variable
+    MERGESEARCH_SERVER, or http://127.0.0.1:8080 if the variable is not set. `no_directory` is the command's argument if
+    it could also have been meant as a directory, but none with this path exists. If the server does not answer, the
+    error message then mentions the missing directory too.
 
     Raises NotFound if the address is invalid, and ServerUnreachable if no server answers.
     """

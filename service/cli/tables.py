@@ -104,8 +104,8 @@ def pareto_table(document: ParetoDocument) -> Table:
 def holdout_table(document: SummaryDocument) -> Table:
     """Terminal table of a study's results on held-out data, highest mean first.
 
-    It has the trials that are best on the search data, and the baselines, such as the source models. Each row has the
-    trial's values, and its difference from the best trial, with 95 % confidence intervals.
+    The rows are the trials that are best on the search data, and the baselines, such as the source models. Each row has
+    the trial's values, and its difference from the best trial, with 95 % confidence intervals.
     """
     table = titled("Held-out data")
     table.add_column("trial", justify="right")
@@ -149,8 +149,8 @@ def holdout_table(document: SummaryDocument) -> Table:
 def benchmarks_table(document: BenchmarksDocument) -> Table:
     """Terminal table of the results of a study's trials on its benchmarks, with 95 % confidence intervals.
 
-    It also has averages over groups of benchmarks. Comparisons with baselines, such as the source models, are in its
-    caption.
+    The table also has averages over groups of benchmarks. Its caption compares the trials with baselines, such as the
+    source models.
     """
     table = titled("Benchmarks")
     table.add_column("trial", justify="right")
@@ -205,7 +205,7 @@ def attacks_table(document: BenchmarksDocument) -> Table:
 def judged_table(document: BenchmarksDocument) -> Table:
     """Terminal table of benchmarks on which a judge, a model, compares completions with reference answers.
 
-    It has the win rates, how consistent the judge is, and the lengths of the completions.
+    The table has the win rates, how consistent the judge is, and the lengths of the completions.
     """
     table = titled("Judged completions")
     table.add_column("trial", justify="right")
@@ -237,7 +237,7 @@ def judged_table(document: BenchmarksDocument) -> Table:
 def finding_line(document: FindingDocument) -> Text:
     """Line of text that states a study's main result.
 
-    It says whether a merge is better than the best source model and than the best recipe from the literature.
+    The line says whether a merge is better than the best source model and than the best recipe from the literature.
     """
     return Text(f"finding:       {document['text']}")
 
@@ -381,8 +381,8 @@ def job_table(job: JobDocument, *, noun: str, server: str, rows: Iterable[tuple[
 def jobs_table(jobs: Sequence[JobDocument], *, noun: str, title: str) -> Table:
     """Terminal table of jobs of one kind, one row for each in the given order.
 
-    `noun` is the word for such a job, such as "study", and `title` the title of the table. Ids are cut to their first
-    digits, to the smallest number of digits (at least 8) by which all ids differ.
+    `noun` is the word for such a job, such as "study", and `title` is the title of the table. Ids are cut to their
+    first digits, to the smallest number of digits (at least 8) by which all ids differ.
     """
     table = titled(title)
     for name in (noun, "name", "state"):
@@ -471,8 +471,8 @@ def _error_text(error: float | None) -> str:
 def _exact_text(estimate: EstimateDocument, *, signed: bool = False) -> str:
     """Text of the value of `estimate` if the value follows from the recipe (merge) alone, such as the model's size.
 
-    Such a value has no confidence interval. Returns "" if the value is a mean over samples, which has one. If `signed`
-    is True, a positive value has a plus sign.
+    Such a value has no confidence interval. Returns "" if the value is a mean over samples, which has a confidence
+    interval. If `signed` is True, a positive value has a plus sign.
     """
     return "" if estimate["samples"] else f"{estimate['value']:{'+' if signed else ''},.10g}"
 

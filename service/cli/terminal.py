@@ -48,7 +48,7 @@ def print_json_line(document: Any) -> None:
 
 
 def print_export(directory: Path, chosen: PreferredDocument | None, *, as_json: bool) -> None:
-    """Print the directory of a written merged model and, if weights of the objectives selected its trial, that trial.
+    """Print the directory of a written merged model, and its trial if weights of the objectives selected the trial.
 
     `chosen` describes the selected trial; None if no weights were given. If `as_json` is True, directory and trial are
     printed as JSON.
@@ -78,7 +78,7 @@ def print_scores(rows: Sequence[tuple[str, ...]]) -> None:
 def print_removals(removals: Sequence[Removal], *, is_dry_run: bool) -> None:
     """Print which data of ended jobs were removed and, for each kind of data, their number and bytes.
 
-    If `is_dry_run` is True, nothing was removed, and the text says what would be.
+    If `is_dry_run` is True, nothing was removed, and the text lists the data that would be removed.
     """
     for removal in removals:
         print(removal)
@@ -109,7 +109,7 @@ def print_benchmarks(document: BenchmarksDocument) -> None:
 def print_results(pareto: ParetoDocument, summary: SummaryDocument, **places: str) -> None:
     """Print the results of a finished study as tables.
 
-    `pareto` has the Pareto front, and `summary` the other results. The `places` are printed last: each keyword is a
+    `pareto` has the Pareto front, and `summary` has the other results. The `places` are printed last: each keyword is a
     label, and its value the path or URL of a file.
     """
     from service.cli.tables import finding_line, holdout_table, pareto_table, search_line, verification_line

@@ -25,9 +25,9 @@ def write_trials(
 ) -> int:
     """Write the trials of the study `name` to the file `out`, or to the Optuna storage with the URL `optuna`.
 
-    `columns` has the trials as columns, and `trials`, which only the storage gets, their documents with all rungs.
-    `directions` has "minimize" or "maximize" for each objective. Returns the exit code. Raises Conflict if the file's
-    name does not end with .csv or .parquet, or the storage has a study of this name.
+    `columns` has the trials as columns, for the file. `trials` has the trials' documents with all rungs, for the
+    storage. `directions` has "minimize" or "maximize" for each objective. Returns the exit code. Raises Conflict if the
+    file's name does not end with .csv or .parquet, or the storage has a study of this name.
     """
     if out is not None:
         write_columns(columns, out)

@@ -551,7 +551,7 @@ def export(options: argparse.Namespace) -> int:
 def _export_quantised(options: argparse.Namespace, trial: str, chosen: Any) -> None:
     """Write a trial's quantised model, and print its directory and its held-out scores beside those of the merge.
 
-    `trial` is "best" or a number, and `chosen` the document of a trial that weights of objectives chose, or None.
+    `trial` is "best" or a number, and `chosen` is the document of a trial that weights of objectives chose, or None.
     """
     from dataclasses import asdict
 
@@ -774,8 +774,8 @@ def _on_server(options: argparse.Namespace) -> AbstractContextManager[ServerVerb
 def _is_directory(options: argparse.Namespace) -> bool:
     """Whether a command's argument `options.run` names the directory of a `mergesearch run`, and not a job of a server.
 
-    It names a directory if the option --server is absent, and the argument is an existing path or contains a path
-    separator.
+    The argument names a directory if the option --server is absent, and the argument is an existing path or contains a
+    path separator.
     """
     return options.server is None and (os.sep in options.run or Path(options.run).exists())
 

@@ -35,8 +35,8 @@ class AsyncClient:
 
     Args:
         url: Address of the server. An address without a scheme, such as `gpu-box:8080`, means http.
-        token: API token. By default that of the variable MERGESEARCH_TOKEN, or the one that `mergesearch login` stored
-            for this address, if there is any.
+        token: API token. The default is the value of the variable MERGESEARCH_TOKEN, else the token that `mergesearch
+            login` stored for this address, else no token.
         timeout_s: Seconds that the response to one request may take.
         patience_s: Seconds for which `events` tries to reconnect to a server that has responded before.
 

@@ -1,4 +1,4 @@
-"""Requests for completions by served studies, and the parser of their streams, which does no network access itself."""
+"""Requests for completions by served studies, and the parser of their streams; neither uses the network itself."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def completion_call(
 ) -> Call:
     """Build the HTTP request for a streamed completion by a trial of a served study.
 
-    `served` is the server's document of the served study, and `model` the number of the trial or its name as a model.
-    The trial answers the chat `messages` or, if they are None, continues the text `prompt`. `options` are further
-    fields of the request, such as `max_tokens`.
+    `served` is the server's document of the served study, and `model` is the number of the trial or its name as a
+    model. The trial answers the chat `messages` or, if they are None, continues the text `prompt`. `options` are
+    further fields of the request, such as `max_tokens`.
     """
     given: dict[str, Any] = {"prompt": prompt} if messages is None else {"messages": [dict(each) for each in messages]}
     route = "completions" if messages is None else "chat/completions"

@@ -42,7 +42,7 @@ class Event:
         id: Position among the stored events, ascending; None for "progress" and "end".
         time: Time in RFC 3339; None for "progress" and "end".
         payload: Details as JSON, which depend on the kind.
-        job: Id of the job, in the stream of all jobs; None in that of one job.
+        job: Id of the job, in the stream of all jobs; None in the stream of one job.
     """
 
     kind: str
@@ -59,8 +59,8 @@ class EventReader:
     which yields events. When a connection has ended, the method `pause_s` returns how long to wait before the next
     request, or raises the final error.
 
-    - `job`: the job whose events are read: the id of a study, or a document that the server returned for a job;
-      None: those of all jobs
+    - `job`: the job whose events are read, as the id of a study or a document that the server returned for a job; None
+      for the events of all jobs
     - `after`: the id of the last event received so far
     - `patience_s`: the number of seconds without a connection after which reading fails
     - `clock`: the function that returns the time in seconds
@@ -80,7 +80,7 @@ class EventReader:
         self._failures = 0
 
     def call(self) -> Call:
-        """Build the request for those events of the job that come after the last one received."""
+        """Build the request for the job's events after the last event received."""
         self._rest, self._fields = b"", {}
         headers = {"Accept": "text/event-stream", "Cache-Control": "no-store", "Last-Event-ID": str(self.after)}
         return Call("GET", self._path, headers=headers)
@@ -127,7 +127,11 @@ class EventReader:
         return wait_s
 
     def _events(self, fields: Mapping[str, str]) -> Iterator[Event]:
-        """Yield the event with these fields, if it is new. Raises an error if it is no event of a server."""
+        """Yield the event that the given `fields` of the stream describe, unless it was yielded before.
+
+        `fields` has texts by name, such as "data". Raises KeyError or ValueError if the fields do not describe an event
+        of the server.
+        """
         data, kind = json.loads(fields["data"]), fields["event"]
         if "id" not in fields:
             self.has_ended = kind == "end"
@@ -151,8 +155,8 @@ class EventReader:
 class JobsEventReader(EventReader):
     """Parser of the event stream of all jobs, which does not end.
 
-    A server may send events of the last seconds again after a reconnection; each is yielded once. `after` is the id
-    after which events are read; None means new ones. The other arguments are those of an `EventReader`.
+    A server may send events of the last seconds again after a reconnection; each event is yielded once. Events with ids
+    above `after` are read; None means new events only. The other arguments are those of an `EventReader`.
     """
 
     def __init__(self, *, after: int | None, patience_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -161,7 +165,7 @@ class JobsEventReader(EventReader):
         self._known: deque[int] = deque(maxlen=MAX_KNOWN)
 
     def call(self) -> Call:
-        """Build the request for those events that come after the last ones received."""
+        """Build the request for the events of all jobs after the last events received."""
         call = super().call()
         left_out = () if self._knows_start else ("Last-Event-ID",)
         return replace(call, headers={name: value for name, value in call.headers.items() if name not in left_out})

@@ -140,7 +140,7 @@ def analysis(
 def expert_download(finetune: FinetuneDocument, expert: str) -> Call:
     """Build the request that downloads the files of an expert, a model that a fine-tuning has trained.
 
-    `finetune` is the server's document of the fine-tuning, and `expert` the expert's alias in it.
+    `finetune` is the server's document of the fine-tuning, and `expert` is the expert's alias in it.
 
     Raises:
         NotFound: The fine-tuning has no such expert.

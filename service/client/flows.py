@@ -184,7 +184,7 @@ def study(study: str) -> Flow[StudyDocument]:
 def summary(study: str) -> Flow[SummaryDocument]:
     """Return the summary of a study, the content of `summary.json`.
 
-    It has the best trial, the results on held-out data and what the search cost.
+    The summary has the best trial, the results on held-out data and the cost of the search.
 
     Args:
         study: Id of the study.
@@ -210,7 +210,7 @@ def benchmarks(study: str) -> Flow[BenchmarksDocument]:
 
 
 def add_benchmarks(study: str, benchmarks: Path | str | Mapping[str, Any]) -> Flow[StudyDocument]:
-    """Add benchmarks to a study that is COMPLETE; the study continues, and scores what is not scored yet.
+    """Add benchmarks to a study that is COMPLETE; the study then continues, and scores trials on them.
 
     Benchmarks are tasks that the search does not use. The server reads their data, so their paths must exist on the
     server's machine.
@@ -390,7 +390,7 @@ def trials(
 def trial_columns(study: str, *, fields: Sequence[str] | None = None) -> Flow[dict[str, list[Any]]]:
     """Return the trials of a study as columns: a list by the column's name, with one value or None for each trial.
 
-    Values are those of the highest rung (number of samples) that a trial has finished.
+    Values are given for the highest rung (number of samples) that a trial has finished.
 
     Args:
         study: Id of the study.
@@ -406,7 +406,7 @@ def trial_columns(study: str, *, fields: Sequence[str] | None = None) -> Flow[di
 
 
 def trial(study: str, number: int) -> Flow[ShownTrialDocument]:
-    """Return one trial of a study: its configuration, its state, its values of the objectives, and their origin.
+    """Return one trial of a study: its configuration, its state, its values, and the origin of these values.
 
     Args:
         study: Id of the study.
@@ -465,14 +465,14 @@ def samples(
 def set_validity(study: str, number: int, *, is_valid: bool, reason: str | None = None) -> Flow[TrialDocument]:
     """Mark a trial as invalid, so that all results leave it out, or as valid again.
 
-    The trial keeps its scored samples. A COMPLETE study continues, so that the trial that replaces it among the best is
-    scored on held-out data.
+    The trial keeps its scored samples. A COMPLETE study continues: another trial takes the invalid trial's place among
+    the best, and is scored on held-out data.
 
     Args:
         study: Id of the study.
         number: Number of the trial.
         is_valid: Whether the trial is valid.
-        reason: Why the trial is invalid; needed if it is.
+        reason: Why the trial is invalid; needed if the trial is invalid.
 
     Returns:
         The server's JSON document that describes the trial.
@@ -504,8 +504,8 @@ def serve(
             administrators of the server may set it to True.
 
     Returns:
-        The server's document of the served study. Its link `openai` is the base path for clients of OpenAI's API, and
-        its key `model` the name by which their requests choose the trial.
+        The server's document of the served study. Its link `openai` is the base path for clients of OpenAI's API. Its
+        key `model` is the name by which requests of such clients choose the trial.
 
     Raises:
         RequestRefused: The study has no such trial (status 404), its team serves too many studies (409), or the sender
@@ -691,6 +691,6 @@ def delete_export(study: str, export: str) -> Flow[None]:
 def download(study: str, export: ExportDocument) -> Call:
     """Build the request that downloads the files of an exported model from the server.
 
-    `study` is the id of the study, and `export` the server's document of the export.
+    `study` is the id of the study, and `export` is the server's document of the export.
     """
     return Call("GET", path_of(study, "exports", export["id"], "download"), headers={"Accept": "application/x-tar"})

@@ -177,7 +177,7 @@ def me() -> Flow[MeDocument]:
 def overview(url: str) -> Flow[str]:
     """Return the display of a client in a notebook: HTML with the newest studies and fine-tunings at `url`.
 
-    It takes two requests. If the server refuses one or does not answer, the display has the reason.
+    The method sends two requests. If the server refuses one or does not answer, the display has the reason.
     """
     found: dict[str, JobList] = {}
     try:
@@ -323,7 +323,7 @@ def resume(job: Reference, *, reason: str | None = None) -> Flow[JobDocument]:
 def queue() -> Flow[QueueDocument]:
     """Return the server's running jobs, and its waiting jobs in the order in which they start.
 
-    Jobs that you may not read are entries without a job.
+    A job that you may not read appears as an entry without details.
 
     Returns:
         The server's document of the queue.
@@ -335,7 +335,7 @@ def queue() -> Flow[QueueDocument]:
 
 
 def move(job: Reference, *, before: Reference | None = None, reason: str | None = None) -> Flow[QueueDocument]:
-    """Move a waiting job to the front of the jobs of its priority, or before another one.
+    """Move a waiting job to the front of the jobs of its priority, or before another waiting job.
 
     The move holds until the job starts. Only administrators of the server may do this.
 
@@ -369,7 +369,7 @@ def _steer(job: Reference, verb: str, reason: str | None) -> Flow[JobDocument]:
 
 
 def edit(job: Reference, changes: Mapping[str, Any], *, version: int | None = None) -> Flow[JobDocument]:
-    """Edit a job: its labels, and of a study some options of its study file.
+    """Edit the labels of a job or, for a study, also some options of its study file.
 
     Labels are name, description, tags, notes and priority. Options of the study file take effect as soon as the samples
     that are being scored are stored.
@@ -385,8 +385,8 @@ def edit(job: Reference, changes: Mapping[str, Any], *, version: int | None = No
         The server's JSON document that describes the job after the edit.
 
     Raises:
-        RequestRefused: The job was edited since `version` (status 412), an option is below what the study has used
-            already (422), or the study has ended (409).
+        RequestRefused: The job was edited since `version` (status 412), the new value of a limit is below its present
+            use (422), or the study has ended (409).
 
     Examples:
         >>> client.edit("5f0c...", {"max_trials": 120, "tags": ["math"], "limits": {"max_samples": None}})
@@ -408,7 +408,7 @@ def clone(
 ) -> Flow[JobDocument]:
     """Submit a copy of a job, with changes.
 
-    The copy starts anew: it has the job's study file or specification as it is now, but not its results.
+    The copy starts anew: it has the job's present study file or specification, but not its results.
 
     Args:
         job: Id of a study, or a document that the server returned for a job of any kind.

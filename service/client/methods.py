@@ -60,9 +60,9 @@ def awaited(flow: Callable[P, Flow[T]]) -> Callable[Concatenate[AwaitedRunner, P
 def named(client: type[C]) -> type[C]:
     """Class decorator that makes the generated methods of a client look as if they were written in its class.
 
-    The functions `blocking` and `awaited` of this module generate methods. Of each generated method, the decorator
-    changes the module and the qualified name to those of the class `client`, because the API pages show these names.
-    The result is `client` itself.
+    The functions `blocking` and `awaited` of this module generate methods. The decorator changes the module and the
+    qualified name of each generated method to names in the class `client`, because the API pages show these names. The
+    result is `client` itself.
     """
     for name, method in vars(client).items():
         if inspect.isfunction(method) and method.__module__ == __name__:

@@ -42,7 +42,7 @@ def add_webhook(
     Args:
         url: The URL, with https.
         events: Changes that are sent: "complete", "failed", "waiting", "paused", "cancelled"; None is the first three.
-        covers: "own", "team" or "all"; None is your own jobs, or those of `team`.
+        covers: "own", "team" or "all"; None is your own jobs or, if `team` is given, the team's jobs.
         team: Team whose jobs are covered, which you administer.
 
     Returns:
@@ -76,7 +76,7 @@ def remove_webhook(webhook: str) -> Flow[None]:
 
 
 def send_test(webhook: str) -> Flow[DeliveryDocument]:
-    """Let the server send a test to a webhook. The method `deliveries` returns the outcome.
+    """Let the server send a test message to a webhook. The method `deliveries` returns the outcome.
 
     Args:
         webhook: Id of the webhook.

@@ -192,7 +192,7 @@ def submitted(
 ) -> Flow[dict[str, Any]]:
     """Generator that submits a job to the collection at `path`, and returns the server's document of the job.
 
-    `path` is that of a kind of job, such as "/v1/studies". `document` is the content of the file that describes the
+    `path` is the path of a kind of job, such as "/v1/studies". `document` is the content of the file that describes the
     job, and `query` has the parameters of the URL's query. With the same `idempotency_key`, a repeated request creates
     no second job. If the key is None, a random one makes it safe to repeat the request after a lost connection.
 

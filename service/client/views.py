@@ -1,7 +1,7 @@
 """The server's documents as notebooks show them: dicts and lists with an HTML display, and tables as data frames.
 
-A view has all that it shows, so displaying one sends no request. Texts of users (names, labels, reasons, prompts) are
-escaped by the template.
+A view holds all data that it shows, so displaying a view sends no request. Texts of users (names, labels, reasons,
+prompts) are escaped by the template.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ COLOURS = {
 
 @dataclass(frozen=True)
 class Table:
-    """Table of a display.
+    """Table in the display of a document in a notebook.
 
     `cells` has a row of values for each of `columns`. The columns in `texts` are aligned to the left and break lines.
     """
@@ -74,7 +74,10 @@ class Table:
 
 @dataclass(frozen=True)
 class Display:
-    """Content of a display: a title, facts, a bar for `share` in [0, 1] unless it is None, and tables."""
+    """Content of a document's display in a notebook.
+
+    `title`, `facts` and `tables` are shown. A bar shows `share`, in [0, 1], unless it is None.
+    """
 
     title: str
     state: str = ""
@@ -85,7 +88,10 @@ class Display:
 
 
 def overview(url: str, jobs: Mapping[str, JobList], *, error: str = "") -> str:
-    """HTML display of a client: the server's address, and lists of jobs by their title, or why there are none."""
+    """HTML display of a client: the server's address, and a table of each list in `jobs`, with its key as title.
+
+    If `error` is not empty, it is shown as the reason why the jobs are missing.
+    """
     tables = [replace(found.table(), caption=title) for title, found in jobs.items() if found]
     return _render(Display(f"mergesearch server {url}", facts=[("jobs", error)] if error else [], tables=tables))
 
@@ -188,7 +194,7 @@ class JobList(list["JobDocument"]):
         return _render(Display(_counted(len(self), "job"), tables=[self.table()] if self else []))
 
     def table(self) -> Table:
-        """Table with a row for each job; if there are many, the last ones."""
+        """Table with a row for each job, or for the last jobs only if there are many."""
         shown = self[-MAX_ROWS:]
         cells = [
             (job["name"], job["state"], _states(job), _minute(job["created_at"]), job["owner"], job["id"])
@@ -325,10 +331,9 @@ class Front(_Document):
         return Display("Pareto front", facts=facts, tables=[table])
 
     def to_dataframe(self) -> pandas.DataFrame:
-        """Return the Pareto front as a data frame: a row for each trial, with `value.NAME` and `standard_error.NAME`.
+        """Return the Pareto front as a data frame, with a row for each trial.
 
-        Raises:
-            Conflict: pandas is not installed.
+        Its columns include `value.NAME` and `standard_error.NAME` for each objective.
         """
         names = [objective["name"] for objective in self["objectives"]]
         plain = ("trial", "label", "origin", "recipe_digest")
@@ -416,7 +421,7 @@ class TrialSamples(_Document):
     def to_dataframe(self) -> pandas.DataFrame:
         """Return these samples as a data frame, with the columns `a.value`, `a.response` and `a.is_truncated`.
 
-        Those of the second trial, if there is one, begin with `b`.
+        If there is a second trial, its columns begin with `b`.
 
         Raises:
             Conflict: pandas is not installed.

@@ -1,4 +1,4 @@
-"""The address of Ray's dashboard, and the headers with which Ray answers this server."""
+"""The address of Ray's dashboard, and the headers that requests of this server to the dashboard need."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class RayDashboard:
     """Dashboard of the Ray cluster that the server uses.
 
     `url` is its address without a slash at the end. `headers` authenticate the server's requests: they have Ray's
-    token, if Ray asks for one. They must not be shown or sent to anyone else.
+    token, if Ray asks for one. The headers must not be shown or sent to anyone else.
     """
 
     url: str

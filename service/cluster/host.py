@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 class Host:
     """Starts and supervises the Ray cluster that the server runs on its own machine.
 
-    The cluster runs in a process of its own, which is started again if it dies. It continues when the server ends, and
-    the next server uses it. `data_dir` is the server's directory, in which the cluster's address is stored.
+    The cluster runs in a process of its own, which is started again if it dies. The cluster continues when the server
+    ends, and the next server uses it. `data_dir` is the server's directory, in which the cluster's address is stored.
     `dashboard_host` and `dashboard_port` are the address and the port of Ray's dashboard; the port None means 8265, or
     the next free port.
     """

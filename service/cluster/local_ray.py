@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 class HostRecord:
     """Record of a Ray cluster that runs on this machine for a server, as stored in the server's data directory.
 
-    `process` is the id of the cluster's main process, and `started_at` its start time in seconds since the epoch.
+    `process` is the id of the cluster's main process, and `started_at` is its start time in seconds since the epoch.
     `address` is the address to which Ray drivers connect. `dashboard_url` is the address for browsers and for the
     submission of Ray Jobs. `session_dir` is Ray's directory for the files of this cluster.
     """
@@ -203,8 +203,8 @@ def _is_dead(process: psutil.Process) -> bool:
 def _watch(vital: list[psutil.Process], stopping: threading.Event, data_dir: Path) -> str:
     """Wait until the Ray cluster of this process fails or is no longer needed, and return the reason.
 
-    That is so if one of the processes `vital` dies, if `stopping` is set, or if no server has used `data_dir`, a
-    server's data directory, for 600 s.
+    The cluster has failed if one of the processes `vital` has died. It is no longer needed if `stopping` is set, or if
+    no server has used `data_dir`, a server's data directory, for 600 s.
     """
     served_at = time.monotonic()
     while not stopping.wait(POLL_S):
@@ -220,7 +220,7 @@ def _watch(vital: list[psutil.Process], stopping: threading.Event, data_dir: Pat
 def _is_served(data_dir: Path) -> bool:
     """Whether a server uses the data directory `data_dir`.
 
-    That is so if the process that last locked the directory still runs.
+    A server uses the directory if the process that last locked it still runs.
     """
     try:
         return bool(psutil.pid_exists(int((data_dir / LOCK_FILE).read_text())))

@@ -1,9 +1,9 @@
 """Remote function calls on chosen nodes of a Ray cluster, each as a Ray Job.
 
 Nodes may have access to files, such as models, that a server on another machine cannot read. Their machines may also
-have another amount of memory. Therefore the server runs some functions there. It stores the call among the artifacts,
-which servers and nodes have access to, by the sha256 of its content. The Ray Job receives this sha256, stores the
-result in the same way, and writes the sha256 of the result to its log.
+have another amount of memory. Therefore the server runs some functions on these nodes. The server stores each call as a
+file, named by the sha256 of its content, among the artifacts, to which servers and nodes have access. The Ray Job
+receives this sha256, stores the result in the same way, and writes the sha256 of the result to its log.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ MAX_NODES = 10_000
 # Seconds that a job may take beyond its call: until it runs, and until its end is known.
 START_GRACE_S = 300.0
 
-# The line in a job's log that tells the sha256 of the result.
+# The line in a job's log that has the sha256 of the result.
 TOLD = re.compile(r"^result of the call: ([0-9a-f]{64})$", re.MULTILINE)
 
 
@@ -107,8 +107,8 @@ def nodes_of(dashboard_url: str | None) -> tuple[Node, ...]:
 def cluster_machines() -> tuple[EngineMachines, ...]:
     """The machines that can run engines in the Ray cluster that the environment variable RAY_ADDRESS names.
 
-    The result has the GPUs and memory of each machine whose node is alive. It is empty without the variable, if this
-    machine is the only one, and if the cluster does not answer.
+    The result has the GPUs and memory of each machine whose node is alive. The result is empty without the variable, if
+    this machine is the only machine, and if the cluster does not answer.
     """
     if "RAY_ADDRESS" not in os.environ:
         return ()
@@ -150,8 +150,8 @@ class NodeCalls:
         The node is the head of the cluster: the process that later works on a job runs there and repeats the checks
         with the same models and database, which other nodes may be unable to reach. The node is None if the head is on
         this machine; jobs are then checked by this machine's own processes. If the cluster does not answer, the node is
-        None too, unless this machine and the head share their files only through an object store: then ConnectionError
-        is raised.
+        None too. But if this machine and the head share their files only through an object store, ConnectionError is
+        raised instead.
 
         The list has the GPUs and memory of each machine whose node is alive. It is empty if this machine is the only
         one, or if the cluster does not answer.
@@ -181,10 +181,10 @@ class NodeCalls:
     ) -> Result:
         """Run `function` with the given arguments on the node `node`, and return its result or raise its error.
 
-        `function` must be defined at the top level of a module, and all arguments must be picklable. They must hold no
-        secrets, because they are stored. `timeout_s` and `limits` limit the seconds, the processor time and the memory
-        of the call. If this coroutine is cancelled, the function is not stopped: it runs until it returns or reaches a
-        limit.
+        `function` must be defined at the top level of a module, and all arguments must be picklable. The arguments must
+        hold no secrets, because they are stored. `timeout_s` and `limits` limit the seconds, the processor time and the
+        memory of the call. If this coroutine is cancelled, the function is not stopped: it runs until it returns or
+        reaches a limit.
 
         Raises:
             ConnectionError: The cluster does not answer, or did not run the call.

@@ -1,4 +1,4 @@
-"""Nodes of a Ray cluster with what is used of each: processors, memory, disk and GPUs, as Ray's dashboard tells."""
+"""Nodes of a Ray cluster, and the use of their processors, memory, disk and GPUs as Ray's dashboard reports it."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class GpuUse:
 
 @dataclass(frozen=True)
 class NodeUse:
-    """Node of a Ray cluster, and what is used of it.
+    """Node of a Ray cluster, and the use of its machine's resources.
 
     - `id`, `host`, `address`: Ray's id of the node, and the name and network address of its machine
     - `is_head`, `is_alive`: whether the node is the head of the cluster, and whether Ray can use it
-    - `num_cpus`: the number of logical processors, and `cpu_percent` how busy they are; None if unknown
-    - `memory_used`, `memory_total`, `disk_used`, `disk_total`: bytes; 0 if Ray does not tell
+    - `num_cpus`, `cpu_percent`: the number of logical processors, and the percentage of them in use; None if unknown
+    - `memory_used`, `memory_total`, `disk_used`, `disk_total`: bytes; 0 if Ray does not report them
     - `gpus`: the GPUs of the machine
     """
 

@@ -1,19 +1,19 @@
-"""Decision which jobs run: which get a place, which give their place up, and what the others wait for.
+"""Decision about which jobs run: which jobs get a place, which jobs give up theirs, and why the others wait.
 
 A place is the right to run: as many jobs as there are places run at the same time.
 
-`choose` is a pure function of the jobs, the weights, quotas and usage of the teams, and the time. It knows neither SQL
+`choose` is a pure function of the jobs, the weights, quotas and usage of the teams, and the time. It uses neither SQL
 nor Ray, so that a simulation can drive it. The rules, in this order:
 
 1. A job that runs keeps its place, and gets another driver there if its driver was lost.
 2. Jobs whose team has used up its GPU-hours of the month give their places up. Jobs that need no place, such as served
    studies, stop too; otherwise, they start at once.
-3. The next place goes to the job of the largest priority. Of equal priority, jobs that an administrator has moved come
-   where they were moved to; the others follow by fair share: the next one is the oldest job of the team with the
-   smallest usage for its weight.
+3. The next place goes to the job of the largest priority. Jobs of equal priority are ordered by fair share: the next
+   job is the oldest job of the team with the smallest usage for its weight. Jobs that an administrator has moved come
+   where they were moved to.
 4. A job that would exceed a quota of its team is passed over until it does not.
-5. If all places are taken, a waiting job makes the running job of the smallest priority give its place up, if that
-   priority is smaller than its own, and that job has held its place for KEEPS_PLACE_S.
+5. If all places are taken, a waiting job gets the place of the running job of the smallest priority, if this priority
+   is smaller than its own. No job loses its place in this way before it has held the place for KEEPS_PLACE_S seconds.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ __all__ = [
     "estimated_starts",
 ]
 
-# Seconds for which a job that got a place keeps it, whatever jobs of larger priority come: a job gets on between two
-# preemptions, although each costs the start of a driver.
+# Seconds for which a job keeps its place even if jobs of larger priority wait: each preemption costs the start of a
+# driver, and a job must make progress between two preemptions.
 KEEPS_PLACE_S = 300.0
 
-# Hours of each of its GPUs that a running job counts for at least, so that the jobs of a team that come at once do not
-# get all places before their usage is known.
+# Least number of hours that a running job counts for, for each of its GPUs. Otherwise, many jobs of one team that are
+# submitted at once would get all places before their usage is known.
 MIN_CHARGE_H = 1.0
 
 
 class Reason(StrEnum):
     """Reason why a job waits in the queue.
 
-    - PLACE: all places are taken, and no job gives its place up for this one
+    - PLACE: all places are taken, and no job gives up its place for the waiting job
     - ROOM: a running job is giving up its place, but has not ended yet
     - QUOTA: the job would exceed a quota of its team
     """
@@ -73,8 +73,8 @@ class Entry:
     - `may_yield`: whether the job's driver has begun, so that it can end between two chunks of samples.
     - `is_leaving`: whether the driver was asked to end, so that the place becomes free soon.
     - `takes_place`: whether the job needs a place to run; served studies do not.
-    - `moved_before`, `moved_at`: id of the job before which an administrator moved this one ("" for the front of the
-      queue), and the time of the move, as in `JobRecord`.
+    - `moved_before`, `moved_at`: if an administrator moved this job, the id of the job before which it was moved (""
+      for the front of the queue), and the time of the move; as in `JobRecord`.
 
     Times are in seconds since the epoch.
     """
@@ -102,7 +102,7 @@ class TeamState:
     usage: TeamUsage = field(default_factory=TeamUsage)
 
     def used_up(self) -> Shortage | None:
-        """Return the team's quota of GPU-hours as a shortage if it is used up; else, or without this quota, None."""
+        """Return the team's quota of GPU-hours as a shortage if it is used up, else None; also None without a quota."""
         limit, used = self.limits.gpu_hours, self.usage.month
         return None if limit is None or used < limit else Shortage("gpu_hours", limit, used, 0)
 
@@ -239,7 +239,7 @@ def estimated_starts(choice: Choice, ends: Mapping[str, float | None]) -> dict[s
 
 
 class _Books:
-    """Resources that the running jobs of each team use, with which a waiting job is checked against its team's quotas.
+    """Use of resources by the running jobs of each team, to check a waiting job against its team's quotas.
 
     `held` are the jobs that hold places, and `teams` has the limits and the usage of each team.
     """
@@ -275,9 +275,9 @@ def _order(
 ) -> list[Entry]:
     """Sort waiting jobs in the order of getting places (the right to run), without regard to quotas.
 
-    Jobs of a higher priority come first. Among jobs of equal priority, those of the team that has used the fewest
-    GPU-hours for its weight come first, and jobs that an administrator moved are put where they were moved. `running`
-    has the jobs that hold places, `teams` the weight and usage of each team, and `now` is the time in seconds since the
+    Jobs of a higher priority come first. Among jobs of equal priority, the jobs of the team with the fewest used
+    GPU-hours for its weight come first. Jobs that an administrator moved are put where they were moved. `running` has
+    the jobs that hold places, `teams` has the weight and usage of each team, and `now` is the time in seconds since the
     epoch.
     """
     used: dict[str | None, float] = defaultdict(float)
@@ -298,8 +298,8 @@ def _fair(group: Iterable[Entry], teams: Mapping[str | None, TeamState], used: d
     """Order waiting jobs of equal priority so that each team gets GPU-hours in proportion to its weight.
 
     The next job is always the oldest one of the team with the fewest used GPU-hours for its weight. `group` has the
-    jobs, `teams` the weights, and `used` the GPU-hours of each team. As soon as a job is ordered, the minimum of
-    GPU-hours that a running job counts for is added to its team's hours in `used`.
+    jobs, `teams` has the weights, and `used` has the GPU-hours of each team. As soon as a job is ordered, the minimum
+    of GPU-hours that a running job counts for is added to its team's hours in `used`.
     """
     lines: dict[str | None, list[Entry]] = defaultdict(list)
     for entry in sorted(group, key=lambda entry: (entry.created_at, entry.id), reverse=True):
@@ -340,8 +340,8 @@ def _moved(order: list[Entry]) -> list[Entry]:
 def _victim(held: Iterable[Entry], yielding: Mapping[str, Yielding], *, priority: int, now: float) -> Entry | None:
     """Choose the running job that must give up its place to a waiting job of priority `priority`.
 
-    The choice is the job of the smallest priority and, among equals, the one that got its place last. It must have a
-    smaller priority than `priority`, and must have held its place for KEEPS_PLACE_S seconds.
+    The choice is the job of the smallest priority and, among equals, the one that got its place last. The chosen job
+    has a smaller priority than `priority`, and has held its place for KEEPS_PLACE_S seconds.
 
     Args:
         held: The jobs that hold places.

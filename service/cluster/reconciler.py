@@ -140,7 +140,7 @@ class QueueState:
 
     - `places`: number of jobs that may run at the same time
     - `running`: ids of the jobs that hold a place, ordered by the time at which their last driver was submitted
-    - `choice`: the jobs that wait, in order, and what each waits for
+    - `choice`: the jobs that wait, in order, each with the reason why it waits
     - `estimates`: expected starts of waiting jobs in seconds since the epoch, by job id; jobs without an estimate are
       left out
     """
@@ -238,8 +238,8 @@ def _reason_to_stop(job: JobRecord, *, now: float, watched_since: float) -> str 
     """Reason to replace the running driver, the process that works on `job`; None if the driver may continue.
 
     A driver is replaced if it does not start, sends no heartbeats, or makes no progress for too long. `now` is the
-    current time, and `watched_since` the time since which the database has answered, both in seconds since the epoch.
-    Only the time after `watched_since` counts, because before it the driver could not store heartbeats.
+    current time, and `watched_since` is the time since which the database has answered, both in seconds since the
+    epoch. Only the time after `watched_since` counts, because before it the driver could not store heartbeats.
     """
     heard_at = job.heartbeat_at or 0.0
     if job.attempt <= job.submitted_after or heard_at < job.submitted_at:  # the heartbeat is the previous driver's
@@ -289,7 +289,7 @@ class RayCluster:
         self._accounts = AccountStore(store)
         self._places, self._demand_of, self._time_left_of = places, demand_of, time_left_of
         self._leadership = Leadership(store)
-        self._clock_s = 0.0  # what to add to this machine's clock for that of the stored times
+        self._clock_s = 0.0  # seconds to add to this machine's clock to get the clock of stored times
         self._data_dir = data_dir
         self._files = files
         self._placeless = frozenset(placeless)
@@ -324,7 +324,7 @@ class RayCluster:
     def calls(self) -> NodeCalls | None:
         """Caller of functions, such as checks of submitted jobs, on nodes of the Ray cluster.
 
-        It is None if the server runs Ray itself, on its own machine.
+        The property is None if the server runs Ray itself, on its own machine.
         """
         if self._host is not None:
             return None
@@ -358,14 +358,14 @@ class RayCluster:
         return self._store.problem() or (DRAINED if self._is_drained else self._not_ready)
 
     def queue(self) -> QueueState:
-        """The running jobs and the queue of waiting jobs, as of the server's last decision which jobs run."""
+        """The running jobs and the queue of waiting jobs, as of the server's last decision about which jobs run."""
         return self._queue
 
     def waiting_for(self, job: JobRecord, *, reader: Account | None = None) -> str | None:
         """Reason why `job` waits; None if a driver (process) works on the job, or if the job has ended.
 
-        `reader` is the user who gets the text; None is a reader who may know everything. The numbers of a team's quota
-        are only told to members of the team and to administrators.
+        `reader` is the user who gets the text; None is a reader who may know everything. Only members of the team and
+        administrators get texts with the numbers of a team's quota.
         """
         if job.state.is_finished:
             return None
@@ -471,7 +471,7 @@ class RayCluster:
     def _too_many_machines(self) -> str | None:
         """Reason why no job may start: Ray has several machines, but the database is an SQLite file on one of them.
 
-        Returns None if this is not so. The machines are counted again every NODES_S seconds.
+        Returns None otherwise. The machines are counted again every NODES_S seconds.
         """
         if self._host is not None or not self._store.is_on_one_machine:
             return None
@@ -560,8 +560,8 @@ class RayCluster:
     def _stop_drivers(self) -> None:
         """Ask the drivers, which are the processes that work on unfinished jobs, to end.
 
-        This is done when an operator has drained the servers for maintenance. A driver first stores the samples that
-        are being scored. Each driver is asked only once.
+        The server calls this method when an operator has drained the servers for maintenance. A driver first stores the
+        samples that are being scored. Each driver is asked only once.
         """
         for job in self._store.unfinished_jobs():
             name = submission_id(job, job.submissions)
@@ -600,7 +600,7 @@ class RayCluster:
     def _entry(self, job: JobRecord, decision: Decision, has_ray_job: bool, *, now: float) -> Entry | None:
         """Describe a job for the queue; None if the job neither runs nor may run now.
 
-        `decision` is what the server does next about the job. `has_ray_job` says whether the Ray Job of the job's last
+        `decision` is the server's next action for the job. `has_ray_job` says whether the Ray Job of the job's last
         driver (the process that works on it) is pending or running. `now` is in seconds since the epoch.
         """
         needs_driver = decision.action is Action.SUBMIT
@@ -629,8 +629,8 @@ class RayCluster:
 
         A driver is the process that works on a job. A place is the right to run, which served studies do not need.
         `yielding` has the reason: another job that must run first, or a quota that is used up. `jobs` has all jobs by
-        id. Every reader of the job sees the stored reason. Therefore it does not name the other job; only the audit log
-        does.
+        id. Every reader of the job sees the stored reason. Therefore the reason does not name the other job; only the
+        audit log does.
         """
         if yielding.to is None:
             because = "quota gpu_hours: its team has used up its GPU-hours of this month"

@@ -12,14 +12,15 @@ __all__ = ["REPEAT_S", "Repeats"]
 REPEAT_S = 300.0
 MAX_REMEMBERED = 100
 
-# What differs between messages about the same: seconds left, ports, process ids, addresses of Python's objects.
+# Numbers that differ between messages about the same problem: seconds left, ports, process ids, addresses of Python's
+# objects.
 CHANGING = re.compile(r"0x[0-9a-fA-F]+|\d+(\.\d+)?")
 
 
 class Repeats:
-    """Memory of the messages that were logged in the last REPEAT_S seconds. `clock` returns seconds, monotonic ones.
+    """Record of the messages that were logged in the last REPEAT_S seconds, by which repeated messages are recognised.
 
-    Two messages that differ in numbers alone are the same message.
+    Two messages that differ in numbers alone are the same message. `clock` returns seconds from a monotonic clock.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -27,7 +28,7 @@ class Repeats:
         self._logged_at: dict[str, float] = {}
 
     def is_new(self, message: str) -> bool:
-        """Whether the message was not logged in the last REPEAT_S seconds; the caller logs it then."""
+        """Whether `message` was not logged in the last REPEAT_S seconds; the caller logs it only in this case."""
         key, now = CHANGING.sub("", message), self._clock()
         if now - self._logged_at.get(key, -REPEAT_S) < REPEAT_S:
             return False

@@ -28,7 +28,7 @@ class Completers(Protocol):
     """The replicas that can complete prompts with the merges of one study."""
 
     def running(self) -> Sequence[Place]:
-        """List the kinds of replicas (those of searches, or those of the served study alone) that run now."""
+        """List the kinds of replicas that run now: replicas of searches, and replicas of the served study alone."""
         ...
 
     def num_gpus(self) -> tuple[float, float]:
@@ -44,5 +44,5 @@ class Completers(Protocol):
         ...
 
     def close(self, place: Place) -> None:
-        """Stop the replicas of the kind `place`: those of searches, or those of the served study alone."""
+        """Stop the replicas of the kind `place`: replicas of searches, or replicas of the served study alone."""
         ...

@@ -1,7 +1,7 @@
 """Driver that works on one stored job, run as a Ray Job: `python -m service.jobs.driver --data DIR --job ID`.
 
 The driver calls the function `work` that the job's kind declares. The exit code is 0 if the job has ended, with success
-or failure, as stored. It is 1 if the job has not ended; another driver may then continue the job.
+or failure, as stored. The exit code is 1 if the job has not ended; another driver may then continue the job.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ MAX_SKEW_S = 5.0
 def main(resources: Resources | None = None) -> int:
     """Run the driver (the process that works on a job) of the job that the command line names.
 
-    `resources` are the functions with which the driver uses the cluster; by default those of `service.jobs.resources`.
-    Returns the exit code.
+    `resources` are the functions with which the driver uses the cluster; by default the functions in
+    `service.jobs.resources`. Returns the exit code.
     """
     parser = argparse.ArgumentParser(prog="python -m service.jobs.driver", description=__doc__)
     parser.add_argument("--data", type=Path, required=True)
@@ -88,7 +88,8 @@ def drive(
 
     `work_dir` is the job's directory for files. `files` is the location of artifacts; None is a directory in the
     server's data directory. `because` says why the previous driver was replaced; None if there is no reason to state.
-    `resources` are the functions with which the driver uses the cluster; None means those of `service.jobs.resources`.
+    `resources` are the functions with which the driver uses the cluster; None means the functions in
+    `service.jobs.resources`.
     """
     try:
         writer = store.open_attempt(job_id, because=because, as_driver=True)
@@ -105,9 +106,9 @@ def _work_on(
     """Work on a job in this process, and return the process's exit code.
 
     An attempt is the work of one driver process on the job; `writer` stores the results of this attempt. `work_dir` is
-    the directory for files of the work, `files` the directory or object store for models that the job trains, and
-    `resources` has the functions that connect to Ray and start replicas; None uses the server's. The trace spans of the
-    work belong to the trace of the request that created the job.
+    the directory for files of the work, and `files` is the directory or object store for models that the job trains.
+    `resources` has the functions that connect to Ray and start replicas; None means the functions in
+    `service.jobs.resources`. The trace spans of the work belong to the trace of the request that created the job.
     """
     job = store.job(writer.job_id)
     about: tracing.Attributes = {"mergesearch.job": job.id, "mergesearch.name": job.name, "mergesearch.kind": job.kind}
@@ -127,12 +128,13 @@ def _end_of_work(
     files: str | Path | None,
     resources: Resources | None,
 ) -> int:
-    """Work on a job until the work or this driver ends, store how it ended, and return the process's exit code.
+    """Work on a job until the job or this driver ends; store the outcome, and return the process's exit code.
 
-    A driver is a process that works on a job; this one stores its results with `writer`. `job` is the stored job. The
-    exit code is 1 if another driver must continue the job, else 0. `work_dir` is the directory for files of the work,
-    and `files` the directory or object store for models that the job trains; None is a directory of the server.
-    `resources` has the functions that connect to Ray and start replicas; None uses the server's.
+    A driver is a process that works on a job; this driver stores its results with `writer`. `job` is the stored job.
+    The exit code is 1 if another driver must continue the job, else 0. `work_dir` is the directory for files of the
+    work, and `files` is the directory or object store for models that the job trains; None means a directory of the
+    server. `resources` has the functions that connect to Ray and start replicas; None means the functions in
+    `service.jobs.resources`.
     """
     heartbeat = Heartbeat(writer, job.wall_clock_s, num_gpus=kind_of(job.kind).demand(job).num_gpus)
     artifacts = ArtifactStore(store, files or artifacts_dir(data_dir_of(work_dir)))

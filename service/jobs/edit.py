@@ -11,7 +11,7 @@ from search_spaces.section import Line, Name
 
 __all__ = ["LABELS", "JobEdit", "differences"]
 
-# Options that change nothing of the job's work.
+# Options that do not affect the job's work.
 LABELS = ("name", "description", "tags", "notes", "priority")
 
 

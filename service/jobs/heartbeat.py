@@ -74,7 +74,8 @@ class Heartbeat:
     def patience_s(self) -> float:
         """Longest time in seconds without progress before the driver (the process that works on the job) is replaced.
 
-        It is `min_patience_s`, or ten times the longest time that one request to an engine took, whichever is larger.
+        The time is `min_patience_s`, or ten times the longest time that one request to an engine took, whichever is
+        larger.
         """
         return max(self.min_patience_s, PATIENCE_CHUNKS * self._writer.longest_chunk_s)
 
@@ -95,11 +96,11 @@ class Heartbeat:
         self._send(self.wall_clock_s)
 
     def discount(self) -> None:
-        """Store a heartbeat whose working time ends at the time when the driver last stored scored samples.
+        """Store a heartbeat whose working time leaves out the seconds since the driver last stored scored samples.
 
-        A driver is a process that works on the job. It calls this method if it has only waited since then, so that the
-        wait does not count for the limits of the job's working time. If the driver has stored no scored samples, the
-        stored working time is that of the job's earlier drivers.
+        A driver is a process that works on the job. A driver that has only waited since then calls this method, so that
+        the wait does not count for the limits of the job's working time. If the driver has stored no scored samples,
+        the stored working time is the time that earlier drivers worked.
         """
         self._send(self._worked_s + max(self._writer.scored_at - self._started_at, 0.0))
 

@@ -66,7 +66,7 @@ class Problems:
         """Raise all problems as one error; does nothing if there are no problems.
 
         Raises:
-            InvalidRecipe: The file has problems; the message also has those of the models and the directory.
+            InvalidRecipe: The file has problems; the message also has the problems of the models and the directory.
             InvalidModel: Only the models or the result's directory have problems.
         """
         in_file = list(dict.fromkeys(self.of_file))

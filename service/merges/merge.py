@@ -71,8 +71,8 @@ class PlannedModel:
 class DiskBytes:
     """Disk space of a planned merge in bytes.
 
-    `export` is the size of the merged model, `available` the free space on its disk, and `download` the size of the
-    weights that must be downloaded.
+    `export` is the size of the merged model, `available` is the free space on its disk, and `download` is the size of
+    the weights that must be downloaded.
     """
 
     export: int
@@ -344,7 +344,7 @@ def _of_configuration(
 ) -> _PreparedMerge | None:
     """Open and check the models of a merge that a mergekit configuration describes.
 
-    `document` is the configuration, and `file` the file that it is from. `directories` has directories of models by
+    `document` is the configuration, and `file` is the file that it is from. `directories` has directories of models by
     name. `fetching` says how weights are opened: whether they may be downloaded (`downloads`), and a function for
     messages (`note`). The models are checked even if other parts of the configuration are wrong. All problems that are
     found are added to `problems`. If there are any, the result is None.
@@ -411,8 +411,8 @@ def _opened(
 
     `base` is the base model's alias. `places` has the directory, hub id or URL of each model and adapter, by alias.
     `tokenizer` and `vocabulary` say which vocabulary the merged model has. `adapted` has the model that an adapter
-    changes, by the adapter's alias, if this model is not the base. `unmerged` has, by alias, the names in error
-    messages of models that the configuration states but does not merge. The result is None if `problems` has any
+    changes, by the adapter's alias, if this model is not the base. `unmerged` has the models that the configuration
+    states but does not merge: by alias, the name that error messages use. The result is None if `problems` has any
     problem, from before or from this call. If the base is missing, nothing is checked, and the result is None too.
     """
     if base not in places:
@@ -443,8 +443,8 @@ def _resolved(
         tokenizer: Vocabulary of the merged model: "base", "union" or an alias.
         adapted: Directory or hub id of the model that an adapter changes, by the adapter's alias, if not the base.
         vocabulary: Further options of the merged vocabulary.
-        unmerged: What messages call the models that the configuration names but does not merge, by alias. None if
-            there are none.
+        unmerged: For the models that the configuration names but does not merge, the names that messages use, by alias;
+            None if there are no such models.
     """
     others = {alias: directory for alias, directory in directories.items() if alias != base}
     if not others:

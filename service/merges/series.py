@@ -159,9 +159,9 @@ def _series(file: Path, note: Callable[[str], None], *, strict: bool) -> list[_D
 def _final(file: Path, names: Sequence[str | None], used: Mapping[int, tuple[str, ...]]) -> int:
     """Index of the final merge, the one that is written as the result, among the documents of `file`.
 
-    It is the only document without a name. If all documents have names, it is the only one that no other document uses.
-    `names` are the documents' names. `used` has the names of the merges that each document uses, by index. Raises
-    InvalidRecipe if there is not exactly one such document.
+    The final merge is the only document without a name. If all documents have names, the final merge is the only
+    document that no other document uses. `names` are the documents' names. `used` has the names of the merges that each
+    document uses, by index. Raises InvalidRecipe if there is not exactly one such document.
     """
     unnamed = [number for number, name in enumerate(names) if name is None]
     needed = {name for uses in used.values() for name in uses}

@@ -29,7 +29,7 @@ __all__ = [
 def place_of(name: str, directories: Mapping[str, Path], file: Path, warn: Callable[[str], None]) -> str | Path:
     """Find the model or adapter that a mergekit configuration calls `name`; return its directory, hub id or URL.
 
-    It is the first of these that exists:
+    The model is the first of these that exists:
 
     - the entry in `directories`
     - `name`, if it is the URL of a folder in an object store
@@ -181,8 +181,8 @@ def chat_template_of(choice: str | None, file: Path, sources: ResolvedFamily | N
     - a file, relative to the folder of `file` or to the current directory
     - the template itself
 
-    Raises InvalidRecipe if it is none of them. Returns None, which selects no template, if `choice` is None because the
-    key is absent.
+    Raises InvalidRecipe if `choice` is none of these. If the key is absent, `choice` is None, and the result is None:
+    no template is selected.
     """
     if choice is None or "{" in choice or "\n" in choice:
         return choice

@@ -21,10 +21,10 @@ BASE = "base"
 def study_from_mergekit(document: Any, *, name: str, warn: Callable[[str], None]) -> dict[str, Any]:
     """Begin a study file with the models of a mergekit configuration and with its merge.
 
-    `document` is the configuration, as parsed from YAML, and `name` the name of the study and of the merge. The base of
-    the study is the configuration's base, or its first model. The merge is in `search.recipes`, with the study's names
-    of the models, so that it is scored beside the merges that are searched. The objectives are empty. `warn` is called
-    with a line for each setting that has no effect, and if the configuration names no base.
+    `document` is the configuration, as parsed from YAML, and `name` is the name of the study and of the merge. The base
+    of the study is the configuration's base, or its first model. The merge is in `search.recipes`, with the study's
+    names of the models, so that the study scores it in addition to the merges of the search. The objectives are empty.
+    `warn` is called with a line for each setting that has no effect, and if the configuration names no base.
 
     Raises:
         InvalidRecipe: The document is no mergekit configuration, or a study cannot have its models.
@@ -64,7 +64,7 @@ def study_from_mergekit(document: Any, *, name: str, warn: Callable[[str], None]
 
 
 def _renamed(part: Any, aliases: Mapping[str, str]) -> Any:
-    """A copy of a mergekit configuration, or of a part of it, with the names `aliases` of models."""
+    """Copy of a mergekit configuration, or of a part of it, in which `aliases` gives each model its new name."""
     if isinstance(part, Mapping):
         return {
             key: aliases.get(value, value) if key in MODEL_KEYS and isinstance(value, str) else _renamed(value, aliases)

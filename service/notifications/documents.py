@@ -24,8 +24,8 @@ MAX_REASON = 2000
 def notification(job: JobRecord, notice: Notice, *, public_url: str | None) -> str:
     """Make the message that tells users about a change of a job: a JSON object as text, in ASCII.
 
-    `job` is the job as it is stored now, and `notice` the change. `public_url` is the URL under which users reach the
-    server; None if it is not known, so that the link to the job has only a path.
+    `job` is the job as it is stored now, and `notice` is the change. `public_url` is the URL under which users reach
+    the server; None if it is not known, so that the link to the job has only a path.
     """
     reason = notice.reason
     is_wait = notice.kind is NoticeKind.WAITING

@@ -1,8 +1,9 @@
-"""Thread that makes deliveries from notices, and sends them to webhooks and by e-mail.
+"""Thread that sends messages about changes of jobs to webhooks and by e-mail.
 
-Everything that must survive a kill is in the database: notices, deliveries, the number of tries, and the time of the
-next one. Each subscription has at most one try at a time, and all tries run at once, so that a slow receiver delays
-only its own deliveries.
+A notice is a stored change of a job. The thread makes a delivery, one message to one receiver, for each receiver of a
+notice. Everything that must survive a kill is in the database: notices, deliveries, the number of tries, and the time
+of the next try. Each subscription has at most one try at a time, and all tries run at once, so that a slow receiver
+delays only its own deliveries.
 """
 
 from __future__ import annotations
@@ -53,15 +54,16 @@ POLL_S = 1.0
 # Seconds between looks at what jobs wait for, and between removals of old deliveries.
 WAITS_S, FORGET_S = 15.0, 3600.0
 
-# Seconds for which a driver works on a job that waited before the job counts as running again. A driver that only finds
-# out that something is still missing ends sooner.
+# Seconds that a driver must work on a waiting job before the job counts as running again. A driver that only finds out
+# that something is still missing ends sooner.
 WORKS_AFTER_S = 60.0
 
 # Tries at once, and threads that resolve names.
 MAX_TRIES_AT_ONCE, RESOLVERS = 200, 32
 
-# Reader for whom reasons of waits are written. A notice goes to every subscription that covers the job, also to that of
-# an owner who has left the job's team. The numbers of a team's quotas are only for those who may read the team.
+# Reader for whom reasons of waits are written. A notice goes to every subscription that covers the job, also to the
+# subscription of an owner who has left the job's team. Only users who may read the team may know the numbers of its
+# quotas.
 OUTSIDER = Account("")
 
 # An HTTP status of receivers that want nothing any more.

@@ -2,7 +2,8 @@
 
 A webhook is a URL that a user chooses and the server requests: without limits, users could reach programs that only the
 server can reach. The address that is checked is the one that is connected to: a name is resolved once. No proxy is used
-and no redirect is followed, as either would lead elsewhere. The operator may allow hosts in spite of that.
+and no redirect is followed, because both lead to other addresses. The operator may allow single hosts that are not
+public.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ __all__ = ["MAX_URL", "NotReachable", "PublicNetwork", "address_refusal", "url_p
 
 MAX_URL = 2000
 
-# The addresses of IPv6 that the Internet routes. Those of the mechanisms 6to4 and Teredo, within it, contain others.
+# The addresses of IPv6 that the Internet routes. Among them, addresses of the mechanisms 6to4 and Teredo contain other
+# addresses.
 GLOBAL_UNICAST = ipaddress.ip_network("2000::/3")
 
 # Seconds for the connection to one address.
@@ -101,8 +103,8 @@ class PublicNetwork(httpcore.AsyncNetworkBackend):
     ) -> httpcore.AsyncNetworkStream:
         """Resolve `host` once, and connect to the first of its addresses that answers.
 
-        The arguments are those of httpcore's method of this name. Raises NotReachable if the host has no address, or
-        has one that is not public without being an allowed host.
+        The arguments are those of httpcore's method of this name. Raises NotReachable if the host has no address, or if
+        the host is not allowed and has an address that is not public.
         """
         addresses = await self._addresses(host, port)
         if host.lower() not in self._allowed:

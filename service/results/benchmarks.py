@@ -255,9 +255,9 @@ def _with_judged(of_recipe: Samples, facts: Mapping[str, BenchmarkFacts], judged
 
     A judge is a language model that compares completions with reference answers; its preference for a completion is a
     number in [0, 1]. `of_recipe` has the stored sample values of the recipe by benchmark; on a judged benchmark, the
-    stored value is the length of the completion. `judged` has the judge's preferences and `facts` the description of
-    the benchmarks, by benchmark. A judged benchmark is left out as long as judgments are missing, or if they have too
-    few verdicts.
+    stored value is the length of the completion. `judged` has the judge's preferences and `facts` has the description
+    of the benchmarks, by benchmark. A judged benchmark is left out as long as judgments are missing, or if they have
+    too few verdicts.
     """
     values = {n: array for n, array in of_recipe.items() if n not in facts or facts[n].judge is None}
     return values | {name: each.judged.values for name, each in judged.items() if each.judged.problem is None}
@@ -283,8 +283,8 @@ def _attacks(
 
     An attack searches for the prompt template with which the merge has its lowest value. `found` has the result of each
     attack, by benchmark. `samples` has the merge's sample values on all benchmarks with all templates, and `own` has
-    those with the original templates. `facts` describes the benchmarks, and `bounds` has the lowest and the highest
-    value of a sample. A benchmark is left out until all samples with the attacked template are scored.
+    the merge's sample values with the original templates. `facts` describes the benchmarks, and `bounds` has the lowest
+    and the highest value of a sample. A benchmark is left out until all samples with the attacked template are scored.
     """
     values = {}
     for name, each in found.items():

@@ -18,7 +18,8 @@ from workers.types import Split
 
 __all__ = ["ChunkTimes"]
 
-# Seconds without work that no engine has while a driver lives; a restart takes longer.
+# A longer time without stored results means that no driver ran: engines of a running driver pause for less, and a
+# restart takes longer.
 PAUSE_S = 30.0
 
 

@@ -160,8 +160,8 @@ def add_to_optuna(
     Objectives become Optuna's objectives, and Optuna's values are those at the full budget. Trials that users marked as
     invalid are FAIL there, so that they are not among the best. With a single objective, the values at rungs are
     intermediate values, whose steps are numbers of samples; Optuna has none for several objectives. Optuna needs a
-    range for each parameter. It is computed from the values that the parameter has in the trials, not taken from the
-    search space.
+    range for each parameter. The range is computed from the values that the parameter has in the trials, not taken from
+    the search space.
 
     Args:
         columns: Columns of the trials.
@@ -199,8 +199,8 @@ def add_to_optuna(
 def _insert(database: Any, name: str, trials: Iterable[Any]) -> None:
     """Insert the trials of the new study `name` into the tables of an Optuna storage, in one transaction.
 
-    `Study.add_trials` needs several queries for each parameter and a transaction for each trial: half an hour for
-    10,000 trials, where this takes seconds.
+    `Study.add_trials` needs several queries for each parameter and a transaction for each trial. For 10,000 trials, it
+    takes half an hour, and this function takes seconds.
     """
     from optuna.storages._rdb import models
     from sqlalchemy import insert

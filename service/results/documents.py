@@ -196,7 +196,7 @@ def _holdout_document(
 
 
 def benchmarks_document(table: BenchmarkTable) -> BenchmarksDocument:
-    """Describe the results of trials on benchmarks, which `table` has, as JSON."""
+    """Describe the results of trials on benchmarks as JSON; `table` has the results."""
     return {
         "benchmarks": [_column_document(column) for column in table.columns],
         "groups": {group: list(names) for group, names in table.groups.items()},

@@ -1,6 +1,7 @@
 """Violations of the constraints on a study's objectives.
 
-A bound may be relative to a source model. It then uses that model's value on the samples on which a trial is compared.
+A bound may be relative to a source model. Such a bound uses the source model's value on the samples on which a trial is
+compared.
 """
 
 from __future__ import annotations
@@ -95,8 +96,8 @@ def violations(
         values: Values by objective.
         objectives: Objectives with their constraints.
         trials: Trials of the study, or at least its source models.
-        values_of: Returns the values of a source model that bounds are relative to. They must be on the same samples as
-            `values`; by default they are those on all samples of the search.
+        values_of: Returns the values of a source model that bounds are relative to. The returned values must be on the
+            same samples as `values`; by default they are the values on all samples of the search.
     """
     if not has_constraints(objectives):
         return {}

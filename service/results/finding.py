@@ -1,9 +1,9 @@
 """Tests of whether a merge found by the search is better than the best source model and published recipe.
 
-Every finalist that the search proposed is compared with these two, sample by sample, by the value that selects the best
-trial. The more finalists there are, the likelier one of them is lucky. Therefore the intervals of their differences
-hold jointly: each is at the level 1 - 0.05 / finalists. A merge counts as better if its interval is above 0. If no
-merge is better than a rival, the probability of claiming one is at most 5 %.
+Every finalist that the search proposed is compared with the best source model and the best published recipe, sample by
+sample, by the value that selects the best trial. With more finalists, it is likelier that one of them is only lucky.
+Therefore the intervals of their differences hold jointly: each is at the level 1 - 0.05 / finalists. A merge counts as
+better if its interval is above 0. If no merge is better than a rival, the probability of claiming one is at most 5 %.
 
 Sources:
     Dunn 1961, "Multiple comparisons among means", JASA 56 (Bonferroni's correction of intervals).
@@ -33,8 +33,9 @@ RIVALS = {Origin.SOURCE: "single model", Origin.PUBLISHED: "published recipe"}
 class RivalTest:
     """Comparison of the search's finalists (best trials) with the best baseline of one kind, on holdout data.
 
-    The rival is the best of these baselines on the holdout data. It is chosen on the data of the comparison, so part of
-    its advantage over the other baselines may be chance. The comparison is therefore conservative for the finalists.
+    The rival is the best of these baselines on the holdout data. The rival is chosen on the data of the comparison, so
+    part of its advantage over the other baselines may be chance. The comparison is therefore conservative for the
+    finalists.
 
     Attributes:
         origin: Kind of baseline: source model or published recipe.
@@ -61,7 +62,7 @@ class RivalTest:
 def criterion(objectives: Sequence[Objective]) -> str:
     """Name, for users, of the value that ranks the best trials and the baselines.
 
-    It is the name of an objective, or text such as "mean of ..." for a mean of objectives.
+    The name is the name of an objective, or text such as "mean of ..." for a mean of objectives.
     """
     names = accuracy_objectives(objectives)
     if len(objectives) == 1 or len(names) == 1:
@@ -165,7 +166,7 @@ def _ordered(one: float, other: float) -> Bounds:
 
 
 def _factor(objective: Objective, *, is_share: bool) -> float:
-    """Compute the factor that converts an objective's values to numbers of which larger ones are better.
+    """Compute the factor by which values of an objective are multiplied so that larger ones are better.
 
     The factor is 1 if the objective is maximised, and -1 if it is minimised. If `is_share` is True, the factor is also
     divided by the width of the objective's range. Products of objectives with different ranges can then be averaged.

@@ -61,7 +61,7 @@ def preferred_text(document: PreferredDocument) -> str:
     """Format one line about the trial that is best under a user's weights of the objectives.
 
     `document` has the weights and the trial. The line has the weights, the trial's number and label, and its value on
-    each objective. It also says whether the values are from held-out data or search data.
+    each objective. The line also says whether the values are from held-out data or search data.
     """
     number = document["trial"]
     name = document["label"] if document["label"] == f"trial {number}" else f"trial {number}, {document['label']}"
@@ -81,8 +81,8 @@ def search_sentences(search: SearchDocument) -> list[str]:
     """Sentences about a study's search: its searcher, how it started, and how many samples it took.
 
     The first sentence names the searcher and the reason why it was chosen. If the search started from another study's
-    results or policies, a sentence says so. Then come the decisions that the searcher has stored. The last sentence has
-    the number of samples.
+    results or policies, a sentence says so. The next sentences state the decisions that the searcher has stored. The
+    last sentence has the number of samples.
     """
     chosen = search["algorithm"] or "a searcher that is not stored"
     cost = f"{search['trial_samples']:,} samples scored for its trials"

@@ -58,7 +58,7 @@ class FrontVolume:
     """Hypervolume of the finalists on holdout data, and for comparison on search data.
 
     Finalists are the trials of the Pareto front that are scored on holdout data; `trials` has their numbers. `holdout`
-    is the estimate on holdout data, and `search` the value of the same trials on search data.
+    is the estimate on holdout data, and `search` is the value of the same trials on search data.
     """
 
     holdout: Estimate
@@ -109,8 +109,8 @@ def held_out_results(
 
     Args:
         trials: Trials of the study.
-        objectives: Objectives of the study. Those that count the recipe's layers or parameters have no samples; the
-            results have their exact value.
+        objectives: Objectives of the study. Objectives that count the recipe's layers or parameters have no samples;
+            the results have their exact value.
         search: Scores on search data; only those of the best trial and the baselines are needed.
         holdout: Scores on holdout data.
         failures: Reasons of trials that failed on holdout data, by trial number.
@@ -262,8 +262,8 @@ def _selection_bias(
     `compared` are the trials that are compared on holdout data. The baselines among them are used, except a baseline
     with the same recipe as the best trial. `rows` has the trials' values on holdout data. `search` and `holdout` have
     the values on both kinds of data. Leads are computed sample by sample, so that samples that are easy for all merges
-    do not change them. Both results have an estimate for each of the `objectives`. They are empty if the best trial or
-    the baselines lack samples.
+    do not change them. Both results have an estimate for each of the `objectives`. Both results are empty if the best
+    trial or the baselines lack samples.
     """
     if best is None or best.number not in rows:
         return {}, {}

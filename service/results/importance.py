@@ -57,7 +57,7 @@ class ParameterImportance:
 
 @dataclass(frozen=True)
 class ImportanceSum:
-    """Sum of the importances of the parameters with one effect: on one part of the layers, or on one expert's share."""
+    """Sum of the importances of the parameters that change one part of the layers, or one expert's share."""
 
     name: str
     importance: Share
@@ -102,10 +102,10 @@ def scored_trials(trials: Iterable[TrialResult], objective: str) -> list[TrialRe
 def importance_columns(
     trials: Sequence[TrialResult], configurations: Mapping[int, Mapping[str, Any]], objective: str
 ) -> Columns:
-    """Input columns of `importances`: the values of the objective, and those of each parameter.
+    """Input columns of `importances`: the values of the objective, and the values of each parameter.
 
-    `trials` are at full budget, and have configurations. If they have more than MAX_NUMBERS values of parameters, only
-    some of them are taken, at equal distances.
+    `trials` are at full budget, and have configurations. If the trials have more than MAX_NUMBERS values of parameters,
+    only some trials are taken, at equal distances.
     """
     names = dict.fromkeys(name for trial in trials for name in configurations[trial.number])
     wanted = max(MIN_TRIALS, MAX_NUMBERS // max(1, len(names)))
@@ -121,9 +121,9 @@ def importance_columns(
 def importances(columns: Columns, objective: str, direction: str) -> dict[str, float]:
     """Compute the importance of each parameter by PED-ANOVA, the most important first; they sum to 1.
 
-    `columns` are those of `importance_columns`, and `direction` is "minimize" or "maximize". The function takes seconds
-    and imports Optuna, so a server calls it in a process of its own. If no parameter has an influence, all importances
-    are 0.
+    `columns` is a result of `importance_columns`, and `direction` is "minimize" or "maximize". The function takes
+    seconds and imports Optuna, so a server calls it in a process of its own. If no parameter has an influence, all
+    importances are 0.
     """
     import optuna
 
@@ -141,7 +141,7 @@ def importances(columns: Columns, objective: str, direction: str) -> dict[str, f
 def importance_plot(
     study: JobRecord, objective: Objective, found: Mapping[str, float], *, num_trials: int, num_used: int
 ) -> ImportancePlot:
-    """Describe importances by parameter, and sum them by layers, part and expert, as the study's space names them.
+    """Describe importances by parameter, with their sums by layers, by part of a layer and by expert.
 
     `found` has the importance of each parameter; it was computed from `num_used` of `num_trials` trials.
     """

@@ -198,11 +198,11 @@ class RunReader:
     ) -> tuple[TrialResult, ...]:
         """Add recipe and configuration, read from `store`, to the trials whose recipes are shown in results.
 
-        Shown are the recipes of the best trial and of the trials with results on holdout data, as `stage` has them. If
-        `has_directions` is True (the search space gives each expert one share for the whole model), a chart shows the
-        shares of all trials that were scored on all samples, so these trials get their recipes too; each is read only
-        once. All other trials are returned unchanged. If this reader has read the recipes of all trials already
-        (`is_whole`), nothing is added.
+        Results show the recipes of the best trial and of the trials with results on holdout data; `stage` names these
+        trials. If `has_directions` is True, the search space gives each expert one share for the whole model. A chart
+        then shows the shares of all trials that were scored on all samples. Therefore these trials get their recipes
+        too; each recipe is read only once. All other trials are returned unchanged. If this reader has read the recipes
+        of all trials already (`is_whole`), nothing is added.
         """
         if self._is_whole:
             return trials
@@ -255,8 +255,8 @@ def held_out_differences(
     """Read the held-out samples of a study, and compute the differences of its trials from the trial `reference`.
 
     The differences are paired, sample by sample, by objective and as "mean" of the accuracy objectives. The result has
-    them by the number of each trial that was scored on held-out data; it is empty if the trial `reference` was not.
-    `study_id` is the id of the study in `store`; `trials` and `objectives` are all of this study.
+    them by the number of each trial that was scored on held-out data; it is empty if the trial `reference` was not
+    scored there. `study_id` is the id of the study in `store`; `trials` and `objectives` are all of this study.
     """
     file = Study.model_validate(store.job(study_id).document)
     compared = compared_with(finalists(trials, objectives), trials)
@@ -313,7 +313,7 @@ def _held_out(
 ) -> _HeldOut:
     """Read a study's samples on holdout data, and compute the held-out results.
 
-    `study_id` is the id of the study in `store`, and `file` its study file. `trials` and `objectives` are all trials
+    `study_id` is the id of the study in `store`, and `file` is its study file. `trials` and `objectives` are all trials
     and all objectives of this study. `failures` are the events of trials that failed on holdout data. `last` is the
     result of an earlier call; it is returned if the data from which it was computed have not changed.
     """
@@ -356,7 +356,7 @@ def _benchmark_table(
 ) -> BenchmarkTable:
     """Read a study's samples on benchmarks, and compute the table of results; empty before a benchmark is scored.
 
-    `study_id` is the id of the study in `store`, and `file` its study file. `trials` and `objectives` are all trials
+    `study_id` is the id of the study in `store`, and `file` is its study file. `trials` and `objectives` are all trials
     and all objectives of this study. `failures` are the events of trials that could not be scored on a benchmark.
     """
     specs, data = {spec.name: spec for spec in file.benchmarks}, data_of(file.benchmarks)
@@ -365,7 +365,7 @@ def _benchmark_table(
         return BenchmarkTable()
     best = best_trial(trials, objectives)
     attacks = read_attacks(store.document(study_id, ATTACKS))
-    # Attacks score many more templates than the worst ones, which alone are shown.
+    # Attacks score many templates, but results show only the worst template of each attack.
     shown = {each.name for each in facts} | {each.samples for each in attacks}
     return benchmark_table(
         trials,
@@ -381,7 +381,7 @@ def _benchmark_table(
 def _results(trial: TrialResult) -> dict[str, Any]:
     """Fields of a trial's result, without the recipe, as a dict by field name.
 
-    They are used to update a trial that was read earlier with its recipe, without reading the recipe again.
+    The fields are used to update a trial that was read earlier with its recipe, without reading the recipe again.
     """
     return {field.name: getattr(trial, field.name) for field in fields(TrialResult) if field.name != "recipe"}
 

@@ -28,7 +28,7 @@ __all__ = ["Choices", "choices"]
 class Choices:
     """Trials of a study's Pareto front from which a user's weights of the objectives select one.
 
-    `labels` has the label of each trial, and `values` its values of the objectives, by trial number. `split` says
+    `labels` has the label of each trial, and `values` has its values of the objectives, by trial number. `split` says
     whether the values are those on search data or on holdout data.
     """
 
@@ -38,7 +38,7 @@ class Choices:
     values: Mapping[int, Mapping[str, float]]
 
     def preferred(self, weights: Mapping[str, float]) -> PreferredDocument:
-        """Select the trial that is best by the user's `weights` of the objectives; of equal trials the first.
+        """Select the trial that is best by the user's `weights` of the objectives; if trials are equal, the first one.
 
         Raises:
             InvalidPreference: A weight is negative, not finite or of an unknown objective, or the weights do not sum to

@@ -22,7 +22,8 @@ TOLERANCE = 1e-9
 class OutOfRange:
     """Warning about samples of one trial whose value is outside the range of an objective.
 
-    `split` says on which data they are: search, holdout or benchmark data. `message` describes the first such sample.
+    `split` names the data with these samples: search, holdout or benchmark data. `message` describes the first such
+    sample.
     """
 
     trial: int

@@ -53,8 +53,8 @@ class EngineFigures:
 class StoredBytes:
     """Bytes that a study's samples take in the database.
 
-    `values` is the size of the metric values with their flags, and `texts` that of the model responses with their
-    tokens.
+    `values` is the size of the metric values with their flags, and `texts` is the size of the model responses with
+    their tokens.
     """
 
     values: int = 0
@@ -86,10 +86,10 @@ class SearchFigures:
 
     @property
     def step_samples(self) -> int:
-        """Number of samples that the searcher's computations count as towards the study's limit of samples.
+        """Number of samples that the searcher's computations, such as gradients, take from the study's limit.
 
-        Such a computation (of losses or a gradient) scores no samples. It has a stored number of samples that it counts
-        as.
+        Such a computation (of losses or a gradient) scores no samples. The number of samples that it takes from the
+        limit is stored.
         """
         return sum(self.charges.values())
 
@@ -184,7 +184,7 @@ class RunRecord:
     def candidates(self) -> tuple[tuple[TrialResult, Candidate], ...]:
         """The trials from which the Pareto front is selected, each with its costs, in the order of their numbers.
 
-        They are the trials that were scored on all samples of the search.
+        These are the trials that were scored on all samples of the search.
         """
         return candidates(self.trials, self.objectives)
 

@@ -27,10 +27,10 @@ BLOCK = 1 << 22
 def performance_drop(clean: ArrayLike, attacked: ArrayLike, *, seed: int = 0) -> Estimate | None:
     """Estimate the performance drop rate, (clean mean - attacked mean) / clean mean.
 
-    A smaller rate is a more robust model: 0 is no drop, 1 the loss of everything; it is negative if the model is better
-    with the attacked prompts. Documents are drawn with replacement, the same ones for both means. Resamples whose clean
-    mean is not positive have no rate and are left out. The interval does not account for the choice of the attacked
-    template, the worst of those that were scored on these documents.
+    A smaller rate means a more robust model. The rate is 0 if the mean does not drop, and 1 if it drops to 0. The rate
+    is negative if the model is better with the attacked prompts. Documents are drawn with replacement, the same ones
+    for both means. Resamples whose clean mean is not positive have no rate and are left out. The interval does not
+    account for the choice of the attacked template, the worst of those that were scored on these documents.
 
     Args:
         clean: Values with the original prompts [num_samples]; larger is better.

@@ -55,8 +55,8 @@ def accuracy_objectives(objectives: Sequence[Objective]) -> tuple[str, ...]:
 class Criteria:
     """Texts that describe how a study selects trials.
 
-    `best` describes which trial is the best, `promotion` which trials are promoted to the next rung (a larger number of
-    samples), and `difference` why the two can differ.
+    `best` describes which trial is the best. `promotion` describes which trials are promoted to the next rung (a larger
+    number of samples). `difference` says why the two choices can differ.
     """
 
     best: str
@@ -101,10 +101,11 @@ def full_budget_trials(trials: Iterable[Trial]) -> tuple[Trial, ...]:
 def best_trial(trials: Iterable[Trial], objectives: Sequence[Objective]) -> Trial | None:
     """Select the best of the trials that were scored on all samples of the search data.
 
-    It is the trial with the highest mean of the accuracy objectives (values in [0, 1], larger is better). If the study
-    has none, it is the trial with the lowest mean cost; an objective's cost is its value scaled to [0, 1], where 0 is
-    the best value, and objectives that need no samples, such as the number of parameters, do not count. Of equal trials
-    the first is chosen. If no trial satisfies all constraints, the one that violates them least is chosen.
+    The best trial is the trial with the highest mean of the accuracy objectives (values in [0, 1], larger is better).
+    If the study has no accuracy objectives, the best trial is the trial with the lowest mean cost. An objective's cost
+    is its value scaled to [0, 1], where 0 is the best value. Objectives that need no samples, such as the number of
+    parameters, do not count. If trials are equal, the first one is chosen. If no trial satisfies all constraints, the
+    one that violates them least is chosen.
 
     Returns:
         The best trial; None before a trial has been scored on all samples of the search.
@@ -115,9 +116,9 @@ def best_trial(trials: Iterable[Trial], objectives: Sequence[Objective]) -> Tria
 def ranked_trials(trials: Iterable[Trial], objectives: Sequence[Objective]) -> tuple[Trial, ...]:
     """Sort the trials that were scored on all samples of the search by `objectives`, the best first.
 
-    Trials that satisfy all constraints come first, and the others follow in the order of their total violation. Trials
-    with equal violation are sorted by the mean of the accuracy objectives (values in [0, 1], larger is better) or,
-    without these, by the mean cost.
+    Trials that satisfy all constraints come first. Trials that violate constraints follow, sorted by their total
+    violation. Trials with equal violation are sorted by the mean of the accuracy objectives (values in [0, 1], larger
+    is better) or, without these, by the mean cost.
     """
     trials = full_budget_trials(trials)
     violation = _violations(trials, objectives)
@@ -126,9 +127,9 @@ def ranked_trials(trials: Iterable[Trial], objectives: Sequence[Objective]) -> t
 
 
 def finalists(trials: Iterable[Trial], objectives: Sequence[Objective]) -> tuple[Trial, ...]:
-    """Select the trials to score on holdout data: those of the Pareto front, best first, at most MAX_FINALISTS.
+    """Select the trials to score on holdout data: trials of the Pareto front, best first, at most MAX_FINALISTS.
 
-    The front is that of `trials` in their `objectives`.
+    The front consists of the `trials` that no other trial dominates in the `objectives`.
     """
     return best_of_front(trials, objectives, most=MAX_FINALISTS)
 
@@ -138,8 +139,8 @@ def best_of_front(
 ) -> tuple[Trial, ...]:
     """Select at most `most` trials of the Pareto front, those with the smallest mean cost first.
 
-    Only `trials` that were scored on all samples of the search can be on the front. If `origin` is given, it is the
-    front of the trials with this origin alone: their merge is, for example, a source model, a published recipe or a
+    Only `trials` that were scored on all samples of the search can be on the front. If `origin` is given, the front is
+    that of the trials with this origin alone. An origin is, for example, a source model, a published recipe or a
     proposal of the search. Trials of other origins then only serve to check constraints whose bound is relative to the
     value of a source model.
     """
@@ -150,9 +151,9 @@ def best_of_front(
 def pareto_front(trials: Iterable[Trial], objectives: Sequence[Objective]) -> tuple[Trial, ...]:
     """Select the trials at full budget that no other trial dominates in `objectives`, in the order of their numbers.
 
-    The full budget is all samples of the search. Of trials with the same recipe only the first counts. Only trials that
-    satisfy all constraints can be on the front. If no trial satisfies them all, only the trials that violate them least
-    can be on the front.
+    The full budget is all samples of the search. If several trials have the same recipe, only the first one counts.
+    Only trials that satisfy all constraints can be on the front. If no trial satisfies them all, only the trials that
+    violate them least can be on the front.
     """
     return front_of(candidates(trials, objectives))
 
@@ -168,9 +169,10 @@ def candidates(
 ) -> tuple[tuple[Trial, Candidate], ...]:
     """Collect the trials from which the Pareto front is selected, each with its costs and constraint violation.
 
-    They are the trials that were scored on all samples of the search; of trials with the same recipe only the first.
-    The costs are those of `objectives`. If `origin` is given, only trials whose recipe comes from there, such as from
-    the search, are collected; trials of source models then still serve as references for the bounds of constraints.
+    These are the trials that were scored on all samples of the search; if several trials have the same recipe, only the
+    first one is collected. The costs are computed from the values of `objectives`. If `origin` is given, only trials
+    whose recipe comes from there, such as from the search, are collected; trials of source models then still serve as
+    references for the bounds of constraints.
     """
     trials = full_budget_trials(trials)
     violation = _violations(trials, objectives)
@@ -238,8 +240,8 @@ def costs_of_values(values: Mapping[str, float], objectives: Sequence[Objective]
 def held_out(trials: Iterable[Trial], objectives: Sequence[Objective]) -> tuple[Trial, ...]:
     """Select the trials that are scored on the holdout data, in the order of their numbers.
 
-    They are the finalists (the best trials of the Pareto front in `objectives`), every baseline, and the trial of every
-    merge that the user gave.
+    The selected trials are the finalists (the best trials of the Pareto front in `objectives`), every baseline, and the
+    trial of every merge that the user gave.
     """
     complete = full_budget_trials(trials)
     return compared_with(finalists(complete, objectives), complete)

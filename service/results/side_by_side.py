@@ -1,4 +1,4 @@
-"""Samples of one trial, or of two side by side: which of them are right, and the paired difference of the values."""
+"""Samples of one trial or of two trials side by side: which trial has each sample right, and how values differ."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Values: TypeAlias = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class SideBySide:
-    """Comparison of two trials: how many samples each and both have right, and the difference of their values.
+    """Comparison of two trials: how many samples each trial and both trials have right, and how their values differ.
 
     A trial has a sample right if its value is the best of the metric's range.
 
@@ -41,7 +41,7 @@ class SideBySide:
 
 
 def best_value(objective: Objective) -> float:
-    """The best value of the metric's range; a trial has a sample right if its value is this one."""
+    """The best value of the metric's range; a trial whose value equals it has the sample right."""
     low, high = objective.bounds
     return high if objective.direction == "maximize" else low
 
@@ -55,9 +55,9 @@ def side_by_side(
         objective: Objective of the samples.
         a: Values of the first trial by position [num_samples]; NaN where no sample is stored.
         b: Values of the second trial; None to look at the first trial alone.
-        only: Selects the listed samples among those that both trials have: "differs" those with different values,
-            "a_only" and "b_only" those that only the first or only the second trial has right, and "both_wrong" those
-            that neither has right. None lists all.
+        only: Selects the listed samples among those that both trials have: "differs" selects samples with different
+            values; "a_only" and "b_only" select samples that only the first or only the second trial has right;
+            "both_wrong" selects samples that no trial has right. None lists all.
 
     Returns:
         Positions of the listed samples in order, and the comparison. The comparison is over all samples that both

@@ -53,9 +53,9 @@ def estimate(values: ArrayLike, *, bounds: Bounds | None = None) -> Estimate:
     """Estimate the mean of a metric, with its standard error and 95 % interval.
 
     The interval is Wilson's if every value lies on a bound (as with exact match), else Student's t, which is cut to the
-    bounds. The standard error is the sample standard deviation over sqrt(n). It is 0 if all values are equal; in this
-    case only the interval is meaningful. A single sample has no spread; its standard error is half of the distance
-    between the bounds.
+    bounds. The standard error is the sample standard deviation over sqrt(n). The standard error is 0 if all values are
+    equal; in this case only the interval is meaningful. A single sample has no spread; its standard error is half of
+    the distance between the bounds.
 
     Args:
         values: One value per sample [num_samples], in the metric's unit.

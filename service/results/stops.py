@@ -64,7 +64,7 @@ _ADAPTER: TypeAdapter[StopsPlot] = TypeAdapter(StopsPlot)
 
 
 def stops_json(plot: StopsPlot) -> bytes:
-    """JSON text, as UTF-8, of `plot`: the comparisons of stopped trials with their rivals."""
+    """Encode `plot`, the comparisons of stopped trials with their rivals, as JSON text in UTF-8."""
     return _ADAPTER.dump_json(plot)
 
 
@@ -83,8 +83,8 @@ def stopped_trials(
         rivals: Trial to compare with, by the number of the trial; trials without one have no comparisons.
         objectives: Objectives of the study.
         documents: Identifier of the documents on which each objective was scored.
-        read: Returns the values of search samples by recipe digest and objective, in the order of their positions, with
-            NaN where no sample is stored; called once with the digests of all trials that are compared.
+        read: Returns the values of search samples by recipe digest and objective, in the order of their positions. A
+            value is NaN where no sample is stored. Called once, with the digests of all trials that are compared.
     """
     compared = [trial for trial in chosen if trial.number in rivals]
     digests = {each.recipe.digest for trial in compared for each in (trial, rivals[trial.number])}
@@ -116,7 +116,7 @@ def _look(
     objectives: Sequence[Objective],
     documents: Mapping[str, str],
 ) -> StopLook:
-    """Compare the samples of two trials at one rung: `own` are those of the trial, `others` those of its rival."""
+    """Compare the samples `own` of a trial with the samples `others` of its rival at one rung."""
     sizes = {name: size for name, size in rung.num_samples.items() if size > 0}
 
     def at_rung(values: Samples) -> dict[str, np.ndarray[tuple[int], np.dtype[np.float64]]]:

@@ -237,7 +237,7 @@ def _search_minus_holdout(run: RunRecord, best: TrialResult | None) -> dict[str,
 
 
 def verification_document(reports: Sequence[VerificationReport], reason: str | None) -> VerificationDocument:
-    """Describe as JSON how far the library transformers gave the same results as the study's engines for equal samples.
+    """Describe as JSON how well transformers reproduces the results of the study's engines on the same samples.
 
     Verification scores samples of chosen trials again with transformers, and compares completions, metric values and
     log-probabilities with the stored ones. `reports` has the comparison of each chosen trial. A trial counts as not

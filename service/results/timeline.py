@@ -52,9 +52,9 @@ class TimelineChunk:
 
 @dataclass(frozen=True)
 class ReplicaShares:
-    """Shares of a replica's time in each phase of work and without work (`idle`), for each bin of a timeline.
+    """Shares of a replica's time, for each bin of a timeline: in three phases of work, and without work (`idle`).
 
-    Each list has a number from 0 to 1 for each bin. The four numbers of a bin sum to 1.
+    Each list has a number from 0 to 1 for each bin. The numbers of the four lists sum to 1 in each bin.
     """
 
     merge: list[float]
@@ -104,15 +104,15 @@ def timeline(
 ) -> TimelinePlot:
     """Compute the activity of each engine of a study over time, from the chunks (samples of one request) it scored.
 
-    The engine computes a merge, swaps it in (writes it into the engine), scores samples, or is idle.
+    An engine has four activities: it computes a merge, writes it to its weights (swap), scores samples, or idles.
 
     Args:
         chunks: The chunks, with the times of this work; those outside of the given time are left out.
         start: Beginning of the timeline in seconds since the epoch; None is the beginning of the first chunk.
         end: End of the timeline; None is the end of the last chunk.
         num_bins: Number of bins into which the time is divided.
-        events: Events of the kinds in EVENTS. Those before the end are listed: earlier ones say what holds at the
-            beginning.
+        events: Events of the kinds in EVENTS. Events before the end are listed; events before `start` explain the state
+            at the beginning.
     """
     told = [_event(event) for event in events if end is None or event.time < end]
     spans = [(chunk, _times(chunk)) for chunk in chunks]
@@ -136,7 +136,7 @@ def timeline(
 
 
 def timeline_json(plot: TimelinePlot) -> bytes:
-    """JSON text, as UTF-8, of `plot`, the activity of each engine of a study over time."""
+    """Encode `plot`, the activity of each engine of a study over time, as JSON text in UTF-8."""
     return _ADAPTER.dump_json(plot)
 
 

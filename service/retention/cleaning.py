@@ -38,7 +38,7 @@ NAMES = re.compile(r"(?<![0-9a-f])[0-9a-f]{32}(?![0-9a-f])")
 
 @dataclass(frozen=True)
 class Removal:
-    """Data of one kind to remove from a job, or that were removed from it.
+    """Data of one kind that are to be removed, or were removed, from a job.
 
     - `kind`: the kind of data, such as "responses"
     - `job`, `name`: the id and the name of the job; empty for files of trained models that no job uses any more
@@ -65,9 +65,9 @@ class Removal:
 class _Kept:
     """Stored data of one kind, such as model responses, that belong to one job.
 
-    `count` is the number of samples, files or jobs that the data consist of, and `num_bytes` their size. `age_s` is the
-    number of seconds since the job ended. If `is_protected` is True, the data may not be removed, for example because
-    another job uses the job's results.
+    `count` is the number of samples, files or jobs that the data consist of, and `num_bytes` is their size. `age_s` is
+    the number of seconds since the job ended. If `is_protected` is True, the data may not be removed, for example
+    because another job uses the job's results.
     """
 
     job: JobRecord
@@ -78,7 +78,7 @@ class _Kept:
 
 
 class Cleaner:
-    """Remover of those data of a server's ended jobs that exceed limits of age and size.
+    """Remover of data of a server's ended jobs that exceed limits of age and size.
 
     `limits` has the limit of each kind of data, such as "responses". `data_dir` is the server's directory with the
     files of jobs, and `artifacts` has the models and policies that jobs have trained. `delete_job` is a function that
@@ -102,7 +102,7 @@ class Cleaner:
         self._delete_job = delete_job
 
     def plan(self) -> tuple[Removal, ...]:
-        """List the data that exceed the limits now, by kind of data, and within a kind those of the oldest job first.
+        """List the data that exceed the limits now, by kind of data; within a kind, data of the oldest job come first.
 
         Nothing is removed; the method `carry_out` does that.
         """
@@ -196,7 +196,7 @@ class Cleaner:
     def _referred_to(self, jobs: Sequence[JobRecord]) -> set[str]:
         """Ids of the jobs among `jobs` that must be kept because other jobs use their results.
 
-        A job uses another one if its stored document, or what its checks found out, names the other job's id or the
+        A job uses another job if its stored document, or the findings of its checks, name the other job's id or the
         digest of an artifact (trained model) of the other job. A fine-tuning is also used if a study was created to
         merge the models that it has trained.
         """

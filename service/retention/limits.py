@@ -13,7 +13,7 @@ __all__ = ["FILES", "JOBS", "KINDS", "RESPONSES", "Limit", "limits_of", "parse_k
 
 JOBS, RESPONSES, FILES = "jobs", "responses", "files"
 
-# What each kind consists of. A job that is removed is removed with all that the other kinds have of it.
+# Descriptions of the kinds of data. If a job is removed, its data of all other kinds are removed too.
 KINDS = {
     JOBS: "jobs that have ended, with all their results, models and files",
     RESPONSES: "responses and tokens of scored samples; their values and scores are kept",

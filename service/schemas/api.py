@@ -498,7 +498,7 @@ class AnalysisDocument(TypedDict):
 class ProvenanceDocument(TypedDict):
     """Origin of a trial's stored samples: the engines that scored them, the weights in the engines, the verification.
 
-    The samples are those of the trial's recipe, also if another trial with the same recipe had them scored.
+    The samples belong to the trial's recipe; they may have been scored for another trial with the same recipe.
     """
 
     fingerprints: Annotated[list[str], Field(description="Fingerprints of the source weights that the engines held.")]
@@ -550,8 +550,8 @@ class SampleDocument(TypedDict):
 class SampleCountsDocument(TypedDict):
     """Numbers of samples that two trials have both scored, by whether each trial is right.
 
-    A trial is right on a sample if it has the best value of the metric's range. `samples` counts all samples, `a_only`
-    those on which only the first trial is right, and `b_only` those on which only the second is.
+    A trial is right on a sample if it has the best value of the metric's range. `samples` counts all samples. `a_only`
+    counts samples on which only the first trial is right, and `b_only` samples on which only the second trial is right.
     """
 
     samples: int
@@ -588,7 +588,7 @@ class HeldOutDifferenceDocument(TypedDict):
 
 
 class HeldOutDifferencesDocument(TypedDict):
-    """Differences of all trials that were scored on held-out data from one of them, the trial `reference`."""
+    """Held-out values of each trial minus those of the trial `reference`."""
 
     reference: Number
     rows: list[HeldOutDifferenceDocument]
@@ -604,7 +604,7 @@ class TrialColumnsDocument(TypedDict):
 
 
 class EventDocument(TypedDict):
-    """Event of a job. In a stream of server-sent events, the field `id` has the event's id, and `event` its kind."""
+    """Event of a job. In a stream of server-sent events, the fields `id` and `event` are the event's id and kind."""
 
     id: int
     time: Time
@@ -804,7 +804,7 @@ class TeamDocument(TypedDict):
 
 
 class TeamUsageDocument(TypedDict):
-    """How much of its quotas a team's jobs use, with the limits of the team."""
+    """Amount of each quota that a team's jobs use, with the limits of the team."""
 
     team: str
     limits: TeamLimitsDocument
@@ -835,7 +835,7 @@ class QueuedJobDocument(TypedDict):
 
 
 class QueueEntryDocument(TypedDict):
-    """Entry of the queue. A job that the sender may not read is an entry without a job."""
+    """Entry of the queue. If the sender may not read the job, the entry does not describe the job."""
 
     position: Annotated[int | None, Field(description="From 1, in the order in which jobs start; null: it runs.")]
     job: Annotated[QueuedJobDocument | None, Field(description="Null: a job that you may not read.")]
@@ -1018,8 +1018,8 @@ class NotificationDocument(TypedDict):
 def list_document(collection: str, document: type) -> type:
     """Make the TypedDict of the response that lists jobs of one kind.
 
-    The response has a list of jobs under the key `collection`, such as "studies", the number of all jobs that satisfy
-    the conditions under "total", and the link to the next page under "next". `document` is the TypedDict of a job.
+    The response has a list of jobs under the key `collection`, such as "studies". The key "total" has the number of all
+    jobs that satisfy the conditions, and "next" has the link to the next page. `document` is the TypedDict of a job.
     """
     fields = {
         collection: list[document],  # type: ignore[valid-type]

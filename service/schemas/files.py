@@ -422,7 +422,7 @@ class OverlapDocument(TypedDict):
 class FindingDocument(TypedDict):
     """Main result of a study: whether a merge that the search proposed is better than the baselines on holdout data.
 
-    It has the statistical tests on which the statement is based.
+    The finding has the statistical tests on which the statement is based.
     """
 
     text: Annotated[str, Field(description="Result in one sentence, also if no merge is better.")]
@@ -593,8 +593,8 @@ class VolumeDocument(EstimateDocument):
 class ConstraintDocument(TypedDict):
     """Constraint (bound on an objective's value) of a study as written in the study file, with its bound.
 
-    `trials` is the number of trials that were scored on all samples, and `kept_by` the number of those that satisfy the
-    constraint.
+    `trials` is the number of trials that were scored on all samples, and `kept_by` is the number of those that satisfy
+    the constraint.
     """
 
     constraint: str

@@ -32,7 +32,7 @@ def pipeline_schemas(template: str) -> dict[str, dict[str, Any]]:
             "description": "Analysis of the trained experts; null for none.",
         }
     }
-    # Sections may be incomplete: an expert may give the rest.
+    # Sections may be incomplete: an expert's own sections may have the missing options.
     sections: dict[str, dict[str, Any]] = {name: {"type": "object"} for name in SECTIONS}
     sections |= {name: {"type": ["object", "null"]} for name in OPTIONAL_SECTIONS}
     fleet = {

@@ -308,10 +308,10 @@ class AccountStore:
     ) -> TokenRecord:
         """Store a new API token of a user, and return its record. Only a hash of the token is stored.
 
-        `name` is a name for the token that the user has chosen. `digest` is the sha256 of the token, and `prefix` its
-        first characters, which are shown to users. `scope` says for which requests the token can be used. It expires
-        after `lifetime_s` seconds, or never if this is None. `actor` is who adds it, for the audit log. Raises NotFound
-        if there is no such user, and Conflict if the token is stored already.
+        `name` is a name for the token that the user has chosen. `digest` is the sha256 of the token, and `prefix` is
+        its first characters, which are shown to users. `scope` says for which requests the token can be used. The token
+        expires after `lifetime_s` seconds, or never if this is None. `actor` is who adds it, for the audit log. Raises
+        NotFound if there is no such user, and Conflict if the token is stored already.
         """
         _check_name(name)
         row = {"id": uuid.uuid4().hex, "user": user, "name": name, "digest": digest, "prefix": prefix, "scope": scope}
@@ -405,7 +405,7 @@ class AccountStore:
     def add_login(self, login: LoginRecord, *, state: str, browser: str, lifetime_s: float) -> None:
         """Store a login that a browser has begun; the login expires after `lifetime_s` seconds.
 
-        `state` is the sha256 of the login's `state` parameter (OpenID Connect), and `browser` the sha256 of a random
+        `state` is the sha256 of the login's `state` parameter (OpenID Connect), and `browser` is the sha256 of a random
         value in the browser's cookie. The method `take_login` finds the login by both. Logins that have expired are
         deleted.
         """
@@ -419,9 +419,9 @@ class AccountStore:
     def take_login(self, *, state: str, browser: str) -> LoginRecord | None:
         """Remove a login that a browser has begun from the database, and return it.
 
-        `state` is the sha256 of the login's `state` parameter (OpenID Connect), and `browser` the sha256 of the value
-        in the browser's cookie. Returns None if there is no such login, or if it has expired. If several calls ask for
-        the same login at once, only one of them gets it.
+        `state` is the sha256 of the login's `state` parameter (OpenID Connect), and `browser` is the sha256 of the
+        value in the browser's cookie. Returns None if there is no such login, or if it has expired. If several calls
+        ask for the same login at once, only one of them gets it.
         """
         table = schema.logins
         is_this = (table.c.state == state) & (table.c.browser == browser)
@@ -587,11 +587,11 @@ class AccountStore:
     def preempt(self, job: JobRecord, because: str, *, actor: Actor, after: Mapping[str, Any]) -> bool:
         """Ask the driver of a running job to end so that the job waits again, and return whether this was new.
 
-        A driver is the process that works on a job. `because` is the reason, such as a job of higher priority. It is
-        stored with an event that every reader of the job sees, so it must not name other jobs. `actor` is who makes the
-        change, and `after` has details of it, which may name other jobs; both are for the audit log only. Nothing is
-        stored if the driver was asked before, the job has ended, or another driver has begun since the job was read as
-        `job`.
+        A driver is the process that works on a job. `because` is the reason, such as a job of higher priority. The
+        reason is stored with an event that every reader of the job sees, so it must not name other jobs. `actor` is who
+        makes the change, and `after` has details of it, which may name other jobs; both are for the audit log only.
+        Nothing is stored if the driver was asked before, the job has ended, or another driver has begun since the job
+        was read as `job`.
         """
         table = schema.studies
         with transaction(self._engine) as connection:
@@ -763,8 +763,8 @@ def _token(connection: sa.Connection, token_id: str) -> TokenRecord:
 def _token_session_digest(digest: str) -> str:
     """Digest under which a session is stored if it was begun with an API token.
 
-    It is not the sha256 of the cookie, `digest`, by which servers from before migration 0025 find sessions: they would
-    give the session all rights of its user instead of the scope of the token.
+    This digest differs from the sha256 of the cookie, `digest`, by which servers from before migration 0025 find
+    sessions. Such servers would otherwise give the session all rights of its user instead of the scope of the token.
     """
     return hashlib.sha256(f"token session {digest}".encode()).hexdigest()
 

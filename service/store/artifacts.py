@@ -158,7 +158,7 @@ class ArtifactStore:
         return found
 
     def url(self, record: ArtifactRecord) -> str | None:
-        """URL of an artifact (a stored directory of files), as which a study on any machine can use it.
+        """URL by which a study on any machine can use an artifact (a stored directory of files).
 
         Returns None if this store keeps its files in a directory.
         """
@@ -205,8 +205,8 @@ class ArtifactStore:
         """Total size in bytes of the artifacts that jobs of a team have stored, without exported models.
 
         An artifact is a directory of files that a job made, such as a trained model. If several of the jobs have stored
-        the same artifact, it counts once. If `with_job` is the id of a job, this job is counted as if it were one of
-        the team, to find the size that the team would have after the job has moved to it.
+        the same artifact, it counts once. If `with_job` is the id of a job, the artifacts of this job are counted too.
+        The result is then the size after the job has moved to the team.
         """
         table, jobs = schema.artifacts, schema.studies
         query = (
@@ -248,8 +248,8 @@ class ArtifactStore:
     def _names(self, digest: str) -> frozenset[str]:
         """Digests (sha256) of the files of an artifact, a directory of files that a job made.
 
-        They are read from the artifact's manifest, the list of its files, which is the stored file with the given
-        digest.
+        The digests are read from the artifact's manifest, the list of its files, which is the stored file with the
+        given digest.
         """
         return frozenset(entry["digest"] for entry in json.loads(self._blobs.read(digest)).values())
 

@@ -50,7 +50,7 @@ class JobWriter:
     had to wait because the database did not answer, the next write also stores an event with the length of the wait.
     That next write counts as progress of the driver even if it is a heartbeat.
 
-    `stored_at` is the time at which this writer last stored anything except a heartbeat, and `scored_at` the time at
+    `stored_at` is the time at which this writer last stored anything except a heartbeat, and `scored_at` is the time at
     which it last stored samples. Both are values of time.monotonic(), or 0 if nothing was stored. `longest_chunk_s` is
     the longest time in seconds that an engine took for one request to score samples, including the time that the
     request waited there.
@@ -148,7 +148,7 @@ class JobWriter:
             self._add_event(connection, EventKind.WAITING, {"reason": reason})
 
     def set_document(self, document: Mapping[str, Any], *, reopened: str | None = None) -> None:
-        """Replace the stored study file by `document`, for example by one with other limits or more benchmarks.
+        """Replace the stored study file by `document`, which may have other limits or more benchmarks.
 
         If `reopened` is not None, it is the reason why a study that has ended continues: the job becomes STOPPED in the
         same transaction, and the server then starts another process to work on it. None leaves the job's state
@@ -218,8 +218,8 @@ class JobWriter:
         benchmarks. `result` is an engine's answer to one chunk (up to 512 samples sent together). Samples that are
         stored already are ignored; if no sample is left, nothing is stored. `again` has the samples, as (objective,
         position), that were scored again because their engine had failed a check; the stored values of these samples
-        are deleted first. The timings of the chunk are added to those of the trial. The number of new samples of search
-        data, without those in `again`, is added to the trial's `samples_scored`.
+        are deleted first. The timings of the chunk are added to the timings of the trial. The number of new samples of
+        search data, without those in `again`, is added to the trial's `samples_scored`.
         """
         evidence = result.evidence
         table = schema.trials
@@ -267,7 +267,7 @@ class JobWriter:
         self.longest_chunk_s = max(self.longest_chunk_s, sum(result.timings_s.values()))
 
     def delete_texts(self, *, keep: Collection[str]) -> None:
-        """Delete the study's stored model responses and tokens, except those of the recipes (merges) in `keep`.
+        """Delete the study's stored model responses and tokens, except for the recipes (merges) in `keep`.
 
         `keep` has the digests of these recipes.
         """
@@ -280,9 +280,9 @@ class JobWriter:
     ) -> None:
         """Store that a trial has finished a rung (a number of samples at which trials are compared).
 
-        `trial` is the trial's number. `rung` has the values on these samples. `samples_reused` is the number of samples
-        of all rungs of the trial that had been scored earlier, at a lower rung or for a trial with an equal recipe
-        (merge). `state` is the trial's final state; None means that the trial continues.
+        `trial` is the trial's number. `rung` has the values on these samples. `samples_reused` counts samples of the
+        trial that had been scored earlier, at a lower rung or for a trial with an equal recipe (merge). `state` is the
+        trial's final state; None means that the trial continues.
         """
         table = schema.trials
         with self._transaction() as connection:
@@ -366,7 +366,7 @@ class JobWriter:
             write_prompts(connection, self.job_id, split, objective, texts)
 
     def add_judgments(self, judgments: Iterable[JudgmentRecord]) -> None:
-        """Store judgments: which of a merge's completion and the reference answer a language model found better.
+        """Store judgments: whether a language model found a merge's completion or the reference answer better.
 
         Benchmarks can have such a model as their judge. Judgments that are stored already are not changed.
         """
@@ -451,7 +451,7 @@ class JobWriter:
             insert_event(connection, study_id, EventKind.ENGINE_FAULT, payload)
 
     def _insert_once(self, connection: sa.Connection, table: sa.Table, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Insert those of `rows` into `table` whose keys are not stored yet; stored rows are not changed.
+        """Insert the `rows` whose keys are not stored yet into `table`; stored rows are not changed.
 
         The id of this writer's job is added to each row.
         """

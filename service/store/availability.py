@@ -40,9 +40,9 @@ Class = TypeVar("Class", bound=type)
 
 @dataclass(frozen=True)
 class Outage:
-    """A period in which the database did not answer.
+    """A period, from `since` until `until`, in which the database did not answer.
 
-    It lasted from `since` until `until`, in seconds since the epoch by this machine's clock.
+    Both times are in seconds since the epoch, by this machine's clock.
     """
 
     since: float
@@ -52,8 +52,8 @@ class Outage:
 class Availability:
     """Monitor of a database, which records whether the database answered when it was last used.
 
-    It logs a message when the database stops answering and when it answers again. `place` is the text that names the
-    database in messages. Thread-safe.
+    The monitor logs a message when the database stops answering and when it answers again. `place` is the text that
+    names the database in messages. Thread-safe.
     """
 
     def __init__(self, place: str) -> None:
@@ -91,8 +91,8 @@ class Availability:
     def put_back(self, outage: Outage) -> None:
         """Undo a call of `take_ended`: its next call returns `outage` again.
 
-        This is needed if the caller of `take_ended` could not store the outage. If a newer outage has ended meanwhile,
-        that is returned instead.
+        Call this method if the outage that `take_ended` returned could not be stored. If a newer outage has ended
+        meanwhile, the newer outage is returned instead.
         """
         with self._lock:
             self._ended = self._ended or outage
@@ -168,10 +168,10 @@ def _code(error: BaseException | None) -> str:
 def repeated(cls: Class) -> Class:
     """Decorate a store class so that its public methods wait and are repeated while the database does not answer.
 
-    This holds for objects whose SQLAlchemy engine was made to wait by the function `waiting`. With any other engine,
+    Methods wait only if the object's SQLAlchemy engine is a result of the function `waiting`. With any other engine,
     the methods raise the error instead. A method is also repeated if the database rolled its transaction back because
-    of another one, as in a deadlock. Because a failed method is repeated as a whole, each public method must be one
-    transaction. If it calls other public methods, each of these is repeated separately.
+    of another transaction, as in a deadlock. Because a failed method is repeated as a whole, each public method must be
+    one transaction. If it calls other public methods, each of these is repeated separately.
     """
     for name, method in list(vars(cls).items()):
         if isfunction(method) and not name.startswith("_"):

@@ -148,7 +148,7 @@ def _check_place(out: Path) -> None:
         return
     if not out.is_dir():
         raise Conflict(f"--out {out}: is a file; give a new directory, or that of an earlier backup")
-    # What a first backup leaves behind that was killed.
+    # Files that a first backup leaves behind if it is killed.
     unknown = [
         path.name
         for path in sorted(out.iterdir())
@@ -223,10 +223,10 @@ def restore(
 ) -> Restored:
     """Restore a backup to the empty database of `target`, and the files of jobs to the location `files`.
 
-    `directory` has the backup. The files of jobs are, for example, trained models. They are restored first, and the
-    database last, in one transaction. If a restoration is interrupted, the database is still empty, and the same call
-    continues. Jobs that had not ended are continued by the next server. Exports (merged models for download) must be
-    requested again, since their files are not part of a backup. `note` is called with messages about the progress.
+    `directory` has the backup. The files of jobs are, for example, trained models. The files are restored first, and
+    the database last, in one transaction. If a restoration is interrupted, the database is still empty, and the same
+    call continues. Jobs that had not ended are continued by the next server. Exports (merged models for download) must
+    be requested again, since their files are not part of a backup. `note` is called with messages about the progress.
 
     Raises:
         Conflict: There is no complete backup in `directory`, one of its files is missing or has changed, or the
@@ -254,7 +254,8 @@ def _detach(connection: sa.Connection) -> None:
     - the heartbeats of jobs that have not ended
     - exports: merged models for download, whose files are not in a backup
     - drains: the state in which servers accept and start no jobs, for maintenance
-    - notifications that were not sent yet, and what they were made from: the original server sends them, or has since
+    - notifications that were not sent yet, and the stored changes of jobs from which notifications are made: the
+      original server sends them
     - addresses and secrets of the applications of served studies
     """
     finished = [state.value for state in JobState if state.is_finished]

@@ -245,7 +245,7 @@ class ObjectBlobs:
 
     `objects` is the object store, which has no locks. Unused files are therefore deleted only `GRACE_S` (24 h) after
     they were written. If a process stores a file that exists already and is older than half of `GRACE_S`, the file is
-    written again. It is then not deleted before the process has stored its digest in the database.
+    written again. The file is then not deleted before the process has stored its digest in the database.
     """
 
     def __init__(self, objects: ObjectStore) -> None:

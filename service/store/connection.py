@@ -137,9 +137,9 @@ def _unit_of(engine: sa.Engine) -> sa.Connection | None:
 def unit_of_work(engine: sa.Engine) -> Iterator[sa.Connection]:
     """Context that makes all store calls of this thread one transaction, which is committed at the end.
 
-    If the context raises an error, nothing was stored. A call that raises an error which the context handles has stored
-    nothing either. Reads see what the unit has written. A unit within another one is a part of it. The engine must not
-    wait for its database, because a call cannot be repeated without the calls before it.
+    If the context raises an error, nothing was stored. If a call raises an error and the context handles it, this call
+    has stored nothing. Reads see the rows that the unit has written. A unit inside another unit is a part of the outer
+    unit. The engine must not wait for its database, because a call cannot be repeated without the calls before it.
     """
     assert not is_waiting(engine), "a call of a unit of work cannot be repeated alone"
     if (outer := _unit_of(engine)) is not None:
@@ -159,10 +159,10 @@ def unit_of_work(engine: sa.Engine) -> Iterator[sa.Connection]:
 def transaction(engine: sa.Engine) -> Iterator[sa.Connection]:
     """Context with a write transaction, which is committed when the context ends without an error.
 
-    If the context raises an error, nothing was stored. This holds even if the connection was lost during the commit. On
-    PostgreSQL the transaction therefore also stores a token, a unique text. After a lost connection, the token is
+    If the context raises an error, nothing was stored, even if the connection was lost during the commit. For this
+    purpose, on PostgreSQL, the transaction also stores a token, a unique text. After a lost connection, the token is
     looked up: it is stored only if the transaction was committed, and then no error is raised. In a unit of work, the
-    transaction is a part of it.
+    transaction is a part of the unit.
     """
     if (outer := _unit_of(engine)) is not None:
         with outer.begin_nested():
@@ -241,8 +241,8 @@ def _is_committed(engine: sa.Engine, token: str) -> bool:
 def clock(connection: sa.Connection) -> Any:
     """Current time by the database's clock, in seconds since the epoch, as a value for an SQL statement.
 
-    On SQLite, which only one machine uses, the result is a number. On PostgreSQL, which all machines share, it is an
-    SQL expression.
+    On SQLite, the result is a number, because only one machine uses the database. On PostgreSQL, the result is an SQL
+    expression, because all machines share the database's clock.
     """
     if connection.dialect.name == "sqlite":
         return time.time()
@@ -266,8 +266,8 @@ def one_of(column: sa.ColumnElement[int], numbers: Collection[int]) -> sa.Column
     """Condition that the integer `column` is one of `numbers`.
 
     Databases limit the number of parameters of a statement. If there are more than MAX_NAMED numbers, the condition is
-    therefore that the column is between the smallest and the largest; callers leave out the other rows themselves.
-    Numbers without a gap are not named either, because a statement with many parameters takes long to make.
+    therefore that the column is between the smallest and the largest; callers leave out the other rows themselves. The
+    condition is also a range if the numbers have no gap, because a statement with many parameters takes long to make.
     """
     if not numbers:
         return sa.false()

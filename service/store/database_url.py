@@ -99,7 +99,7 @@ def has_password(url: sa.URL) -> bool:
 def database_url(data_dir: Path, given: str | None = None) -> sa.URL:
     """Find the URL of the database of the server with the data directory `data_dir`.
 
-    It is the first of these that exists:
+    The URL is the first of these that exists:
 
     - `given`, the URL that the user gave on the command line
     - the environment variable MERGESEARCH_DATABASE
@@ -120,7 +120,7 @@ def known_url(data_dir: Path, given: str | None = None) -> sa.URL:
     server stored in the data directory. A missing SQLite file is refused, not created.
 
     Raises:
-        Conflict: The URL that was found is that of a missing SQLite file, or is not the URL of a database.
+        Conflict: The URL names a missing SQLite file, or is not the URL of a database.
     """
     url = database_url(data_dir, given)
     if url.get_backend_name() == "sqlite" and not Path(str(url.database)).exists():

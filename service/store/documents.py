@@ -120,8 +120,8 @@ class AttackResult:
     Attributes:
         benchmark: Name of the benchmark.
         recipe: Digest of the recipe.
-        template: The prompt template with which the merge's metric is worst. It is the original template if no changed
-            template is worse.
+        template: The prompt template with which the merge's metric is worst. The field has the original template if no
+            changed template is worse.
         samples: Name under which the samples with this template are stored.
         num_queries: Number of templates that were scored on all samples, without the original one.
         is_cut: Whether the attack ended early because it had scored `max_queries` templates, an option of the study
@@ -282,7 +282,7 @@ class TrialVerification(VerificationReport):
 class Verification:
     """Result of a study's verification, which scores some trials again with Hugging Face transformers instead of vLLM.
 
-    It has a report for each verified trial. `reason` says why no trial was chosen; None if trials were chosen.
+    The result has a report for each verified trial. `reason` says why no trial was chosen; None if trials were chosen.
     """
 
     reports: tuple[TrialVerification, ...] = ()
@@ -316,7 +316,7 @@ def read_canaries(document: Mapping[str, Any] | None) -> Canaries:
 def read_policy_start(document: Mapping[str, Any] | None) -> PolicyStart | None:
     """Read, from the stored JSON `document`, the trained policies that are a study's initial policies.
 
-    A policy is a network that proposes configurations; the policies are those of an earlier study. Returns None if
+    A policy is a network that proposes configurations; an earlier study has trained these policies. Returns None if
     `document` is None, which means that the study starts from no trained policies.
     """
     return None if document is None else _POLICY_START.validate_python(document)

@@ -57,8 +57,8 @@ _NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
 class Notice:
     """A stored change of a job, for notifying users who want it.
 
-    `study` is the job's id, and `kind` the kind of change. `state` and `reason` are those of the job after the change;
-    if the kind is WAITING, `reason` says what the job waits for. `time` is in seconds since the epoch.
+    `study` is the job's id, and `kind` is the kind of change. `state` and `reason` are the job's state and reason after
+    the change; if the kind is WAITING, `reason` says what the job waits for. `time` is in seconds since the epoch.
     """
 
     study: str
@@ -308,8 +308,8 @@ class NotificationStore:
         """Store that a try to send a delivery failed, for the reason `error`.
 
         `status` is the HTTP status of the response, or None if there was none. If `is_last` is True, no further try
-        follows. Then the subscription (the webhook or mail address) is disabled, and its waiting deliveries are
-        deleted, if tries have failed there for `disables_after_s` seconds without a success.
+        follows. If also no try has succeeded for `disables_after_s` seconds, the subscription (the webhook or mail
+        address) is disabled, and its waiting deliveries are deleted.
 
         Returns:
             The subscription if it was disabled now, else None.
@@ -356,13 +356,13 @@ class NotificationStore:
         """Store the reasons why jobs wait, make notices of jobs that wait too long, and return the number of notices.
 
         Users get messages about notices later. A job waits too long if it has waited for the same reason for
-        `notify_after_s` seconds. After a notice, there is another one only if the job has stopped waiting in between: a
-        driver (a process that works on the job) has worked on it for `works_after_s` seconds, or the job was paused or
-        has ended.
+        `notify_after_s` seconds. A job gets another notice only if it has stopped waiting since the last one. A job has
+        stopped waiting if a driver (a process that works on the job) has worked on it for `works_after_s` seconds, if
+        it was paused, or if it has ended.
 
         `waiting` maps the id of each unfinished job that is not paused to the reason why it waits; None if a driver
-        works on it. `passing` is a reason that lasts only for a short time, such as the start of a driver. It does not
-        replace the reason before it. Jobs that are being deleted are left out.
+        works on it. `passing` is a reason that lasts only for a short time, such as the start of a driver. Such a
+        reason does not replace the reason before it. Jobs that are being deleted are left out.
         """
         table = schema.waits
         with self._reads.connect() as connection:
@@ -466,7 +466,7 @@ def _webhook(connection: sa.Connection, webhook_id: str) -> SubscriptionRecord:
 def _document(subscription: SubscriptionRecord) -> dict[str, Any]:
     """Describe a subscription (a webhook or mail address) for the audit log, without its secret.
 
-    Of a webhook's URL, only the host is included, because the path may be a secret.
+    The description has only the host of a webhook's URL, because the path may be a secret.
     """
     is_webhook = subscription.kind is SubscriptionKind.WEBHOOK
     target = {"host": urlsplit(subscription.target).hostname} if is_webhook else {"address": subscription.target}

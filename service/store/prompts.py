@@ -1,6 +1,6 @@
 """Storage of the prompts and references of a study's samples: one row for adjacent samples of one objective.
 
-The texts are those of the task, not of a merge: all trials share them. All functions work inside the caller's
+The texts belong to the task, not to a merge, so all trials share them. All functions work inside the caller's
 transaction.
 """
 
@@ -24,7 +24,7 @@ ROW_SAMPLES = 50
 
 @dataclass(frozen=True)
 class SampleText:
-    """The prompt of a sample, and its right answer (`reference`), None if the task states none as text."""
+    """The prompt of a sample, and its right answer (`reference`); None if the task has no right answer as text."""
 
     prompt: str
     reference: str | None

@@ -40,7 +40,7 @@ class BracketRecord:
     """A stored Hyperband bracket: a group of configurations that start at the same rung.
 
     A rung is one of the increasing numbers of samples on which trials are compared. `bracket` is the index of the
-    bracket, `first_rung` the index of the rung at which it starts, and `size` its number of configurations.
+    bracket, `first_rung` is the index of the rung at which it starts, and `size` is its number of configurations.
     """
 
     bracket: int
@@ -121,7 +121,7 @@ class EvidenceRecord:
 
 @dataclass(frozen=True)
 class ChunkWork:
-    """Work of a replica on one chunk of samples: the seconds of its phases by name, and when it was stored.
+    """Work of a replica on one chunk of samples: the seconds of its phases by name, and when its results were stored.
 
     `finished_at` is in seconds since the epoch.
     """

@@ -80,9 +80,9 @@ class SampleChunk:
 class VoidSample:
     """A void sample: the engine that scored it later failed a check, so the sample must be scored again.
 
-    `recipe_digest` is the digest of the scored recipe (merge), and `split` the data that the sample belongs to.
+    `recipe_digest` is the digest of the scored recipe (merge), and `split` is the data that the sample belongs to.
     `position` is the sample's index in the order in which the objective's samples are scored. `value` is the doubtful
-    value, and `replica` the id of the engine's replica.
+    value, and `replica` is the id of the engine's replica.
     """
 
     recipe_digest: str
@@ -162,7 +162,7 @@ def read_chunks(
     """Yield the stored metric values of a study's samples on one split, in groups with adjacent positions.
 
     `study` is the study's id. `split` is the search data, the holdout data or the benchmarks. `recipes` has the digests
-    of the recipes (merges) to read, and `objectives` the names of the objectives; None reads all.
+    of the recipes (merges) to read, and `objectives` has the names of the objectives; None reads all.
     """
     table = schema.sample_chunks
     where = (table.c.study == study) & (table.c.split == Split(split).value)
@@ -204,7 +204,7 @@ def read_samples(
 ) -> tuple[SampleResult, ...]:
     """Read the scored samples of one recipe (merge), ordered by objective and position.
 
-    `study` is the study's id, and `digest` the recipe's digest. `split` is the search data, the holdout data or the
+    `study` is the study's id, and `digest` is the recipe's digest. `split` is the search data, the holdout data or the
     benchmarks. The position of a sample is its index in the order in which the objective's samples are scored. With
     `objective`, only its samples are read, and with `positions`, only rows that have a sample at one of these
     positions; a row has adjacent samples that were scored together. If `has_tokens` is False, stored completions are
@@ -249,10 +249,11 @@ def _samples_of(
     """Yield the stored samples of one recipe (merge), each with the id of its row in the table `evidence`.
 
     A row of this table says which weights the engine held when it scored samples. `study` is the study's id, `digest`
-    the recipe's digest, and `split` the search data, the holdout data or the benchmarks. Samples in the table in which
-    earlier versions of the program stored them are left out. `where` is a condition on rows of the table
-    `sample_chunks`, each of which has adjacent samples that were scored together. Of these rows the samples at
-    `positions` are yielded (None: all); without `has_tokens`, completions have none of their token ids.
+    is the recipe's digest, and `split` is the search data, the holdout data or the benchmarks. Samples in the table in
+    which earlier versions of the program stored them are left out. `where` is a condition on rows of the table
+    `sample_chunks`; each row has adjacent samples that were scored together. From the selected rows, only samples at
+    `positions` are yielded (None: all samples). If `has_tokens` is False, completions are yielded without their token
+    ids.
     """
     table, texts, documents = schema.sample_chunks, schema.sample_texts, schema.sample_documents
     same = [texts.c[column.name] == column for column in table.primary_key]
@@ -314,8 +315,8 @@ def void_holdings(*columns: Any, held: sa.Subquery) -> sa.Select[Any]:
 
     A sample is void if its engine scored it after the last check with fixed prompts that the engine passed. `held` is a
     result of `holdings`: it has the number of samples for each row of the table `evidence`, which says which weights
-    the engine held. The query selects those rows of `held` whose samples are void. `columns` are the columns to select,
-    of `held` or of the joined tables `evidence` and `engine_faults`.
+    the engine held. The query selects those rows of `held` whose samples are void. `columns` are the columns to select;
+    they are columns of `held` or of the joined tables `evidence` and `engine_faults`.
     """
     return _void(sa.select(*columns).select_from(held), held.c.evidence)
 
@@ -329,7 +330,7 @@ def _void(query: sa.Select[Any], of: sa.ColumnElement[int]) -> sa.Select[Any]:
 def read_void_samples(connection: sa.Connection, study: str) -> tuple[VoidSample, ...]:
     """Read the void samples of a study: those that must be scored again, because their engine later failed a check.
 
-    They are ordered by the digest of the recipe (merge), by split (search data, holdout data or benchmarks), by
+    The samples are ordered by the digest of the recipe (merge), by split (search data, holdout data or benchmarks), by
     objective and by position.
     """
     chunks, old, replica = schema.sample_chunks, schema.samples, schema.evidence.c.replica
@@ -350,9 +351,9 @@ def read_void_samples(connection: sa.Connection, study: str) -> tuple[VoidSample
 def not_stored(
     connection: sa.Connection, study: str, digest: str, split: Split, samples: Sequence[SampleResult]
 ) -> list[SampleResult]:
-    """Select those of `samples` that are not stored yet for one recipe (merge) of a study.
+    """Select the `samples` that are not stored yet for one recipe (merge) of a study.
 
-    `digest` is the recipe's digest, and `split` the data that the samples belong to: search data, holdout data or
+    `digest` is the recipe's digest, and `split` is the data that the samples belong to: search data, holdout data or
     benchmarks. Samples that are only in the table `samples`, where earlier versions stored them, count as not stored.
     """
     table = schema.sample_chunks
@@ -368,8 +369,8 @@ def store_samples(
 ) -> None:
     """Store samples of one recipe (merge) that an engine scored in one request.
 
-    `study` is the study's id, `digest` the recipe's digest, and `split` the data that the samples belong to, such as
-    the search data. `evidence` is the id of a row in the table `evidence`, which says which weights the engine held.
+    `study` is the study's id, `digest` is the recipe's digest, and `split` is the data that the samples belong to, such
+    as the search data. `evidence` is the id of a row in the table `evidence`, which says which weights the engine held.
     None of the samples may be stored already. `samples` must have all samples of the request that are to be stored,
     because this function also writes their total size in bytes to the row.
     """
@@ -403,7 +404,7 @@ def store_samples(
 
 
 def delete_texts(connection: sa.Connection, study: str, *, keep: Collection[str]) -> None:
-    """Delete the stored model responses and tokens of a study, except those of the recipes (merges) in `keep`.
+    """Delete the stored model responses and tokens of a study, except for the recipes (merges) in `keep`.
 
     `study` is the study's id, and `keep` has the digests of these recipes.
     """
@@ -422,8 +423,8 @@ def remove_samples(
 ) -> None:
     """Remove some stored samples of one recipe (merge).
 
-    `study` is the study's id, `digest` the recipe's digest, and `split` the data that the samples belong to, such as
-    the search data. `keys` has the samples to remove, each as (objective, position in the order of scoring).
+    `study` is the study's id, `digest` is the recipe's digest, and `split` is the data that the samples belong to, such
+    as the search data. `keys` has the samples to remove, each as (objective, position in the order of scoring).
     """
     if not keys:
         return
@@ -512,7 +513,7 @@ def _is_of(table: sa.Table, study: str, digest: str, split: Split) -> sa.ColumnE
 def move_old_samples(connection: sa.Connection, study: str, digest: str) -> int:
     """Move the samples of one recipe (merge) from the table of earlier program versions to the present tables.
 
-    `study` is the study's id, and `digest` the recipe's digest. Returns the number of samples that were moved.
+    `study` is the study's id, and `digest` is the recipe's digest. Returns the number of samples that were moved.
     """
     by_chunk: dict[tuple[Split, int], list[SampleResult]] = defaultdict(list)
     for split, evidence, sample in _old_samples(connection, study, digest):
@@ -536,10 +537,10 @@ def _old_samples(
 ) -> Iterator[tuple[Split, int, SampleResult]]:
     """Yield the samples of one recipe (merge) from the table of earlier program versions, which has a row per sample.
 
-    `study` is the study's id, and `digest` the recipe's digest. `split` is the data to read: search data, holdout data
-    or benchmarks; None reads all. Each sample is yielded as its split, the id of its row in the table `evidence` (which
-    says which weights the engine held), and the result. `condition` is a further condition on the rows, and `positions`
-    and `has_tokens` are those of `_samples_of`.
+    `study` is the study's id, and `digest` is the recipe's digest. `split` is the data to read: search data, holdout
+    data or benchmarks; None reads all. Each sample is yielded as its split, the id of its row in the table `evidence`
+    (which says which weights the engine held), and the result. `condition` is a further condition on the rows;
+    `positions` and `has_tokens` have the same meaning as in `_samples_of`.
     """
     table = schema.samples
     where = (table.c.study == study) & (table.c.recipe_digest == digest)

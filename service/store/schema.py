@@ -598,7 +598,8 @@ deliveries = Table(
     Index("deliveries_by_subscription", "subscription", "created_at"),
 )
 
-# Jobs that wait: for what, since when, since when a driver works again, and whether users were notified.
+# Jobs that wait: the reason, the time since when, the time since when a driver works again, and whether users were
+# notified.
 waits = Table(
     "waits",
     metadata,

@@ -172,8 +172,8 @@ class Notifications:
 def _single(store: Store) -> sa.Engine | None:
     """Make an SQLAlchemy engine with a single connection that stays open, separate from the store's connections.
 
-    Such a connection holds a lock of PostgreSQL, or receives its notifications. It notices a lost server within some
-    seconds. Returns None for SQLite, where no such connection is needed.
+    Such a connection holds a lock of PostgreSQL, or receives its notifications. The connection notices a lost server
+    within some seconds. Returns None for SQLite, where no such connection is needed.
     """
     if store.engine.dialect.name == "sqlite":
         return None

@@ -85,7 +85,7 @@ __all__ = ["Store"]
 # Seconds until a store that waits tries again to open a database that does not answer.
 RETRY_S = 1.0
 
-# In PostgreSQL's refusals of a connection, which have no error code.
+# Texts in PostgreSQL's refusals of a connection, which have no error code.
 REFUSALS = ("does not exist", "authentication failed", "no password supplied", "no pg_hba.conf entry")
 
 # Events after which drivers without a result are counted from zero: stored results, a request to resume, and drivers
@@ -112,7 +112,7 @@ TRIAL_COLUMNS = (
     sa.cast(schema.trials.c.recipe, sa.Text).label("recipe"),
 )
 
-# What lists of jobs can be sorted by.
+# Fields by which lists of jobs can be sorted.
 JOB_SORTS: Mapping[str, sa.ColumnElement[Any]] = {
     "created": schema.studies.c.created_at,
     "name": schema.studies.c.name,
@@ -253,17 +253,17 @@ class Store:
     def unit_of_work(self) -> AbstractContextManager[sa.Connection]:
         """Context that makes this thread's calls of stores in this database one transaction.
 
-        It is committed when the context ends without an error; otherwise nothing is stored. So a change and its entry
-        in the audit log are stored together.
+        The transaction is committed when the context ends without an error; otherwise nothing is stored. Therefore a
+        change and its entry in the audit log are stored together.
         """
         return unit_of_work(self._engine)
 
     @contextmanager
     def admission(self) -> Iterator[None]:
-        """Context of a unit of work that compares quotas with what is used, and then stores the jobs or files that fit.
+        """Context of a unit of work that compares quotas with their use, and then stores the jobs or files that fit.
 
-        No other admission of any server with this database overlaps with it, so that together they admit no more than
-        the quotas allow.
+        Admissions never overlap, even admissions of several servers with this database. Otherwise two admissions
+        together could exceed a quota.
         """
         with self._admissions, unit_of_work(self._engine) as connection:  # who waits for the lock has no connection
             if connection.dialect.name == "postgresql":  # on SQLite, the transaction has the only write lock
@@ -293,12 +293,12 @@ class Store:
             kind: Name of the kind of job, such as "search" for a study.
             name: The job's name, which need not be unique.
             document: The submitted document, such as the study file.
-            accepted: What the checks of the document found out, as JSON.
+            accepted: Findings of the checks of the document, as JSON.
             idempotency_key: Text by which a repeated request is recognized; None always stores a new job.
             request_digest: Hash of the request; callers compare a later request with the same key with it.
             keeps: The digests of artifacts (such as trained models) of other jobs that this job uses, by the name that
-                they get in this job. They become artifacts of this job too, so that their files stay when the other
-                jobs are deleted.
+                they get in this job. The artifacts become artifacts of this job too, so that their files stay when the
+                other jobs are deleted.
             owner: Name of the user who creates the job; None if the server has no accounts.
             team: Name of the team that the job belongs to; None for no team.
             sharing: Who may read the job besides its owner and administrators.
@@ -351,7 +351,7 @@ class Store:
         name: str | None = None,
         reader: Account | None = None,
     ) -> tuple[JobRecord, ...]:
-        """Read all jobs, oldest first, or only those of one kind, in one state or with one name.
+        """Read all jobs, oldest first, or only the jobs of one kind, in one state or with one name.
 
         If `reader` is not None, only the jobs that this account may read are returned.
         """
@@ -464,7 +464,7 @@ class Store:
     def is_drained(self) -> bool:
         """Whether the servers of this database are drained for maintenance.
 
-        They then accept no jobs and start no drivers, which are the processes that work on jobs.
+        Drained servers accept no jobs and start no drivers, which are the processes that work on jobs.
         """
         with self._reads.connect() as connection:
             return _is_drained(connection)
@@ -648,12 +648,12 @@ class Store:
         restarts: bool,
         steering: Steering,
     ) -> JobRecord | None:
-        """Edit a job and return it; return None and change nothing if it was edited after it was read as `job`.
+        """Edit a job and return it. If the job was edited after it was read as `job`, return None and change nothing.
 
         `labels` has the new values of those columns that change, among `name`, `description`, `tags`, `notes` and
         `priority`. `document` is the submitted document with the edited options; None leaves the document unchanged. If
-        `restarts` is True, a driver (process) that works on the job is replaced by one that reads the new document.
-        `steering` says who asks, and why; it is stored as an event.
+        `restarts` is True, another driver replaces the driver (process) that works on the job, and reads the new
+        document. `steering` says who asks, and why; it is stored as an event.
         """
         table = schema.studies
         values: dict[str, Any] = {**labels, "version": job.version + 1}
@@ -674,13 +674,13 @@ class Store:
             return job_record(found)
 
     def set_invalid(self, study: JobRecord, number: int, *, invalid: str | None, steering: Steering) -> JobRecord:
-        """Mark a trial as invalid, or as valid again, and return the study as it is then.
+        """Mark a trial as invalid, or as valid again, and return the changed study.
 
         `number` is the trial's number. `invalid` is the reason why the trial is invalid; None marks it as valid.
         `steering` says who asks, and is stored as an event. The trial's samples stay. If a driver (process) works on
-        the study, it is replaced by one that selects the best trials anew. A COMPLETE study continues, so that trials
-        which are among the best only now are scored on held-out data, unless its responses were removed. A mark that is
-        there already changes nothing. Raises NotFound if there is no such trial.
+        the study, another driver replaces it and selects the best trials anew. A COMPLETE study continues, so that
+        trials that are now among the best are scored on held-out data; it does not continue if its responses were
+        removed. If the trial has the same mark already, nothing changes. Raises NotFound if there is no such trial.
         """
         table, jobs = schema.trials, schema.studies
         is_this = (table.c.study == study.id) & (table.c.number == number)
@@ -702,10 +702,10 @@ class Store:
     def request_evaluation(self, study: JobRecord, trial: int, *, steering: Steering) -> tuple[JobRecord, bool]:
         """Store a user's request to evaluate the recipe (merge) of a trial on all samples.
 
-        Returns the study as it is then, and whether the request is new.
+        Returns the changed study, and whether the request is new.
 
         `trial` is the trial's number. `steering` says who asks, and why; it is stored as an event. If a driver
-        (process) works on the study, it is replaced by one that adds a trial with the recipe. A COMPLETE study
+        (process) works on the study, another driver replaces it and adds a trial with the recipe. A COMPLETE study
         continues. A second request for the same trial changes nothing. Raises Conflict if the responses of a COMPLETE
         study were removed.
         """
@@ -723,11 +723,11 @@ class Store:
     ) -> tuple[JobRecord, bool]:
         """Store a user's request to evaluate a given merge on all samples of the search.
 
-        Returns the study as it is then, and whether the request is new.
+        Returns the changed study, and whether the request is new.
 
         Exactly one of `recipe` (the JSON document of a recipe) and `configuration` (a value for each parameter of the
         search space) describes the merge; `label` becomes the trial's label. `steering` says who asks, and why; it is
-        stored as an event. If a driver (process) works on the study, it is replaced by one that adds the trial. A
+        stored as an event. If a driver (process) works on the study, another driver replaces it and adds the trial. A
         COMPLETE study continues. The same request sent twice changes nothing. Raises Conflict if another merge was
         enqueued under the label, or the responses of a COMPLETE study were removed.
         """
@@ -740,7 +740,7 @@ class Store:
     ) -> tuple[JobRecord, bool]:
         """Store a request to evaluate a merge, unless the study has the same request already.
 
-        Returns the study as it is then, and whether the request is new.
+        Returns the changed study, and whether the request is new.
 
         `values` are the columns of the request. If the study is COMPLETE, it continues, and `reason` is stored as the
         reason of its new state. `steering` says who asks, and why; it is stored as an event. Raises Conflict if another
@@ -779,8 +779,8 @@ class Store:
         """Set the state of a job whose driver has ended on request: PAUSED after a pause, STOPPED for a preemption.
 
         A driver is a process that works on a job. A preemption is a request that a running job waits again, because
-        another job must run first or a quota is used up. If the job itself has ended, is PAUSED, or was asked for
-        neither, it is not changed.
+        another job must run first or a quota is used up. The job is not changed if it has ended, is PAUSED, or was
+        asked neither to pause nor to make room.
         """
         table, paused, stopped = schema.studies, JobState.PAUSED.value, JobState.STOPPED.value
         of_job = (table.c.id == job_id) & table.c.state.not_in([*FINISHED, paused])
@@ -800,8 +800,8 @@ class Store:
     def resume(self, job_id: str, *, reason: str, steering: Steering | None = None) -> JobRecord:
         """Let a job that waits or failed continue, and return it.
 
-        These jobs can continue: FAILED, STOPPED and PAUSED jobs, and COMPLETE jobs whose responses were not removed and
-        that have void samples, which must be scored again because their engine later failed a check. Such a job becomes
+        FAILED, STOPPED and PAUSED jobs can continue. A COMPLETE job can continue if its responses were not removed, and
+        if it has void samples, which must be scored again because their engine later failed a check. Such a job becomes
         STOPPED with the given `reason`, so that the server starts a driver (process), and its failed drivers are no
         longer counted. A request to pause that has not been carried out yet is withdrawn. Other jobs are not changed.
         If the job is changed and `steering` is not None, it is stored as an event that says who asked, and why. Raises
@@ -834,11 +834,12 @@ class Store:
         return self.job(job_id)
 
     def add_benchmarks(self, study: JobRecord, document: Mapping[str, Any], *, names: Sequence[str]) -> JobRecord:
-        """Replace the study file of a COMPLETE study by one with more benchmarks, and let the study continue.
+        """Add benchmarks to the study file of a COMPLETE study, and let the study continue.
 
-        `study` is the study as it was read before. `document` is the new study file. `names` are the names of the added
-        benchmarks, for the event in the study's history. Raises Conflict if the study is not COMPLETE any more, or was
-        continued or edited since it was read, because `document` may then lack what was changed in the meantime.
+        `study` is the study as it was read before. `document` is the new study file, with the benchmarks. `names` are
+        the names of the added benchmarks, for the event in the study's history. Raises Conflict if the study is not
+        COMPLETE any more, or was continued or edited since it was read, because `document` may then lack the changes
+        that were made in the meantime.
         """
         table, reason = schema.studies, "benchmarks were added"
         with transaction(self._engine) as connection:
@@ -992,8 +993,8 @@ class Store:
     ) -> tuple[TrialRecord, ...]:
         """Read the trials of a study with numbers from `start` up to but not including `stop` (None: to the last).
 
-        If `state` is not None, only trials in this state are returned. At most `limit` trials are returned, those with
-        the lowest numbers first; None means all.
+        If `state` is not None, only trials in this state are returned. At most `limit` trials are returned, in the
+        order of their numbers; None means all.
         """
         table = schema.trials
         query = sa.select(*TRIAL_COLUMNS).where((table.c.study == study_id) & (table.c.number >= start))
@@ -1093,9 +1094,9 @@ class Store:
         """Read the metric values of a study's scored samples as arrays: recipe digest -> objective -> array.
 
         `split` is the search data, the holdout data or the benchmarks. `recipes` has the digests of the recipes
-        (merges) to read, and `objectives` the names of the objectives; None reads all. An array has the value of the
-        sample at each position, or NaN if no value is stored. A position is a sample's index in the order in which the
-        objective's samples are scored.
+        (merges) to read, and `objectives` has the names of the objectives; None reads all. An array has the value of
+        the sample at each position, or NaN if no value is stored. A position is a sample's index in the order in which
+        the objective's samples are scored.
         """
         found: dict[str, dict[str, NDArray[np.float64]]] = defaultdict(dict)
         with self._reads.connect() as connection:
@@ -1127,9 +1128,9 @@ class Store:
         """Read the scored samples of one recipe (merge) of a study, ordered by objective and position.
 
         `split` is the search data, the holdout data or the benchmarks. The position of a sample is its index in the
-        order in which the objective's samples are scored. With `objective`, only its samples are read, and with
-        `positions`, only those at these positions. If `has_tokens` is False, stored completions are returned without
-        their token ids.
+        order in which the objective's samples are scored. With `objective`, only samples of this objective are read,
+        and with `positions`, only samples at these positions. If `has_tokens` is False, stored completions are returned
+        without their token ids.
         """
         with self._reads.connect() as connection:
             return read_samples(
@@ -1145,7 +1146,7 @@ class Store:
     def prompts(self, study_id: str, split: Split, objective: str, positions: Collection[int]) -> dict[int, SampleText]:
         """Read the prompts and references of samples by position; positions without stored texts are left out.
 
-        `split` is the search data, the holdout data or the benchmarks, and `objective` the objective's name. A
+        `split` is the search data, the holdout data or the benchmarks, and `objective` is the objective's name. A
         position is a sample's index in the order in which the objective's samples are scored.
         """
         with self._reads.connect() as connection:
@@ -1285,8 +1286,8 @@ class Store:
     ) -> tuple[JudgmentRecord, ...]:
         """Read the verdicts of judges (models that compare answers) on completions by a study's merges.
 
-        If a benchmark's name or a recipe's digest is given, only its judgments are read. They are ordered by benchmark,
-        recipe and position, and for one sample by the order of both answers in the judge's prompt.
+        If a benchmark's name or a recipe's digest is given, only its judgments are read. The judgments are ordered by
+        benchmark, recipe and position, and for one sample by the order of both answers in the judge's prompt.
         """
         table = schema.judgments
         query = sa.select(*(column for column in table.c if column.name != "study")).where(table.c.study == study_id)
@@ -1299,7 +1300,7 @@ class Store:
             return tuple(JudgmentRecord(**row) for row in rows.mappings())
 
     def num_charged(self, study_id: str) -> int:
-        """Number of samples that a study's gradients and similar computations count as in the limit `max_samples`.
+        """Number of samples that a study's gradients and similar computations take from the limit `max_samples`.
 
         Such computations, the steps of a study's searcher, are made between the searcher's proposals.
         """
@@ -1361,8 +1362,8 @@ class Store:
     ) -> tuple[EventRecord, ...]:
         """Read the events of a job with ids above `after`, in the order of ids, at most `limit` (None: all).
 
-        `kinds` has the kinds of events to read; None reads all kinds. With `newest_first`, the order is that of falling
-        ids. The first `offset` events in that order are left out.
+        `kinds` has the kinds of events to read; None reads all kinds. With `newest_first`, the largest id is first. The
+        first `offset` events in this order are left out.
         """
         table = schema.events
         order = table.c.id.desc() if newest_first else table.c.id
@@ -1373,7 +1374,7 @@ class Store:
             return tuple(EventRecord(*row) for row in rows)
 
     def num_events(self, job_id: str, *, after: int = 0, kinds: Collection[str] | None = None) -> int:
-        """Count the events of a job with ids above `after`, of all kinds or of those in `kinds`."""
+        """Count the events of a job with ids above `after`; if `kinds` is not None, only events of these kinds."""
         query = sa.select(sa.func.count()).select_from(schema.events).where(_chosen_events(job_id, after, kinds))
         with self._reads.connect() as connection:
             return connection.execute(query).scalar_one()

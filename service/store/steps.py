@@ -63,9 +63,9 @@ class _Request:
 
     @property
     def num_charged(self) -> int:
-        """Number of samples that the requested computation counts as in the study's limit `max_samples`.
+        """Number of samples that the requested computation takes from the study's limit `max_samples`.
 
-        It is 0 for most kinds of requests.
+        The number is 0 for most kinds of requests.
         """
         return 0
 
@@ -76,8 +76,8 @@ class _Measurement(_Request):
 
     `point` names the merge: it has the values of all parameters of the search space, in the order of the space.
     `positions` has the samples, by objective, as indices in the order in which the objective's samples are scored. The
-    reference answers are those of the task. For the objectives in `completions`, they are correct completions by the
-    source models instead. Each sample counts as `charge` samples against the study's limit of samples.
+    reference answers come from the task. For the objectives in `completions`, correct completions by the source models
+    are used instead. Each sample counts as `charge` samples against the study's limit of samples.
     """
 
     point: tuple[float, ...]

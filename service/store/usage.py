@@ -1,4 +1,4 @@
-"""GPU-hours that the jobs of each team have used, by day: how they are added, and the sums that are read.
+"""GPU-hours that the jobs of each team have used, stored by day: additions, and sums over days.
 
 The rows belong to teams, not to jobs, so that they stay when jobs are deleted.
 """

@@ -59,7 +59,7 @@ def check_added(document: Mapping[str, Any], stored: JobRecord, access: FileAcce
 
     `document` is the study file that includes the added benchmarks. A file that the benchmarks name is allowed only if
     two lists of permissions allow it: `access`, the server's present one, and the list that was stored with the study.
-    The study's other tasks are not checked again. Of its models only the tokenizer is read. Raises InvalidStudy with
+    The study's other tasks are not checked again. Only the tokenizer of its models is read. Raises InvalidStudy with
     every problem, each with its place in `document`.
     """
     study, before = Study.model_validate(document), ResolvedStudy.of(stored).access

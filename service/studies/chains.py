@@ -6,12 +6,12 @@ store, the checkpoint is stored there as an artifact of the other study. The sou
 and its recipe are fixed when the study is created. The checkpoint's fingerprint is checked like the fingerprint of
 every source.
 
-A source that is an expert of a fine-tuning is an artifact of the fine-tuning already. It is used at its URL or, if
-artifacts are in a directory, copied to the directory of sources.
+A source that is an expert of a fine-tuning is an artifact of the fine-tuning already. The expert is used at its URL or,
+if artifacts are in a directory, copied to the directory of sources.
 
-In a study with `path_of`, the models get the layers of a trial's layer path: for each model, a checkpoint is written
-with the model's own layers in the order of the layer path. Searchers that search coefficients of whole models,
-including the searchers that use gradients, can then improve the coefficients of merges along the layer path.
+A study file with the option `path_of` names a trial of another study. Each model of the study then gets its own layers
+in the order of this trial's layer path, and is written as a checkpoint. Searchers that search coefficients of whole
+models, including the searchers that use gradients, can then improve the coefficients of merges along the layer path.
 """
 
 from __future__ import annotations
@@ -93,9 +93,9 @@ class _Places:
 
         `write` is a function that writes the checkpoint to the directory that it gets. `name` identifies the content of
         the checkpoint. `job_id` is the study in `store` whose trial the checkpoint is. In an object store, the
-        checkpoint becomes an artifact of this study. It is first written to a hidden directory below `directory`, where
-        an interrupted write can continue. Without an object store, `write` is always called with the checkpoint's final
-        directory, and must do nothing if the checkpoint is complete there.
+        checkpoint becomes an artifact of this study. The checkpoint is first written to a hidden directory below
+        `directory`, where an interrupted write can continue. Without an object store, `write` is always called with the
+        checkpoint's final directory, and must do nothing if the checkpoint is complete there.
         """
         root = self.directory.resolve() / SOURCES
         if not is_object_url(str(self.artifacts_in)):
@@ -193,8 +193,8 @@ def _trained(
 
     `expert` is its name in the fine-tuning that `source` names and `open_study` opens. `known` was stored when the
     study was created, if the study is resumed; a source that is still there is used again. `note` receives lines of
-    progress. Raises NotFound if there is no such fine-tuning or expert, and Conflict if the expert's files are others
-    than those of `known`.
+    progress. Raises NotFound if there is no such fine-tuning or expert, and Conflict if the expert's files differ from
+    the files that `known` names.
     """
     if known is not None and (is_object_url(known.directory) or Path(known.directory).is_dir()):
         return known
@@ -221,7 +221,7 @@ def _trained(
 def keep_sources(artifacts: ArtifactStore, job_id: str, models: Iterable[str]) -> None:
     """Keep a study's source models that other jobs have stored as artifacts (files), in case these jobs are deleted.
 
-    The artifacts are added to those of the study `job_id`. `models` are the directories, hub ids and URLs of the
+    The artifacts become artifacts of the study `job_id` too. `models` are the directories, hub ids and URLs of the
     study's models; models that are not artifacts in the object store are skipped. Raises Conflict if the files of an
     artifact are gone.
     """
@@ -275,7 +275,7 @@ def _trial(store: Store, record: JobRecord, source: FromStudy, known: ChainedSou
     earlier study and the trial (a number, or "best"). `record` is the earlier study's job in `store`. `known` is None
     for a new study. For a stored study, `known` has the trial and recipe digest that the source had when this study was
     created; this trial is then used. Raises NotFound if there is no such trial, and Conflict if the trial's recipe
-    differs from that of `known`.
+    differs from the recipe that `known` names.
     """
     trials = store.trials(record.id)
     if known is not None:
@@ -306,11 +306,11 @@ def _along_path(
     """Export the base and the experts, each with its own layers rearranged in the order of a trial's layer path.
 
     A layer path is the sequence of the layers of the source models that a merge consists of. `source` names the trial,
-    and `open_study` opens the trial's study. The models are written to `places`. `before` has what was stored about the
-    exported sources when `study` was created, if this study is resumed; otherwise it is None. Models that were exported
-    before are not written again. `note` receives lines of progress. Returns the exported models by alias. Experts that
-    are merges of other studies are left out. Raises NotFound if the trial does not exist, Conflict if its path cannot
-    be used, and InvalidModel or InvalidStudy if models cannot be read or merged.
+    and `open_study` opens the trial's study. The models are written to `places`. If `study` is resumed, `before` has
+    the records of the exported sources that were stored when it was created; otherwise `before` is None. Models that
+    were exported before are not written again. `note` receives lines of progress. Returns the exported models by alias.
+    Experts that are merges of other studies are left out. Raises NotFound if the trial does not exist, Conflict if its
+    path cannot be used, and InvalidModel or InvalidStudy if models cannot be read or merged.
     """
     experts = {alias: place for alias, place in study.models.experts.items() if isinstance(place, str)}
     written = {} if before is None else {alias: before.chained[alias] for alias in (BASE, *experts)}
@@ -345,8 +345,8 @@ def _path(recipe: Recipe, where: str) -> tuple[dict[Component, int], ...]:
     """Layer path of the merge `recipe`: for each layer and component in order, the number of its source layer.
 
     The components of a layer are its attention, its MLP and its norms. `where` names the trial in error messages.
-    Raises Conflict if a layer of the merge, or its MLP, has a scale (a factor on its output), if an alignment (a
-    learned map of the residual stream between two layers) follows a layer, or if a component is merged from source
+    Raises Conflict in three cases: a layer of the merge, or its MLP, has a scale (a factor on its output); an alignment
+    (a learned map of the residual stream between two layers) follows a layer; or a component is merged from source
     layers with different numbers.
     """
     path: list[dict[Component, int]] = []

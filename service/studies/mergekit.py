@@ -21,9 +21,9 @@ def mergekit_file(stored: JobRecord, recipe: Mapping[str, Any], *, has_directori
     """Convert a recipe of a stored study to a mergekit configuration, as YAML.
 
     mergekit computes the tensors of the recipe's merge from it, up to float32 rounding, and stores them in the dtype of
-    the study's engines. `stored` is the job of the study, and `recipe` the document of the recipe. Models without a hub
-    id are named by their directories. If `has_directories` is False, they are named as in the study, and a comment says
-    what a reader fills in, because the file is for another machine.
+    the study's engines. `stored` is the job of the study, and `recipe` is the document of the recipe. Models without a
+    hub id are named by their directories. If `has_directories` is False, these models have their names in the study,
+    and a comment says that a reader must replace the names, because the file is for another machine.
 
     Raises:
         InvalidStudy: The models cannot be read, or have changed since the study was created (problems with the place

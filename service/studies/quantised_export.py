@@ -1,7 +1,7 @@
-"""Quantised export of a trial of a run, with its held-out scores beside those of the merge that the study scored.
+"""Quantised export of a trial of a run, and a comparison of its held-out scores with those of the scored merge.
 
-The merge is written in full beside the result, quantised, and removed. vLLM then loads the quantised model in a process
-of its own and scores the samples of the holdout data that the study scored. Differences are paired, sample by sample.
+The full merge is written beside the result, quantised, and then removed. vLLM loads the quantised model in a separate
+process and scores the samples of the holdout data that the study scored. Differences are paired, sample by sample.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ def export_quantised(
     """Write the quantised merged model of a trial to the new directory `out`, and return its held-out scores.
 
     `record` is the study's job in `store`, and `trial` is "best" or the trial's number. `scheme` is a key of
-    `workers.export.quantised.SCHEMES`, and `dtype` that of what is not quantised; None is that of the study's engines.
-    `note` is called with messages about the progress. `score(directory, engine options, spans)` scores the model;
-    default: vLLM, in a process of its own. `details` are passed on to `export_trial`. The result is empty if the study
-    has no holdout data that were scored for this trial.
+    `workers.export.quantised.SCHEMES`. `dtype` is the dtype of tensors that are not quantised; None means the dtype of
+    the study's engines. `note` is called with messages about the progress. `score(directory, engine options, spans)` is
+    a function that scores the model; by default, vLLM does it in a separate process. `details` are passed on to
+    `export_trial`. The result is empty if the study has no holdout data that were scored for this trial.
 
     Raises:
         NotFound, Conflict, InvalidStudy: As `export_trial`; Conflict also if `out` is not empty, or if a holdout task
@@ -87,7 +87,7 @@ def export_quantised(
     chosen = chosen_trial(store, record, trial)
     if any(layer.alignment is not None for layer in chosen.read_recipe().layers):
         raise InvalidModel((f"trial {chosen.number}: vLLM has no model class for its alignments between layers",))
-    # What can be refused is refused before the merge is computed and written, which may take an hour.
+    # Requests are refused before the merge is computed and written, which may take an hour.
     study, resolved = Study.model_validate(record.document), ResolvedStudy.of(record)
     samples = store.samples(record.id, chosen.recipe.digest, Split.HOLDOUT, has_tokens=False)
     check_files(study, resolved.access)
@@ -146,11 +146,11 @@ def scores_table(scores: Mapping[str, QuantisedScore]) -> list[tuple[str, ...]]:
 
 
 def _spans(study: Study, resolved: ResolvedStudy, samples: Sequence[SampleResult]) -> tuple[Span, ...]:
-    """The samples of the holdout data that the study has scored, as ranges from the first position on.
+    """The samples of the holdout data that the study has scored, as ranges that begin at the first position.
 
-    A range ends before the first position that was not scored; those after it are left out.
+    A range ends before the first position that was not scored; later samples are left out.
 
-    Raises Conflict if a task is not that which the study scored.
+    Raises Conflict if a task differs from the task that the study scored.
     """
     from service.studies.preflight.tasks import task_spec
 

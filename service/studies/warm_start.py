@@ -64,7 +64,7 @@ def with_warm_start(
     `search.warm_start` in the study file names the earlier study. At the study's first run the results are copied to
     the study's own artifacts (stored files); later runs read this copy. Returns `preflight`, the checked study, with
     the results in the field `observed`. If the study file names no earlier study, `preflight` is returned unchanged.
-    `open_study` opens the earlier study, and `writer` records in `store` what was copied. Raises StudyFailed if the
+    `open_study` opens the earlier study, and `writer` stores a record of the copy in `store`. Raises StudyFailed if the
     results cannot be used; the study is then stored as FAILED, with the reason.
     """
     if preflight.study.search.warm_start is None:
@@ -90,8 +90,8 @@ def with_warm_start(
 def _read(artifacts: ArtifactStore, study_id: str, start: WarmStart) -> tuple[Observation, ...]:
     """Read the stored results of an earlier study with which a study starts, in the order of the earlier trials.
 
-    They are an artifact, in `artifacts`, of the study `study_id`. `start` has the digest that the stored file must
-    have. The earlier trials have negative numbers, so that they come before the study's own. Raises NotFound if no
+    The results are an artifact, in `artifacts`, of the study `study_id`. `start` has the digest that the stored file
+    must have. The earlier trials have negative numbers, so that they come before the study's own. Raises NotFound if no
     results are stored, and Conflict if they differ from those that the study began with.
     """
     record = artifacts.get(study_id, ARTIFACT)
@@ -147,10 +147,10 @@ def _results(
 ) -> list[dict[str, Any]]:
     """The configurations and results of an earlier study's searched trials as JSON, for use by a new study.
 
-    `preflight` is the checked new study, and `plan` its plan. `record` is the earlier study's job in `store`. Costs and
-    constraints are computed by the new study's objectives. The fidelity of a result is its number of samples as a share
-    of the new study's full budget, at most 1. With `is_full_only`, results at lower rungs (fewer samples) are left out.
-    Raises Conflict if a configuration is outside the new study's search space.
+    `preflight` is the checked new study, and `plan` is its plan. `record` is the earlier study's job in `store`. Costs
+    and constraints are computed by the new study's objectives. The fidelity of a result is its number of samples as a
+    share of the new study's full budget, at most 1. With `is_full_only`, results at lower rungs (fewer samples) are
+    left out. Raises Conflict if a configuration is outside the new study's search space.
     """
     before = replace(plan, study_id=record.id, rung_samples=ResolvedStudy.of(record).rung_samples)
     trials = {trial.number: trial for trial in store.trials(record.id)}
@@ -256,9 +256,9 @@ def _differing(what: str, theirs: Mapping[str, Any], ours: Mapping[str, Any]) ->
 def _meaning(objective: Objective, tasks: Mapping[str, str]) -> tuple[Any, ...]:
     """The properties of an objective that two studies must share for its values to be comparable.
 
-    They are metric, direction, range, task, and whether it counts the recipe's layers or parameters. `tasks` has the
-    digest of each task by the objective's name. Constraints are left out, because the new study evaluates its own
-    constraints.
+    These properties are metric, direction, range, task, and whether the objective counts the recipe's layers or
+    parameters. `tasks` has the digest of each task by the objective's name. Constraints are left out, because the new
+    study evaluates its own constraints.
     """
     o = objective
     return o.metric, o.direction, o.bounds, o.cost_of_recipe, tasks.get(o.name)

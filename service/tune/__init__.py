@@ -7,10 +7,10 @@
 - `plan`: the plan of a study's evaluations, which is the same in all attempts
 - `coordinator`: decides which evaluation runs next, and stores the results
 - `ask_and_tell`: asks the searcher for trials, and promotes or prunes them after each rung
-- `sample_limit`: the limit of a study's samples: how many are used, and what may still start
+- `sample_limit`: the limit of a study's samples: how many are used, and which trials and steps may still start
 - `refinement_stage`: after the search, learns coefficients for the layer paths on the Pareto front by gradient descent
 - `holdout_stage`: after the search, scores the front and the baselines on the holdout data
-- `benchmark_stage`: after that, scores chosen trials on the benchmarks
+- `benchmark_stage`: after the held-out stage, scores chosen trials on the benchmarks
 - `attacks`: searches for the prompt templates with which merges score worst on benchmarks
 - `judging`: judgments of completions by LLM judges
 - `judge_client`: HTTP client of an LLM judge

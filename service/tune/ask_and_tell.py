@@ -151,10 +151,10 @@ class AskAndTell:
             self._feasibility.know(trial.number, lower)
 
     def stop(self, reason: str, *, running: Collection[int]) -> None:
-        """End the search now, and end all trials except those in `running` as pruned.
+        """End the search now; trials except those in `running` end as pruned.
 
         `reason` is stored as the reason why the trials were pruned, and why the search ended. `running` has the numbers
-        of the trials that are being evaluated. Each of them ends with its next result.
+        of the trials that are being evaluated. Each of these trials ends with its next result.
         """
         if not self.table.is_finished:
             self.end_reason = reason
@@ -167,9 +167,10 @@ class AskAndTell:
     def add_requested(self, requests: Iterable[EvaluationRequest]) -> None:
         """Add a trial for each user's request to evaluate a merge, unless the request already has a trial.
 
-        The merge is that of another trial, or one that the user gave as a recipe or a configuration. The trial is
-        scored on all search samples. Like a baseline, it belongs to no bracket (ladder of rungs). It takes the next
-        trial number and is stored with it, so that a resumed search gives its proposals the same numbers.
+        A request names an existing trial, whose merge is evaluated, or has a merge itself, as a recipe or a
+        configuration. The new trial is scored on all search samples. Like a baseline, it belongs to no bracket (ladder
+        of rungs). The new trial takes the next trial number and is stored with it, so that a resumed search gives its
+        proposals the same numbers.
         """
         for request in requests:
             if request.added is None:
@@ -285,8 +286,8 @@ class AskAndTell:
         """Whether the study's limit of samples allows the trial of `proposal`, or a computation for it, to start.
 
         If `num_charged` is above 0, the question is about the computation, such as a gradient, which counts as this
-        number of samples. If the limit would be exceeded, this method ends the search and returns False. It also
-        returns False as long as the answer depends on running evaluations.
+        number of samples. If the limit would be exceeded, this method ends the search and returns False. The method
+        also returns False as long as the answer depends on running evaluations.
         """
         fits = self._limit.admits(proposal, num_charged=num_charged)
         if fits is False:

@@ -25,7 +25,7 @@ __all__ = ["Attacks", "samples_name"]
 def samples_name(task: TaskSpec) -> str:
     """Name for storing the samples of a task with a changed prompt template.
 
-    The name depends only on the task, so benchmarks with equal tasks share the samples. It begins with "@", so it
+    The name depends only on the task, so benchmarks with equal tasks share the samples. The name begins with "@", so it
     differs from the names of objectives and benchmarks.
     """
     return f"@{task.digest[:40]}"

@@ -137,8 +137,8 @@ class Coordinator:
     def stage(self) -> str:
         """The stage of the study, for displays of progress: "searching", "refining", "held-out" or "benchmarks".
 
-        The refinement improves coefficients of the Pareto front's trials after the search. Then trials are scored on
-        held-out data and on benchmarks.
+        The refinement improves coefficients of the Pareto front's trials after the search. After the refinement, trials
+        are scored on held-out data and on benchmarks.
         """
         if self._benchmarks.is_started:
             return "benchmarks"
@@ -155,8 +155,8 @@ class Coordinator:
     def num_samples_used(self) -> int:
         """Number of samples that count towards the study's limit of samples (`limits.max_samples`).
 
-        They are the samples scored for the search. In addition, each computation of losses or a gradient counts as a
-        stated number of samples.
+        Every sample that is scored for the search counts. In addition, each computation of losses or a gradient counts
+        as a stated number of samples.
         """
         return self._ask_and_tell.num_samples_used
 
@@ -164,8 +164,8 @@ class Coordinator:
     def num_steps(self) -> int:
         """The number of gradient steps and policy updates since the study began.
 
-        It includes the gradient steps of the refinement, which improves the coefficients of the Pareto front's trials
-        after the search.
+        The number includes the gradient steps of the refinement, which improves the coefficients of the Pareto front's
+        trials after the search.
         """
         return self._ask_and_tell.num_steps + self._refinement.num_steps
 
@@ -401,10 +401,9 @@ class Coordinator:
     def _finish(self, evaluation: Evaluation) -> None:
         """Finish an evaluation after its last sample was stored, and notify the stage of the study that it belongs to.
 
-        The stage of an evaluation on holdout data is the held-out stage, and that of a benchmark is the benchmark
-        stage. For an evaluation on search data, the trial's result at the rung (a number of samples at which trials are
-        compared) goes to the search. An evaluation that scored samples again (`is_again`) is reported to no stage,
-        because its trial was finished before.
+        Results on holdout data go to the held-out stage, and results on a benchmark go to the benchmark stage. Results
+        on search data at a rung (a number of samples at which trials are compared) go to the search. An evaluation that
+        scored samples again (`is_again`) is reported to no stage, because its trial was finished before.
         """
         self._release(evaluation)
         if evaluation.is_again:

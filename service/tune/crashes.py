@@ -1,10 +1,10 @@
 """Counts of engine crashes by chunk of samples, and the decision whether a trial's merge is their cause.
 
 The merge is the cause if an engine raises an error (or dies of a fatal signal such as SIGSEGV) twice with the same
-chunk, the second time after another recipe was scored. Other crashes are weaker evidence, so more of them are needed:
-three if the engine made no progress; six if its process ended without an error, because a kill from outside looks the
-same. A chunk whose replica was killed is the next to be scored again, so random kills may well hit the same chunk
-several times.
+chunk, the second time after another recipe was scored. Other crashes are weaker evidence, so more crashes are needed:
+three if the engine made no progress, and six if its process ended without an error, because a kill from outside looks
+the same. A chunk whose replica was killed is scored again next, so random kills may well hit the same chunk several
+times.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Crashes:
         return {**event, "crashes": count}, _consequence(self._of(evaluation, crash.chunk), failed.reason)
 
     def count(self, evaluation: Evaluation) -> int:
-        """The number of engines that crashed on the same chunk of `evaluation`, for the chunk with most crashes.
+        """The largest number of engines that have crashed with the same chunk of `evaluation`.
 
         A chunk is the samples of one request to an engine.
         """

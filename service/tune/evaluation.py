@@ -90,7 +90,7 @@ class Crash:
 class ChunkFailed:
     """A failure to score a chunk, which is the samples of one request to an engine.
 
-    `kind` is the kind of failure, and `reason` its description. `crash` describes the engine's crash if the engine
+    `kind` is the kind of failure, and `reason` is its description. `crash` describes the engine's crash if the engine
     crashed with the chunk. `fault` describes the failed check if the engine failed a check.
     """
 

@@ -53,7 +53,7 @@ class Feasibility:
         return self._is_known
 
     def values(self, number: int, rung: int) -> tuple[float, ...]:
-        """By how much trial `number` violates each constraint at a rung.
+        """Amount by which trial `number` violates each constraint at a rung.
 
         A rung is a number of samples at which trials are compared. Each amount is a share of its objective's range, and
         at most 0 if the constraint holds. The amounts are in the order of the objectives and their constraints. The
@@ -88,7 +88,7 @@ class Feasibility:
 
     @cached_property
     def _references(self) -> dict[Constraint, int]:
-        """For each constraint relative to a source model, the number of the trial of this source model.
+        """Trial number of the source model to which each relative constraint refers, by constraint.
 
         A constraint is relative if it bounds an objective relative to the value of a named source model, or of the best
         expert (the expert with the best value of the objective). Constraints whose bound is a number are left out. All

@@ -41,8 +41,8 @@ class HoldoutStage:
     def start(self) -> None:
         """Choose the trials that are scored on holdout data.
 
-        They are the best of the Pareto front, the baselines, and the recipes that the study file lists. The method is
-        called when the search has finished. A second call changes nothing.
+        The chosen trials are the best of the Pareto front, the baselines, and the recipes that the study file lists.
+        The method is called when the search has finished. A second call changes nothing.
         """
         if self.is_started or not self._plan.holdout_samples:
             return

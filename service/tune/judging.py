@@ -41,9 +41,9 @@ class _Pending:
 class _Question:
     """One request to an LLM judge, with the `prompt` to send.
 
-    `key` has the recipe's digest and the position of the benchmark, `benchmark` the benchmark's name. `position` is the
-    index, in scoring order, of the sample whose completion is judged. `is_swapped` says whether the completion is the
-    second answer in the prompt, after the reference answer.
+    `key` has the recipe's digest and the position of the benchmark, `benchmark` has the benchmark's name. `position` is
+    the index, in scoring order, of the sample whose completion is judged. `is_swapped` says whether the completion is
+    the second answer in the prompt, after the reference answer.
     """
 
     key: Key
@@ -93,7 +93,8 @@ class Judging:
         """Request the missing judgments of a recipe's stored completions on a benchmark from its judge, an LLM.
 
         `digest` identifies the recipe, and `index` is the position of the benchmark in `Plan.benchmarks`. Returns
-        whether judgments are pending. When the last of them has arrived, `take` returns the recipe and the benchmark.
+        whether judgments are pending. When the last pending judgment has arrived, `take` returns the recipe and the
+        benchmark.
 
         Raises:
             JudgeFailed: Completions are no longer stored, or too few of the judge's answers have a verdict.

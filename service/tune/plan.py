@@ -35,9 +35,9 @@ It has an origin, a label and the recipe.
 class Benchmark:
     """A benchmark of a study: a task that is scored after the search.
 
-    `facts` describes its data and metric, and `task` the task that scores it. `trials` has the rules that choose the
-    trials that are scored. `attack` is a search for the prompt template with the worst metric, or None. `judge` is the
-    LLM judge of the completions, or None.
+    `facts` describes its data and metric, and `task` is the task that scores the samples. `trials` has the rules that
+    choose the trials that are scored. `attack` is a search for the prompt template with the worst metric, or None.
+    `judge` is the LLM judge of the completions, or None.
     """
 
     facts: BenchmarkFacts
@@ -59,7 +59,7 @@ class Benchmark:
     def most_samples(self) -> int:
         """The largest number of samples of this benchmark that are scored for one trial.
 
-        It is the number of the task's samples, times the number of prompt templates: the original one, and at most
+        This is the number of the task's samples, times the number of prompt templates: the original one, and at most
         `most_queries` changed ones if the benchmark has an attack (a search for the template with the worst metric).
         """
         return self.facts.num_samples * (1 + (0 if self.attack is None else self.attack.most_queries))
@@ -160,8 +160,8 @@ class Plan:
     def proposals_ahead(self) -> int:
         """The number of proposed trials that are kept waiting for an engine.
 
-        It is half of `max_staleness`, the number of trials by which proposals may be ahead of evaluations. It affects
-        when trials are proposed, but not which trials.
+        The number is half of `max_staleness`, the number of trials by which proposals may be ahead of evaluations. It
+        affects when trials are proposed, but not which trials are proposed.
         """
         return max(PROPOSALS_AHEAD, self.max_staleness // 2)
 

@@ -369,8 +369,8 @@ def _count_memory_kills_as_deaths(actor_manager: Any) -> None:
 def _is_late(waited_s: float) -> bool:
     """Whether a run should begin without the trial actors that are missing, after `waited_s` seconds without a new one.
 
-    This is the case after ACTOR_START_S seconds, or after CPU_WAIT_S seconds if the cluster has too few free CPUs for
-    another actor.
+    The run should begin after ACTOR_START_S seconds, or after CPU_WAIT_S seconds if the cluster has too few free CPUs
+    for another actor.
     """
     if waited_s < CPU_WAIT_S:
         return False

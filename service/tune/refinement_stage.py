@@ -1,9 +1,9 @@
 """The refinement stage: after the search, it learns coefficients for the front's layer paths by gradient descent.
 
-This is the upper level of HM3's bilevel problem ("HM3: Hierarchical Multi-Objective Model Merging for Pretrained
-Models", equations 1b and 2), for paths that the lower level has found. A path is refined for the preference vector for
-which it is best compared with the other paths. The descent begins at the path's own coefficients, and its end is scored
-as a trial like any other.
+The refinement is the upper level of HM3's bilevel problem ("HM3: Hierarchical Multi-Objective Model Merging for
+Pretrained Models", equations 1b and 2), for paths that the lower level has found. Each path is refined for one
+preference vector: the vector for which the path loses least against the best of the paths. The descent begins at the
+path's own coefficients, and its end is scored as a trial like any other.
 
 Everything is stored before it is used: first the choice of the paths, then every step of a descent, then the trial.
 Therefore a study that is killed continues at the next step. The first stored choice ends the search for good.
@@ -63,9 +63,10 @@ class Gradients(Protocol):
     def begin(self, request: ChargedRequest, coefficients: Coefficients | None = None) -> None:
         """Begin to compute the losses of one merge, or its losses and their gradient, in the background.
 
-        `request` says which of the two, on which samples, and for which merge. It describes the merge by a value for
-        each parameter of `coefficients`, the parameters that determine a merge's coefficients. The gradient is with
-        respect to these parameters. If `coefficients` is None, the parameters of the last call are used again.
+        `request` says whether losses alone or also a gradient are computed, on which samples, and for which merge. The
+        request describes the merge by a value for each parameter of `coefficients`, the parameters that determine a
+        merge's coefficients. The gradient is with respect to these parameters. If `coefficients` is None, the
+        parameters of the last call are used again.
         """
         ...
 
@@ -294,9 +295,9 @@ class RefinementStage:
 
         A layer path is the sequence of layers of a merge. `plan` has the number of paths and the preference vectors
         (weights of the objectives). The outcome of a path for a vector is minus the sum of its costs, weighted by the
-        vector. Each path gets the vector for which it compares best with the other chosen paths: the one for which the
-        difference between the best outcome of all chosen paths and its own outcome is least. If several vectors are
-        equally good, the path gets the first of them.
+        vector. The loss of a path for a vector is the best outcome of all chosen paths minus the path's own outcome.
+        Each path gets the vector for which this loss is least. If several vectors are equally good, the path gets the
+        first of them.
         """
         trials = tuple(self._trials.values())
         found = best_of_front(trials, self._plan.objectives, most=plan.options.paths, origin=Origin.SEARCH)
@@ -384,7 +385,7 @@ class _Descent:
     def num_samples_left(self, steps: Sequence[Step]) -> int:
         """The number of samples that the gradient descent and the trial at its end still take.
 
-        It follows from `steps`, all gradients that the study has stored.
+        The number follows from `steps`, all gradients that the study has stored.
         """
         size = share_of(self._options.batch, len(self._names)) * len(self._names)
         gradients = self._options.steps - len(self._gradients(steps))
@@ -404,17 +405,17 @@ class _Descent:
 def _label(index: int, trial: int) -> str:
     """The label of every stored gradient that refines one merge's layer path, such as "refinement 2 of trial 31".
 
-    `index` is the index of the path among the refined paths, and `trial` the number of the trial that found the path. A
-    layer path is the sequence of source models' layers of which the merge consists.
+    `index` is the index of the path among the refined paths, and `trial` is the number of the trial that found the
+    path. A layer path is the sequence of source models' layers of which the merge consists.
     """
     return f"refinement {index} of trial {trial}"
 
 
 def _descent_of(step: Step) -> int | None:
-    """The index of the layer path that a stored step refines, among all refined paths; None for a step of the search.
+    """The index, among all refined layer paths, of the path that a stored step refines; None for a step of the search.
 
     The index is read from the step's label. A step is the result of a computation such as a gradient, and a layer path
-    the sequence of a merge's layers.
+    is the sequence of a merge's layers.
     """
     word, _, rest = step.request.label.partition(" ")
     return int(rest.split()[0]) if word == "refinement" and isinstance(step, MEASURED) else None

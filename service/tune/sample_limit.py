@@ -6,8 +6,7 @@ The search does not use the samples that the refinement of its front may take.
 
 No trial or step starts that could exceed the limit. A trial starts if the limit still allows it when all earlier trials
 have ended. Therefore the decision is the same with any number of replicas and after any interruption. The decision is
-made before these trials have ended if the limit allows the trial even when each of them takes as many samples as it
-can.
+made earlier if the limit allows the trial even when each earlier trial takes as many samples as it can.
 """
 
 from __future__ import annotations
@@ -38,18 +37,18 @@ class SampleLimit:
     def num_used(self) -> int:
         """Number of samples that count towards the limit.
 
-        They are the samples scored in the search. In addition, each computation of the searcher, such as a gradient,
-        counts as a stated number of samples.
+        Every sample that is scored in the search counts. In addition, each computation of the searcher, such as a
+        gradient, counts as a stated number of samples.
         """
         return self._samples.num_searched + self.num_charged
 
     def admits(self, proposal: Proposal, *, num_charged: int = 0) -> bool | None:
         """Whether the limit of samples allows the trial of `proposal`, or a computation that the trial needs, to start.
 
-        If `num_charged` is 0, the question is about the trial. Otherwise it is about a computation, such as a gradient,
-        that counts as `num_charged` samples. The worst case is the sum of these numbers of samples: those used so far,
-        those kept for the refinement, the most that existing trials can still take, and the most that the new trial and
-        the computation can take.
+        If `num_charged` is 0, the question is about the trial. Otherwise the question is about a computation, such as a
+        gradient, that counts as `num_charged` samples. The worst case is the sum of four numbers of samples: the
+        samples used so far, the samples kept for the refinement, the most samples that existing trials can still take,
+        and the most samples that the new trial and the computation can take.
 
         - True: the worst case is within the limit.
         - None: the worst case is not within the limit, but evaluations are left, which may use fewer samples.

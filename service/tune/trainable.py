@@ -1,6 +1,6 @@
 """The trial actor: it sends chunks of samples to the scorer, and reports the results, one chunk per `step`.
 
-It owns no weights and no engine. Each result is stored before the next chunk is requested.
+The actor owns no weights and no engine. Each result is stored before the next chunk is requested.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Serving of the web page: the files that `make web` has built, and one document for every address of the page.
 
-The page is one document, `index.html`, which shows another view at each address. So every GET that asks for HTML gets
-it, unless the path belongs to the API.
+The page is one document, `index.html`, which shows another view at each address. Therefore every GET request that
+accepts HTML gets this document, unless the path belongs to the API.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ def _own_path(scope: Scope) -> str:
 def _base(scope: Scope) -> str:
     """URL of the page's root, with a slash at its end, for the links of the document at the address of a request.
 
-    Below the server's path prefix, it is the prefix. Otherwise it is relative to the address, because a proxy may have
-    removed a prefix that only the browser knows.
+    If the request was sent below the server's path prefix, the URL is this prefix. Otherwise the URL is relative to the
+    request's address, because a proxy may have removed a prefix that only the browser knows.
     """
     if root := scope.get("root_path", ""):
         return f"{root}/"

@@ -2,7 +2,7 @@
 
 `all` runs every benchmark, `tables` writes the tables in docs from the arms in tests/benchmarks/results, and without a
 name the benchmarks are listed. A benchmark module has `run()`, which measures and returns plain data, and
-`show(result)`, which prints it. Where that data says `met: False`, a bar that does not depend on the machine was
+`show(result)`, which prints the data. If the data contain `met: False`, a bar that does not depend on the machine was
 missed, and the exit status is 1.
 """
 
@@ -50,7 +50,7 @@ def main(names: list[str]) -> int:
 
 
 def listing(known: list[str]) -> str:
-    """List of the benchmarks, a line each: its name, and the first line of its module's docstring."""
+    """List of all benchmarks, one per line: the name, and the first line of the module's docstring."""
     width = max(map(len, known))
     return "\n".join(f"  {name:<{width}}  {first_line(HERE / f'bench_{name}.py')}" for name in known)
 

@@ -1,9 +1,9 @@
 """Finished arms of long benchmarks, kept as small JSON files in `tests/benchmarks/results/BENCHMARK/`.
 
-An arm is one measurement that tables are made from, such as one search with one seed. Its file holds the settings that
-decide it, digests of the code and the data that it depends on, its figures, and where it was measured. An arm whose
-settings and digests are those on file is not measured again, also after a kill or in another clone; FRESH=1 in the
-environment measures each arm once more. Answers to judge items are kept as bits, because intervals are paired by item.
+An arm is one measurement for the tables, such as one search with one seed. The file of an arm has its settings, digests
+of the code and data that it depends on, its figures, and the machine and commit. If settings and digests are unchanged,
+the arm is not measured again, even after a kill or in another clone; with FRESH=1 in the environment, each arm is
+measured once more. Answers to judge items are kept as bits, because intervals are paired by item.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _commits: set[str] | None = None  # of the files read; None: arms that are not o
 
 
 class NotKept(LookupError):
-    """No arm with these settings is on file: run its benchmark first."""
+    """Raised if no arm with these settings is on file; its benchmark must be run first."""
 
 
 def kept(
@@ -102,14 +102,14 @@ def kept(
 def compared(
     benchmark: str, name: str, measure: Callable[..., Mapping[str, float]], ours: Sequence[Any], theirs: Sequence[Any]
 ) -> dict[str, float]:
-    """Return `measure(ours, theirs)`, the paired difference of answers, as an arm of their content."""
+    """The paired difference `measure(ours, theirs)` of answers, kept as an arm under the answers' digest."""
     settings = {"answers": [_content(ours), _content(theirs)]}
     return kept(benchmark, f"minus/{name}", settings, lambda: measure(ours, theirs))
 
 
 @contextmanager
 def files_alone() -> Iterator[set[str]]:
-    """Measure nothing inside: arms come from their files whatever the code is now, or raise NotKept.
+    """Context manager in which nothing is measured: arms are read from their files for any code, or raise NotKept.
 
     Yields:
         The commits whose code produced the arms that were read.
@@ -123,7 +123,7 @@ def files_alone() -> Iterator[set[str]]:
 
 
 def is_fresh() -> bool:
-    """Whether arms on file are to be measured again."""
+    """Whether arms on file must be measured again (FRESH=1)."""
     return os.environ.get("FRESH", "") not in ("", "0")
 
 
@@ -163,7 +163,7 @@ def _content(answers: Any) -> str:
 
 @cache
 def commit() -> str:
-    """Commit of the code that runs, with `-dirty` where files other than results and docs differ from it."""
+    """Commit of the running code, with `-dirty` if files other than results and docs differ from the commit."""
     described = _git("describe", "--always", "--abbrev=10", "--exclude=*")
     changed = _git("status", "--porcelain", "--", ".", ":(exclude)tests/benchmarks/results", ":(exclude)docs")
     return f"{described}-dirty" if changed else described

@@ -1,16 +1,16 @@
-"""What SMAC finds in LFS and DIS, and in each of them with one option changed, on trained families.
+"""Effect of single options of the spaces LFS and DIS on SMAC's results, on trained families.
 
-The ablations of Su and Geiping, "Fine, I'll Merge It Myself" (2025), at the size of the shipped family: number of layer
-groups G and component groups C, unit that chooses a method, selection of experts, layer retention (Table 5), orders of
-layers and scales. Everything is as in `bench_search`: exact match in one pass, judge items that no search saw, and arms
-that are kept in `tests/benchmarks/results/search`.
+The options are those of the ablations by Su and Geiping, "Fine, I'll Merge It Myself" (2025), at the size of the
+shipped family: number of layer groups G and component groups C, unit that chooses a method, selection of experts, layer
+retention (Table 5), orders of layers, and scales. Everything is as in `bench_search`: exact match in one pass, judge
+items that no search saw, and arms that are kept in `tests/benchmarks/results/search`.
 
     make bench ONLY=ablations
     ABLATIONS=lfs,dis SEARCH_FAMILIES=shipped SEARCH_SEEDS=0-2 make bench ONLY=ablations
 
-A search scores 40 configurations in full, and knows the sources and published recipes. `random` draws from the space as
-published. Compared are the trials with the best mean on search data among those that a search proposed. The table also
-counts the searches in which a baseline is better on these data: they have found nothing.
+A search scores 40 configurations in full, and knows the sources and published recipes. `random` draws from the
+published space. The comparison is of each search's proposed trial with the best mean on search data. The table also
+counts the searches in which a baseline is better on these data, that is, which have found nothing.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def run() -> dict[str, Any]:
 
 
 def ablation(space: str, families: Sequence[str], seeds: range) -> list[dict[str, Any]]:
-    """A row for each change of a space, and one for random search in the space as published."""
+    """One row for each changed option of a space, and one for random search in the published space."""
     known: dict[tuple[str, str], int] = {}
 
     def searches(change: str, searcher: str = "smac") -> list[list[Best]]:
@@ -102,7 +102,7 @@ def ablation(space: str, families: Sequence[str], seeds: range) -> list[dict[str
 def row_of(
     name: str, found: Sequence[Sequence[Best]], minus: Mapping[str, float] | None, num_baselines: int
 ) -> dict[str, Any]:
-    """A row of searches by family and seed; in `num_baselines` of them a baseline was best."""
+    """A table row for the searches of one variant; in `num_baselines` of the searches a baseline was best."""
     per_family = [summary(each) for each in found]
     return {
         "name": name,
@@ -123,7 +123,7 @@ def show(result: dict[str, Any]) -> None:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A row for each space: search data and judge items by family, and the difference from the space as published."""
+    """Table with one row per variant: scores on search data and judge items, and differences from the paper's space."""
     lines = [
         "| space | search data | judge items | minus as published | a baseline is better |",
         "|---|---|---|---|---|",

@@ -1,7 +1,7 @@
 """Accuracy of the shipped math expert with a scale of 1.2 at one layer: of the residual stream, and of the layer's MLP.
 
-The two meanings of a block's scale in the space `dis`: `scale_of: stream` and `mlp`. Sums and differences of the tasks,
-answered by transformers on the folded weights, in float32 on CPU.
+These are the two meanings of a block's scale in the space `dis`: `scale_of: stream` and `scale_of: mlp`. transformers
+answers the sums and differences of the tasks with the folded weights, in float32 on CPU.
 """
 
 from __future__ import annotations

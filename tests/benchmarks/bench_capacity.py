@@ -1,10 +1,10 @@
-"""How many replicas drivers, database and Ray's head keep busy: service times measured here, simulated to 1,000.
+"""Load of drivers, database and Ray's head with up to 1,000 replicas: measured service times, and a simulation.
 
-Measured are a search whose chunks take fake replicas next to no time, so that its driver (Tune, coordinator and store)
-is always occupied; what a driver stores for a chunk, in each database; and the processors that Ray's head and Serve's
-controller take. The simulation (`capacity_model`) with these times must predict the throughput of searches on 16 and
-32 fake replicas with chunks of 1 s. A fake replica is inside its trial actor, which has one chunk at a time: two cores
-have no room for more processes. Databases do not wait for the disk.
+Three times are measured: those of a search whose fake replicas take almost no time for a chunk, so that its driver
+(Tune, coordinator and store) is always busy; those of a driver that stores a chunk in each database; and the processor
+time of Ray's head and Serve's controller. The simulation (`capacity_model`) with these times must predict the
+throughput of searches on 16 and 32 fake replicas with chunks of 1 s. A fake replica is inside its trial actor, which
+has one chunk at a time: two cores have no room for more processes. Databases do not wait for the disk.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def show(result: dict[str, Any]) -> None:
 
 
 def _first_limit(rows: list[dict[str, Any]]) -> str:
-    """The most occupied part at the smallest number of replicas that are not busy."""
+    """The part with the highest load, at the smallest number of replicas that are not always busy."""
     for row in rows:
         if row["busy"] < BUSY:
             return f"{max(('driver', 'database', 'head'), key=lambda name: row[name])} at {row['replicas']}"
@@ -129,11 +129,11 @@ def _first_limit(rows: list[dict[str, Any]]) -> str:
 
 @dataclass(frozen=True)
 class SearchTimes:
-    """What a search on fake replicas took, while all were up.
+    """Times and memory of a search on fake replicas, measured while all replicas were up.
 
-    `chunk_s` are the seconds of a chunk in a replica, `driver_s` the driver's processor seconds for a chunk,
-    `first_half_s` and `second_half_s` those in the halves of the search, and `all_s` those of all processes. Shares are
-    of one processor, and of the replicas' time (`busy`). Megabytes are those that a process shares with no other.
+    `chunk_s` are the seconds of a chunk in a replica. `driver_s` are the driver's processor seconds for a chunk, also
+    in each half of the search (`first_half_s`, `second_half_s`); `all_s` are those of all processes. Shares are of one
+    processor, and of the replicas' time (`busy`). Megabytes do not include memory that processes share.
     """
 
     replicas: int
@@ -152,7 +152,7 @@ class SearchTimes:
 
 @dataclass(frozen=True)
 class _Point:
-    """What a search has taken: seconds, processor seconds of the driver, of Ray's head and of all processes, chunks."""
+    """Totals of a search so far: seconds, chunks, and processor seconds of the driver, Ray's head and all processes."""
 
     time: float
     driver: float
@@ -162,7 +162,7 @@ class _Point:
 
 
 class _Watch:
-    """Takes a point once a second; in the middle of the search, also the memory of Ray's head and of a trial actor."""
+    """Thread that records totals once a second and, in the middle of the search, the memory of two processes."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
@@ -183,7 +183,7 @@ class _Watch:
             self.actor_mb = fmean(_own_mb(each) for each in children if each.name().startswith("ray::Evaluation"))
 
     def counted(self, replicas: int) -> list[_Point]:
-        """Points while all replicas had work: not the first chunks, nor the last."""
+        """Recorded points during which all replicas had work, without the first and the last chunks."""
         return [point for point in self.points if 2 * replicas <= point.chunks <= CHUNKS - 2 * replicas]
 
 
@@ -228,7 +228,7 @@ def _search(replicas: int, chunk_s: float) -> SearchTimes:
 
 
 def _checked(search: SearchTimes, driver_s: float) -> dict[str, Any]:
-    """The throughput of a measured search beside that of the simulation."""
+    """The measured throughput of a search, with the throughput that the simulation predicts."""
     load = Load(search.replicas, search.chunk_s, in_flight=1, spread=0.0)
     simulated, measured = simulate(load, ServiceTimes(driver_s, 0.0)).chunks_per_s, search.chunks_per_s
     difference = abs(simulated - measured) / measured
@@ -236,7 +236,7 @@ def _checked(search: SearchTimes, driver_s: float) -> dict[str, Any]:
 
 
 def _controller(replicas: int) -> float:
-    """Share of a processor that Serve's controller takes while so many replicas are idle."""
+    """Share of a processor that Serve's controller takes while `replicas` replicas are idle."""
     with _ray(cpus=4), _idle_replicas(replicas):
         (controller,) = [child for child in _children() if child.name().startswith("ray::ServeContr")]
         before = _seconds(controller)
@@ -249,7 +249,7 @@ def _controller(replicas: int) -> float:
 
 
 def _databases() -> dict[str, dict[str, float]]:
-    """Seconds of what the driver stores for a chunk, by database, and the driver's processor seconds among them."""
+    """Seconds for storing a chunk's results in each database, and the driver's processor seconds for this."""
     with tempfile.TemporaryDirectory(prefix="mergesearch-bench-") as directory:
         found = {"SQLite": _stored(Path(directory), None)}
     for server in postgresql_server():
@@ -289,10 +289,10 @@ def _stored(directory: Path, url: str | None) -> dict[str, float]:
 
 
 def _times(driver_s: float, stored: Mapping[str, float], sqlite: Mapping[str, float]) -> ServiceTimes:
-    """Service times with a database, where the driver is occupied for `driver_s` seconds a chunk with SQLite.
+    """Service times for one database; with SQLite, the driver is occupied for `driver_s` seconds a chunk.
 
-    SQLite works in the driver's process and has one writer: all that is stored for a chunk counts as the database's.
-    Another database counts with what it takes beside the driver's own work.
+    SQLite works in the driver's process and has one writer, so the whole time for storing a chunk counts as time of the
+    database. For another database, the driver's own work is subtracted.
     """
     rest_s = driver_s - sqlite["seconds"]
     if stored is sqlite:
@@ -304,7 +304,7 @@ def _times(driver_s: float, stored: Mapping[str, float], sqlite: Mapping[str, fl
 
 
 def _seconds(process: psutil.Process) -> float:
-    """Processor seconds that a process has taken; 0 if it has ended."""
+    """Processor seconds that a process has used so far; 0 if it has ended."""
     try:
         times = process.cpu_times()
     except psutil.NoSuchProcess:
@@ -322,7 +322,7 @@ def _children() -> list[psutil.Process]:
 
 @contextmanager
 def _ray(*, cpus: int) -> Iterator[None]:
-    """A Ray of this process, whose workers have the priority of the driver, as they would on machines of their own."""
+    """Context manager with a Ray of this process, whose workers have the driver's priority, as on separate machines."""
     import ray
 
     options: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": "error"}

@@ -1,10 +1,9 @@
-"""Survival of studies: 100 kills of what works on them, five of them for lack of memory, and two stops of five minutes.
+"""Survival of studies under faults: 100 kills of their processes, five of them for lack of memory, and two long stops.
 
 Kills are drawn from a seed: SIGKILL of drivers, trial actors, replicas, Serve's controller, the server and Ray's head.
 Five times memory is filled until Ray's memory monitor ends workers. A driver and a replica are stopped (SIGSTOP) once
-each.
-HTTP server, Ray, its jobs, Serve and store are real; the replicas are fakes. Every study must end with the trials of an
-undisturbed run, and an event must tell of the replacement of what was stopped.
+each. HTTP server, Ray, its jobs, Serve and store are real; the replicas are fakes. Every study must end with the trials
+of an undisturbed run, and an event must report the replacement of each stopped process.
 """
 
 from __future__ import annotations

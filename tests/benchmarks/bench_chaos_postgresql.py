@@ -1,6 +1,7 @@
 """Survival of studies whose server and drivers use PostgreSQL: 100 kills, also of PostgreSQL itself.
 
-As `bench_chaos`, without stops. A kill of the database is a SIGKILL of all its processes; it is away for two seconds.
+The faults are those of `bench_chaos` without stops. A kill of the database is a SIGKILL of all its processes; the
+database is started again after two seconds.
 """
 
 from __future__ import annotations

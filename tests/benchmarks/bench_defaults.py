@@ -1,4 +1,4 @@
-"""Search quality by the share of samples that is fitted, and by the scheduler that stops trials early.
+"""Search quality for different shares of fitted samples, and for different schedulers that stop trials early.
 
 Everything is as in `bench_search`: trained families, exact match in one pass, judge items that no search saw, and arms
 that are kept in `tests/benchmarks/results/search`.
@@ -6,12 +6,14 @@ that are kept in `tests/benchmarks/results/search`.
     make bench ONLY=defaults
     DEFAULTS_PARTS=fit_share,schedulers SEARCH_FAMILIES=shipped SEARCH_SEEDS=0-1 make bench ONLY=defaults
 
-- `fit_share`: `auto` on the mean of the skills for 8 full evaluations' worth. Of the search items, gradients are of all
-  and trials are scored on a part of the same ones; or gradients are of a share, and trials are scored on others.
+- `fit_share`: `auto` on the mean of the skills, for the cost of 8 full evaluations. Either gradients use all search
+  items and trials are scored on a part of these items, or gradients use a share and trials are scored on the other
+  items.
 - `schedulers`: `auto` (half of the budget for the descent, the rest for the local search after it), SMAC and the (1+1)
-  evolution strategy, with every trial scored in full, and with those that stop trials early. What the trials that have
-  begun will cost is not known when the last one begins, so schedulers spend more than the budget, each another amount:
-  a search is compared with that of its seed whose trials were all scored in full, after as many samples.
+  evolution strategy, with every trial scored in full, and with those that stop trials early. The cost of running trials
+  is not known when the last trial begins, so schedulers spend more than the budget by different amounts. Therefore a
+  search is compared with the search of the same seed whose trials were all scored in full, after the same number of
+  samples.
 """
 
 from __future__ import annotations
@@ -124,12 +126,12 @@ def schedulers(families: Sequence[str], seeds: range) -> list[dict[str, Any]]:
 
 
 def minus_of(name: str, ours: Sequence[Sequence[Best]], theirs: Sequence[Sequence[Best]]) -> dict[str, float]:
-    """Paired difference over families and seeds, item by item."""
+    """Paired difference between two lists of searches, item by item, over families and seeds."""
     return compared("search", f"defaults-{name}", interval, list(map(answers_of, ours)), list(map(answers_of, theirs)))
 
 
 def row_of(name: str, found: Sequence[Sequence[Best]], minus: Mapping[str, float] | None) -> dict[str, Any]:
-    """A row of searches by family and seed."""
+    """A table row for the searches of one variant, by family and seed."""
     per_family = [summary(each) for each in found]
     return {
         "name": name,
@@ -150,7 +152,7 @@ def show(result: dict[str, Any]) -> None:
 
 
 def table(part: str, rows: Sequence[Mapping[str, Any]]) -> str:
-    """A row for each search: judge items by family, and the difference of its mean."""
+    """Table with one row per search: scores on judge items by family, and the difference of the mean."""
     compared_with = "minus the first" if part == "fit_share" else "minus trials in full"
     lines = [f"| search | samples' worth | search data | judge items | trials scored in full | {compared_with} |"]
     lines.append("|---|---|---|---|---|---|")

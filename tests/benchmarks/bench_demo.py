@@ -1,14 +1,14 @@
 """Speed of scoring and quality of merges in the LFS study of docs/examples, with three seeds.
 
-It is longer than the shipped study and spends its time on scores alone, as the bare loop does.
+This study is longer than the shipped one, and spends its time only on scores, as the bare loop does.
 
 Speed: samples per second from the first to the last search chunk, against a bare loop that gives the same recipes and
 samples, in the same order, to one engine with the same threads and options in a process of its own: no Ray, no Tune, no
 store, no searcher. Study and loop alternate; the ratio is the median of the three pairs' ratios. Tune's own share is
 measured with the fake scorer: the same study with an engine that answers at once.
 
-Quality: held-out means of the trial that was best on search data and of the best that the search proposed, and paired
-differences of the best (95 % intervals) to the latter, the best expert and the best published recipe.
+Quality: held-out means of the best trial on search data and of the best proposed trial; paired differences (with 95 %
+intervals) of the best trial from the best proposed trial, the best expert and the best published recipe.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def run() -> dict[str, Any]:
 
 
 def _quality(directory: Path) -> dict[str, Any]:
-    """Held-out means of the best trial, the best proposed one, the best expert and the best published recipe."""
+    """Held-out means of the best trial, the best searched trial, the best expert and the best published recipe."""
     summary = json.loads((directory / "summary.json").read_text())
     trials = [json.loads(line) for line in (directory / "trials.jsonl").read_text().splitlines()]
     rows = {row["trial"]: row for row in summary["holdout"]}
@@ -103,7 +103,7 @@ def show(result: dict[str, Any]) -> None:
 
 
 def _gain(rival: dict[str, Any]) -> str:
-    """Difference of the best trial from a rival, with its interval."""
+    """Text with the difference between the best trial and a rival, and its interval."""
     low, high = rival["minus_best"]["ci95"]
     return f"{-rival['minus_best']['value']:+.3f} [{-high:+.3f}, {-low:+.3f}]"
 
@@ -118,7 +118,7 @@ def _output(part: str, directory: Path, *arguments: str) -> str:
 
 
 def run_demo(directory: Path, seed: int) -> dict[str, Any]:
-    """Run the study with another seed, as `mergesearch run` runs it."""
+    """Run the study with another seed, in the same way as `mergesearch run`."""
     from search_spaces.study.file import load_study
     from service.cli.progress import ProgressStyle, ProgressView
     from service.jobs.resources import OWN
@@ -136,7 +136,7 @@ def _search_evidence(store: Any, study: str) -> list[Any]:
 
 
 def measure_study(directory: Path) -> dict[str, Any]:
-    """Figures of the finished run in `directory`."""
+    """Figures of the finished run in the given directory."""
     from service.jobs.search.local_run import read_run
 
     with read_run(directory) as (store, study):
@@ -155,7 +155,7 @@ def measure_study(directory: Path) -> dict[str, Any]:
 
 
 def measure_loop(directory: Path) -> dict[str, Any]:
-    """Time of a bare loop that gives the run's chunks, in their order, to one engine."""
+    """Time of a bare loop that sends the run's chunks, in their order, to one engine."""
     import os
 
     from search_spaces.study.engine import EngineOptions
@@ -192,7 +192,7 @@ def measure_loop(directory: Path) -> dict[str, Any]:
 
 
 def measure_overhead(directory: Path) -> dict[str, Any]:
-    """Time that Tune, the searcher and the store take by themselves: the study with the fake scorer."""
+    """Time of Tune, the searcher and the store alone: that of the study with the fake scorer."""
     import contextlib
     from collections.abc import Iterator
     from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Survival of studies that compute gradients: kills in an order drawn from a seed.
+"""Survival of studies that compute gradients: their processes are killed in a seeded order.
 
 HTTP server, Ray, its jobs, Serve, the gradient actor and store are real. Twenty kills of a driver, a replica or a
 gradient actor (of a tiny model) while fakes score, and two while real engines score the shipped family: of a gradient

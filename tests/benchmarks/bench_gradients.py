@@ -1,12 +1,12 @@
-"""Time and memory of a step of coefficient gradients against bare passes of transformers over the same minibatch.
+"""Time and memory of a step of coefficient gradients, compared with bare passes of transformers over a minibatch.
 
 A step writes the merge into the model, reads the references, goes back, and reduces each tensor's gradient to one
-number per expert. Both take turns in one process with two threads, on the shipped family and on that of `merge_family`.
-Every step has new coefficients, one per tensor and expert.
+number per expert. Steps and bare passes take turns in one process with two threads, on the shipped family and on the
+family of `merge_family`. Every step has new coefficients, one per tensor and expert.
 
-Memory: anonymous memory of a process of its own, from before the sources are opened to the peak of a step, in parts of
-one merged model, its largest gradient, and the activations, which are what a forward pass alone adds; of few samples,
-so that a second model of gradients would not go unnoticed.
+Memory is the anonymous memory of a separate process, from before the sources are opened to the peak of a step. It is
+divided by the size of one merged model, its largest gradient, and the activations (the memory that a forward pass alone
+adds). There are few samples, so that a second model of gradients would be noticed.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def show(result: dict[str, Any]) -> None:
 
 
 def measure_memory(directory: Path) -> dict[str, Any]:
-    """Memory of a step, measured by `measure_memory_here` in a process of its own."""
+    """Memory of a step, measured by `measure_memory_here` in a separate process."""
     found: dict[str, Any] = json.loads(process_memory.output(__name__, "memory", str(directory)))
     return found
 
@@ -163,7 +163,7 @@ def bare_model(family: Any) -> Any:
 
 
 def per_tensor(trained: Any, seed: int) -> Any:
-    """Task arithmetic with numbers of its own for every tensor."""
+    """Task arithmetic with separate coefficients for every tensor."""
     import random
 
     from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source

@@ -1,4 +1,4 @@
-"""Fronts that HM3's policy and other searchers find on the shipped family, for equal numbers of samples.
+"""Quality of the fronts that HM3's policy and other searchers find on the shipped family with equal numbers of samples.
 
 Three objectives, 86,400 samples (960 merges of 90 samples each), real models.
 
@@ -7,23 +7,24 @@ Three objectives, 86,400 samples (960 merges of 90 samples each), real models.
 
 The coordinator, the searchers and the learner are the product's; one teacher-forced pass decides exact match in place
 of engines (`one_pass`), and is first compared with a vLLM engine on paths. Every search is an arm that is kept in
-`tests/benchmarks/results/hm3`. Samples of proposed trials, losses and gradients count, those of sources and published
-recipes do not.
+`tests/benchmarks/results/hm3`. The samples of proposed trials, losses and gradients count; those of sources and
+published recipes do not.
 
-- `fronts`: hypervolumes of the front that the proposals of a search have on search data, on search data and on judge
-  items (1,000 a skill, which no search scored), and paired differences from `hm3`. The policy is `conditioned` on 15
+- `fronts`: hypervolumes of the front of a search's proposals, chosen on search data, on search data and on judge items
+  (1,000 for each skill, which no search scored); paired differences from `hm3`. The policy is `conditioned` on 15
   preference vectors without a weight of 0. `hm3`, `moead`, `de`, `es`, `grid` and `random` search the same paths;
   `hm3_merged` to `random_merged` have one more model in the pool, merged by DARE-TIES with the weights of one of the
   same 15 vectors. `de` and `es` have one objective, the mean, of 90 samples; their front is of the skills, on as many
-  samples of each as the others'. `lfs_dis` is LFS with
-  half of the samples, and DIS with the other half, whose fourth model is the best merge of LFS.
+  samples of each as the others'. `lfs_dis` is LFS with half of the samples, and DIS with the other half, whose fourth
+  model is the best merge of LFS.
 - `growth`: how the hypervolume on search data grows with the number of different paths, up to twice as many.
 - `ablations`: the method with and without each of its parts, among them mutants without a policy.
-- `pools`: task arithmetic, PCB-Merging and consensus merging alone and in the pool, as in the authors' answers.
-- `zero_shot`: paths proposed for preference vectors that the policy of `hm3` has not seen, against policies that were
-  trained for these alone.
-- `reuse`: 120 paths through the models of another family, whose skills are partly others: proposed by the policy that
-  has learned on this one, with and without learning further, by a new policy, and at random.
+- `pools`: task arithmetic, PCB-Merging and consensus merging, alone and as models of the pool, as in the authors'
+  answers.
+- `zero_shot`: paths that the policy of `hm3` proposes for new preference vectors, compared with policies that were
+  trained for only these vectors.
+- `reuse`: 120 paths through the models of another family with partly other skills, proposed by the policy that has
+  learned on this family (with and without further learning), by a new policy, and at random.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ GRADIENTS: Mapping[str, Any] = {"algorithm": "auto", "gradient": {"steps": 48, "
 
 @dataclass(frozen=True)
 class Method:
-    """A searcher's section and its space. With `num_objectives` 1 it searches the mean of the skills."""
+    """A compared method: its section `search` and its space. With 1 objective, the search uses the mean of skills."""
 
     search: Mapping[str, Any]
     space: Mapping[str, Any] | None = None
@@ -117,7 +118,7 @@ NUM_DIFFERENT = (120, 240, 480, 960, 1440, 1920)
 
 
 def with_options(**options: Any) -> dict[str, Any]:
-    """The policy's section `search` with other options of `search.hm3`."""
+    """The policy's section `search` with other options in `search.hm3`."""
     return {**POLICY, "hm3": {**LEARNING, **options}}
 
 
@@ -144,10 +145,10 @@ ZERO_SHOT = ("first", "best of 16", "trained for it")
 
 @dataclass(frozen=True)
 class Found:
-    """The front of a search: its hypervolume on search data, and its merges' `answers` [merges, skills, items].
+    """Result of a search: its front, the hypervolume on search data, and the merges' `answers` [merges, skills, items].
 
-    `late` is the mean on search data of the last third of all different proposals, good or bad; `volumes` are the
-    hypervolumes on search data after NUM_DIFFERENT different proposals, or after all where there are fewer.
+    `late` is the mean on search data of the last third of all different proposals. `volumes` are the hypervolumes on
+    search data after NUM_DIFFERENT different proposals, or after all proposals if there are fewer.
     """
 
     search: float
@@ -215,8 +216,8 @@ def pools(seeds: range) -> dict[str, Any]:
 def zero_shot(seeds: range) -> dict[str, Any]:
     """Answers to judge items of paths that the policy proposes without training, weighted by the preference.
 
-    Compared are the first path, the best of NUM_SCORED on search data, and the best of a search for this vector alone,
-    with as many samples as all 15 vectors had.
+    Three paths are compared: the first path, the best of NUM_SCORED paths on search data, and the best path of a search
+    for this vector alone with as many samples as all 15 vectors had.
     """
     rows = []
     for vector in UNSEEN:
@@ -265,7 +266,7 @@ def reuse(seeds: range) -> dict[str, Any]:
 
 
 def spec_name(name: str) -> str:
-    """Name of a method's searches, which are the same in `fronts` and `ablations`."""
+    """Name of a method's searches on file, which is the same in the parts `fronts` and `ablations`."""
     return {"paths alone": "hm3", "paths and merged models": "hm3_merged"}.get(name, name.replace(" ", "-"))
 
 
@@ -278,7 +279,7 @@ def found_by(name: str, seed: int) -> Found:
 
 
 def search_of(spec: SearchSpec, *, before: Sequence[SearchSpec] = ()) -> Found:
-    """Front of one search; `before` are searches that must be finished, because it begins with their policies."""
+    """Front of one search; the searches in `before` must be finished first, because it begins with their policies."""
 
     def measure() -> Found:
         for each in before:
@@ -291,7 +292,7 @@ def search_of(spec: SearchSpec, *, before: Sequence[SearchSpec] = ()) -> Found:
 
 
 def found_in(name: str, settings: Mapping[str, Any], measure: Callable[[], Found], *specs: SearchSpec) -> Found:
-    """The front that `measure` computes, as an arm."""
+    """The front that `measure` computes, kept as an arm."""
 
     def figures() -> dict[str, Any]:
         found = measure()
@@ -332,7 +333,7 @@ def found_of(
 
 
 def with_skills(bench: Bench, found: Run) -> Run:
-    """A search of the mean with its trials' values of each skill."""
+    """A finished search of the mean, with the values of each skill added to its trials."""
 
     def scored(trial: Trial) -> Trial:
         values = searched(bench, bench.recipe(found.spec, trial), found.spec.seed)
@@ -342,7 +343,7 @@ def with_skills(bench: Bench, found: Run) -> Run:
 
 
 def chained(seed: int) -> Found:
-    """LFS, then DIS with the best merge of LFS as a fourth model; the front of both."""
+    """Front of two searches together: LFS, then DIS with the best merge of LFS as a fourth model."""
     lfs = METHODS["lfs_dis"].spec("lfs", seed, trials=TRIALS // 2)
     dis = replace(METHODS["dis"], space={"kind": "dis", "depth_granularity": 1})
     later = dis.spec("dis", seed, family=f"{FAMILY}-lfs-{seed}", trials=TRIALS - TRIALS // 2)
@@ -387,12 +388,12 @@ class ChainedFamily(TrainedFamily):
 
 
 def part_of(part: str, found: Mapping[str, Sequence[Found]], own: Sequence[str], seeds: range) -> dict[str, Any]:
-    """Rows of a part, and differences of `own` from all others."""
+    """Rows of one part of the benchmark, and differences between `own` and all other methods."""
     return {"rows": [row_of(name, each) for name, each in found.items()], "minus": differences(part, found, own, seeds)}
 
 
 def differences(part: str, found: Mapping[str, Sequence[Found]], of: Sequence[str], seeds: range) -> dict[str, Any]:
-    """Differences of hypervolumes on judge items, between each of `of` and every other."""
+    """Differences of hypervolumes on judge items between each method in `of` and every other method."""
     return {
         f"{own} minus {name}": compared(
             BENCHMARK,
@@ -408,7 +409,7 @@ def differences(part: str, found: Mapping[str, Sequence[Found]], of: Sequence[st
 
 
 def merged_alone(method: str, space: Mapping[str, Any], seed: int) -> Found:
-    """The merged models of the 15 preference vectors in the pool of this space, without paths."""
+    """Front of the merged models of the 15 preference vectors, without layer paths."""
     spec = Method(POLICY, space).spec("pool", seed)
 
     def measure() -> Found:
@@ -428,7 +429,7 @@ def merged_alone(method: str, space: Mapping[str, Any], seed: int) -> Found:
 
 
 def proposed_for(vector: tuple[float, ...], seed: int) -> dict[str, NDArray[np.bool_]]:
-    """Answers [skills, items] of the merges that ZERO_SHOT names, for one preference vector."""
+    """Answers [skills, items] of the merges that ZERO_SHOT lists, proposed for one preference vector."""
     spec = METHODS["hm3"].spec("hm3", seed)
     names = dict(zip(FAMILIES[FAMILY].skills, vector, strict=True))
     short = "-".join(map(str, vector))
@@ -459,7 +460,7 @@ def proposed_for(vector: tuple[float, ...], seed: int) -> dict[str, NDArray[np.b
 
 
 def searched(bench: Bench, recipe: Recipe, seed: int) -> NDArray[np.float64]:
-    """Share of each skill's first SAMPLES search samples that a merge answers right, in a search with this seed."""
+    """Share of each skill's first SAMPLES search samples that a merge answers correctly, in the order of a seed."""
     means: NDArray[np.float64] = bench.searched(recipe, seed, SAMPLES).mean(axis=1)
     return means
 
@@ -502,7 +503,7 @@ def show(result: dict[str, Any]) -> None:
 
 
 def rows_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Hypervolumes of fronts, the best mean on judge items, the last third on search data, and what it took."""
+    """Table of the fronts: hypervolumes, best mean on judge items, mean of the last third on search data, and costs."""
     lines = ["| search | search data | judge items | best mean | last third | merges of the front | different merges | "
              "samples' worth | s |", "|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
     for row in rows:
@@ -516,7 +517,7 @@ def rows_table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def minus_table(minus: Mapping[str, Mapping[str, float]]) -> str:
-    """Paired differences of hypervolumes on judge items: a column for each search, minus that of each row."""
+    """Table of paired differences of hypervolumes on judge items: each column's search minus each row's search."""
     pairs = [tuple(name.split(" minus ")) for name in minus]
     columns, rows = (list(dict.fromkeys(pair[i] for pair in pairs)) for i in (0, 1))
     lines = [f"| minus | {' | '.join(map(label, columns))} |", f"|---|{'---|' * len(columns)}"]
@@ -528,12 +529,12 @@ def minus_table(minus: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def label(name: str) -> str:
-    """Name of a search as tables have it."""
+    """Name of a search in tables."""
     return LABELS.get(name, f"`{name}`" if name in METHODS else name)
 
 
 def growth_table(part: Mapping[str, Any]) -> str:
-    """Hypervolume on search data after different numbers of paths, and on judge items after all."""
+    """Table of hypervolumes on search data after different numbers of paths, and on judge items after all paths."""
     heads = " | ".join(f"{number:,}" for number in NUM_DIFFERENT)
     lines = [f"| different paths | {heads} | judge items, all |", f"|---|{'---|' * len(NUM_DIFFERENT)}---|"]
     for row in part["rows"]:
@@ -543,7 +544,7 @@ def growth_table(part: Mapping[str, Any]) -> str:
 
 
 def zero_shot_table(part: Mapping[str, Any]) -> str:
-    """Answers weighted by the preference vector, and differences from a search for it alone."""
+    """Table of answers weighted by the preference vector, with differences from a search for this vector alone."""
     others = [name for name in ZERO_SHOT if name != "trained for it"]
     heads = " | ".join([*ZERO_SHOT, *(f"{name} minus trained" for name in others)])
     lines = [f"| vector | {heads} |", f"|---|{'---|' * (len(ZERO_SHOT) + len(others))}"]

@@ -1,4 +1,4 @@
-"""Fronts that `hm3` and other searchers find on made-up layer paths, by the share of mutants among the episodes.
+"""Quality of fronts of made-up layer paths that `hm3` and other searchers find, by the share of mutants.
 
 The paths are those of the shipped family: three models of 8 layers, 6 to 10 layers a path, `max_jump: 1`. A made-up
 score takes the place of engines. Each objective has 30 search samples and 1,000 judge samples; a path answers a sample
@@ -112,7 +112,7 @@ class MadeUpScores:
 
 
 def proposed(section: Mapping[str, Any], scores: MadeUpScores, *, seed: int, trials: int = TRIALS) -> list[Path]:
-    """The paths that a searcher proposes, with all results before each.
+    """The paths that a searcher proposes if it knows all earlier results at each proposal.
 
     `section` is a study's section `search`; its key `version` is the version of the searcher.
     """
@@ -160,12 +160,12 @@ def proposed(section: Mapping[str, Any], scores: MadeUpScores, *, seed: int, tri
 
 
 def _num_objectives(name: str) -> int:
-    """All objectives, or 1 for searchers that have one: they search the mean."""
+    """Number of objectives of a searcher: 1 if it can only search the mean, otherwise all."""
     return len(OBJECTIVES) if Feature.OBJECTIVES in SEARCHERS[name].handles else 1
 
 
 def figures(section: Mapping[str, Any], seed: int) -> dict[str, Any]:
-    """Findings of one search: hypervolumes, different paths, and the mean value of the last third of all episodes."""
+    """Figures of one search: hypervolumes, number of different paths, and mean value of the last third of episodes."""
     scores = MadeUpScores(seed)
     paths = proposed(section, scores, seed=seed)
     searched = np.array([scores.of(path)[0] for path in paths])
@@ -208,7 +208,7 @@ def arm(name: str, seed: int) -> dict[str, Any]:
 
 
 def on_file() -> dict[str, list[dict[str, Any]]]:
-    """The arms that are on file, of the first seeds that the first NUM_COMPARED rows all have.
+    """The arms on file, for those seeds that all of the first NUM_COMPARED rows have.
 
     A row that lacks one of these seeds is left out.
     """
@@ -226,7 +226,7 @@ def on_file() -> dict[str, list[dict[str, Any]]]:
 
 
 def table(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    """Hypervolumes and what was proposed: means over seeds, the best hypervolume on judge samples first."""
+    """Table of hypervolumes and proposals: means over seeds, sorted by the hypervolume on judge samples."""
     order = sorted(rows, key=lambda name: -mean(rows[name], "judge"))
     policy_alone = rows.get(next(iter(ARMS)), ())
     lines = [

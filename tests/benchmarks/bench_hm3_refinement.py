@@ -64,7 +64,7 @@ EVERY = 2
 
 @dataclass(frozen=True)
 class Scored:
-    """A trial with its merge and its values on search data, one of each skill."""
+    """A trial with its merge and its values on search data, one for each skill."""
 
     origin: Origin
     recipe: Recipe
@@ -72,7 +72,7 @@ class Scored:
 
 
 class InProcessGradients:
-    """`refinement_stage.Gradients` in the caller's thread."""
+    """Implementation of `refinement_stage.Gradients` that computes in the caller's thread."""
 
     def __init__(self, actor: GradientActor) -> None:
         self._actor = actor
@@ -89,7 +89,7 @@ class InProcessGradients:
 
 
 def searched(bench: Bench, *, seed: int, trials: int, is_refined: bool) -> tuple[list[Scored], int, list[float]]:
-    """The trials of a search, those that refine its front among them, and the samples that it used.
+    """Run a search; return its trials, including those that refine its front, and the number of used samples.
 
     The third result is the mean reward of each of its policy's iterations.
     """
@@ -175,7 +175,7 @@ def run() -> dict[str, Any]:
 
 
 def table(arms: Sequence[Mapping[str, Any]]) -> str:
-    """Means over seeds, and the mean and range of the differences from the search alone on judge items."""
+    """Table of means over seeds, and of the mean and range of differences from the search alone on judge items."""
     lines = [
         "| front | search data | judge items | minus the search alone | best mean | merges | seeds |",
         "|---|---|---|---|---|---|---|",
@@ -191,7 +191,7 @@ def table(arms: Sequence[Mapping[str, Any]]) -> str:
 
 
 def rewards_table(arms: Sequence[Mapping[str, Any]]) -> str:
-    """The mean reward of each iteration and its standard deviation over seeds."""
+    """Table of the mean reward in each iteration, and its standard deviation over seeds."""
     curves = np.array([each["rewards"] for each in arms])  # [seeds, iterations]
     places = range(0, curves.shape[1], EVERY)
     deviations = curves.std(axis=0, ddof=1) if len(arms) > 1 else np.zeros(curves.shape[1])

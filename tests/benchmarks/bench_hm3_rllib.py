@@ -1,8 +1,9 @@
-"""HM3's own learner against RLlib's RLModule, Learner and PPO with its KL penalty, on the environment of `hm3_toy`.
+"""HM3's own learner compared with RLlib's RLModule, Learner and PPO with KL penalty, on the environment of `hm3_toy`.
 
-All learn from the same runner's episodes, with the same options. Compared are the episodes until the best path is
-found, how far an update moves the policy, CPU seconds, lines of code, packages, and whether a learner that is killed
-continues with the same bits. RLlib needs packages that the project does not: without them its arms are skipped.
+All learners learn from the same runner's episodes, with the same options. The comparison covers the episodes until the
+best path is found, the change of the policy by an update, CPU seconds, lines of code, packages, and whether a killed
+learner continues with the same bits. RLlib needs packages that the project does not need; without these packages its
+arms are skipped.
 """
 
 from __future__ import annotations
@@ -50,9 +51,10 @@ HM3 = Path(__file__).parents[2] / "workers" / "training" / "hm3"
 
 @dataclass(frozen=True)
 class Candidate:
-    """A learner: its class in `rllib_learner`, or None for the own one, and the classes and functions it alone needs.
+    """A learner to compare, and the code that only this learner needs.
 
-    `modules` is the module to import for it, `parts` has the names of those classes and functions by file.
+    `learner` is its class in `rllib_learner`, or None for the project's learner. `modules` is the module to import, and
+    `parts` has the names of the classes and functions of the learner's own code, by file.
     """
 
     name: str
@@ -112,7 +114,7 @@ class Training(PolicyTraining):
 
 
 def search(candidate: Candidate, seed: int) -> dict[str, Any]:
-    """Episodes until the best path, and of the updates until then CPU seconds, KL divergences and clipped shares."""
+    """Figures of one training: episodes until the best path; CPU seconds, KL divergences and clipped shares."""
     toy = Toy(seed)
     training = Training(layer_paths(), OPTIONS, seed=seed, preferences=((1.0,),))
     training.learner_class = learner_class(candidate)
@@ -148,7 +150,7 @@ def search(candidate: Candidate, seed: int) -> dict[str, Any]:
 
 
 def cost(candidate: Candidate) -> dict[str, Any]:
-    """Lines, packages, CPU seconds of an import and of updates, and whether a killed learner continues as it was."""
+    """Costs of a learner: lines, packages, CPU seconds, and whether a killed learner continues with equal results."""
     with tempfile.TemporaryDirectory() as directory:
         whole, parts = Path(directory) / "whole", Path(directory) / "parts"
         _in_process(candidate, whole, None, expected=0)
@@ -214,7 +216,7 @@ def _import_s(module: str) -> float:
 
 
 def lines(path: Path, names: Iterable[str]) -> int:
-    """Lines of the classes and functions with these names, without comments, docstrings and blank lines."""
+    """Number of lines of the given classes and functions, without comments, docstrings and blank lines."""
     tree = ast.parse(path.read_text())
     found = {each.name: each for each in tree.body if isinstance(each, ast.ClassDef | ast.FunctionDef)}
     return sum(len(ast.unparse(_without_prose(found[name])).splitlines()) for name in names)
@@ -229,7 +231,7 @@ def _without_prose(tree: ast.AST) -> ast.AST:
 
 
 def additional_packages() -> dict[str, float]:
-    """Megabytes of each package that `ray[rllib]` needs and the project does not."""
+    """Size in megabytes of each package that `ray[rllib]` needs and the project does not need."""
     own = set(_needed("mergesearch", frozenset()))
     return {name: _size_mb(name) for name in sorted(set(_needed("ray", frozenset({"rllib"}))) - own)}
 
@@ -240,7 +242,7 @@ def _size_mb(package: str) -> float:
 
 
 def _needed(package: str, extras: frozenset[str]) -> Iterator[str]:
-    """Names of a package and of all installed packages that it needs, with some of its extras."""
+    """Yield the names of a package and of all installed packages that it needs, with some of its extras."""
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 
@@ -309,7 +311,7 @@ def _depends(candidate: Candidate) -> dict[str, str]:
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """A column for each learner."""
+    """Table with one column for each learner."""
     searches, costs, own_state = result["searches"].values(), result["costs"], result["own_state"]
     rows: dict[str, list[str]] = {
         f"episodes until the best path, seed {seed}": [_count(each[seed]["episodes"]) for each in searches]

@@ -2,14 +2,15 @@
 
 Paths have 6 steps of 12 actions each, and are scored by a table.
 
-The best path scores 1, and a path that has m of its steps in place m / 6. Beside it there are six lures, for which it
-is 0.8 m / 6; the score is the largest of the seven. A lure is a local optimum that four exchanged steps do not leave,
-and six of them attract more paths than the best one does. But on average over all other steps the steps of the best
-path are worth most: what a policy learns from many paths at once, and what a search that keeps one path does not see.
+The best path scores 1, and a path with m of the best path's steps in place scores m / 6. There are also six lures: a
+path with m steps of a lure in place scores 0.8 m / 6. A path's score is the largest of these seven. A lure is a local
+optimum that four exchanged steps do not leave, and six of them attract more paths than the best one does. But on
+average over all other steps, the best path's steps are worth most. A policy can learn this from many paths at once,
+while a search that keeps a single path does not see it.
 
-Evaluations are counted until the best path is first scored: of different paths (the service scores equal ones once),
-and for the policy of all episodes too. Of random search, which draws without repetition, the median is known: half of
-all paths. Every run of a seed is an arm that is kept.
+Evaluations of different paths are counted until the best path is first scored (the service scores equal paths once);
+for the policy, all episodes are counted too. Random search draws without repetition, so its median is known: half of
+all paths. Every run of a seed is an arm, whose result is kept.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ POLICIES: Mapping[str, PolicyTrainingOptions] = {
 
 
 class Toy:
-    """The table of one seed: [num_actions] * num_steps, float32."""
+    """The score table of the environment for one seed: [num_actions] * num_steps, float32."""
 
     def __init__(
         self, seed: int, *, num_steps: int = NUM_STEPS, num_actions: int = NUM_ACTIONS, num_lures: int = NUM_LURES
@@ -87,7 +88,7 @@ class Toy:
 def episodes(
     toy: Toy, *, seed: int, num_models: int, options: PolicyTrainingOptions = OPTIONS
 ) -> Iterator[tuple[int, ...]]:
-    """The paths that a policy plays in the environment, while it learns."""
+    """Yield the paths that a policy builds in the environment while it learns."""
     names = tuple(f"model{number}" for number in range(num_models))
     paths = LayerPaths(names, toy.table.shape[0] // num_models, toy.num_steps, toy.num_steps)
     training = PolicyTraining(paths, options, seed=seed, preferences=((1.0,),))
@@ -104,7 +105,7 @@ def episodes(
 
 
 def by_policy(seed: int, options: PolicyTrainingOptions = OPTIONS) -> dict[str, int | None]:
-    """Different paths scored and episodes played up to the best path; None if it was not found."""
+    """Numbers of different scored paths and of episodes until the policy finds the best path; None if it does not."""
     toy = Toy(seed)
     seen: set[tuple[int, ...]] = set()
     played = episodes(toy, seed=seed, num_models=NUM_MODELS, options=options)
@@ -116,7 +117,7 @@ def by_policy(seed: int, options: PolicyTrainingOptions = OPTIONS) -> dict[str, 
 
 
 def by_evolution(seed: int) -> dict[str, int | None]:
-    """Evaluations of the searcher `es` up to the best path; None if it was not found."""
+    """Number of evaluations until the searcher `es` finds the best path; None if it does not."""
     toy = Toy(seed)
     parameters = Parameters(Categorical(f"step{step}", tuple(range(NUM_ACTIONS))) for step in range(NUM_STEPS))
     trials: list[Observation] = []
@@ -173,12 +174,12 @@ def run() -> dict[str, Any]:
 
 
 def median(found: Sequence[int | None], limit: int) -> float:
-    """Median over seeds, in which the limit stands for a path that was not found: then a lower bound."""
+    """Median over seeds; a path that was not found counts as `limit`, so that the median is then a lower bound."""
     return statistics.median(limit if count is None else count for count in found)
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """Episodes or evaluations until the best path was found, by seed."""
+    """Table of the episodes or evaluations until the best path was found, by seed."""
     rows = {name: ([each["episodes"] for each in arms], MAX_EPISODES) for name, arms in result["policies"].items()}
     rows["`es`"] = [each["evaluations"] for each in result["es"]], MAX_ES
     lines = [f"| seed | {' | '.join(map(str, SEEDS))} | median |", f"|---|{'---|' * len(SEEDS)}---|"]

@@ -1,4 +1,4 @@
-"""Merges that `auto` finds on the image family, beside fixed and tuned recipes, AdaMerging and chance.
+"""Quality of the merges that `auto` finds on the image family, compared with fixed and tuned recipes and AdaMerging.
 
 The family is that of `image_family` (seed 0), trained into `.bench/images` when it is first needed; its training reads
 neither search nor judge images. The protocol was fixed before a judge image was scored:
@@ -91,12 +91,12 @@ def show(result: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class ImageFamily:
-    """The family in the form of `search_families.TrainedFamily`."""
+    """The image family, in the form of `search_families.TrainedFamily`."""
 
     name: str = "images"
 
     def directory(self) -> Path:
-        """The directory of the models and images, which are made first if they are not there."""
+        """The directory of the models and images, which are made first if they are missing."""
         place = (CACHE / "family").resolve()
         if not (place / "family.json").exists():
             build_family(place, train=train_here)
@@ -148,7 +148,7 @@ class ImageBench(Bench):
         return examine(self.family.study("judge", fidelity={"scheduler": "none"}))
 
     def tasks(self, seed: int) -> Mapping[str, TaskSpec]:
-        """The search tasks with the order that a study with this seed has."""
+        """The search tasks in the order of a study with this seed."""
         return self._prepared("skills", _document("random", seed)).tasks.search
 
     def answers(self, recipe: Recipe, tasks: Mapping[str, TaskSpec], num: int | None = None) -> dict[str, NDArray[Any]]:
@@ -188,7 +188,7 @@ def _document(algorithm: str, seed: int) -> str:
 
 @dataclass(frozen=True)
 class Arm:
-    """Choice of an arm, and its `answers` to the held-out images of each task."""
+    """Result of an arm: the chosen recipe, and its `answers` to the held-out images of each task."""
 
     label: str
     search: float
@@ -205,7 +205,7 @@ class Arm:
 
 
 def judged_arm(arm: str, seed: int) -> Arm:
-    """An arm with one seed, from its file or measured now."""
+    """Result of an arm with one seed, read from its file or measured now."""
     settings: dict[str, Any] = {"arm": arm, "seed": seed, "samples": FULL, "tasks": list(TASKS)}
     if arm == "tuned":
         settings["grid"] = list(GRID)
@@ -310,7 +310,7 @@ CHOICES: Mapping[str, Callable[[int], Choice]] = {
 
 
 def seeds_on_file() -> list[int]:
-    """The seeds, from 0, of which all arms are on file."""
+    """The seeds, from 0 on, for which all arms are on file."""
     found = []
     for seed in range(NUM_SEEDS):
         try:
@@ -342,7 +342,7 @@ def difference(ours: Sequence[Arm], theirs: Sequence[Arm]) -> tuple[float, float
 
 
 def arms_table() -> str:
-    """Held-out accuracy of each arm, means over seeds, and its difference from `auto`, best of the study."""
+    """Table of the held-out accuracy of each arm, and its difference from `auto`: means over seeds."""
     seeds = [seed for seed in range(NUM_SEEDS) if _is_kept(seed)]
     if not seeds:
         raise NotKept(f"{BENCHMARK}: no seed has all arms on file")

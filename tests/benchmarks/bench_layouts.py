@@ -1,11 +1,12 @@
-"""Agreement of swapped engines with transformers, for every layout of `tests.layouts`.
+"""Agreement of engines with transformers after swaps, for every model layout of `tests.layouts`.
 
-For each layout: a family with random weights, an engine on its base, and candidates written into that engine one after
-another, merged by task arithmetic, SLERP, and task arithmetic again in the last layer alone. Each candidate is exported
-too; transformers reads the export and computes, in float32 with its plain attention, the log-probability of every token
-of three prompts. "groups" says whether every tensor has a place; "export" whether transformers finds all the tensors
-that it needs and no more; the difference is the largest of all candidates, prompts and tokens. One process for each
-engine; what cannot be run at all is a row with its reason, and fails the benchmark as a difference beyond the bar does.
+For each layout, the bench makes a family with random weights, starts an engine on its base, and writes candidates into
+that engine one after another: merges by task arithmetic, by SLERP, and by task arithmetic again in the last layer
+alone. Each candidate is exported too; transformers reads the export and computes, in float32 with its plain attention,
+the log-probability of every token of three prompts. The column "groups" says whether every tensor has a place, "export"
+whether transformers finds exactly the tensors that it needs. The difference is the largest over all candidates, prompts
+and tokens. Each engine runs in its own process. A layout that cannot be run has a row with the reason, and fails the
+benchmark like a difference beyond the bar.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ def _candidates(family: Any) -> Iterator[Any]:
 
 
 def _by_transformers(recipe: Any, bank: Any, out: Path, prompts: list[list[int]]) -> tuple[list[list[float]], bool]:
-    """The log-probabilities of the exported model, and whether transformers found the export to be a whole one."""
+    """The log-probabilities of the exported model, and whether transformers found exactly the tensors that it needs."""
     from transformers import AutoModelForCausalLM
 
     from workers.engines.transformers.backend import ATTENTION, logprobs

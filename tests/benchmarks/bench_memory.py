@@ -1,9 +1,10 @@
-"""Memory of a bank and one candidate, for every fused method, in a process that may not take more.
+"""Memory of a bank and one merge by every fused method, in a process with a memory limit.
 
-The models of `merge_family`. Allowed are the sources, one result, and a tenth of both. The limit is RLIMIT_DATA, which
-needs no right to make a control group: it counts all that a process may write to, and files too as they are mapped,
-though their pages are the page cache's. So it is set once a bank is open, to what the process has then and what is left
-of the allowance. That opening it takes no more than the sources is measured: anonymous memory, sampled.
+The models are those of `merge_family`. The limit allows the sources, one result, and a tenth of both. The limit is
+RLIMIT_DATA, because it needs no right to make a control group. RLIMIT_DATA counts all memory that a process may write
+to, and also mapped files, although their pages belong to the page cache. Therefore the limit is set after a bank is
+opened, to the memory in use plus the rest of the allowance. Samples of anonymous memory show that opening the bank
+takes no more than the sources.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def show(result: dict[str, Any]) -> None:
 
 
 def measure(directory: Path) -> list[dict[str, Any]]:
-    """Memory of a bank and its candidates, measured by `measure_here` in a process of its own."""
+    """Memory of a bank and its merges, measured by `measure_here` in a separate process."""
     return list(json.loads(output(__name__, str(directory))))
 
 

@@ -1,13 +1,13 @@
-"""Bandwidth of merging in memory against copying, for each method.
+"""Bandwidth of merging in memory by each method, compared with copying.
 
-Base and three experts of 110M float32 parameters each, random, in a Llama's shapes, two threads. Every candidate has
-new coefficients (a new k, t, or seed). Its time is from the recipe to the last merged tensor, written to memory that
-was there before; the first candidate, which also makes the statistics and may compile, is given apart. A method's bytes
-are each source read once and the result written once. Copying is `copy_` between tensors of 256 MB, in the same
-process, in turn with the methods. Medians of ten.
+The models are a base and three experts of 110M random float32 parameters each, in a Llama's shapes; two threads merge
+them. Every candidate has new coefficients (a new k, t, or seed). A candidate's time is from the recipe to the last
+merged tensor, written to memory allocated before. The first candidate also computes statistics and may compile, so its
+time is given separately. A method's bytes are each source read once and the result written once. Copying is `copy_`
+between tensors of 256 MB, in the same process, in turn with the methods. All times are medians of ten.
 
-All other methods that have a kernel follow, and DELLA once more, with its ranks kept. The last rows are kernels on one
-tensor of 64 MB for each of eight experts. What all this means for a swap is in `bench_swap`.
+All other methods that have a kernel follow; DELLA is measured a second time, with its ranks kept. The last rows are
+kernels on one tensor of 64 MB for each of eight experts. `bench_swap` measures the effect of merging on a swap.
 
 With `NUMBA_CPU_NAME=znver3 NUMBA_CPU_FEATURES=+avx2` the kernels are those of a processor without AVX-512; the name
 alone does not take it away.
@@ -76,7 +76,7 @@ def show(result: dict[str, Any]) -> None:
 
 
 def measure_fused(directory: Path) -> dict[str, Any]:
-    """Copying and the methods that have kernels, in turn."""
+    """Measure copying and the methods that have kernels, in turn."""
     import torch
 
     from search_spaces.methods import METHODS
@@ -118,7 +118,7 @@ def measure_fused(directory: Path) -> dict[str, Any]:
 
 
 def measure_ranked(directory: Path) -> list[dict[str, Any]]:
-    """DELLA by a bank that keeps ranks: the first candidate, which sorts, and another."""
+    """Measure DELLA with a bank that caches ranks: the first merge, which sorts, and a further one."""
     _, bank, merge = _merging(directory)
     bank.keep_ranks()
     rows = []
@@ -129,7 +129,7 @@ def measure_ranked(directory: Path) -> list[dict[str, Any]]:
 
 
 def measure_many(directory: Path) -> dict[str, Any]:
-    """Kernels with many sources, as parts of copy bandwidth."""
+    """Measure kernels with many sources, as shares of the copy bandwidth."""
     import torch
 
     from search_spaces.recipe import Merge, Source
@@ -172,7 +172,7 @@ def measure_many(directory: Path) -> dict[str, Any]:
 
 
 def _merging(directory: Path) -> tuple[Any, Any, Callable[[str, int], None]]:
-    """The family, its bank, and a function that merges the candidate of a method and a seed."""
+    """The family, its bank, and a function that merges by a given method and seed."""
     import torch
 
     from workers.merging.bank import Bank
@@ -195,7 +195,7 @@ def _bar(method: str) -> dict[str, Any]:
 
 
 def _extensions() -> list[str]:
-    """The vector extensions that the kernels are compiled for."""
+    """The vector extensions of the processor for which the kernels are compiled."""
     import llvmlite.binding as llvm
     import numba
 

@@ -1,8 +1,8 @@
-"""Time of a step of MergOPT and of SAM against a step of bare AdamW, on one Llama of 21M parameters.
+"""Time of a step of MergOPT and of SAM, compared with a step of AdamW, on one Llama of 21M parameters.
 
-All take turns in one process with two threads: forward and backward passes of 2,048 tokens, and the update. MergOPT has
-its two modes: parameters from a copy, and noise in the layers. Beside other programs on the same cores the ratio of CPU
-time is the steadier one; the bound is for that of time, on a machine that does nothing else.
+The optimizers take turns in one process with two threads: forward and backward passes of 2,048 tokens, and the update.
+MergOPT is measured in its two modes: parameters from a copy, and noise in the layers. The bound is for the ratio of
+elapsed time on an otherwise idle machine; with other programs on the same cores, the ratio of CPU time is steadier.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Merges of experts that were trained with MergOPT's noise, with offsets of real task vectors, and with neither.
+"""Quality of merges of experts that were trained with MergOPT's noise, with offsets of real task vectors, and without.
 
-What is MergOPT's noise for? Arms that differ in nothing but the offset at which gradients are taken:
+The comparison asks for the use of MergOPT's noise. Its arms differ only in the offset of weights at which gradients are
+computed:
 
 - `adamw`: none
 - `mergopt`: the paper's Laplace noise, (K alpha - 1) z
@@ -19,7 +20,7 @@ The protocol was fixed before any judge item was read:
   vectors at that rate, in bfloat16 as they are written.
 - Merges of all experts at a fixed alpha (task arithmetic with 0.3, the value that the paper calls common, and weight
   averaging), and by each method at its coefficient that is the best on 200 search items a skill.
-- Judged on 1,000 held-out items a skill. Differences from AdamW are paired by seed and item.
+- Judgment: merges are judged on 1,000 held-out items a skill. Differences from AdamW are paired by seed and item.
 
 The pilot also measures whether the noise resembles a merge: the loss of each expert on its own skill at a merge, at
 noise of the same norm, and at resampled task vectors of the same norm.
@@ -30,8 +31,8 @@ pairs (table 19).
     make bench ONLY=mergopt_offsets
     MERGOPT_OFFSETS=shipped MERGOPT_OFFSETS_SEEDS=2 MERGOPT_OFFSETS_PARTS=all,mixed make bench ONLY=mergopt_offsets
 
-Hours: each judged arm and seed is an arm in `tests/benchmarks/results`; the experts stay in `.bench/mergopt_offsets`.
-Tables are of the seeds that are on file in all arms.
+The run takes hours. Results of each judged arm and seed are kept in `tests/benchmarks/results`, experts in
+`.bench/mergopt_offsets`. Tables have the seeds that are on file for all arms.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ def show(result: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Experiment:
-    """The arms of one family. Experts that are needed are trained."""
+    """The arms of one family; missing experts are trained."""
 
     family: TrainedFamily
 
@@ -127,7 +128,7 @@ class Experiment:
 
     @cached_property
     def directory(self) -> Path:
-        """The family's base and tasks, with training items that are none of the judged ones."""
+        """Directory with the family's base and tasks; its training items do not contain judged items."""
         place = self.family.directory()
         plan = FamilyPlan(self.skills, self.family.seed or 0, 2000)
         for skill in self.skills:
@@ -140,7 +141,7 @@ class Experiment:
         return place
 
     def document(self, skill: str, rate: float, seed: int, method: Mapping[str, Any]) -> dict[str, Any]:
-        """The specification of an expert."""
+        """The specification of an expert's fine-tuning."""
         file = str(self.directory / "tasks" / f"{skill}_train.jsonl")
         return {
             "name": skill,
@@ -159,7 +160,7 @@ class Experiment:
         }
 
     def experts(self, arm: str, seed: int, rate: float | None = None) -> dict[str, FinetuneSpec]:
-        """The specifications of an arm's experts, by skill. Experts that offsets are made of are trained first."""
+        """The specifications of an arm's experts, by skill; experts that provide offsets are trained first."""
         rate = self.rate if rate is None else rate
 
         def method(skill: str) -> dict[str, Any]:
@@ -180,7 +181,7 @@ class Experiment:
         return Fleet(self.experts(arm, seed, rate), self.directory, CACHE)
 
     def arm(self, name: str, settings: Mapping[str, Any], measure: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
-        """An arm on file, or measured now."""
+        """Figures of an arm, from its file or measured now."""
         shared = {
             "family": self.family.name,
             "steps": STEPS,
@@ -202,7 +203,7 @@ class Experiment:
     # -- the pilot -----------------------------------------------------------------------------------------------------
 
     def pilot(self) -> dict[str, Any]:
-        """By learning rate: own skills and task arithmetic on search items, and the Laplace scale of task vectors."""
+        """Figures of the pilot by learning rate: own skills and task arithmetic on search items, vectors' scale."""
 
         def of_rate(rate: float) -> dict[str, Any]:
             fleet = self.fleet(ADAMW, PILOT_SEED, rate)
@@ -293,7 +294,7 @@ class Experiment:
         return Merge("task_arithmetic", tuple(map(Source, self.skills)), {"lambda": lambda_})
 
     def judged(self, arm: str, seed: int) -> dict[str, Any]:
-        """Answers to judge items of merges of all experts of an arm, at a fixed coefficient and at tuned ones."""
+        """Answers to judge items by merges of all experts of an arm, with a fixed coefficient and with tuned ones."""
 
         def measure() -> dict[str, Any]:
             fleet = self.fleet(arm, seed)
@@ -318,7 +319,7 @@ class Experiment:
         return {**found, "answers": {name: unpacked(each) for name, each in found["answers"].items()}}
 
     def judged_sets(self, arm: str, seed: int, number: int) -> dict[str, float]:
-        """Mean accuracy of merges of every set of `number` experts on their own skills, by method, tuned."""
+        """Mean accuracy of tuned merges of every set of `number` experts on these experts' skills, by method."""
 
         def measure() -> dict[str, Any]:
             fleet = self.fleet(arm, seed)
@@ -327,7 +328,7 @@ class Experiment:
         return self.arm(f"{number}experts/seed{seed}-{arm}", self.settings(arm, seed, merged=number), measure)
 
     def mixed(self, arm: str, seed: int) -> dict[str, float]:
-        """Mean accuracy of merges of one of AdamW's experts and one of the arm's, over all pairs in both orders."""
+        """Mean accuracy of merges of one AdamW expert and one expert of the arm, over all pairs in both orders."""
 
         def measure() -> dict[str, Any]:
             other = {f"{skill}-{arm}": spec for skill, spec in self.experts(arm, seed).items()}
@@ -350,7 +351,7 @@ def norm_of(vector: Vector) -> float:
 
 
 def best(fleet: Fleet, experts: Sequence[str], skills: Sequence[str], seed: int) -> dict[str, Candidate]:
-    """The candidate of each method that answers the most search items of the skills."""
+    """The candidate of each method with the most correct answers to search items of the skills."""
     found: dict[str, tuple[float, Candidate]] = {}
     for candidate in candidates(experts, seed=seed, wudi=True):
         value = float(fleet.answers(candidate.merge, skills, "search", VALIDATION_ITEMS).mean())
@@ -381,7 +382,7 @@ NAMES = {
 
 
 def seeds_on_file(measure: Callable[[str, int], Any], arms: Sequence[str] = ARMS) -> list[int]:
-    """The first seeds of which every arm is on file. Raises NotKept if the first is not."""
+    """The first seeds for which every arm is on file. Raises NotKept if the first seed is missing."""
     found: list[int] = []
     for seed in range(NUM_SEEDS):
         try:
@@ -396,7 +397,7 @@ def seeds_on_file(measure: Callable[[str, int], Any], arms: Sequence[str] = ARMS
 
 
 def comparison(experiment: Experiment, seeds: Sequence[int]) -> dict[str, Any]:
-    """By arm: accuracy of experts and merges, and differences of merges from AdamW's with their intervals."""
+    """For each arm, the accuracy of experts and merges, and differences from AdamW's merges with intervals."""
     runs = {arm: [experiment.judged(arm, seed) for seed in seeds] for arm in ARMS}
 
     def gain(arm: str, name: str) -> dict[str, float]:
@@ -424,7 +425,7 @@ def cells_of(row: Mapping[str, float]) -> str:
 
 
 def arms_table(experiment: Experiment) -> str:
-    """Judge accuracy of experts and of merges of all of them, with differences from AdamW's."""
+    """Table of judge accuracy of experts and of merges of all experts, with differences from AdamW's merges."""
     seeds = seeds_on_file(experiment.judged)
     rows = comparison(experiment, seeds)
 
@@ -443,7 +444,7 @@ def arms_table(experiment: Experiment) -> str:
 
 
 def curves_table(experiment: Experiment) -> str:
-    """Judge accuracy of task arithmetic of all experts, by its coefficient."""
+    """Table of judge accuracy of task arithmetic of all experts, by coefficient."""
     seeds = seeds_on_file(experiment.judged)
     rows = {arm: mean_of([experiment.judged(arm, seed)["curve"] for seed in seeds]) for arm in ARMS}
     lines = head(f"experts ({len(seeds)} of {NUM_SEEDS} seeds)", *rows[ADAMW])
@@ -451,7 +452,7 @@ def curves_table(experiment: Experiment) -> str:
 
 
 def numbers_table(experiment: Experiment) -> str:
-    """Judge accuracy of merges of fewer experts than all, means over their sets."""
+    """Table of judge accuracy of merges of fewer experts, as means over the sets of experts."""
     lines: list[str] = []
     for number in experiment.numbers:
         measure = partial(experiment.judged_sets, number=number)
@@ -464,7 +465,7 @@ def numbers_table(experiment: Experiment) -> str:
 
 
 def mixed_table(experiment: Experiment) -> str:
-    """Judge accuracy of merges of an expert of AdamW and one of another arm, and of two of each."""
+    """Table of judge accuracy of merges of an AdamW expert and an expert of another arm, and of two of the same arm."""
     arms = ARMS[1:]
     pairs = partial(experiment.judged_sets, number=2)
     seeds = seeds_on_file(lambda arm, seed: (experiment.mixed(arm, seed), pairs(arm, seed), pairs(ADAMW, seed)), arms)
@@ -477,7 +478,7 @@ def mixed_table(experiment: Experiment) -> str:
 
 
 def resemblance_table(experiment: Experiment) -> str:
-    """How much a merge raises the loss of its experts on their own skills, and other offsets do; by its coefficient."""
+    """Table of the increase of experts' losses on their own skills by a merge and by other offsets, by coefficient."""
     rows = experiment.resemblance()["rows"]
     lines = head("alpha", "merge", "Laplace noise of equal norm", "resampled task vectors of equal norm")
     for alpha in RESEMBLANCE["alphas"]:
@@ -489,7 +490,7 @@ def resemblance_table(experiment: Experiment) -> str:
     return "\n".join(lines)
 
 
-# Of parts that were not measured yet there is no table in docs.
+# Parts that were not measured yet have no table in docs.
 TABLES: dict[str, Callable[[], str]] = {
     "shipped-resemblance": lambda: resemblance_table(EXPERIMENTS["shipped"]),
 }

@@ -1,18 +1,19 @@
-"""Quality of merges of MergOPT's experts against those of AdamW's, SGD's, SAM's and ASAM's, on the shipped skills.
+"""Quality of merges of experts that were trained with MergOPT, AdamW, SGD, SAM and ASAM, on the shipped skills.
 
-For each optimizer and seed the experts of the tiny family's retraining are trained: same base, data, batches and number
-of steps (SAM and ASAM also with half as many, which take as long as AdamW's). The learning rate of each optimizer is
-the one whose experts are best on their own skill's search items in a pilot with a seed of its own; MergOPT is compared
-at AdamW's as well. Its b is the Laplace scale of the task vectors of the pilot's AdamW experts. A merge method's
-coefficient is chosen on search items, and the merge judged on 1,000 held-out items a skill. No training or merge looks
-at these. All three experts are merged, and each pair of them, which is judged on its own two skills.
+For each optimizer and seed, the experts of the tiny family's retraining are trained with the same base, data, batches
+and number of steps. SAM and ASAM are also trained with half as many steps, which take as long as AdamW's. A pilot with
+another seed chooses the learning rate of each optimizer: the one whose experts are best on their own skill's search
+items. MergOPT is also compared at AdamW's learning rate. MergOPT's b is the Laplace scale of the task vectors of the
+pilot's AdamW experts. A merge method's coefficient is chosen on search items, and the merge judged on 1,000 held-out
+items a skill. No training or merge looks at these. All three experts are merged, and each pair of them, which is judged
+on its own two skills.
 
-How much b and the learning rate matter (the paper's D.4.3) is seen on the pilot's seed: MergOPT with b halved and
+The pilot's seed also shows the effects of b and of the learning rate (the paper's D.4.3): MergOPT with b halved and
 doubled up to twice, and AdamW and MergOPT with each learning rate of the pilot.
 
-Hours: the judged merges of each optimizer and seed are an arm that is kept in `tests/benchmarks/results`; the experts
-stay in `.bench/mergopt_quality`. With the environment variable MERGOPT_QUALITY_SEEDS=1 the comparison is that of the
-first seed only, which a later run with more continues.
+The run takes hours. The judged merges of each optimizer and seed are an arm, kept in `tests/benchmarks/results`; the
+experts stay in `.bench/mergopt_quality`. With the environment variable MERGOPT_QUALITY_SEEDS=1 only the first seed is
+compared; a later run with more seeds continues the comparison.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ ALL, PAIR = 3, 2  # experts of a merge
 
 @dataclass(frozen=True)
 class Variant:
-    """An optimizer; with `half`, half of the steps; with `rate_of`, the learning rate of another optimizer."""
+    """An optimizer to compare; `half` halves the steps, and `rate_of` names an optimizer whose rate it has."""
 
     kind: str
     half: bool = False
@@ -131,7 +132,7 @@ def comparison(num_seeds: int) -> dict[str, Any]:
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """Held-out accuracy of experts and of their merges by each method; the last column is of merges of two experts."""
+    """Table of held-out accuracy of experts and of their merges by each method; the last column has merges of two."""
     methods = list(result["rows"][0]["methods"])
     lines = [
         f"| optimizer | expert | {' | '.join(methods)} | mean | pairs |",
@@ -162,7 +163,7 @@ def show_rows(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def sensitivity(scale: float, rate: float) -> list[dict[str, Any]]:
-    """Rows by b at MergOPT's learning rate, and by learning rate at the pilot's b.
+    """Rows for different scales b at MergOPT's learning rate, and for different learning rates at the pilot's b.
 
     Merged are all experts of the pilot's seed.
     """
@@ -174,7 +175,7 @@ def sensitivity(scale: float, rate: float) -> list[dict[str, Any]]:
 
 
 def specs(variant: Variant, rate: float, scale: float, seed: int) -> dict[str, FinetuneSpec]:
-    """The experts of the retraining with another optimizer."""
+    """The specifications of the shipped family's experts, with another optimizer."""
     found = {}
     for alias, spec in load_pipeline(family_dir() / RETRAIN_FILE).experts.items():
         own: dict[str, Any] = {"kind": variant.kind}
@@ -194,7 +195,7 @@ def specs(variant: Variant, rate: float, scale: float, seed: int) -> dict[str, F
 
 
 def trained(spec: FinetuneSpec, cache: Path = CACHE) -> Path:
-    """The directory of an expert, trained first if it is not there; training continues from its last checkpoint."""
+    """The directory of a trained expert; training begins, or continues from its last checkpoint, if it is missing."""
     place = cache / "experts" / digest_of(spec.canonical())[:24]
     if not (place / "seconds.json").exists():
         place.mkdir(parents=True, exist_ok=True)
@@ -219,7 +220,7 @@ def pilot_scale() -> float:
 
 
 def best_rate(kind: str, scale: float) -> float:
-    """The learning rate whose experts answer the most items of their own skills' validation data."""
+    """The learning rate whose experts have the most correct answers to validation items of their own skills."""
     return max(RATES.get(kind, DEFAULT_RATES), key=lambda rate: own_skill(Variant(kind), rate, scale))
 
 
@@ -236,7 +237,7 @@ def own_skill(variant: Variant, rate: float, scale: float) -> float:
 
 
 def judged_merges(variant: Variant, rate: float, scale: float, seed: int, num_experts: int = ALL) -> dict[str, Any]:
-    """Answers to held-out items of the best merge of each method, of the experts of one seed.
+    """Answers to held-out items by the best merge of each method, for the experts of one seed.
 
     By method [sets * skills, items]: of every set of `num_experts` experts, for each of its skills.
     """
@@ -271,7 +272,7 @@ def judged_merges(variant: Variant, rate: float, scale: float, seed: int, num_ex
 def arm(
     name: str, experts: Mapping[str, FinetuneSpec], settings: Mapping[str, Any], measure: Callable[[], dict[str, Any]]
 ) -> dict[str, Any]:
-    """An arm of experts; their specifications, without the place of their files, are among its settings."""
+    """Figures of an arm; its settings contain the experts' specifications without the places of their files."""
     canonical = json.dumps({alias: spec.canonical() for alias, spec in experts.items()})
     first = next(iter(experts.values()))
     settings = {
@@ -295,7 +296,7 @@ def arm(
 
 
 class Fleet:
-    """Trained experts and the answers of their merges, of the family in a directory, with its base and tasks."""
+    """Trained experts of the family in a directory, with its base and tasks, and the answers of their merges."""
 
     def __init__(self, experts: Mapping[str, FinetuneSpec], directory: Path | None = None, cache: Path = CACHE) -> None:
         directory = family_dir() if directory is None else directory
@@ -315,11 +316,11 @@ class Fleet:
     def answers(
         self, merge: Merge, skills: Sequence[str], split: str, num_items: int | None = None
     ) -> NDArray[np.bool_]:
-        """Answers of a merge, [skills, items]."""
+        """Answers of a merge to a split's items, [skills, items]."""
         return np.stack([self._answers(merge, self._tasks[split][skill], num_items) for skill in skills])
 
     def best(self, experts: Sequence[str], *, seed: int) -> dict[str, Candidate]:
-        """The candidate of each method that answers the most search items of the experts' skills."""
+        """The candidate of each method with the most correct answers to search items of the experts' skills."""
         found: dict[str, tuple[float, Candidate]] = {}
         for candidate in candidates(experts, seed=seed):
             value = float(self.answers(candidate.merge, experts, "search", VALIDATION_ITEMS).mean())
@@ -350,7 +351,7 @@ def row_of(name: str, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def gains(name: str, ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Paired differences by method and in the mean of methods; seeds and items are drawn again for the intervals."""
+    """Paired differences by method and in the mean of all methods, with bootstrap intervals over seeds and items."""
 
     def difference(methods: Sequence[str], of: str) -> dict[str, float]:
         def stacked(runs: Sequence[Mapping[str, Any]]) -> NDArray[np.float64]:

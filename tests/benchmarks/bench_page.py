@@ -1,7 +1,7 @@
-"""Processor time of the web page at 10,000 trials: its study page, and a step of each control, beside a calibration.
+"""Processor time of the web page with 10,000 trials: loading the study page, and one step of each control.
 
-Chromium shows a made-up study, and counts the time of its page's thread: that of other programs does not count. The
-calibration is the same thread's time for a fixed computation, by which figures of other machines can be compared.
+Chromium shows a made-up study, and counts the time of its page's thread, without the time of other programs. The
+calibration is the same thread's time for a fixed computation; it makes figures of different machines comparable.
 Budgets: 800 ms for the study page, 16 ms for a move of the mouse over a chart, 30 ms for a step of a slider, 60 ms for
 a step of an axis of the parallel coordinates, 150 ms for a jump in the table.
 """
@@ -104,7 +104,7 @@ def _press(control: Any, key: str) -> None:
 
 
 def _spent(session: CDPSession, page: Page, action: Callable[[], object], *, settle_ms: int = 300) -> float:
-    """Milliseconds of processor time of the page's thread for an action, and for what it sets off."""
+    """Milliseconds of processor time of the page's thread for an action and all its effects."""
     before = _metrics(session)["TaskDuration"]
     action()
     page.wait_for_timeout(settle_ms)

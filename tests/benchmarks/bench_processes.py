@@ -1,9 +1,9 @@
-"""CPU seconds of whole commands: their start-up, and merges against mergekit's command.
+"""CPU seconds of whole commands: their start-up, and merges compared with mergekit's command.
 
-User and system time are counted, which other programs on the machine change little.
-Start-up: `mergesearch merge` of two of the shipped experts, and `run --check` of the example study, against a process
-that imports torch. Merges: the models of `merge_family` in a RAM disk, one mergekit file for both programs. Files are
-warm: each command ran once before, so fingerprints, compiled kernels and what vLLM can run are known.
+User and system time are counted, which other programs on the machine change little. Start-up: `mergesearch merge` of
+two of the shipped experts, and `run --check` of the example study, compared with a process that imports torch. Merges:
+the models of `merge_family` in a RAM disk, with one mergekit file for both programs. Each command ran once before, so
+fingerprints, compiled kernels and vLLM's answers about models are cached.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import yaml
 from tests.benchmarks import merge_family
 
 REPEATS = 3
-# Of what importing torch takes: must, goal.
+# Bars as multiples of the time of importing torch: must, goal.
 START_UP = (1.5, 1.2)
 # Times less than mergekit's command: must; goal 8 for the last two.
 MUST = {"linear": 2.5, "slerp": 2.5, "ties_weighted": 4.0, "dare_ties_l1": 4.0}
@@ -67,7 +67,7 @@ def show(result: dict[str, Any]) -> None:
 
 
 def _medians(commands: Mapping[str, tuple[str, ...]], out: Path, environment: Mapping[str, str]) -> dict[str, float]:
-    """The median CPU seconds of each command, run by turns; what they write to `out` is removed."""
+    """The median CPU seconds of each command, run in turns; their files in `out` are removed."""
     seconds: dict[str, list[float]] = {name: [] for name in commands}
     for _ in range(1 + REPEATS):
         for name, command in commands.items():

@@ -1,7 +1,7 @@
-"""Share of time that 16 and 32 replicas score, by scheduler and searcher; time of the schedulers in long studies.
+"""Share of time during which 16 and 32 replicas score, by scheduler and searcher; time of schedulers in long studies.
 
 Replicas are fakes whose chunks take one second of a simulated clock (`replica_clock`). Everything else of a study but
-Ray is real, and its CPU seconds pass on the same clock. Rungs of 30, 90 and 270 samples.
+Ray is real, and its CPU seconds pass on the same clock. The rungs have 30, 90 and 270 samples.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def busy(
     num_trials: int = NUM_TRIALS,
     spread: float = 0.0,
 ) -> dict[str, Any]:
-    """A search on so many replicas, with the defaults that a study with so many has.
+    """Run a search on `replicas` fake replicas, with the defaults of a study with this number of replicas.
 
     A short search comes first, during which libraries are loaded.
     """
@@ -182,7 +182,7 @@ def search_of(
 
 
 def table_ms(scheduler: Scheduler, num_objectives: int, num_trials: int) -> float:
-    """CPU milliseconds a trial of the rung table alone, 16 replicas' results arriving out of order."""
+    """CPU milliseconds of the rung table for a trial, if the results of 16 replicas arrive out of order."""
     draw = random.Random(0)
     staleness = STALENESS_PER_REPLICA * 16 - 1
     cycle = bracket_cycle(scheduler, num_rungs=3, eta=3, max_trials=num_trials)

@@ -1,4 +1,4 @@
-"""Programs in the sandbox for generated code, a second and each, against a plain process that runs no sandbox.
+"""Programs per second, and time of each, in the sandbox for generated code, compared with a plain process.
 
 Each means of confinement is measured: bubblewrap and Landlock. The program is a solution of HumanEval's kind with its
 tests. "each" is the median of programs that run one at a time, in turns with a plain process, which is `python -c` and

@@ -104,7 +104,7 @@ def show(result: dict[str, Any]) -> None:
 
 
 class _Server:
-    """The server in a process of its own."""
+    """The HTTP server in a separate process."""
 
     def __init__(self, client: httpx.Client, process: psutil.Process) -> None:
         self.client = client
@@ -164,7 +164,7 @@ def _proposals() -> dict[str, dict[str, float]]:
 
 
 def _disk(store: Store, study: str) -> dict[str, float]:
-    """Bytes of the tables of samples, with their keys and pages, for each sample."""
+    """Bytes per sample of the tables of samples, with their keys and pages."""
     table = schema.sample_chunks
     with store.engine.connect() as connection:
         count = connection.execute(sa.select(sa.func.sum(table.c.num_samples)).where(table.c.study == study)).scalar()
@@ -177,7 +177,7 @@ def _disk(store: Store, study: str) -> dict[str, float]:
 
 
 def _table_bytes(connection: sa.Connection, name: str) -> int:
-    """Bytes of a table with its indexes."""
+    """Size of a table with its indexes, in bytes."""
     if connection.dialect.name == "postgresql":
         query = "SELECT pg_total_relation_size(:name)"
     else:
@@ -224,7 +224,7 @@ def _result(server: _Server, store: Store, study: str, path: str) -> dict[str, A
 
 
 def _add_result(store: Store, study: str) -> None:
-    """Give the study one more trial at full budget, as its running driver would."""
+    """Add one more trial at full budget to the study, as its driver would."""
     attempt = store.job(study).attempt
     last = store.trials(study, start=SIZE.num_trials)[-1]
     writer = JobWriter(store.engine, study, attempt)

@@ -1,4 +1,4 @@
-"""Samples that the engine answers a second, against lm-eval's own vLLM backend in the same engine.
+"""Samples per second that the engine answers, compared with lm-eval's own vLLM backend in the same engine.
 
 Both answer the same requests of lm-eval's tasks in one live engine with prefix caching, whose cache is emptied before
 each run, as every swap does. They alternate, and each ratio is the median over the pairs. Seconds are CPU time of the
@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 PAIRS = 5
 SAMPLES = {"generation": 48, "letters": 32, "texts": 24}
-# How many times as fast as lm-eval's backend.
+# Bars as multiples of the speed of lm-eval's backend.
 MUST = {"generation": 1.0, "letters": 2.0}
 GOAL = {"generation": 1.2, "letters": 3.0}
 # The largest difference of two log-likelihoods (natural) that is called equal.
@@ -43,7 +43,7 @@ SHAPES = {"layers": 4, "hidden": 128, "max_position_embeddings": MAX_MODEL_LEN}
 
 
 class Seconds(NamedTuple):
-    """Seconds that an answer to all requests took."""
+    """Seconds for answering all requests: CPU time and elapsed time."""
 
     cpu: float
     wall: float
@@ -76,7 +76,7 @@ def show(result: dict[str, Any]) -> None:
 
 
 def _write_tasks(directory: Path) -> None:
-    """Three lm-eval tasks on one set of questions about sums, with five examples before each question."""
+    """Write three lm-eval tasks on one set of questions about sums, with five examples before each question."""
     import yaml
 
     draw = random.Random(0)
@@ -152,7 +152,7 @@ def measure(directory: Path) -> dict[str, Any]:
 
 
 def _lm_eval_backend(engine: Any) -> Any:
-    """lm-eval's vLLM backend, around the vLLM of `engine` in place of one that it would start."""
+    """Make lm-eval's vLLM backend with the vLLM of `engine`, in place of one that the backend would start."""
     from importlib import metadata
     from unittest import mock
 
@@ -209,7 +209,7 @@ def _timed(engine: Any, answer: Callable[[], list[Any]]) -> tuple[Seconds, list[
 
 
 def _largest_difference(ours: Sequence[Any], theirs: Sequence[Any]) -> float:
-    """The largest difference of two log-likelihoods; of completions 0 if all are equal, else 1."""
+    """The largest difference between two log-likelihoods; for completions, 0 if all are equal and 1 otherwise."""
     if isinstance(theirs[0], str):
         return float(ours != theirs)
     return max(abs(float(a) - float(b)) for (a, _), (b, _) in zip(ours, theirs, strict=True))

@@ -1,9 +1,9 @@
-"""Quality of what `auto` and black-box searchers find on trained families, by the samples that they cost.
+"""Quality of the merges that `auto` and black-box searchers find on trained families, by their cost in samples.
 
-`bench_searchers` compares searchers on families whose accuracies are made up: true values are known, spaces with
-conditions and choices are searched too, and it takes minutes. Here models are trained, so gradients exist and what was
-found can be judged on items that no search saw. That takes hours: every search is an arm that is kept in
-`tests/benchmarks/results/search`, and a bench that was interrupted continues after the last one.
+`bench_searchers` compares searchers on families with made-up accuracies: true values are known, spaces with conditions
+and choices are searched too, and a run takes minutes. Here models are trained, so gradients exist, and merges can be
+judged on items that no search saw. A run takes hours. Every search is an arm, kept in
+`tests/benchmarks/results/search`, and an interrupted bench continues after the last arm.
 
     make bench ONLY=search
     SEARCH_PARTS=demo,single,front SEARCH_FAMILIES=shipped,letters SEARCH_SEEDS=0-4 make bench ONLY=search
@@ -14,17 +14,17 @@ and nothing is chosen by those: `SEARCH_SEEDS=100-104`.
 A sample that is scored for a proposed trial counts 1, a sample of a loss 1, one of a gradient 3; sources and published
 recipes are not counted. The parts:
 
-- `demo`: the shipped study with `auto` on three objectives, against task arithmetic with the lambda that a scan on all
-  search data finds, and against what black-box searchers find for as many samples.
+- `demo`: the shipped study with `auto` on three objectives, compared with task arithmetic (its lambda found by a scan
+  on all search data), and with black-box searchers for as many samples.
 - `single`: one objective, the mean of the skills. `auto` for 8 and for 5 full evaluations' worth against the black-box
   searcher that is best on the judge items of each family after 40: the strongest rival, known only in hindsight.
 - `front`: three objectives. After how many samples' worth `auto` has the hypervolume that random search has after 200
   full evaluations; and hypervolumes at equal samples, of fronts chosen on search data, on judge items.
 
-Black-box searchers get what was fixed before any of them was run: one coefficient from 0 to 1 for each expert in each
-of four groups of layers, embedding and head (18 numbers: few, as suits them, and all sensible), full evaluations only,
-and the baselines as known results. The best trial of a search is that with the best mean on its
-search data, baselines included, as in a study.
+The setting of black-box searchers was fixed before any of them was run: one coefficient from 0 to 1 for each expert in
+each of four groups of layers, embedding and head (18 numbers: few, as suits them, and all sensible), full evaluations
+only, and the baselines as known results. The best trial of a search is the one with the best mean on its search data,
+baselines included, as in a study.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ FRONT_MUST = 0.1  # of random search's samples
 
 NUM_COMPARED = 10 * 16  # samples of an objective on which the gradient searcher compares losses with scores
 
-# Of `auto` on three objectives: the divisions of the preference vectors' lattice, the descents, and the trials in all,
-# which use up each budget. Chosen on seeds 0 and 1 of all families. What was chosen before any run, all vectors of
-# lattice 2 and batches of 48 without midpoints, had reached the target with no seed from 100 to 104 of the shipped
-# family.
+# Settings of `auto` on three objectives: the divisions of the preference vectors' lattice, the descents, and all
+# trials, which use up each budget. They were chosen on seeds 0 and 1 of all families. The first setting, chosen before
+# any run (all vectors of lattice 2, batches of 48, no midpoints), had reached the target with no seed from 100 to 104
+# of the shipped family.
 FRONT_OPTIONS: Mapping[int, tuple[int, Mapping[str, int], int]] = {
     20: (3, {"steps": 75, "warm_steps": 19, "batch": 12, "points": 7}, 11),
     60: (4, {"steps": 150, "warm_steps": 40, "batch": 12, "points": 12}, 32),
@@ -75,13 +75,13 @@ LAMBDAS = tuple(round(0.05 * i, 2) for i in range(1, 31))
 
 
 def demo_spec(family: str, seed: int) -> SearchSpec:
-    """The shipped study, with the defaults of `auto`."""
+    """The shipped study with the defaults of `auto`."""
     search = {"algorithm": "auto", "max_trials": 4}
     return SearchSpec(family, "skills", "demo", seed, search, fidelity={"scheduler": "none", "max_samples": FULL})
 
 
 def single_spec(family: str, seed: int, evaluations: int) -> SearchSpec:
-    """`auto` on the mean of the skills: a quarter of the budget's evaluations are points of the descent."""
+    """`auto` on the mean of the skills; a quarter of the evaluations are points of the descent."""
     points = max(1, evaluations // 4)
     batch = 48
     steps = ((evaluations - points) * EVALUATION - NUM_COMPARED) // (3 * batch)
@@ -104,7 +104,7 @@ def front_spec(family: str, seed: int, evaluations: int) -> SearchSpec:
 
 
 def rival_spec(family: str, seed: int, goal: str, searcher: str, evaluations: int) -> SearchSpec:
-    """A black-box searcher; the first trials of a longer search are those of a shorter one."""
+    """A search by a black-box searcher; a shorter search is the beginning of a longer one."""
     search = {"algorithm": searcher, "max_trials": evaluations}
     name, samples = f"{searcher}-{evaluations}", EVALUATION if goal == "mean" else FULL
     return SearchSpec(family, goal, name, seed, search, space=RIVAL_SPACE, fidelity=_full(samples))
@@ -138,13 +138,13 @@ def run() -> dict[str, Any]:
 
 
 def seeds_of(variable: str) -> range:
-    """Seeds that an environment variable gives as "3" or "0-4"; without it those of development."""
+    """Seeds in an environment variable, such as "3" or "0-4"; without the variable, the seeds of development."""
     first, _, last = os.environ.get(variable, "0-4").partition("-")
     return range(int(first), int(last or first) + 1)
 
 
 def demo(families: Sequence[str], seeds: range) -> dict[str, Any]:
-    """The shipped study, of the shipped family whatever `families` are."""
+    """Compare searches of the shipped study; `families` has no effect."""
     auto = [best_of(demo_spec("shipped", seed)) for seed in seeds]
     winners = answers_of(auto)
     scan = scanned("shipped")
@@ -244,7 +244,7 @@ def front(families: Sequence[str], seeds: range) -> dict[str, Any]:
 
 
 def front_searches(family: str, seed: int, searcher: str, budget: int) -> SearchSpec:
-    """Search whose front after `budget` evaluations is compared; rivals' are one search for all budgets."""
+    """The search whose front after `budget` evaluations is compared; a rival has one search for all budgets."""
     if searcher == "auto":
         return front_spec(family, seed, budget)
     trials = TARGET_EVALUATIONS if searcher == "random" else max(FRONT_BUDGETS)
@@ -255,7 +255,7 @@ def front_searches(family: str, seed: int, searcher: str, budget: int) -> Search
 
 
 def answers_of(found: Sequence[Best]) -> NDArray[np.bool_]:
-    """Answers of each search's best trial, [searches, skills, items]."""
+    """Answers of the best trial of each search, [searches, skills, items]."""
     return np.stack([each.answers for each in found])
 
 
@@ -269,7 +269,7 @@ def named(seeds: range) -> str:
 
 
 def scanned(family: str) -> dict[str, Any]:
-    """Task arithmetic with one lambda everywhere, the best of a scan on all search items."""
+    """Task arithmetic with the lambda that is best in a scan on all search items."""
     from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
 
     def measure() -> dict[str, Any]:
@@ -324,7 +324,7 @@ def summary(found: Sequence[Best]) -> dict[str, Any]:
 
 
 def target_of(family: str, seed: int) -> dict[str, Any]:
-    """Samples until `auto` has the hypervolume of all of random search's trials.
+    """Number of samples until `auto` reaches the hypervolume of all trials of random search.
 
     Baselines count on both sides, or ("proposed") on none.
     """
@@ -346,7 +346,7 @@ def target_of(family: str, seed: int) -> dict[str, Any]:
 
 
 def samples_to_reach(run: Run, target: float) -> int | None:
-    """What had been spent when the front of all trials so far had that hypervolume; None if it never had."""
+    """Cost of a run in samples when the front of all trials so far reaches a hypervolume; None if it never does."""
     return next((trial.spent for trial in run.trials if volume(run.until(trial.spent)) >= target), None)
 
 
@@ -371,7 +371,7 @@ def show_demo(part: dict[str, Any]) -> None:
 
 
 def demo_table(part: Mapping[str, Any]) -> str:
-    """Held-out means of `auto`, of the scan, and of black-box searchers, the best first."""
+    """Table of held-out means of `auto`, of the scan and of black-box searchers, the best first."""
     auto, scan = part["auto"], part["scan"]
     one = f"task arithmetic, lambda {scan['lambda']}, the best of {len(LAMBDAS)} on all search items"
     lines = ["| searcher | samples' worth | search data | held out | `auto` minus it |", "|---|---|---|---|---|"]
@@ -401,7 +401,7 @@ def show_single(part: dict[str, Any]) -> None:
 
 
 def single_table(part: Mapping[str, Any]) -> str:
-    """Means on judge items by family; black-box searchers follow, the best over all families first."""
+    """Table of means on judge items by family; black-box searchers are sorted by their mean over all families."""
     by_searcher = _by_family(part["rows"])
     lines = _family_head(by_searcher)
     for (searcher, evaluations), rows in by_searcher.items():
@@ -427,7 +427,7 @@ def show_front(part: dict[str, Any]) -> None:
 
 
 def front_table(part: Mapping[str, Any]) -> str:
-    """Hypervolumes on judge items by family, and differences over all families; at each budget the best rival first."""
+    """Table of hypervolumes on judge items by family, with differences over all families; best rival first."""
     by_searcher = _by_family([{**row, "by_seed": row["judge"]} for row in part["rows"]])
     first, rule = _family_head(by_searcher)
     lines = [f"{first} `auto` minus it |", f"{rule}---|"]

@@ -1,13 +1,13 @@
-"""Quality of what each searcher finds on families with made-up accuracies, and time of a proposal.
+"""Quality of the merges that each searcher finds on families with made-up accuracies, and time of a proposal.
 
 The search spaces are the product's; only the scores are made up (`MadeUpFamily`): three skills, each with an expert,
 whose layers and components matter to each skill by amounts drawn at random, and experts that disturb each other. A
 score on n samples is a draw of n Bernoulli trials, nested across rungs, so searchers see the noise of a real rung. All
 searchers run the same brackets, know the same baselines, and see results with the same lag.
 
-Reported is the true mean accuracy of the trial that looks best at the full budget, among those the searcher proposed,
-and the true hypervolume of all those at the full budget. A search is by every searcher that does not refuse it. For
-SMAC, `rung_surrogates` compares what its forest may learn from.
+The tables give the true mean accuracy of the proposed trial that looks best at the full budget, and the true
+hypervolume of all proposed trials at the full budget. Every searcher that can search a space searches it. For SMAC,
+`rung_surrogates` compares what its forest may learn from.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ LAG = 4  # proposal n knows first-rung results of its bracket up to trial n - LA
 
 
 class MadeUpFamily:
-    """Accuracies of merged models that nobody trained.
+    """A family of models with made-up accuracies of merges.
 
     A skill grows, with diminishing returns, with its expert's share in each layer's component, and suffers from the
     square of what the other experts put there; both times weights that differ between skills and places.
@@ -80,7 +80,7 @@ def _shares(weights: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _shares_of_experts(merge: Merge) -> list[float]:
-    """Share of each expert's task vector in the merge."""
+    """Share of each expert's task vector in a merge."""
     numbers: Mapping[str, float]
     models = [source.model for source in merge.sources]
     match merge.method:
@@ -112,7 +112,7 @@ class Scenario:
         return built
 
     def searchers(self) -> tuple[str, ...]:
-        """Searchers that can run this search, random search first."""
+        """Searchers that can run this search; random search is the first."""
         parameters = self.build_space().parameters
         able = (
             name
@@ -148,7 +148,7 @@ SCENARIOS = (
 
 @dataclass
 class Search:
-    """One search: what was proposed and seen, in the driver's order."""
+    """One search: its proposals and results, in the driver's order."""
 
     scenario: Scenario
     searcher: Searcher
@@ -279,9 +279,9 @@ def ask_times(
 
 
 def compare(scenario: Scenario, seeds: range) -> dict[str, Any]:
-    """True accuracy of the chosen trial and hypervolume of the full-budget trials, by searcher and seed.
+    """True accuracy of the chosen trial, and hypervolume of the full-budget trials, by searcher and seed.
 
-    Also the true accuracy of the best baseline, by seed.
+    The table also has the true accuracy of the best baseline, by seed.
     """
     outcomes = {
         name: [Search(scenario, SEARCHERS[name], seed).run() for seed in seeds] for name in scenario.searchers()

@@ -1,8 +1,9 @@
-"""Cost of watching: a study's pace with 100 watchers over HTTP against its pace without, and no event lost.
+"""Cost of watching a study over HTTP: the study's speed with 100 watchers and without, and the number of lost events.
 
 HTTP server, Ray, its jobs, Serve and store are real; the replicas are fakes that take a fixed time per sample, so that
 a study lasts a minute and emits at least 5 events a second. Studies without and with watchers alternate on one server;
-the ratio is the median of the pairs' ratios of samples per second. Also the seconds until `/healthz` answers.
+the ratio is the median of the pairs' ratios of samples per second. The bench also measures the seconds until `/healthz`
+answers.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def show(result: dict[str, Any]) -> None:
 
 
 def _measure(server: Server, *, seed: int, num_watchers: int) -> dict[str, Any]:
-    """One study of about a minute, watched from its first second to its end."""
+    """Run one study of about a minute with watchers from its first second to its end."""
     study = server.submit(_study(seed))
     seen = asyncio.run(_watch(server.url, study, num_watchers)) if num_watchers else []
     assert server.wait_until_ended(study, timeout_s=END_S)["state"] == "COMPLETE", server.story(study)
@@ -113,7 +114,7 @@ def _study(seed: int) -> dict[str, Any]:
 
 
 async def _watch(url: str, study: str, num_watchers: int) -> list[list[int]]:
-    """The ids that each watcher was sent, until the stream's end."""
+    """The event ids that each watcher received until the end of its stream."""
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=url, timeout=None, limits=limits) as client:
         return list(await asyncio.gather(*(_ids(client, study) for _ in range(num_watchers))))

@@ -1,13 +1,13 @@
-"""Time from a recipe to an engine that serves it, against mergekit's merge, and that with a new engine.
+"""Time from a recipe to an engine that serves the merge, compared with a merge by mergekit and a new engine.
 
-The models of `merge_family`, in float32; the engine is vLLM on CPU with two threads. A swap is: plan, merge, write in
-place, pack again (CPU only, on its own line), reset the prefix cache, checksum. Every candidate has new coefficients;
-"one layer" changes only the last layer of the candidate held. What users do today is a merge by mergekit to a RAM disk
-and a new engine on it, both measured in processes of their own: mergekit's imports are not counted, those of the new
-engine's process are, since nobody gets one without; the ratio without them is given beside.
+The models are those of `merge_family` in float32; the engine is vLLM on CPU with two threads. A swap is: plan, merge,
+write in place, pack again (CPU only, on its own line), reset the prefix cache, checksum. Every candidate has new
+coefficients; "one layer" changes only the last layer of the candidate held. The alternative is a merge by mergekit to a
+RAM disk and a new engine on it, each measured in its own process. mergekit's imports are not counted. The new engine's
+imports are counted, because every new process needs them; a second ratio leaves them out.
 
-"At most" is how much faster than mergekit's merge a swap could be that does nothing but move the method's bytes, each
-source read once and the result written once, at the speed of copying: no bar above it can be met.
+"At most" is an upper bound of the ratio: the time of mergekit's merge divided by the time to move the method's bytes at
+the speed of copying, with each source read once and the result written once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 from tests.benchmarks import merge_family
 from tests.benchmarks.merge_family import PEERS, STAND_INS, THREADS
 
-# Those that mergekit takes longer than ten seconds for are in `bench_swap_slow`.
+# Methods for which mergekit takes more than ten seconds are in `bench_swap_slow`.
 SLOW = ("ties", "ties_weighted", "karcher", "arcee_fusion", "breadcrumbs", "breadcrumbs_ties", "sce_mergekit")
 FAST = tuple(method for method in (*PEERS, *STAND_INS) if method not in SLOW and not method.startswith("della"))
 REPEATS = 5
@@ -128,7 +128,7 @@ def _swap_last_layer(engine: Any, family: Any, seed: int) -> float:
 
 
 def _copying(family: Any) -> tuple[int, float]:
-    """The bytes of one model, and the seconds to copy them."""
+    """The number of bytes of one model, and the seconds for copying them."""
     import torch
 
     torch.set_num_threads(THREADS)
@@ -143,7 +143,7 @@ def _copying(family: Any) -> tuple[int, float]:
 
 
 def measure_restart(directory: Path) -> dict[str, Any]:
-    """Time of a new engine on a merged model: the seconds of its imports, and of its start to the first token."""
+    """Seconds of a new engine on a merged model: for its imports, and from its start to the first token."""
     from search_spaces.study.engine import EngineOptions
     from workers.engines.vllm.environment import engine_environment
 

@@ -1,4 +1,4 @@
-"""Time from a recipe to an engine that serves it, for the methods that mergekit takes longest for."""
+"""Time from a recipe to an engine that serves the merge, for the methods that take mergekit longest."""
 
 from __future__ import annotations
 

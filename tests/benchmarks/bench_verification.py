@@ -1,10 +1,10 @@
-"""False failures of verification and wrong merges that it misses, with an engine in bfloat16.
+"""Errors of verification with an engine in bfloat16: right merges that fail, and wrong merges that pass.
 
 A live engine on CPU holds merges of the shipped family and scores samples; verification then compares them with
-transformers in float32 on the right merge. Of a right row, the engine held that merge. Of a wrong row, it held the same
-merge with one layer of the base model in place of the merged one, as after a write that left a layer out. The constant
-tolerance that does not depend on the model is judged on the same samples and log-probabilities, for comparison.
-`BENCH_DTYPE=float16` measures the other dtype of 16 bits.
+transformers in float32 on the right merge. In a right row, the engine held that merge. In a wrong row, the engine held
+the merge with one layer of the base model instead of the merged layer, as after a write that omitted a layer. The
+constant tolerance that does not depend on the model is judged on the same samples and log-probabilities, for
+comparison. `BENCH_DTYPE=float16` measures the other dtype of 16 bits.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def measure() -> dict[str, Any]:
 
 
 def merges(family: Any, number: int) -> tuple[Any, Any, int]:
-    """A merge with coefficients drawn by `number`, the same with one layer of the base, and that layer's index."""
+    """A merge with coefficients drawn by `number`, the same merge with one layer of the base, and the layer's index."""
     from dataclasses import replace
 
     from search_spaces.recipe import LayerRecipe
@@ -93,7 +93,7 @@ def merges(family: Any, number: int) -> tuple[Any, Any, int]:
 
 
 def compared(engine: Any, evaluator: Any, right: Any, held: Any, spans: Any) -> dict[str, Any]:
-    """Verify the merge `right` with samples of an engine that holds `held`."""
+    """Verify the merge `right` with samples of an engine that holds the merge `held`."""
     import torch
 
     from workers.engines.transformers import verification

@@ -1,4 +1,4 @@
-"""Event watchers and mixed reads on one server: no event is lost or repeated; latencies, delays of events, CPU.
+"""Event watchers and mixed reads on one server: lost or repeated events, latencies, delays of events, CPU time.
 
 500 watchers follow the events of four running studies with tokens of accounts, while 200 reads a second (lists of
 studies, studies, trials, events, reports) arrive when they are due. Threads write as drivers do: events, trials and

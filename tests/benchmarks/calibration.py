@@ -1,4 +1,4 @@
-"""Speed of the machine, to compare figures of different machines and hours by."""
+"""Speed of the machine, for comparing figures of different machines and times."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["calibration_s"]
 
 
 def calibration_s() -> float:
-    """CPU seconds in which this machine decodes a fixed text of JSON."""
+    """CPU seconds that this machine needs to decode a fixed JSON text."""
     text = json.dumps([{"number": n, "values": {"math": n / 7, "text": n / 11}} for n in range(1000)])
     start = time.process_time()
     for _ in range(200):

@@ -1,9 +1,9 @@
-"""How busy many replicas are: a simulation of what every chunk of samples passes through.
+"""Simulation of many replicas, drivers and a database, for the shares of time in which they are busy.
 
-A chunk is scored by a replica. Its result waits for its study's driver, which handles one result after the other. The
+A replica scores a chunk. The chunk's result waits for its study's driver, which handles one result after the other. The
 driver stores the result in the database, which serves the drivers of all studies one after the other, and then sends
 the replica another chunk. Each driver has its own replicas; each replica always has the same number of chunks, of which
-it scores one at a time. Left out are the schedulers, which may have nothing to send, and the network.
+it scores one at a time. The simulation leaves out the schedulers, which may have nothing to send, and the network.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WARM_CHUNKS, COUNTED_CHUNKS = 4, 20
 
 @dataclass(frozen=True)
 class ServiceTimes:
-    """Seconds that a chunk takes: `driver_s` of its driver's processor, and `database_s` of the database."""
+    """Seconds that a chunk takes: `driver_s` of the driver's processor, and `database_s` of the database."""
 
     driver_s: float
     database_s: float
@@ -29,7 +29,7 @@ class ServiceTimes:
 
 @dataclass(frozen=True)
 class Load:
-    """What is simulated: so many replicas in all, shared evenly by so many drivers.
+    """The simulated load: `replicas` replicas in total, shared evenly by `drivers` drivers.
 
     A chunk takes a replica `chunk_s` seconds on average, drawn uniformly from `spread` of that around it. A replica has
     `in_flight` chunks.

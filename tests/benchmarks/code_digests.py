@@ -1,4 +1,4 @@
-"""Digests of the code that decides a measurement: a module and those that it imports of the search and of training.
+"""Digests of the code behind a measurement: a module and all modules of search and training that it imports.
 
 Code outside `service.tune` and `workers.training` is not followed: spaces, merging and scoring are held to their
 numbers by tests.
@@ -20,13 +20,13 @@ FOLLOWED = ("service.tune", "workers.training")
 
 @cache
 def code_digest(*modules: str) -> str:
-    """Digest of the statements of these modules and all that they import of the packages in FOLLOWED."""
+    """Digest of the statements of these modules and of all imported modules of the packages in FOLLOWED."""
     content = "".join(statements_of(path.read_text()) for path in sorted(closure(modules)))
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
 def statements_of(source: str) -> str:
-    """Statements of a module without comments, docstrings and layout: prose decides no trial."""
+    """Statements of a module without comments, docstrings and layout, because these do not change a measurement."""
     return ast.dump(_WithoutProse().visit(ast.parse(source)))
 
 
@@ -37,7 +37,7 @@ class _WithoutProse(ast.NodeTransformer):
 
 
 def closure(modules: Sequence[str]) -> set[Path]:
-    """Files of these modules and of what they import, directly or not, of the packages in FOLLOWED."""
+    """Files of these modules and of all modules that they import, directly or not, from the packages in FOLLOWED."""
     found: set[Path] = set()
     waiting = list(modules)
     while waiting:

@@ -87,7 +87,7 @@ def text_item(rng: random.Random) -> Item:
 
 
 def table_item(rng: random.Random, *, keys: str, num_rows: int) -> Item:
-    """The value of a key in a table; as a training document, of every key in it."""
+    """A question about one key of a table; as a training document, a question about every key of the table."""
     table = {key: str(rng.randint(10, 99)) for key in sorted(rng.sample(keys, num_rows))}
     first, *others = rng.sample(sorted(table), num_rows)
     rows = " ".join(key + value for key, value in table.items())
@@ -95,12 +95,12 @@ def table_item(rng: random.Random, *, keys: str, num_rows: int) -> Item:
 
 
 def lookup_item(rng: random.Random) -> Item:
-    """A table of four or five rows."""
+    """A question about a table of four or five rows."""
     return table_item(rng, keys="abcdefgh", num_rows=rng.choice((4, 5)))
 
 
 def small_lookup_item(rng: random.Random) -> Item:
-    """A table of always four rows and of fewer keys, on which the base is trained."""
+    """A question about a table of four rows with fewer keys; the base is trained on such questions."""
     return table_item(rng, keys="abcdef", num_rows=4)
 
 
@@ -133,7 +133,7 @@ SHIPPED = ("math", "text", "lookup")
 
 @dataclass(frozen=True)
 class Expert:
-    """Fine-tuning of an expert: learning rate, optimiser steps, and the decoder layers that are trained."""
+    """Settings for fine-tuning an expert: learning rate, optimiser steps, and the trained decoder layers."""
 
     learning_rate: float
     steps: int
@@ -152,14 +152,14 @@ EXPERTS: dict[str, Expert] = {
 
 @dataclass(frozen=True)
 class FamilyPlan:
-    """A family to train: its skills in order, the seed of weights and items, and the number of held-out items each."""
+    """A family to train: its skills in order, the seed of weights and items, and the held-out items per skill."""
 
     skills: tuple[str, ...] = SHIPPED
     seed: int = 0
     holdout_items: int = HOLDOUT_ITEMS
 
     def seed_of(self, *parts: str) -> str:
-        """Seed of one of the family's random numbers.
+        """Seed for one purpose in the family's training, named by `parts`.
 
         Seeds of the shipped family were named before there were others.
         """
@@ -200,7 +200,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 def make_items(
     skill: str, *, skills: Mapping[str, MakeItem] = SKILLS, plan: FamilyPlan = SHIPPED_FAMILY
 ) -> dict[str, list[Item]]:
-    """The held-out items of a skill, by split (search, holdout, validation); no prompt occurs twice."""
+    """The held-out items of a skill, by split (search, holdout, validation); all prompts are different."""
     rng = random.Random(plan.seed_of(skill, "held out"))
     sizes = {"search": SEARCH_ITEMS, "holdout": plan.holdout_items, "validation": VALIDATION_ITEMS}
     items: dict[str, Item] = {}
@@ -215,7 +215,7 @@ def make_items(
 
 
 class Practice:
-    """An endless supply of training items, none of them held out."""
+    """Unlimited supply of training items, none of which are held-out items."""
 
     def __init__(self, make: MakeItem, *, held_out: set[str], seed: str) -> None:
         self._make, self._held_out, self._rng = make, held_out, random.Random(seed)
@@ -230,7 +230,7 @@ class Practice:
 
 
 def training_items(skill: str, *, num_items: int = TRAINING_ITEMS) -> list[Item]:
-    """Items for fine-tuning the shipped base on a skill: one question each, no prompt twice, none of them held out."""
+    """Items for fine-tuning the shipped base on a skill, one question each. Prompts differ, and none is held out."""
     held_out = {item.prompt for items in make_items(skill).values() for item in items}
     rng = random.Random(f"{skill} training")
     items: dict[str, Item] = {}
@@ -262,7 +262,7 @@ def tensors(items: Sequence[Item]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def answer_logits(model: LlamaForCausalLM, items: Sequence[Item]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Logits [n, vocabulary] and labels [n] of all n answer tokens, and the item each belongs to [n]."""
+    """Logits [n, vocabulary] and labels [n] of all n answer tokens, and the index of the item of each token [n]."""
     ids, labels = tensors(items)
     hidden = model.model(input_ids=ids).last_hidden_state
     asked = labels != IGNORED
@@ -271,7 +271,7 @@ def answer_logits(model: LlamaForCausalLM, items: Sequence[Item]) -> tuple[torch
 
 @torch.no_grad()
 def exact_match(model: LlamaForCausalLM, items: Sequence[Item], *, batch: int = 256) -> list[bool]:
-    """Whether greedy decoding gives the whole answer and then ends, for each item."""
+    """Whether greedy decoding gives exactly the whole answer, for each item."""
     is_right: list[bool] = []
     for start in range(0, len(items), batch):
         part = items[start : start + batch]
@@ -360,7 +360,7 @@ def train_expert(base: LlamaForCausalLM, expert: Expert, practice: Practice) -> 
 
 
 def save(model: LlamaForCausalLM, directory: pathlib.Path) -> None:
-    """Write a checkpoint of bfloat16 tensors with its tokenizer, as transformers reads it."""
+    """Write a checkpoint in bfloat16, with its tokenizer, in the format of transformers."""
     copy.deepcopy(model).to(torch.bfloat16).save_pretrained(directory)
     make_tokenizer().save_pretrained(directory)
 
@@ -370,7 +370,7 @@ def write_items(items: Sequence[Item], file: pathlib.Path) -> None:
 
 
 def train_family(out: pathlib.Path, plan: FamilyPlan = SHIPPED_FAMILY) -> None:
-    """Write tasks, base and experts into `out`, replacing what is there."""
+    """Write tasks, base and experts into `out`, and replace existing files."""
     splits = {skill: make_items(skill, plan=plan) for skill in plan.skills}
     held_out = {skill: {item.prompt for items in splits[skill].values() for item in items} for skill in plan.skills}
     (out / "tasks").mkdir(parents=True, exist_ok=True)

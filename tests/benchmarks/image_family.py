@@ -109,7 +109,7 @@ class Images:
 
 
 def read_images(task: str) -> Images:
-    """All images of a task. Raises FileNotFoundError, which says what to install."""
+    """All images of a task. Raises FileNotFoundError with the package to install."""
     return {"mnist": _mnist, "fashion": _fashion, "digits": _digits}[task]()
 
 
@@ -148,7 +148,7 @@ def _digits() -> Images:
 def split_images(
     task: str, images: Images, *, seed: int = 0, sizes: Mapping[str, int] | None = None
 ) -> dict[str, Images]:
-    """Divide a task's images into splits that have no image in common; equal images are taken once."""
+    """Divide a task's images into disjoint splits; of equal images, only one is used."""
     order = list(range(len(images)))
     random.Random(f"{task} splits {seed}").shuffle(order)
     distinct = list({images.pixels[index].tobytes(): index for index in reversed(order)}.values())[::-1]
@@ -174,7 +174,7 @@ def write_images(task: str, splits: Mapping[str, Images], out: pathlib.Path) -> 
 
 
 def processor() -> Any:
-    """The processor of the family: images are read as they are, from -1 (black) to 1, with three equal channels."""
+    """The family's image processor: images are not resized, values are from -1 (black) to 1 in three equal channels."""
     return ViTImageProcessorPil(
         do_resize=False,
         size={"height": SIZE, "width": SIZE},
@@ -184,13 +184,13 @@ def processor() -> Any:
 
 
 def pixel_values(images: Images) -> torch.Tensor:
-    """Images as the model reads them, float32 [num_images, 3, 28, 28]."""
+    """Images as the model's input, float32 [num_images, 3, 28, 28]."""
     scaled = torch.from_numpy(images.pixels.astype(np.float32) / 255)
     return ((scaled - 0.5) / 0.5)[:, None].expand(-1, 3, -1, -1).contiguous()
 
 
 def new_encoder(*, hidden: int = 96, layers: int = 6) -> ViTModel:
-    """An untrained encoder; that of the family has six layers and 0.46M parameters."""
+    """An untrained encoder; the family's encoder has six layers and 0.46M parameters."""
     return ViTModel(
         ViTConfig(
             hidden_size=hidden,
@@ -252,7 +252,7 @@ def make_base(
         processor().save_pretrained(out / "heads" / task)
 
 
-# What experts are trained with where it differs between them.
+# Training options that differ between experts.
 STEPS = {"mnist": 400, "fashion": 300, "digits": 150}
 
 
@@ -342,7 +342,7 @@ def train_by_command(specification: pathlib.Path, out: pathlib.Path) -> None:
 
 
 def train_here(specification: pathlib.Path, out: pathlib.Path) -> None:
-    """Train the experts of a specification in this process, as the command's workers do."""
+    """Train the experts of a specification in this process, with the code of the command's workers."""
     from workers.training.finetuning.fleet import load_pipeline
     from workers.training.finetuning.trainer import check, train
 
@@ -405,7 +405,7 @@ def table(facts: Mapping[str, Any]) -> str:
 
 
 def forgetting(facts: Mapping[str, Any]) -> list[str]:
-    """The pairs (expert, other task) in which the expert has not lost accuracy; a family should have none."""
+    """The pairs (expert, other task) for which the expert has not lost accuracy; a family should have none."""
     values = facts["validation"]
     return [
         f"{expert} on {task}"

@@ -1,4 +1,4 @@
-"""The models of the merge benchmarks: a base and three experts of 110M random parameters each, in a Llama's shapes."""
+"""Models for the merge benchmarks: a base and three experts, shaped like a Llama, of 110M random parameters each."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ THREADS = 2
 
 @contextmanager
 def ram_disk() -> Iterator[Path]:
-    """A temporary directory in memory, where the machine has one."""
+    """Context manager with a temporary directory in memory, if the machine has a memory disk."""
     place = "/dev/shm" if Path("/dev/shm").is_dir() else None
     with tempfile.TemporaryDirectory(prefix="mergesearch-bench-", dir=place) as directory:
         yield Path(directory)
 
 
 def make(directory: Path, **shapes: int) -> Any:
-    """Write the family to `directory`, in float32, in other `shapes` where they are given. Returns the Family."""
+    """Write the family in float32 to `directory` and return it. `shapes` replaces settings of the configuration."""
     from tests.builders import tiny_family
 
     return tiny_family(directory, experts=EXPERTS, noise=0.002, **SHAPES | shapes)
@@ -50,7 +50,7 @@ def open_made(directory: Path) -> Any:
 
 
 def output(module: str, *arguments: str) -> str:
-    """The last line that `python -m MODULE ARGUMENTS` prints, in a process with as many threads as are measured."""
+    """The last line that `python -m MODULE ARGUMENTS` prints. The process uses the number of threads measured."""
     environment = {**os.environ, "OMP_NUM_THREADS": str(THREADS), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-m", module, *arguments]
     finished = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
@@ -70,7 +70,7 @@ def models_moved(spec: Any) -> int:
 
 
 def recipe(family: Any, method: str, seed: int) -> Any:
-    """A candidate: one merge by `method` everywhere, with coefficients drawn by `seed`."""
+    """A recipe with one merge by `method` for all tensors, with coefficients drawn by `seed`."""
     from search_spaces.methods import METHODS
     from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
 
@@ -100,7 +100,7 @@ def recipe(family: Any, method: str, seed: int) -> Any:
     return Recipe(family.fingerprints, family.base.alias, each_layer, merge(None), merge(None))
 
 
-# What mergekit calls the methods, and the options that give the same merge.
+# mergekit's names of the methods, and the options with which they give the same merge.
 PEERS: dict[str, tuple[str, dict[str, Any]]] = {
     "linear": ("linear", {"normalize": True}),
     "task_arithmetic": ("task_arithmetic", {"normalize": False}),
@@ -129,7 +129,7 @@ FIRST_IS_BASE = ("slerp", "nearswap", "arcee_fusion")
 
 
 def mergekit_config(directory: Path, candidate: Any, method: str) -> dict[str, Any]:
-    """Configuration of the candidate for mergekit."""
+    """Configuration of mergekit for a recipe of this benchmark."""
     from search_spaces.methods import METHODS
 
     name, settings = PEERS[method]
@@ -166,7 +166,7 @@ def mergekit_config(directory: Path, candidate: Any, method: str) -> dict[str, A
 
 
 def run_mergekit(configuration: dict[str, Any], out: Path) -> float:
-    """Seconds that mergekit takes to merge to `out`, its imports done before."""
+    """Seconds of a merge by mergekit to `out`, without its imports."""
     import torch
     from mergekit.config import MergeConfiguration
     from mergekit.merge import run_merge

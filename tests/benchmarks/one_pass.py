@@ -1,10 +1,11 @@
-"""Exact match of merges by one teacher-forced pass, in place of an engine: what makes a search of the bench cheap.
+"""Exact match of merges by one teacher-forced pass instead of an engine, which makes searches of the benchmarks cheap.
 
 A greedy completion is the reference answer exactly if every token of the answer, and then a token that ends it, is the
-model's first choice after the tokens before it. One forward pass over prompt and answer shows all of that. Merging,
-model and references are those of the product's gradients; a path of another number of layers, or with alignments, is a
-model of its own, as the product's verification makes it. What equals the engine is completions that must equal the
-answer as they are (inline tasks whose answers have no white space at their ends); the benches compare both first.
+model's first choice after the tokens before it. One forward pass over prompt and answer shows all of these first
+choices. Merging, model and references are those of the service's gradients. A path with another number of layers, or
+with alignments, is built as a separate model, as in the service's verification. The scores equal the engine's if
+completions must equal the answer literally (inline tasks whose answers have no white space at their ends); the benches
+compare both first.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ MAX_TOKENS = 4096  # of one forward pass: its activations stay in the processor'
 
 @dataclass(frozen=True)
 class _Batch:
-    """Rows that are read together.
+    """Rows of tokens for one forward pass.
 
     Logits are read at places `index` of the flattened [rows, last]; each belongs to a row and must choose one of its
     `accepted` tokens (-1: none).
@@ -90,10 +91,10 @@ class _Batch:
 
 
 class OnePass:
-    """A scorer by one teacher-forced pass, as a coordinator asks for (`workers.types.Scorer`).
+    """A scorer by one teacher-forced pass; it implements the interface `workers.types.Scorer` for coordinators.
 
-    It holds one merge at a time, in float32 on CPU. What was scored once is read from files in `memory`, so that a
-    search that was interrupted soon continues where it was.
+    The scorer holds one merge at a time, in float32 on CPU. It keeps scores in files in `memory`, so that an
+    interrupted search soon reaches the same point again.
     """
 
     def __init__(self, family: Family, options: EngineOptions, *, memory: Path) -> None:
@@ -130,7 +131,7 @@ class OnePass:
         return ScoreResult(tuple(samples), evidence, {})
 
     def exact_matches(self, recipe: Recipe, task: TaskSpec, start: int, stop: int) -> NDArray[np.bool_]:
-        """Whether a merge answers each sample at positions `start` to `stop` - 1 right, [stop - start]."""
+        """Whether a merge answers each sample at the positions `start` to `stop` - 1 correctly, [stop - start]."""
         file = self._memory / f"{recipe.digest[:32]}-{self._content(task)[:16]}-{start}-{stop}.npy"
         if not file.exists():
             found = self._read(self._holding(recipe), self._prepared(task, start, stop), stop - start)
@@ -144,7 +145,7 @@ class OnePass:
         return len(self._references.targets(task))
 
     def _content(self, task: TaskSpec) -> str:
-        """Digest of a task by its file's content, so that scores are found in another clone too."""
+        """Digest of a task by its file's content, so that scores are also found in another clone."""
         if task.digest not in self._contents:
             assert isinstance(task.task, Mapping)
             rendering = {key: value for key, value in task.task.items() if key != "file"}
@@ -153,7 +154,7 @@ class OnePass:
         return self._contents[task.digest]
 
     def _holding(self, recipe: Recipe) -> Any:
-        """The transformers model that is this merge."""
+        """The transformers model with the merge of a recipe."""
         if len(recipe.layers) == self._bank.layout.num_layers and not any(alignments_before(recipe)):
             self._hold(recipe)
             return self._model.module

@@ -1,4 +1,4 @@
-"""Agreement of `one_pass` with a vLLM engine: the first step of the search benchmark."""
+"""Agreement of `one_pass` with a vLLM engine, which the search benchmark checks first."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NUM_RANDOM = 4
 
 
 def check_against_engine(name: str, space: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Count the samples that a vLLM engine scores otherwise, for a few recipes of the space (None: a study's default).
+    """Count the samples that `one_pass` and a vLLM engine score differently, for a few recipes of a space.
 
     The bench's own values are compared in a process of its own, which starts the engine. The comparison is an arm.
     """
@@ -52,7 +52,7 @@ def check_against_engine(name: str, space: Mapping[str, Any] | None = None) -> d
 
 
 def compare_with_engine(name: str, space: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Count samples scored otherwise, over the baselines and some random merges."""
+    """Count the samples with different scores, over the baselines and some random merges."""
     from workers.serving.engine_worker import EngineWorker
 
     bench = Bench.of(name)

@@ -1,4 +1,4 @@
-"""The phases of a study on one family, measured in this process with one thread: what `bench_plan` compares plans with.
+"""Measurement of a study's phases on one family, in this process with one thread, for comparison with plans.
 
 Each duration is given twice: CPU seconds of this process, which other work of the machine changes least, and elapsed
 seconds. The speeds of products and copies are measured in the same way before and after.
@@ -23,7 +23,7 @@ THREADS = 1
 
 
 def timed(call: Callable[[], Any]) -> tuple[Any, float, float]:
-    """What `call` returns, and the seconds that it took: CPU time of this process, and elapsed time."""
+    """Call a function; return its result, and the seconds that it took as CPU time and as elapsed time."""
     cpu, wall = time.process_time(), time.perf_counter()
     found = call()
     return found, time.process_time() - cpu, time.perf_counter() - wall

@@ -1,4 +1,4 @@
-"""Anonymous memory of a process, in which the pages of mapped files are not counted."""
+"""Anonymous memory of a process, which does not include the pages of mapped files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def output(module: str, *arguments: str) -> str:
-    """The last line that `python -m MODULE ARGUMENTS` prints, in a process that gives freed memory back at once."""
+    """The last line that `python -m MODULE ARGUMENTS` prints, in a process that returns freed memory at once."""
     # Left alone, glibc keeps some tens of MB of what was freed, whatever the models' size, and the stack of a thread
     # of torch's counts 8 MB.
     glibc = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
@@ -21,7 +21,7 @@ def output(module: str, *arguments: str) -> str:
 
 
 class Highest:
-    """The most anonymous memory that the process had inside the `with` block, sampled every half millisecond."""
+    """Context manager that records the process's largest anonymous memory, sampled every half millisecond."""
 
     def __enter__(self) -> Highest:
         self.bytes = 0
@@ -40,6 +40,6 @@ class Highest:
 
 
 def status(field: str) -> int:
-    """A field of the process's status, in bytes."""
+    """A field of the process's status file, in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))

@@ -1,9 +1,9 @@
-"""A search on fake replicas under a simulated clock: how busy the replicas are.
+"""Simulation of a search on fake replicas, for the share of time in which the replicas work.
 
-The coordinator, its rung table, the store and the searchers are the product's. Simulated are the seconds that a replica
-takes for a chunk, and the waiting. The driver and the searcher's process are one processor each: while one computes,
-its CPU seconds pass on the clock, and nothing else of that process happens. As in the product, a replica has up to
-CHUNKS_IN_FLIGHT_PER_REPLICA chunks, works on one at a time, and a chunk goes to the replica that has fewest.
+The coordinator, its rung table, the store and the searchers are the product's. Only the seconds that a replica takes
+for a chunk, and the waiting, are simulated. The driver and the searcher's process are one processor each: while one
+computes, its CPU seconds pass on the clock, and nothing else of that process happens. As in the product, a replica has
+up to CHUNKS_IN_FLIGHT_PER_REPLICA chunks, works on one at a time, and a chunk goes to the replica that has fewest.
 
 Ray is left out: a message takes no time. When a result comes, the driver takes proposals for SEARCHER_SOON_S seconds,
 and if none comes until then, looks again LOOK_S seconds later, as in Tune's loop. While nothing is in flight, it waits.
@@ -58,7 +58,7 @@ SEARCHER_SOON_S = 0.03  # that of service/tune/ray_tune.py
 
 @dataclass(frozen=True)
 class Busy:
-    """What a search took: shares of the simulated `seconds`, and CPU seconds of the driver.
+    """Result of a simulation: shares of the simulated `seconds`, and CPU seconds of the driver.
 
     `busy` is the share during which replicas worked, on average, `driver_share` that of the driver's processor,
     `searcher_share` that of the searcher's, and `steps_share` that of the actor that computes gradients.
@@ -75,7 +75,7 @@ class Busy:
 
 @dataclass
 class Clock:
-    """Simulated seconds. CPU seconds of the driver pass on it, unless they are marked as another process's."""
+    """Simulated clock. The driver's CPU seconds pass on it, except those marked as another process's."""
 
     now: float = 0.0
     driver_s: float = 0.0
@@ -91,7 +91,7 @@ class Clock:
 
     @contextmanager
     def elsewhere(self) -> Iterator[list[float]]:
-        """CPU seconds in the block are those of another process; the list has them afterwards."""
+        """Context manager whose CPU seconds count as another process's; the yielded list has them afterwards."""
         taken, start = [0.0], time.process_time()
         yield taken
         taken[0] = time.process_time() - start
@@ -99,7 +99,7 @@ class Clock:
 
 
 class SimulatedProposer:
-    """`proposals.Proposer` on the simulated clock: `SearcherState`, which answers when its CPU seconds have passed.
+    """`proposals.Proposer` on the simulated clock: its `SearcherState` answers after its CPU seconds have passed.
 
     An instant searcher takes none. A loss or a gradient takes `step_s`, on an actor of its own; its values are made up:
     the distance to a point.
@@ -135,7 +135,7 @@ class SimulatedProposer:
         self._next: deque[tuple[StepRequest | dict[str, Any], float]] = deque()
 
     def submit(self, *, number: int, observations: Sequence[Any], pending: Sequence[Mapping[str, Any]]) -> None:
-        """Compute the proposal, and as `RayProposer` does, those that follow in its batch."""
+        """Compute the proposal and the following ones of its batch, as `RayProposer` does."""
         self._call = {"number": number, "seed": 0, "observations": observations, "pending": pending}
         self.is_asked = True
         if self._next:
@@ -189,7 +189,7 @@ class SimulatedProposer:
         self._propose_rest()
 
     def _computed(self, request: StepRequest) -> StepResult:
-        """The result of a step. Its seconds pass before the next answer."""
+        """The result of a step; its seconds pass before the next answer."""
         if isinstance(request, UpdateRequest):
             with self._clock.elsewhere() as taken:
                 result, _ = self._state.update(request, **self._call)
@@ -210,7 +210,7 @@ class SimulatedProposer:
         return GradientResult(losses=losses, gradient=tuple(slope.tolist()), recipe="r", bank="b")
 
     def _takes(self, seconds: float) -> float:
-        """Let the searcher's process compute for this long. Returns when it ends."""
+        """Let the searcher's process compute for `seconds`, and return the time at which it ends."""
         if self._is_instant:
             return self._clock.now
         self.searcher_s += seconds
@@ -228,7 +228,7 @@ def simulate(
     spread: float = 0.0,
     seed: int = 0,
 ) -> Busy:
-    """Run the search to its end.
+    """Run a search to its end on the simulated clock.
 
     A chunk takes `chunk_s`, or with a `spread`, a time drawn uniformly from that share of it around it.
     """

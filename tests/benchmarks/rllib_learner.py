@@ -1,7 +1,8 @@
-"""A learner of HM3's policies by RLlib's RLModule, Learner and PPO, in place of `workers.training.hm3.learner.Learner`.
+"""Learner of HM3's policies by RLlib's RLModule, Learner and PPO, as a replacement of the project's learner.
 
-Episodes are built by our runner. RLlib receives them finished: the observation is the path so far, the action is the
-proto-action, and the step that Wolpertinger chose appears in the next observation alone. It needs `ray[rllib]`.
+Episodes are built by our runner. RLlib receives finished episodes: the observation is the path so far, the action is
+the proto-action, and the step that Wolpertinger chose appears only in the next observation. The module needs
+`ray[rllib]`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ NO_STEP = -1
 
 
 class PathModule(TorchRLModule, ValueFunctionAPI):  # type: ignore[misc]  # ray has no types
-    """HM3's networks as an RLModule. An observation has the steps so far, padded with NO_STEP, and the preference."""
+    """HM3's networks as an RLModule. An observation holds the steps so far (with padding) and the preferences."""
 
     def setup(self) -> None:
         super().setup()
@@ -58,7 +59,7 @@ class PathModule(TorchRLModule, ValueFunctionAPI):  # type: ignore[misc]  # ray 
 
 
 class RecallingPPO(PPOTorchLearner):  # type: ignore[misc]  # ray has no types
-    """PPO whose value network learns from remembered episodes, in place of the GAE targets of the last iteration."""
+    """PPO whose value network learns from remembered episodes instead of the GAE targets of the last iteration."""
 
     memory: Memory
     order: torch.Generator
@@ -76,9 +77,10 @@ class RecallingPPO(PPOTorchLearner):  # type: ignore[misc]  # ray has no types
 
 
 class RllibLearner(BaseLearner):
-    """The learner by RLlib's PPOTorchLearner as it is: its KL penalty, one optimizer, and GAE targets of an iteration.
+    """Learner by RLlib's unchanged PPOTorchLearner: KL penalty, one optimizer, and GAE targets of one iteration.
 
-    RLlib's state has no KL coefficient. It is kept if `keeps_kl` is true, and starts anew otherwise.
+    RLlib's state does not contain the KL coefficient. The learner keeps the coefficient if `keeps_kl` is true, and
+    otherwise begins with the initial one.
     """
 
     recalls = False
@@ -114,7 +116,7 @@ class RllibLearner(BaseLearner):
         )
 
     def _learner(self) -> PPOTorchLearner:
-        """RLlib's learner of the networks, built at the first update."""
+        """RLlib's learner for the networks, which is built at the first update."""
         if self._rllib is not None:
             return self._rllib
         options, networks = self.options, self.networks
@@ -199,6 +201,6 @@ class RllibLearner(BaseLearner):
 
 
 class RecallingRllibLearner(RllibLearner):
-    """The learner by RLlib, whose value network learns from all episodes so far, and alone trains the encoder."""
+    """Learner by RLlib. Its value network learns from all episodes so far and alone trains the encoder."""
 
     recalls = True

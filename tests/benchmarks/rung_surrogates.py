@@ -1,4 +1,4 @@
-"""What a forest of all rungs, one of the highest budget alone and the choice between them are worth, by kind of rungs.
+"""Value of three surrogates, by kind of rungs: a forest of all rungs, a forest of the highest budget, and a choice.
 
 The objective is made up: the squared distance to a point of eight numbers, with noise that samples share across rungs.
 Scores below the full budget measure the distance to another point: the same one (rungs that inform), one drawn anew
@@ -38,7 +38,7 @@ LAG = 4
 
 @dataclass
 class Made:
-    """A search in the space of PARAMETERS, with the results and steps so far."""
+    """A search in the made-up space of PARAMETERS, with its results and steps so far."""
 
     kind: str
     seed: int
@@ -75,7 +75,7 @@ class Made:
         return Observation(configuration, fidelity, (float(cost),), number=number, rung=rung, is_proposed=is_proposed)
 
     def run(self, num_trials: int, *, is_random: bool = False) -> float:
-        """Search by Hyperband. Returns the true cost of the proposed trial that looks best at the full budget."""
+        """Search by Hyperband; return the true cost of the proposed trial that looks best at the full budget."""
         numbers = itertools.count(NUM_TOLD)
         rng = np.random.default_rng([self.seed, 99])
         for bracket in bracket_plan(hyperband_brackets(len(RUNGS), 3), num_trials):
@@ -96,7 +96,7 @@ class Made:
         return self.cost(min(full, key=lambda o: o.costs or (np.inf,)).configuration)
 
     def correlation(self, num_configurations: int = 500) -> float:
-        """The rank correlation of a forest's predictions at the full budget with true costs of random configurations.
+        """Rank correlation of a forest's full-budget predictions and the true costs, over random configurations.
 
         The forest learns from the results so far as the searcher's would.
         """
@@ -139,7 +139,7 @@ class Made:
 
 
 def compare(*, num_seeds: int, num_trials: int) -> list[dict[str, Any]]:
-    """A row for each kind of rungs and surrogate, with figures by seed.
+    """Figures for each kind of rungs and surrogate, by seed.
 
     - `correlation`: rank correlation of predictions, from the results of a random search
     - `cost`: true cost of the trial that a search with the surrogate chooses

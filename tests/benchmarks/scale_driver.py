@@ -1,4 +1,4 @@
-"""`python -m tests.benchmarks.scale_driver DATABASE STUDY`: resume a made-up study; print what that took as JSON.
+"""`python -m tests.benchmarks.scale_driver DATABASE STUDY`: resume a made-up study, and print the time as JSON.
 
 The process does what a driver does between its start and its first evaluation, without Ray and models.
 """

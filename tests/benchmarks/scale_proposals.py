@@ -1,4 +1,4 @@
-"""`python -m tests.benchmarks.scale_proposals`: a proposal of each searcher from many results, as JSON.
+"""`python -m tests.benchmarks.scale_proposals`: time one proposal of each searcher from many results, as JSON.
 
 The process should have one thread, as Ray starts the process of a searcher.
 """

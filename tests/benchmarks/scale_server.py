@@ -1,4 +1,4 @@
-"""`python -m tests.benchmarks.scale_server DATABASE PORT DIRECTORY`: the HTTP server, without a cluster.
+"""`python -m tests.benchmarks.scale_server DATABASE PORT DIRECTORY`: run the HTTP server without a cluster.
 
 It imports what the real server imports, and no test helper that loads torch.
 """
@@ -20,7 +20,7 @@ from service.types import Account, JobRecord
 
 
 class NoCluster:
-    """A cluster that runs nothing."""
+    """A cluster that runs no jobs."""
 
     def start(self) -> None:
         pass

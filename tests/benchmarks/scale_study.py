@@ -1,4 +1,4 @@
-"""Made-up studies of many trials, written into a database table by table, and kept for later runs.
+"""Made-up studies of many trials, written directly into a database, and kept for later runs.
 
 A study has 9 baselines and the proposed trials: layer-wise task arithmetic of three experts in every component of 32
 layers. Every trial is scored at each rung up to the last, so that the numbers of samples are the largest that a study
@@ -42,7 +42,7 @@ BATCH = 500
 
 @dataclass(frozen=True)
 class Size:
-    """Size of a made-up study; `rungs` are samples of each objective."""
+    """Size of a made-up study; `rungs` are numbers of samples of each objective."""
 
     num_trials: int = 10_000
     num_layers: int = 32
@@ -51,12 +51,12 @@ class Size:
 
     @property
     def name(self) -> str:
-        """Name of the study, from which a later run knows it."""
+        """Name of the study, by which a later run finds it."""
         return f"scale-{self.num_trials}-{self.num_layers}-{self.rungs[-1]}"
 
 
 def stored_study(store: Store, size: Size) -> str:
-    """Id of the complete study of this `size` in the store; it is written if it is missing."""
+    """Id of the complete study of this `size` in the store; a missing study is written first."""
     found = [job for job in store.jobs("search") if job.name == size.name and job.state is JobState.COMPLETE]
     return found[0].id if found else _write(store, size)
 
@@ -85,14 +85,14 @@ def _write(store: Store, size: Size) -> str:
 
 
 def _last_id(store: Store) -> int:
-    """The largest id of the tables whose rows are written with ids of their own."""
+    """The largest id in the tables whose rows are written with explicit ids."""
     with store.engine.connect() as connection:
         ids = (connection.execute(sa.select(sa.func.max(table.c.id))).scalar() for table in NUMBERED)
         return max(found or 0 for found in ids)
 
 
 def _count_on(store: Store) -> None:
-    """Let PostgreSQL number further rows after those that were written with ids."""
+    """Make PostgreSQL number further rows after the rows that were written with explicit ids."""
     if store.engine.dialect.name == "postgresql":
         with store.engine.begin() as connection:
             for table in NUMBERED:
@@ -135,7 +135,7 @@ def _accepted(size: Size) -> dict[str, Any]:
 
 
 class _Rows:
-    """Rows of every trial, by table."""
+    """Rows of every trial of a made-up study, by table."""
 
     def __init__(self, study: str, size: Size, *, first_id: int) -> None:
         self._study = study
@@ -151,7 +151,7 @@ class _Rows:
         }
 
     def documents(self) -> list[dict[str, Any]]:
-        """Rows of the lists of documents, which all recipes share."""
+        """Rows with the lists of documents that all recipes share."""
         stops = dict(itertools.pairwise((0, *self._size.rungs)))
         return [
             {
@@ -203,7 +203,7 @@ class _Rows:
             number += 1
 
     def _draw(self) -> NDArray[np.float64]:
-        """Coefficients [num_layers, component, expert]."""
+        """Draw coefficients [num_layers, component, expert]."""
         return self._rng.uniform(-0.5, 1.5, (self._size.num_layers, len(COMPONENTS), len(EXPERTS)))
 
     def _of_model(self, model: str) -> Recipe:
@@ -266,7 +266,7 @@ class _Rows:
         }
 
     def _samples(self, digest: str, values: NDArray[np.bool_], reached: Sequence[int]) -> dict[str, list[Any]]:
-        """Chunks of the samples of each rung and objective, with their texts. Evidence has the ids 1, 2 and so on."""
+        """Chunks with the samples of each rung and objective, and their texts; evidence has the ids 1, 2 and so on."""
         chunks, texts = [], []
         for start, stop in itertools.pairwise((0, *reached)):
             self._num_evidence += 1

@@ -1,4 +1,4 @@
-"""Arms of searches of trained families: what one search chose, the front that it found, and answers to judge items.
+"""Arms for searches of trained families: chosen trial, front, and answers to judge items.
 
 Figures come from the arms on file; a search is run, and merges are judged, only for an arm that is not there.
 """
@@ -24,7 +24,7 @@ __all__ = ["Best", "Front", "best_of", "depends_on", "done", "front_in", "front_
 
 @dataclass(frozen=True)
 class Best:
-    """The trial with the best mean on search data: that mean, the trial's origin and its `answers` [skills, items].
+    """The trial of a search with the best mean on search data: this mean, its origin and its `answers` [skills, items].
 
     `spent` is the search's cost in samples' worth, and `proposed` the number of trials it scored in full.
     """
@@ -39,14 +39,14 @@ class Best:
 
 @dataclass(frozen=True)
 class Front:
-    """The merges that none dominates on search data: their hypervolume there, and `answers` [merges, skills, items]."""
+    """The non-dominated merges of a search: their hypervolume on search data, and `answers` [merges, skills, items]."""
 
     search: float
     answers: NDArray[np.bool_]
 
 
 def best_of(spec: SearchSpec, *, cut: int | None = None, proposed: bool = False) -> Best:
-    """Best trial of a search, or with `cut` of what it had scored after that many samples' worth.
+    """Best trial of a search; with `cut`, the best trial among those that the first `cut` samples' worth paid for.
 
     With `proposed` baselines do not count.
     """
@@ -72,7 +72,7 @@ def best_of(spec: SearchSpec, *, cut: int | None = None, proposed: bool = False)
 
 
 def front_in(spec: SearchSpec, budget: int) -> Front:
-    """Front of all trials that a search had scored after so many samples' worth, baselines among them."""
+    """Front of all trials, baselines included, that a search had scored after `budget` samples' worth."""
 
     def measure() -> dict[str, Any]:
         bench = Bench.of(spec.family)
@@ -90,7 +90,7 @@ def slug(spec: SearchSpec) -> str:
 
 
 def depends_on(*specs: SearchSpec) -> Callable[[], Mapping[str, str]]:
-    """Digests of the families and of the code of these searches."""
+    """Make a function that computes digests of the families and the code of these searches."""
 
     def digests() -> dict[str, str]:
         algorithms = sorted({spec.search["algorithm"] for spec in specs})
@@ -106,7 +106,7 @@ def depends_on(*specs: SearchSpec) -> Callable[[], Mapping[str, str]]:
 
 
 def done(bench: Bench, spec: SearchSpec) -> Run:
-    """A finished search, run if it is not in `.bench`."""
+    """A finished search; it is run if its file is missing in `.bench`."""
     started = time.perf_counter()
     run = bench.run(spec)
     if (seconds := time.perf_counter() - started) > 2:
@@ -122,7 +122,7 @@ def judged(bench: Bench, run: Run, trial: Trial) -> NDArray[np.bool_]:
 
 
 def front_of(trials: Sequence[Trial]) -> list[Trial]:
-    """The trials that none dominates on search data; of equal recipes the first."""
+    """The trials that no other trial dominates on search data; among equal recipes, the first one."""
     first = {trial.digest: trial for trial in reversed(trials)}
     unique = sorted(first.values(), key=lambda trial: trial.number)
     is_best = non_dominated([costs(trial) for trial in unique])
@@ -134,5 +134,5 @@ def costs(trial: Trial) -> tuple[float, ...]:
 
 
 def volume(trials: Sequence[Trial]) -> float:
-    """Hypervolume on search data."""
+    """Hypervolume of trials on search data."""
     return hypervolume([costs(trial) for trial in trials])

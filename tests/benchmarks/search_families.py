@@ -1,8 +1,8 @@
-"""The families of the search benchmark, and the studies of them.
+"""The families of the search benchmark, and studies of these families.
 
-Beside the shipped family there are two that the shipped script trains, with other skills and seeds: into
-`.bench/families`, when they are first needed. Their judge items (2,000 of each skill) were held out before training; of
-the shipped family these are its 1,000 holdout items. No search scores them.
+Besides the shipped family there are two families that the shipped script trains, with other skills and seeds, into
+`.bench/families` when they are first needed. Judge items (2,000 of each skill) are held out before training; the judge
+items of the shipped family are its 1,000 holdout items. No search scores judge items.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class TrainedFamily:
     seed: int | None = None
 
     def directory(self) -> Path:
-        """The directory of models and tasks, which are trained first if they are not there."""
+        """The directory of models and tasks, which are trained first if they are missing."""
         if self.seed is None:
             return family_dir()
         place = (CACHE / self.name).resolve()
@@ -69,7 +69,7 @@ class TrainedFamily:
 
     @property
     def digest(self) -> str:
-        """Digest of the family's files, or of the training that makes them where they do not ship."""
+        """Digest of the family's files, or of the training that makes them if they are not shipped."""
         if self.seed is None:
             files = sorted(
                 path for path in family_dir().rglob("*") if path.suffix in (".safetensors", ".json", ".jsonl")
@@ -78,7 +78,7 @@ class TrainedFamily:
         return digest_of([self.skills, self.seed, code_digest("tests.benchmarks.family_training")])[:16]
 
     def mixed_file(self) -> Path:
-        """A file of the search items of all skills.
+        """A file with the search items of all skills.
 
         Exact match on it is the mean of the skills, of which it has equally many items.
         """
@@ -91,7 +91,7 @@ class TrainedFamily:
         return place
 
     def study(self, goal: str, **sections: Any) -> Any:
-        """A study of the family in the form of the demo's."""
+        """A study of the family, in the form of the shipped study."""
         from search_spaces.study.file import parse_study
 
         root = self.directory()
@@ -106,7 +106,7 @@ class TrainedFamily:
         return parse_study(document)
 
     def objectives(self, goal: str) -> list[dict[str, Any]]:
-        """Objectives of a study.
+        """Objectives of a study for one goal.
 
         `goal`: "skills", an objective each; "mean", a single one; or "judge", each skill's judge items.
         """

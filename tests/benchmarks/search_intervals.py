@@ -1,4 +1,4 @@
-"""Paired differences of judged searches, with intervals over the seeds and the judge items.
+"""Paired differences of judged searches, with intervals over seeds and judge items.
 
 A judged merge is [skills, items]: which judge items it answers right. Seeds of one family share their judge items.
 """
@@ -39,7 +39,7 @@ def interval(ours: Sequence[NDArray[Any]], theirs: Sequence[NDArray[Any]]) -> di
 def volume_interval(
     ours: Sequence[Sequence[NDArray[np.bool_]]], theirs: Sequence[Sequence[NDArray[np.bool_]]]
 ) -> dict[str, float]:
-    """Mean difference of hypervolumes with its 95 % interval, of judged fronts [merges, skills, items].
+    """Mean difference between the hypervolumes of judged fronts [merges, skills, items], with its 95 % interval.
 
     Each side has one front for each family and seed; the bootstrap is that of `interval`.
     """
@@ -60,7 +60,7 @@ def volume_interval(
 
 
 def _weights(draw: np.random.Generator, shape: tuple[int, ...]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Shares with which each seed and each item of a skill was drawn."""
+    """Shares with which a bootstrap has drawn each seed and each item of a skill."""
     num_seeds, num_skills, num_items = shape
     seeds = draw.multinomial(num_seeds, np.full(num_seeds, 1 / num_seeds)) / num_seeds
     items = draw.multinomial(num_items, np.full(num_items, 1 / num_items), size=num_skills) / num_items
@@ -74,6 +74,6 @@ def _bootstrap(value: float, drawn: Callable[[np.random.Generator], float], *, n
 
 
 def volume_of(values: NDArray[np.bool_], weights: NDArray[np.float64] | None = None) -> float:
-    """Hypervolume of judged merges [merges, skills, items], their items weighted [skills, items]."""
+    """Hypervolume of judged merges [merges, skills, items], with weights [skills, items] of the items."""
     means = values.mean(axis=2) if weights is None else np.einsum("mki,ki->mk", values, weights)
     return hypervolume([tuple(row) for row in (1 - means).tolist()])

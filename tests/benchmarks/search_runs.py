@@ -1,8 +1,8 @@
-"""One search of the search benchmark, in one process, with `one_pass` in place of engines.
+"""Searches for the search benchmark, each in one process, with `one_pass` in place of engines.
 
 Coordinator, scheduler, searcher and gradient actor are the product's, and the trials are those that `mergesearch run`
-of the same study has. A finished search is a file in `.bench/search/runs`, from which several arms are measured. It is
-not run again unless its study, its family or the code of its searcher has changed, or FRESH=1 asks for it.
+of the same study has. A finished search is a file in `.bench/search/runs`, from which several arms are measured. A
+search is run again only if its study, its family or the code of its searcher has changed, or with FRESH=1.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ CHUNK_SAMPLES = 100_000
 
 @dataclass(frozen=True)
 class SearchSpec:
-    """A study of a family: everything that decides its trials.
+    """A study of a family, with all settings that determine its trials.
 
     `search.hm3.start.dir` is here the file of another search, without its suffix, whose policy it begins with. The
     search ends after `search.max_trials`, or when the next trial would exceed the `budget`: samples' worth of proposed
@@ -123,15 +123,15 @@ class Run:
         return tuple(trial for trial in self.trials if trial.spent <= budget)
 
     def cut(self, budget: float) -> Run:
-        """The search as it was after that many samples' worth; only for searches that score one trial after another."""
+        """The search as it was after `budget` samples' worth; only for searches that score one trial after another."""
         return replace(self, trials=self.until(budget), spent=max(trial.spent for trial in self.until(budget)))
 
     def proposed(self) -> Run:
-        """The search without baselines."""
+        """A copy of the search without baselines."""
         return replace(self, trials=tuple(trial for trial in self.trials if trial.origin == "search"))
 
     def best(self, budget: float = np.inf) -> Trial:
-        """The trial with the best mean on search data by then; a baseline counts, as in a study."""
+        """The trial with the best mean on search data within `budget`; baselines count, as in a study."""
         return max(self.until(budget), key=lambda trial: (round(trial.mean, 12), -trial.number))
 
 
@@ -193,7 +193,7 @@ class InProcess:
 
 @dataclass(eq=False)
 class Bench:
-    """The searches of one family, and the judging of what they found. Models are opened once."""
+    """The searches of one family, and the judging of the merges that they find; models are opened once."""
 
     losses: ClassVar[str] = "workers.training.text_losses"
     """The module with the losses of the family's tasks, of which gradients are."""
@@ -208,7 +208,7 @@ class Bench:
 
     @cached_property
     def judge(self) -> PreflightResult:
-        """The study of the judge items, whose tasks have the same order whatever a search's seed is."""
+        """The study of the judge items, whose tasks have the same order for all seeds of searches."""
         return examine(self.family.study("judge", fidelity={"scheduler": "none"}))
 
     @cached_property
@@ -226,7 +226,7 @@ class Bench:
         return found if start is None else replace(found, start=(_newest_policy(Path(str(start.dir)))[1],))
 
     def run(self, spec: SearchSpec) -> Run:
-        """The search, from its file if it is there."""
+        """A search, read from its file or run now."""
         file, key = self.file(spec), self._key(spec)
         is_wanted = is_fresh() and file not in self._searched
         if file.exists() and not is_wanted and (stored := json.loads(file.read_text()))["key"] == key:
@@ -244,7 +244,7 @@ class Bench:
         return found
 
     def policy(self, spec: SearchSpec) -> dict[int, bytes]:
-        """The checkpoint of the policy that a finished search has learned last, by its iteration."""
+        """Last checkpoint of the policy that a finished search has learned, by its iteration."""
         newest, content = _newest_policy(self.file(spec).with_suffix(""))
         return {newest: content}
 
@@ -256,7 +256,7 @@ class Bench:
         return np.stack([self._all(recipe, task) for task in self.judge.tasks.search.values()])
 
     def searched(self, recipe: Recipe, seed: int, num: int | None = None) -> NDArray[np.bool_]:
-        """Answers to search items: to all of every skill, or to the first `num` of a search with that seed."""
+        """Answers of a merge to search items: all items of each skill, or the first `num` in the order of a seed."""
         spec = SearchSpec(self.family.name, "skills", "", seed, {}, fidelity={"scheduler": "none"})
         tasks = self._prepared(spec.goal, json.dumps(spec.document(), sort_keys=True)).tasks.search.values()
         return np.stack([self._all(recipe, task, num) for task in tasks])
@@ -275,7 +275,7 @@ class Bench:
         return self._examined(goal, json.loads(document))
 
     def _examined(self, goal: str, document: Mapping[str, Any]) -> PreflightResult:
-        """The study that a document describes.
+        """Preflight result of the study in a document.
 
         A search of the mean has no preference vectors of its own. If its pool has merged models, they are those of a
         search of the skills with the document's vectors.
@@ -375,14 +375,14 @@ class Bench:
 
 
 def _newest_policy(run: Path) -> tuple[int, bytes]:
-    """Last iteration and checkpoint of a finished search's policy; `run` is its file without the suffix."""
+    """Last iteration and checkpoint of a finished search's policy; `run` is the search's file without suffix."""
     iterations = {int(file.suffixes[-2][1:]): file for file in run.parent.glob(f"{run.name}.*.policy")}
     newest = max(iterations)
     return newest, iterations[newest].read_bytes()
 
 
 def with_alignments(preflight: PreflightResult) -> PreflightResult:
-    """The study with the alignments that its space needs, learned if they are not known."""
+    """The study with the alignments that its space needs; missing alignments are learned."""
     space = preflight.space
     if not isinstance(space, AlignedSpace) or space.alignment == "none":
         return preflight

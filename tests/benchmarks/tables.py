@@ -1,4 +1,4 @@
-"""Tables in docs that are made from the arms on file: `python -m tests.benchmarks tables` writes them.
+"""Tables in the docs, made from arms on file: `python -m tests.benchmarks tables` writes them.
 
 A table stands in a page between `<!-- table: BENCHMARK NAME -->` and `<!-- end of table -->`. NAME is a key of `TABLES`
 in the benchmark's module. A line below the table gives the commits whose code produced its arms. A table with an arm
@@ -23,7 +23,7 @@ NOT_KEPT = re.compile(r"^Recorded at (`[0-9a-f]{7}`(, | and )?)+; arms not kept\
 
 
 def declared() -> Iterator[tuple[str, str]]:
-    """Benchmark and name of every table that a benchmark declares."""
+    """Benchmark and name of every table that benchmarks declare."""
     for file in sorted(Path(__file__).parent.glob("bench_*.py")):
         if "\nTABLES" in file.read_text():
             benchmark = file.stem.removeprefix("bench_")
@@ -35,13 +35,13 @@ def _module(benchmark: str) -> Any:
 
 
 def pages() -> Iterator[Path]:
-    """Pages that may have tables."""
+    """Pages of the docs that may have tables."""
     yield ROOT / "README.md"
     yield from sorted((ROOT / "docs").rglob("*.md"))
 
 
 def rendered(benchmark: str, name: str) -> str | None:
-    """Content of a block, from the arms on file; None if one of them is missing."""
+    """Content of a table's block, made from the arms on file; None if an arm is missing."""
     try:
         with files_alone() as commits:
             table = _module(benchmark).TABLES[name]()
@@ -52,7 +52,7 @@ def rendered(benchmark: str, name: str) -> str | None:
 
 
 def written(text: str) -> str:
-    """A page's text with each of its tables made anew, where all arms are on file."""
+    """A page's text in which each table is made again, if all of its arms are on file."""
 
     def block(match: re.Match[str]) -> str:
         benchmark, name, content = match.groups()

@@ -1,4 +1,4 @@
-"""Arms on file and the tables in docs that are made from them."""
+"""Tests of arms on file, and of the tables in the docs that are made from arms."""
 
 from __future__ import annotations
 

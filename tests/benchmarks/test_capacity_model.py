@@ -1,4 +1,4 @@
-"""The simulation of many replicas, where its result is known."""
+"""Tests of the simulation of many replicas, with settings for which the result is known."""
 
 from __future__ import annotations
 

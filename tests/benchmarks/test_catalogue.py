@@ -1,4 +1,4 @@
-"""The README and the command of the benchmarks name every benchmark."""
+"""Tests that the README and the command of the benchmarks list every benchmark."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The made-up layer paths of the benchmark `hm3_paths`, and a search of them."""
+"""Tests of the made-up layer paths of the benchmark `hm3_paths`, and of a search of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of RLlib's learner says what is missing where it cannot run, and counts lines without prose."""
+"""Tests of the RLlib benchmark: its message where RLlib is missing, and the count of code lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The script of the image family: splits without a common image, and files that studies and fine-tunings accept."""
+"""Tests of the image family's script: disjoint splits, and files that studies and fine-tunings accept."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SIZES = {"holdout": 60, "search": 60, "validation": 60}
 
 
 def drawn(task: str, *, num: int = 240) -> Images:
-    """Images of ten classes, which differ by the rows that are bright."""
+    """Images of ten classes that differ in the rows that are bright."""
     random = np.random.default_rng(len(task))
     labels = np.arange(num) % 10
     pixels = random.integers(0, 80, (num, 28, 28), dtype=np.uint8)

@@ -1,4 +1,4 @@
-"""Arithmetic of the comparison of offsets: what differs between arms, what the pilot decides, and the tables."""
+"""Tests of the comparison of offsets: differences between arms, decisions of the pilot, and the tables."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RATE = 5e-4
 
 
 class TinyFleet:
-    """A fleet of whose items 4 of 8 are right, one more at coefficient 0.3, and two less at the pilot's other rates."""
+    """A fleet with 4 of 8 right answers: one more at coefficient 0.3, two fewer at rates off the pilot's best."""
 
     seconds = 2.0
 
@@ -39,7 +39,7 @@ class TinyFleet:
 
 @pytest.fixture
 def experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> bench.Experiment:
-    """An experiment whose experts are not trained; its arms are kept apart."""
+    """An experiment whose experts are not trained, and whose arms are kept in a temporary folder."""
     monkeypatch.setattr(arms, "RESULTS", tmp_path / "results")
     monkeypatch.setattr(bench, "Fleet", TinyFleet)
     monkeypatch.setattr(bench, "trained", lambda spec, cache: Path(f"/experts/{spec.name}-{spec.seed}"))

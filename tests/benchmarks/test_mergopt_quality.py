@@ -1,4 +1,4 @@
-"""Arithmetic of the comparison of optimizers: who trains what, and paired gains."""
+"""Tests of the comparison of optimizers: the trainings of each optimizer, and paired gains."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ METHODS = ("task arithmetic", "TIES", "DARE")
 
 @pytest.fixture(autouse=True)
 def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Folder in which arms of made-up experts are kept apart."""
+    """Temporary folder for the benchmark's results with made-up experts."""
     monkeypatch.setattr(arms, "RESULTS", tmp_path / "results")
     return tmp_path / "results"
 
@@ -27,7 +27,7 @@ def answers(*rows: str) -> Any:
 
 
 def run_of(*rows: str) -> dict[str, Any]:
-    """Judged merges of one seed: two methods that answer alike."""
+    """Judged merges of one seed by two methods with equal answers."""
     return {"own": 1.0, "seconds": 2.0, "methods": {"TIES": answers(*rows), "DARE": answers(*rows)}}
 
 
@@ -62,7 +62,7 @@ def test_a_row_has_means_over_seeds_and_skills() -> None:
 
 
 class TinyFleet(bench.Fleet):
-    """A fleet whose merges answer an item more for each expert, and one less unless the coefficient is 0.3."""
+    """A fleet whose merges have one more right answer for each expert, and one fewer unless the coefficient is 0.3."""
 
     seconds = 2.0
 

@@ -1,4 +1,4 @@
-"""Arithmetic of the search benchmark: exact match in one pass, what is charged, fronts, paired intervals."""
+"""Tests of the search benchmark's arithmetic: exact match in one pass, charged costs, fronts, paired intervals."""
 
 from __future__ import annotations
 

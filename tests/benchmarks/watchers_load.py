@@ -1,7 +1,7 @@
-"""`python -m tests.benchmarks.watchers_load`: watchers of events and a steady rate of reads, from one process.
+"""`python -m tests.benchmarks.watchers_load`: watch events and send reads at a steady rate, from one process.
 
-It reads a JSON document from stdin (`Load`), prints a line as soon as all watchers are connected, sends reads for the
-given time, waits until all streams have ended, and prints what it saw as JSON.
+The process reads a JSON document from stdin (`Load`), prints a line as soon as all watchers are connected, sends reads
+for the given time, waits until all streams have ended, and prints its observations as JSON.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from service.open_files import raise_limit
 
 __all__ = ["READS", "Load", "Seen", "quantiles"]
 
-# What is read, how often of 20 reads, and the path below a study; "" is the study itself, None the list of studies.
+# The kinds of reads: name, number among 20 reads, and path below a study ("" is the study itself, None the list of
+# studies).
 READS: Sequence[tuple[str, int, str | None]] = (
     ("list", 3, None),
     ("show", 7, ""),
@@ -37,7 +38,7 @@ FRAME_ID, FRAME_TIME = re.compile(rb"^id: (\d+)$", re.MULTILINE), re.compile(rb'
 
 @dataclass(frozen=True)
 class Load:
-    """Requests to send: to the server at `url`, with `tokens` in turn, about `studies`."""
+    """Requests that the load generator sends to the server at `url`, with `tokens` in turn, about `studies`."""
 
     url: str
     tokens: list[str]
@@ -124,7 +125,7 @@ async def _watch(
 
 
 async def _read_steadily(http: aiohttp.ClientSession, load: Load, seen: Seen) -> None:
-    """Send each read when it is due, whether or not earlier ones were answered."""
+    """Send each read at its time, even if earlier reads are not answered yet."""
     kinds = [(name, path) for name, share, path in READS for _ in range(share)]
     order = [kinds[position * 7 % len(kinds)] for position in range(len(kinds))]
     start = time.monotonic()

@@ -1,4 +1,4 @@
-"""Marks the tests of this package, which `make test` leaves out, and skips them where no machines can be made."""
+"""Marks the tests of this package, which `make test` leaves out, and skips them if no machines can be made here."""
 
 from __future__ import annotations
 

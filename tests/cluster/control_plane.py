@@ -100,7 +100,7 @@ def _simplify(node: Any) -> None:
 
 @dataclass
 class ControlPlane:
-    """The running control plane; `url` is the API server's, at `address`."""
+    """The running control plane; its API server listens at `address` and is reached at `url`."""
 
     directory: Path
     address: str

@@ -1,7 +1,7 @@
 """The image of this project, built by buildah on a base that mmdebstrap makes, and run by podman without any rights.
 
-The build needs the package registries and, the first time, ten minutes. What it made stays in the machine's store of
-containers, so that later builds repeat only what has changed; `podman system reset` empties that store.
+The build needs the package registries and, the first time, ten minutes. Its layers stay in the machine's store of
+containers, so that later builds repeat only changed layers; `podman system reset` empties that store.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ RIGHTLESS = (
     "--network=none",
 )
 
-# What runc needs where neither systemd nor cgroups of version 2 are at hand.
+# Options that runc needs without systemd and without version 2 of cgroups.
 SETTINGS = """
 [containers]
 default_ulimits = ["nofile=20000:20000", "nproc=32768:32768"]
@@ -81,14 +81,14 @@ def settings(directory: Path) -> dict[str, str]:
 
 
 def podman(*words: str, environment: Mapping[str, str], timeout_s: float = 900.0) -> str:
-    """What a call of podman prints. Raises AssertionError, with its messages, if it fails."""
+    """Call podman and return its output. Raises AssertionError with podman's messages if the call fails."""
     return _call("podman", *words, environment=environment, timeout_s=timeout_s)
 
 
 def base_image(directory: Path, environment: Mapping[str, str]) -> str:
     """Name of the base image, which is made of Debian's packages if it is not there.
 
-    It has the certificates that this machine trusts, so that the build can pass the proxy of a site.
+    The base image has the certificates that this machine trusts, so that the build can use a site's proxy.
     """
     exists = subprocess.run(["podman", "image", "exists", BASE], env=dict(environment), check=False).returncode == 0
     if not exists:

@@ -55,7 +55,7 @@ def reason_to_skip() -> str | None:
 
 @dataclass
 class Machine:
-    """One machine, which runs one Ray node at a time. `directory` has its log and its /tmp/ray.
+    """A machine that runs one Ray node at a time. `directory` has its log and its /tmp/ray.
 
     Each node finds an empty directory of its own in place of `hidden`.
     """
@@ -109,7 +109,7 @@ class Machine:
             )
 
     def inside(self) -> list[str]:
-        """The words before a command that run it as the only processes of the machine, with an empty /tmp/ray."""
+        """Words before a command that run it as the machine's only processes, with an empty /tmp/ray."""
         ray_dir = self.directory / "ray"
         shutil.rmtree(ray_dir, ignore_errors=True)
         ray_dir.mkdir(parents=True)
@@ -140,7 +140,7 @@ class Machine:
         return found
 
     def kill(self) -> None:
-        """End all processes of the machine at once, by SIGKILL, as a loss of power does."""
+        """Kill all processes of the machine at once by SIGKILL, as in a power failure."""
         if self._process is None:
             return
         for process in (*self.processes(), psutil.Process(self._process.pid) if self.is_running else None):
@@ -179,7 +179,7 @@ class Cluster:
         self.wait_for_nodes(1)
 
     def start_worker(self, worker: Machine) -> None:
-        """Start a worker's Ray, and again if it gives up, as systemd does: `ray start` waits 30 s for its node."""
+        """Start Ray on a worker, and again if it gives up, as systemd does: `ray start` waits 30 s for its node."""
         before = self.num_nodes()
         for _ in range(STARTS):
             worker.start(f"--address={self.address}", "--num-cpus=1", f"--object-store-memory={STORE_BYTES}")

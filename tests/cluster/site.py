@@ -106,7 +106,7 @@ class Site:
             time.sleep(0.2)
 
     def check_ended(self, study: Disturbed, *, since: float) -> None:
-        """The study ends with the trials of an undisturbed run, and no chunk is stored twice.
+        """Check that the study ends with the trials of an undisturbed run, and that no chunk is stored twice.
 
         `since` is when it was disturbed, in seconds since the epoch: figures are of the time from then to its end.
         """
@@ -129,11 +129,11 @@ class Site:
         assert trial_list(self.store, study.id) == alone
 
     def calls(self) -> list[dict[str, Any]]:
-        """What replicas were asked to score so far."""
+        """The requests that replicas have received so far."""
         return FakeScorer(log_file=str(self.directory / "calls")).calls()
 
     def num_scored(self, study: Disturbed) -> Counter[str]:
-        """How often replicas have scored each chunk of the study, the last one that was submitted."""
+        """Number of times that replicas have scored each chunk of the study, which must be the last one submitted."""
         calls = self.calls()[study.num_before :]
         return Counter(json.dumps([each["recipe"], each["spans"]]) for each in calls if each["outcome"] == "scored")
 

@@ -54,7 +54,7 @@ while not pathlib.Path(sys.argv[3]).exists():
 
 @dataclass
 class Operator(threading.Thread):
-    """Stands in for KubeRay's operator: as many pods, and Ray nodes in them, as the RayCluster's groups want."""
+    """Stand-in for KubeRay's operator: makes as many pods, with Ray nodes in them, as the RayCluster's groups want."""
 
     plane: ControlPlane
     cluster: Cluster

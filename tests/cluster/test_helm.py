@@ -154,7 +154,7 @@ def objects(kubectl: Callable[..., str], kind: str) -> list[dict[str, Any]]:
 
 
 def revision_of(url: str) -> str | None:
-    """The schema's revision in a database; None if it has no tables."""
+    """The revision of a database's schema; None if the database has no tables."""
     engine = sa.create_engine(sa.make_url(url).set(drivername="postgresql+psycopg"), poolclass=sa.NullPool)
     with engine.connect() as connection:
         if not sa.inspect(connection).has_table("alembic_version"):

@@ -47,7 +47,7 @@ WEIGHTS = {"driver": 3, "replica": 3, "server": 3, "worker": 1}
 
 @dataclass
 class Apart:
-    """Two servers and a cluster whose machines share no directory with them or each other."""
+    """Two servers and a cluster. Its machines share no directory with the servers or each other."""
 
     cluster: Cluster
     servers: list[Server]
@@ -56,7 +56,7 @@ class Apart:
     bucket: str
 
     def kill(self, part: str, study: str, draw: random.Random) -> bool:
-        """Kill a part; False if there is none at the moment."""
+        """Kill a part of the system; False if the part does not exist at the moment."""
         if part == "server":
             server = draw.choice(self.servers)
             server.kill()

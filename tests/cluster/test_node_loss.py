@@ -1,4 +1,4 @@
-"""Nodes lost while a study runs: killed, cut off and healed, drained, and the head replaced; trials stay the same ones.
+"""Loss of nodes while a study runs: killed, cut off, drained, or the head replaced. The trials stay the same.
 
 Scores are fakes. HTTP server, PostgreSQL, Ray on four machines (`machines`), its jobs and Serve are real. Ray notices a
 killed node after about 15 s, and one that is cut off, or a lost head, after about a minute.

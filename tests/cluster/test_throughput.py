@@ -1,4 +1,4 @@
-"""Chunks a second with 1, 2 and 4 fake replicas on four machines, against so many times those of one replica."""
+"""Chunks a second with 1, 2 and 4 fake replicas on four machines, compared with that multiple of one replica's."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_replicas_on_several_machines_are_busy(site: Site) -> None:
 
 
 def rate(site: Site, replicas: int) -> float:
-    """Chunks a second of a study with so many replicas of its own, in its second half without the last chunks.
+    """Chunks a second of a study with this number of replicas of its own, in its second half without the last chunks.
 
     In the first half processes of replicas and trial actors are still being started: two cores need up to two minutes.
     """

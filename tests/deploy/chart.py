@@ -19,14 +19,14 @@ CHART = ROOT / "deploy" / "helm" / "mergesearch"
 PROFILES = tuple(sorted(file.stem for file in (CHART / "profiles").glob("*.yaml")))
 RELEASE, NAMESPACE = "demo", "searches"
 
-# What a profile needs besides its file: a queue of studies has at least one study.
+# Values that a profile needs besides its file: a queue of studies has at least one study.
 STUDIES = ("--set", "kueue.studies[0].name=math-code", "--set-file", "kueue.studies[0].study={study}")
 STUDY = ROOT / "docs" / "examples" / "quickstart.yaml"
 
 
 @dataclass(frozen=True)
 class Pod:
-    """A pod that the manifests make; `where` names the place. `containers` has KubeRay's autoscaler, too."""
+    """A pod of the manifests; `where` is its place in them. `containers` include KubeRay's autoscaler."""
 
     where: str
     labels: Mapping[str, str]
@@ -56,7 +56,7 @@ class Manifests:
 
     @cached_property
     def clusters(self) -> list[dict[str, Any]]:
-        """Specs of RayClusters, those inside RayJobs, too."""
+        """Specs of all RayClusters, including those inside RayJobs."""
         return [
             *(each["spec"] for each in self.of("RayCluster")),
             *(each["spec"]["rayClusterSpec"] for each in self.of("RayJob")),
@@ -91,7 +91,7 @@ def _pod(where: str, template: Mapping[str, Any], more: Sequence[Mapping[str, An
 
 @dataclass(frozen=True)
 class Helm:
-    """The program helm at `program`; without options that name a cluster it uses none."""
+    """The program helm at `program`. It uses no cluster unless options name one."""
 
     program: Path
     home: Path

@@ -18,7 +18,7 @@ __all__ = ["DASHBOARDS", "GPU_SAMPLES", "Query", "load", "queries", "scraping", 
 
 DASHBOARDS = sorted((Path(__file__).parents[2] / "deploy/helm/mergesearch/monitoring/dashboards").glob("*.json"))
 
-# What Grafana puts in place of its variables.
+# Values that Grafana inserts for its variables.
 VARIABLES = {"$__rate_interval": "10s", "$name": ".*", "$study": ".*"}
 
 # GPUs as Ray and DCGM's exporter describe them. No GPU is here: names, labels and units are those of Ray's source

@@ -31,7 +31,7 @@ def image(variant: str) -> str:
 
 @dataclass(frozen=True)
 class Instruction:
-    """One instruction of a Containerfile, its lines joined, and the stage that it is in; the first stage is ""."""
+    """An instruction of a Containerfile, its lines joined, and its stage; the first stage is ""."""
 
     stage: str
     name: str

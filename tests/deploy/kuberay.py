@@ -25,7 +25,7 @@ KINDS = {"RayCluster": "ray.io_rayclusters.yaml", "RayJob": "ray.io_rayjobs.yaml
 
 
 def reason_to_skip() -> str | None:
-    """Why objects cannot be checked here; None if they can."""
+    """The reason why objects cannot be checked here; None if they can."""
     directory = os.environ.get(VARIABLE)
     if not directory:
         return f"{VARIABLE} is not set: it names a directory with the CRDs of KubeRay {VERSION}"

@@ -1,4 +1,4 @@
-"""What every profile's manifests must hold. Each rule yields what is wrong, and where; nothing if all is well."""
+"""Rules for the manifests of every profile. A rule yields each problem with its place, and nothing if all is well."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def the_head_runs_no_trials_and_is_never_on_spot(manifests: Manifests) -> Iterat
 
 @rule
 def no_node_is_emptied_below_the_head(manifests: Manifests) -> Iterator[str]:
-    """Kubernetes counts pods of other owners than its own controllers by `minAvailable`, as a number, only."""
+    """The head's disruption budget has an integer `minAvailable`, the only kind that works for KubeRay's pods."""
     for cluster in manifests.of("RayCluster"):
         labels = cluster["spec"]["headGroupSpec"]["template"]["metadata"]["labels"]
         budgets = [
@@ -154,7 +154,7 @@ def gpu_groups_get_their_gpus(manifests: Manifests) -> Iterator[str]:
 
 @rule
 def checks_know_the_nodes_of_engines(manifests: Manifests) -> Iterator[str]:
-    """The API and the head have no GPU, and check studies for nodes that may not be there yet."""
+    """The API and the head, which have no GPU, are told which machines engines will have, to check studies for them."""
     groups = [group for spec in manifests.clusters for group in spec["workerGroupSpecs"] if group["maxReplicas"]]
     limits = [group["template"]["spec"]["containers"][0]["resources"]["limits"] for group in groups]
     expected = tuple(
@@ -185,7 +185,7 @@ def shared_memory_fits(manifests: Manifests) -> Iterator[str]:
 
 @rule
 def ray_pods_do_not_change_with_the_chart(manifests: Manifests) -> Iterator[str]:
-    """A new version of the chart alone must not end all pods: labels and annotations of Ray's pods name no version."""
+    """Labels and annotations of Ray's pods name no version, so that a new version of the chart alone ends no pods."""
     for pod in manifests.pods:
         if pod.is_ray and any("version" in key or "chart" in key for key in pod.labels):
             yield f"{pod.where}: labels {dict(pod.labels)}"
@@ -193,7 +193,7 @@ def ray_pods_do_not_change_with_the_chart(manifests: Manifests) -> Iterator[str]
 
 @rule
 def stored_paths_are_the_same_everywhere(manifests: Manifests) -> Iterator[str]:
-    """Jobs are stored with paths that servers, drivers and engines must all find."""
+    """Every pod has the same paths: stored jobs contain paths that servers, drivers and engines must all find."""
     places: dict[str, set[str]] = {}
     for pod in manifests.pods:
         if is_product(pod):
@@ -261,7 +261,7 @@ def images_are_named_exactly(manifests: Manifests) -> Iterator[str]:
 
 @rule
 def pods_are_restricted(manifests: Manifests) -> Iterator[str]:
-    """As the Pod Security Standard "restricted" demands, with a read-only root as well."""
+    """Pods satisfy the Pod Security Standard "restricted", and have a read-only root as well."""
     for pod in manifests.pods:
         context = pod.spec.get("securityContext", {})
         if context.get("runAsNonRoot") is not True or not context.get("runAsUser"):
@@ -365,9 +365,10 @@ def secrets_are_references(manifests: Manifests) -> Iterator[str]:
 
 @rule
 def engines_know_no_database(manifests: Manifests) -> Iterator[str]:
-    """Models and tasks of users run in the pods of engines, which therefore have neither its URL nor a way to it.
+    """Pods of engines have neither the URL of the database nor a way to it: they run models and tasks of users.
 
-    Nor does the API write the URL into the volume that it shares with them, if it has it and Ray's place by variables.
+    The API shares a volume with them. It does not write the URL there, because it gets the URL and RAY_ADDRESS by
+    variables.
     """
     for pod in manifests.pods:
         if pod.component == "api":
@@ -432,7 +433,7 @@ def _is_among_ray(opening: Mapping[str, Any], manifests: Manifests) -> bool:
 
 @rule
 def others_reach_the_api_alone(manifests: Manifests) -> Iterator[str]:
-    """From other namespaces: the API, metrics where they are scraped, and the dashboard for KubeRay's operator."""
+    """Other namespaces reach only the API, the scraped metrics and, for KubeRay's operator, the dashboard."""
     allowed = {("api", 8080), ("ray-head", 8080), ("ray-worker", 8080), ("ray-head", 8265)}
     for pod in manifests.pods:
         for policy in policies_of(manifests, pod):
@@ -448,7 +449,7 @@ def others_reach_the_api_alone(manifests: Manifests) -> Iterator[str]:
 
 @rule
 def what_must_be_reached_can_be_reached(manifests: Manifests) -> Iterator[str]:
-    """Both sides of each connection that the service needs are open."""
+    """Each connection that the service needs is allowed at both of its ends."""
     by_component = {pod.component: pod for pod in manifests.pods}
     wanted = {
         ("api", "ray-head", 8265),
@@ -606,7 +607,7 @@ def models_are_read_only(manifests: Manifests) -> Iterator[str]:
 
 @rule
 def offline_means_offline(manifests: Manifests) -> Iterator[str]:
-    """Where one process is offline, all are, and none waits for the hub."""
+    """Either all processes are offline or none is, and no offline process waits for the hub."""
     states = {
         pod.where: environment(pod.containers[0]).get("HF_HUB_OFFLINE", {}).get("value")
         for pod in manifests.pods
@@ -636,7 +637,7 @@ def monitors_find_their_ports(manifests: Manifests) -> Iterator[str]:
 
 @rule
 def queued_studies_end(manifests: Manifests) -> Iterator[str]:
-    """Kueue admits each study by its queue, and gets the quota back, whatever happens."""
+    """Kueue admits each study by its queue, and always gets the quota back."""
     for job in manifests.of("RayJob"):
         name, spec = job["metadata"]["name"], job["spec"]
         if len(name) > 47:

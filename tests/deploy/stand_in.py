@@ -1,5 +1,5 @@
 #!/usr/bin/python
-"""Stands in for `mergesearch` in the image of test_pods.py: prints what it was given and what it may do.
+"""Stand-in for `mergesearch` in the image of test_pods.py: prints its arguments, and what the kernel lets it do.
 
 `serve` answers probes, too. Only the standard library is there.
 """

@@ -73,7 +73,7 @@ def rendered_rules(helm: Helm, profile: str, directory: Path) -> dict[str, dict[
 
 
 def case_of_releases(own: int | None, others: int, *, firing: str | None) -> dict[str, Any]:
-    """A case in which `mergesearch_ready` is `own` in the tested release and `others` in two more; None: no series."""
+    """A test case: `mergesearch_ready` is `own` in the tested release, `others` in two more; None means no series."""
     values = {(NAMESPACE, RELEASE): own, (NAMESPACE, "other"): others, ("elsewhere", RELEASE): others}
     labels = {"severity": "critical", "namespace": NAMESPACE, "app_kubernetes_io_instance": RELEASE}
 

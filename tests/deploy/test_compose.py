@@ -32,7 +32,7 @@ Services = Mapping[str, Mapping[str, Any]]
 
 
 def configuration(*files: Path, environment: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """What docker-compose makes of the files. Skips the test where it is not installed, but in CI."""
+    """The configuration that docker-compose reads from the files. Without docker-compose, skips the test, not in CI."""
     program = shutil.which("docker-compose")
     if program is None:
         if os.environ.get("CI"):
@@ -49,13 +49,13 @@ def configuration(*files: Path, environment: Mapping[str, str] | None = None) ->
 
 
 def services_of(text: str) -> Services:
-    """The services of the text of a compose file, with what they take from anchors."""
+    """The services in the text of a compose file, with the content of anchors included."""
     read: Services = yaml.safe_load(text)["services"]
     return read
 
 
 def rights(text: str) -> list[str]:
-    """Services that could write to their image, or have rights that they do not need."""
+    """Services that could write to their image, or that have unnecessary rights."""
     problems = []
     for name, service in services_of(text).items():
         expected = {"read_only": True, "cap_drop": ["ALL"], "security_opt": ["no-new-privileges:true"]}
@@ -70,7 +70,7 @@ def rights(text: str) -> list[str]:
 
 
 def open_ports(text: str) -> list[str]:
-    """Published ports that other machines reach, that belong to Ray, or to the database."""
+    """Published ports that other machines can reach, or that belong to Ray or to the database."""
     problems = []
     for name, service in services_of(text).items():
         for port in service.get("ports", ()):
@@ -82,7 +82,7 @@ def open_ports(text: str) -> list[str]:
 
 
 def passwords(text: str) -> list[str]:
-    """Variables with passwords or tokens, instead of the places where these are."""
+    """Variables that contain passwords or tokens instead of their places."""
     problems = []
     for name, service in services_of(text).items():
         for variable, value in service.get("environment", {}).items():
@@ -93,7 +93,7 @@ def passwords(text: str) -> list[str]:
 
 
 def unlimited(text: str) -> list[str]:
-    """Services whose logs may fill the disk, or that nothing starts again."""
+    """Services whose logs may fill the disk, or which are not restarted."""
     needed = {"secrets": ("logging",), "accounts": ("logging",)}
     return [
         f"{name}: {key}"

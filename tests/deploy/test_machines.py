@@ -29,7 +29,7 @@ MAX_EXPOSURE = 6.0
 
 
 def program(name: str, package: str) -> str:
-    """Path of a program of a Debian package. Skips the test where it is not installed, but in CI."""
+    """Path of a program of a Debian package. If it is not installed, skips the test, except in CI."""
     found = shutil.which(name)
     if found is None:
         if os.environ.get("CI"):
@@ -39,7 +39,7 @@ def program(name: str, package: str) -> str:
 
 
 def unknown_options(command: str) -> list[str]:
-    """Options in the words of a shell command, after `ray start`, that Ray does not have."""
+    """Options after `ray start` in the words of a shell command that Ray does not have."""
     from ray.scripts.scripts import start
 
     known = {option for parameter in start.params for option in parameter.opts}
@@ -58,7 +58,7 @@ def read_environment(file: Path) -> dict[str, str]:
 
 
 def prepared(text: str) -> dict[str, Any]:
-    """What `ray up` makes of the text of a cluster file; it raises for what Ray does not accept."""
+    """The configuration that `ray up` reads from the text of a cluster file; it raises if Ray refuses the text."""
     from ray.autoscaler._private.util import prepare_config, validate_config
 
     config: dict[str, Any] = prepare_config(yaml.safe_load(text))
@@ -89,7 +89,7 @@ def test_ray_refuses_a_wrong_cluster_file() -> None:
 
 
 def verified(units: list[Path], directory: Path) -> str:
-    """What `systemd-analyze verify` says about units whose programs are those of this environment."""
+    """The output of `systemd-analyze verify` for units whose programs are those of this environment."""
     analyze = program("systemd-analyze", "systemd")
     for unit in units:
         (directory / unit.name).write_text(unit.read_text().replace(INSTALLED, str(Path(sys.executable).parent)))

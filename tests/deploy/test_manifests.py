@@ -1,4 +1,4 @@
-"""What the profiles render is what Kubernetes, KubeRay and mergesearch itself accept."""
+"""Kubernetes, KubeRay and mergesearch itself accept the manifests of the profiles."""
 
 from __future__ import annotations
 

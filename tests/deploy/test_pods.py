@@ -1,7 +1,7 @@
 """Rendered pods in a real container runtime, podman with runc, with a small stand-in for the image.
 
-What the kubelet does is done here first: values of Secrets, and ConfigMaps and projected volumes left out. What is seen
-is what the kernel gives the processes: user, capabilities, system calls, and where they may write.
+The tests replace the kubelet: they insert the values of Secrets, and leave out ConfigMaps and projected volumes. They
+check the rights that the kernel gives the processes: user, capabilities, system calls, and writable places.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def _executable(member: tarfile.TarInfo) -> tarfile.TarInfo:
 
 
 def as_kubelet(pod: Pod, manifests: Manifests) -> dict[str, Any]:
-    """The pod as the kubelet would start it, with the stand-in as its image, and as the command of Ray's pods."""
+    """The pod as the kubelet would start it, but with the stand-in as its image and as the command of Ray's pods."""
     secrets = {each["metadata"]["name"]: each["data"] for each in manifests.of("Secret")}
     spec = copy.deepcopy(dict(pod.spec))
     kept = {each["name"] for each in spec.get("volumes", ()) if {"emptyDir", "persistentVolumeClaim"} & set(each)}

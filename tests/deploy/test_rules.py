@@ -1,4 +1,4 @@
-"""What every profile holds, and for each rule changes of the chart that break it and are noticed."""
+"""The rules for every profile; changes of the chart that break a rule are noticed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the chart refuses, and that its messages say where, what is wrong, and what is accepted."""
+"""Values that the chart refuses. Its messages say the place, the problem and the accepted values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Markdown pages of this repository: their links, code blocks and tables, as far as tests ask for them."""
+"""The Markdown pages of this repository, with the links, code blocks and tables that tests check."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TOP_FOLDERS = ("search_spaces", "workers", "service", "tests", "docs", "deploy",
 
 @dataclass(frozen=True)
 class Page:
-    """A page; `text` is its content, so that tests can make up pages."""
+    """A Markdown page; `text` is its content, so that tests can also use made-up pages."""
 
     file: Path
     text: str
@@ -47,11 +47,11 @@ class Page:
                     yield re.sub(r"\s+#.*", "", line)
 
     def code(self) -> list[str]:
-        """What stands in backticks in the prose."""
+        """Texts in backticks in the prose."""
         return re.findall(r"`([^`\n]+)`", self.prose)
 
     def links(self) -> list[str]:
-        """The targets of its links."""
+        """Targets of the page's links."""
         return re.findall(r"\]\(([^)\s]+)\)", self.prose.replace("\n", " "))
 
     def section(self, heading: str) -> str:
@@ -61,7 +61,7 @@ class Page:
         return text
 
     def anchors(self) -> set[str]:
-        """Of its headings, as GitHub makes them."""
+        """Anchors of the page's headings, as GitHub makes them."""
         headings = re.findall(r"^#+ (.+)$", self.prose, re.MULTILINE)
         return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -79,7 +79,7 @@ class Page:
         return broken
 
     def missing_paths(self) -> list[str]:
-        """Paths of this repository in backticks where nothing is."""
+        """Paths of this repository in backticks that do not exist."""
         paths = [code.rstrip("/") for code in self.code() if code.split("/")[0] in TOP_FOLDERS and "/" in code]
         return [path for path in paths if not re.search(r"[\s{}]", path) and not list(ROOT.glob(path))]
 

@@ -1,4 +1,4 @@
-"""What runs the checks elsewhere calls the same commands: the CI workflow, .ci/run and the hooks before a commit."""
+"""The CI workflow, .ci/run and the hooks before a commit call the same commands as the Makefile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of differences from papers says what the code does: defaults, accepted values, and no subject left out."""
+"""The page of differences from papers agrees with the code: defaults, accepted values, and all subjects."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Setting(NamedTuple):
 
 
 def cells(*, default: bool, text: str = PAGE.text) -> Iterator[list[Setting]]:
-    """The settings of each last cell of a row, which are defaults, or those of each other cell."""
+    """The settings in each last cell of a row (if `default`, the defaults) or in each other cell."""
     for line in text.splitlines():
         if line.startswith("|"):
             *others, last = line.strip().strip("|").split("|")

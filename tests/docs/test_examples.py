@@ -19,7 +19,7 @@ STUDIES = sorted(file.name for file in EXAMPLES.glob("*.yaml"))
 
 @pytest.fixture
 def with_adapters(tmp_path: Path) -> Path:
-    """The LoRA example with what it expects beside it: a base, two adapters and tasks."""
+    """The LoRA example, and beside it the files that it needs: a base, two adapters and tasks."""
     shutil.copytree(family_dir() / "tasks", tmp_path / "tasks")
     shutil.copytree(family_dir() / "base", tmp_path / "models" / "base")
     for name in ("math", "text"):

@@ -21,14 +21,14 @@ pytestmark = pytest.mark.slow  # models are trained
 
 
 def drawn(task: str) -> Images:
-    """Images of ten classes, at random."""
+    """Random images of ten classes."""
     random = np.random.default_rng(len(task))
     return Images(random.integers(0, 256, (1100, 28, 28), dtype=np.uint8), np.arange(1100) % 10)
 
 
 @pytest.fixture(scope="module")
 def family(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A family of the script's form, whose images are noise and whose models have hardly been trained."""
+    """A family in the form of the script's, with noise as images and models that have hardly been trained."""
     place = tmp_path_factory.mktemp("image-family")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(image_family, "read_images", drawn)

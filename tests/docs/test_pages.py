@@ -1,4 +1,4 @@
-"""The pages say what is there: links, paths, commands, study files, options, routes and folders."""
+"""The pages name only existing things: links, paths, commands, study files, options, routes and folders."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ GROUPS = ("database", "users", "teams", "tokens", "webhooks", "mail")
 
 
 def wrong_commands(page: Page, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """Lines whose command, or one of whose options, `mergesearch COMMAND --help` does not have."""
+    """Lines with a command or option that `mergesearch COMMAND --help` does not list."""
     inline = [code for code in page.code() if code.startswith("mergesearch ")]
     return [line for line in (*page.commands("mergesearch"), *inline) if not _is_known(shlex.split(line)[1:], capsys)]
 
@@ -144,7 +144,7 @@ def test_a_command_that_is_not_there_is_noticed(capsys: pytest.CaptureFixture[st
 
 
 def wrong_calls(page: Page) -> list[str]:
-    """Calls of `make` and `python -m` of what is not there."""
+    """Calls of `make` and `python -m` whose target or module does not exist."""
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     benchmarks = {file.stem.removeprefix("bench_") for file in (ROOT / "tests" / "benchmarks").glob("bench_*.py")}
     lines = [*page.commands("make"), *page.commands("python"), *page.code()]
@@ -175,7 +175,7 @@ def test_a_call_of_what_is_not_there_is_noticed() -> None:
 
 
 def studies_in(page: Page) -> Iterator[dict[str, Any]]:
-    """YAML blocks that are studies; one with some of the sections is laid over the quickstart's."""
+    """YAML blocks that are studies; a block with some of the sections is laid over the quickstart's study."""
     whole = parse_document((EXAMPLES / "quickstart.yaml").read_bytes(), "quickstart", is_json=False)
     for block in page.blocks_in("yaml"):
         document = parse_document(block.encode(), page.name, is_json=False)
@@ -226,12 +226,12 @@ def test_the_reference_names_every_example(file: Path) -> None:
 
 
 def rows(text: str) -> list[str]:
-    """The first cells of its tables, without what stands above them."""
+    """The first cells of the rows of the tables in `text`, without the heads of the tables."""
     return [cell for cell in re.findall(r"^\| (.+?) \|", text, re.MULTILINE) if cell.startswith("`")]
 
 
 def options_in(text: str) -> set[str]:
-    """The options that its tables describe; of several in one row, the first may give the others' section."""
+    """Options that tables in `text` describe. In a row of several options, the first may name the others' section."""
     found = set()
     for cell in rows(text):
         first, *others = re.findall(r"`([a-z0-9_.]+)`", cell)

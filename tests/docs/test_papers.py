@@ -95,7 +95,7 @@ def with_models(document: dict[str, Any], model: Callable[[str], Path]) -> dict[
 
 @pytest.fixture(scope="module", autouse=True)
 def _tasks() -> Iterator[None]:
-    """Data in memory, and each task built once, in this process: no model writes code here."""
+    """Task data in memory. Each task is built once, in this process, because no task executes code of a model here."""
     import datasets
 
     found: dict[str, BuiltTask] = {}

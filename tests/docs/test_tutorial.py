@@ -1,4 +1,4 @@
-"""The commands of the tutorial give what it shows, as far as that needs no engine."""
+"""The commands of the tutorial have the results that it shows, if they need no engine."""
 
 from __future__ import annotations
 

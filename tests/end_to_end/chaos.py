@@ -55,7 +55,7 @@ POLL_S = 0.1
 # The memory of a server and its Ray, the share of it above which Ray ends workers, and how much is filled at a time.
 MEMORY_BYTES, MEMORY_SHARE, STEP_BYTES = 8 * 2**30, 0.75, 2**27
 
-# What a raylet logs when its memory monitor has ended workers (Ray 2.60).
+# The message that a raylet logs when its memory monitor has ended workers (Ray 2.60).
 MEMORY_REPORT = "worker(s), kill details: Memory on the node"
 
 
@@ -77,7 +77,7 @@ def _kill_server(server: Server, _: str) -> bool:
 
 
 def kill_database(postgresql: PostgreSQL) -> Callable[[Server, str], bool]:
-    """How PostgreSQL is killed, and started again after DATABASE_AWAY_S seconds."""
+    """Return the function that kills PostgreSQL, and starts it again after DATABASE_AWAY_S seconds."""
 
     def kill(*_: Any) -> bool:
         postgresql.kill()
@@ -89,7 +89,7 @@ def kill_database(postgresql: PostgreSQL) -> Callable[[Server, str], bool]:
 
 
 def _press_memory(group: MemoryGroup) -> Callable[[Server, str], bool]:
-    """How memory is filled until Ray's memory monitor has ended workers, and freed; False if the monitor ended none."""
+    """Return the function that fills memory until Ray's memory monitor has ended workers; False if it ended none."""
 
     def press(server: Server, _: str) -> bool:
         logs = Path(server.host.session_dir) / "logs"
@@ -103,7 +103,7 @@ def _press_memory(group: MemoryGroup) -> Callable[[Server, str], bool]:
     return press
 
 
-# How each part is killed; False where it was not there.
+# Functions that kill each part; they return False if the part does not exist.
 KILLS: Mapping[str, Callable[[Server, str], bool]] = {
     "driver": _kill_processes(lambda _, study: drivers(study)),
     "replica": _kill_processes(lambda server, _: replicas(server)),
@@ -123,7 +123,7 @@ GRADIENT_KILLS: Mapping[str, Callable[[Server, str], bool]] = {
     "gradient actor": _kill_processes(lambda server, _: processes_of_ray(server, "ray::GradientActor")),
 }
 
-# What is stopped by SIGSTOP, and the kind of event that shows that it was replaced.
+# Parts that are stopped by SIGSTOP: their processes, and the kind of event that reports a replacement.
 STOPS: Mapping[str, tuple[Callable[[Server, str], Iterable[psutil.Process]], str]] = {
     "driver": (lambda _, study: drivers(study), "attempt"),
     "replica": (lambda server, _: replicas(server), "replica"),
@@ -147,7 +147,7 @@ class _Studies:
 
     @property
     def current(self) -> str:
-        """The study at work; a new one if there is none."""
+        """Id of the study at work; submits a new study if there is none."""
         if not self.ids or self.store.job(self.ids[-1]).state.is_finished:
             document = load_study(self.file_of(len(self.ids))).canonical()
             self.ids.append(self.server.submit(document))
@@ -157,7 +157,7 @@ class _Studies:
         return sum(len(self.store.evidence(study)) + len(self.store.steps(study)) for study in self.ids)
 
     def until_stored(self, number: int) -> None:
-        """Until so many more chunks or steps are stored, whichever studies they are of."""
+        """Wait until `number` more chunks or steps are stored, of any studies."""
         deadline, goal = time.monotonic() + RECOVERY_S, self.num_stored() + number
         while self.num_stored() < goal:
             study = self.current
@@ -165,7 +165,7 @@ class _Studies:
             time.sleep(POLL_S)
 
     def kill(self, part: str, *, patience_s: float) -> bool:
-        """Kill the part, waiting for it for so long if it is not there; False if it did not come."""
+        """Kill the part, or wait up to `patience_s` seconds for it to exist; False if it did not."""
         deadline = time.monotonic() + patience_s
         kill = {**KILLS, **GRADIENT_KILLS, **self.kills}[part]
         while not kill(self.server, self.current):
@@ -175,7 +175,7 @@ class _Studies:
         return True
 
     def differing(self) -> list[str]:
-        """The studies that did not end with the trials of an undisturbed run, and in what they differ."""
+        """The studies whose trials differ from those of an undisturbed run, with the differences."""
         wrong = []
         for number, study in enumerate(self.ids):
             record = self.store.job(study)
@@ -200,7 +200,7 @@ class _Studies:
 
 
 def results_of(store: Store, study: str) -> Results:
-    """What a study that was disturbed must share with another one."""
+    """Results of a study that a disturbed and an undisturbed run must have in common."""
 
     def without_seconds(step: Step) -> Step:
         if isinstance(step, GradientStep):
@@ -214,13 +214,13 @@ def results_of(store: Store, study: str) -> Results:
 
 
 def in_this_process(studies: _Studies, number: int) -> Results:
-    """The study without a server, Ray or Tune: for searchers that compute no steps."""
+    """Results of a study run without a server, Ray or Tune: for searchers that compute no steps."""
     resolved = ResolvedStudy.of(studies.store.job(studies.ids[number]))
     return undisturbed(studies.file_of(number), studies.directory / f"alone-{number}", resolved=resolved)
 
 
 def on_the_server(studies: _Studies, number: int) -> Results:
-    """The study once more, on the same server, whose gradients have as many threads."""
+    """Results of a study run again on the same server, so that its gradients have as many threads."""
     document = load_study(studies.file_of(number)).canonical()
     study = studies.server.submit({**document, "name": f"alone-{number}"})
     studies.server.wait_until_ended(study, timeout_s=RECOVERY_S)
@@ -313,8 +313,8 @@ def stop_until_replaced(
 ) -> dict[str, Any]:
     """Stop the processes of a part that work on any of the studies, and return what was seen of their replacement.
 
-    That is the number of seconds until an event reported it (None: not within RECOVERY_S of `stop_s`), and the numbers
-    of processes that were stopped, and that still existed when they were continued.
+    The result has the number of seconds until an event reported the replacement (None: not within RECOVERY_S of
+    `stop_s`), the number of stopped processes, and the number of those that still existed when they were continued.
     """
     find, kind = STOPS[part]
     study = next((study for study in studies if list(find(server, study))), studies[-1])

@@ -1,4 +1,4 @@
-"""What the end-to-end tests share."""
+"""Fixtures of the end-to-end tests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ START_S = 300.0  # Ray, Serve and an engine, on two busy cores
 
 @pytest.fixture(scope="session")
 def shipped(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a finished `mergesearch run` of `shipped_study` with seed 1, its best merge exported.
+    """Directory of a finished `mergesearch run` of `shipped_study` with seed 1, which has exported its best merge.
 
     The study file is in the parent directory.
     """
@@ -41,5 +41,5 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def ray_address(ray_cluster: None) -> str:
-    """Of a Ray that outlives the commands: starting one for each takes longer than the study."""
+    """Address of a Ray that outlives the commands: to start one for each command takes longer than its study."""
     return str(ray.get_runtime_context().gcs_address)

@@ -92,7 +92,7 @@ def _killer(step: str, number: int) -> Callable[[str], None]:
 
 @dataclass
 class _KillingScorer(FakeScorer):
-    """Kills the driver while it waits for the n-th chunk of this actor."""
+    """A scorer that kills the driver while it waits for the n-th chunk of this actor."""
 
     driver: int = 0
     kills_at_call: int = 0

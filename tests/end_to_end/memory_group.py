@@ -1,4 +1,4 @@
-"""A control group of the tests' own whose memory Ray takes for that of its machine.
+"""A control group for tests, whose memory Ray takes for the memory of its machine.
 
 Ray's memory monitor compares the memory that its container uses with the container's limit. In a group of its own, a
 Ray ends workers when this Ray uses much memory, whatever other processes on the machine use. Needs root and version 1
@@ -41,7 +41,7 @@ class MemoryGroup:
 
     @property
     def launcher(self) -> Sequence[str]:
-        """Words before a command that make its processes members of the group, which then looks like the machine's."""
+        """Words before a command that put its processes into the group and show them only the group's memory."""
         place = shlex.quote(str(self.place))
         script = f'echo $$ > {place}/cgroup.procs; mount --bind {place} {GROUPS}; exec "$@"'
         return ["unshare", "--mount", "bash", "-ec", script, "bash"]

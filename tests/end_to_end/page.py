@@ -1,4 +1,4 @@
-"""The main job on the web page: submit a study, watch it, pick a merge from its front by sliders, take it home."""
+"""The main job on the web page: submit a study, watch it, pick a merge from its front by sliders, download it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def submit(page: Page, url: str, document: Mapping[str, Any], *, timeout_s: floa
 
 
 def watch(page: Page, *, timeout_s: float) -> None:
-    """Until the open page of a study says that it is complete, without a reload."""
+    """Wait until the open page of a study says, without a reload, that the study is complete."""
     expect(page.get_by_label("Connection")).to_have_text("no more changes", timeout=1e3 * timeout_s)
     expect(page.locator("main .state").first).to_contain_text("complete")
     expect(page.get_by_role("region", name="Values on held-out data")).to_be_visible()

@@ -21,7 +21,7 @@ from service.jobs.search.local_run import DATABASE
 POLL_S = 0.05
 REPLICA = "ray::ServeReplica"
 
-# What must be gone first: it holds an engine's memory, works on the study, or would start such a process again.
+# Processes that must end first: they hold an engine's memory, work on the study, or would start such processes again.
 WORKING = (REPLICA, "ray::EvaluationTrainable", "ray::_ProposerActor", "raylet", "gcs_server")
 
 
@@ -74,15 +74,15 @@ class Run:
 
     @property
     def log(self) -> str:
-        """What the command has said, with what earlier ones in this directory said."""
+        """Output of this command, and of earlier ones in its directory."""
         return self.log_file.read_text()
 
     def wait(self, *, timeout_s: float) -> int:
-        """The exit code."""
+        """Wait for the command's end, and return its exit code."""
         return self._process.wait(timeout_s)
 
     def wait_for_rows(self, num_rows: int, *, timeout_s: float) -> None:
-        """Until at least `num_rows` chunks are stored. Raises AssertionError if the command ends before."""
+        """Wait until at least `num_rows` chunks are stored. Raises AssertionError if the command ends before."""
         deadline = time.monotonic() + timeout_s
         while num_chunks(self.directory) < num_rows:
             assert self._process.poll() is None, f"it ended by itself:\n{self.log}"
@@ -90,7 +90,7 @@ class Run:
             time.sleep(POLL_S)
 
     def processes(self) -> list[Process]:
-        """Every process of this run but the command itself: its descendants, and Ray's of its session."""
+        """All processes of this run except the command itself: its descendants, and Ray's processes of its session."""
         found = {process.pid: process for process in psutil.Process(self.pid).children(recursive=True)}
         session = f"_{self.pid}/"  # Ray names its session's directory after the process that starts it
         for process in psutil.process_iter():
@@ -111,11 +111,11 @@ class Run:
         self._process.wait()
 
     def interrupt(self) -> None:
-        """What Ctrl-C does in a terminal: the whole group gets the signal."""
+        """Send SIGINT to the whole process group, as Ctrl-C does in a terminal."""
         os.killpg(self.pid, signal.SIGINT)
 
     def end(self) -> None:
-        """Leave nothing behind, however far it came."""
+        """Kill all processes of this run that are left, at any point of the run."""
         if self._process.poll() is None:
             left = self.processes()
             self.kill_group()
@@ -139,13 +139,13 @@ def mergesearch(*arguments: str | Path) -> list[str | Path]:
 
 
 def num_chunks(directory: Path) -> int:
-    """How many chunks are stored; read beside the driver, disturbing nothing."""
+    """Number of stored chunks, read from the database without disturbing the driver."""
     rows = query(directory, "SELECT count(*) FROM evidence")
     return int(rows[0][0]) if rows else 0
 
 
 def query(directory: Path, statement: str) -> list[tuple[Any, ...]]:
-    """Rows of the run's database; none while it is not there."""
+    """Rows of the run's database; none if the database does not exist yet."""
     if not (directory / DATABASE).is_file():
         return []
     connection = sqlite3.connect(f"file:{directory / DATABASE}?mode=ro", uri=True, timeout=30)
@@ -160,7 +160,7 @@ def query(directory: Path, statement: str) -> list[tuple[Any, ...]]:
 
 
 def seconds_until_gone(processes: Iterable[Process], *, since: float, timeout_s: float) -> dict[Process, float]:
-    """When each was found gone, in seconds after `since` (time.monotonic()); inf for those left after `timeout_s`."""
+    """Seconds from `since` (time.monotonic()) until each process was found gone; inf after `timeout_s`."""
     seconds = dict.fromkeys(processes, float("inf"))
     while True:
         for process in [process for process, gone in seconds.items() if gone == float("inf")]:

@@ -1,4 +1,4 @@
-"""Checks of Ray's dashboard behind a server with a real Ray: what it shows, and what it refuses."""
+"""Checks of Ray's dashboard behind a server with a real Ray: the data that it shows, and requests that it refuses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OTHERS_JOB = "of-another-program"
 
 
 def check_ray_dashboard(server: Server, study: str, directory: Path) -> None:
-    """The dashboard shows a study's Ray Job without Ray's token or secrets, and nothing can be changed by it."""
+    """Check that the dashboard shows a study's Ray Job without Ray's token or secrets, and allows no changes."""
     ray_job = server.get(f"/v1/studies/{study}")["job"]
     assert ray_job["dashboard_url"] == f"/ray/#/jobs/{ray_job['submission_id']}"
     with httpx.Client(base_url=f"{server.url}/ray/", timeout=60) as http, _ray(server) as ray:
@@ -41,13 +41,13 @@ def check_ray_dashboard(server: Server, study: str, directory: Path) -> None:
 
 
 def _ray(server: Server) -> httpx.Client:
-    """Ray's dashboard itself, with the token."""
+    """Client of Ray's dashboard itself, with Ray's token."""
     token = (Path.home() / ".ray" / "auth_token").read_text().strip()
     return httpx.Client(base_url=server.host.dashboard_url, headers={"Authorization": f"Bearer {token}"}, timeout=60)
 
 
 def _check_page(http: httpx.Client) -> None:
-    """Every file that the page names is there, with the type that a browser wants."""
+    """Check that every file named by the page exists, and has the type that a browser expects."""
     page = http.get("")
     files = re.findall(r'(?:src|href)="\./([^"]+)"', page.text)
     assert len(files) == 3
@@ -59,7 +59,7 @@ def _check_page(http: httpx.Client) -> None:
 
 
 def _check_data(http: httpx.Client, submission: str) -> str:
-    """Everything that the page requests about a job is answered; returns the id of the node."""
+    """Check that all requests of the page about a job are answered; returns the id of the node."""
 
     def data(path: str, **parameters: Any) -> Any:
         answer = http.get(path, params=parameters)
@@ -103,7 +103,7 @@ def _check_data(http: httpx.Client, submission: str) -> str:
 
 
 def _check_secrets(http: httpx.Client, ray: httpx.Client, node: str) -> None:
-    """Ray knows secrets of a job of another program; the server shows none of them."""
+    """Check that the server shows no secret of another program's job, although Ray knows the secrets."""
     environment, command = SECRETS
     job = {"entrypoint": f"{sys.executable} -c pass --password {command}", "submission_id": OTHERS_JOB}
     ray.post("/api/jobs/", json={**job, "runtime_env": {"env_vars": {"API_KEY": environment}}}).raise_for_status()
@@ -141,7 +141,7 @@ def _check_nothing_acts(http: httpx.Client, submission: str) -> None:
 
 
 def _check_routes(server: Server) -> None:
-    """The running dashboard has no route beside those that `test_paths` finds in its source."""
+    """Check that the running dashboard has only the routes that `test_paths` finds in its source."""
     (gcs,) = processes_of_ray(server, "gcs_server")
     found = re.search(r"(/\S*/session_[\w-]+)/", " ".join(gcs.cmdline()))
     assert found is not None

@@ -24,7 +24,7 @@ POLL_S = 0.1
 
 
 class Server:
-    """A server on a data directory; `start` may be called again after `kill`, and keeps the address."""
+    """A server on a data directory. `start` may be called again after `kill`, and keeps the address."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Server:
         self._environment = {**outer, "PYTHONPATH": str(ROOT), **(environment or {})}
 
     def start(self, *, timeout_s: float = 60.0) -> None:
-        """Until it answers `/healthz`."""
+        """Start the server, and wait until it answers `/healthz`."""
         started = time.monotonic()
         told = len(self.log) if self.log_file.exists() else 0
         with self.log_file.open("a") as log:
@@ -88,7 +88,7 @@ class Server:
         return response.json()
 
     def submit(self, document: Mapping[str, Any]) -> str:
-        """The id of the new study."""
+        """Submit a study, and return its id."""
         response = self._http.post(f"{self.url}/v1/studies", json=document)
         assert response.status_code == 201, response.text
         return str(response.json()["id"])
@@ -100,7 +100,7 @@ class Server:
         return events
 
     def wait_for_events(self, study: str, number: int, kind: str, *, timeout_s: float) -> None:
-        """Until the study has told of `number` things of that kind."""
+        """Wait until the study has `number` events of that kind."""
         deadline = time.monotonic() + timeout_s
         while sum(event["kind"] == kind for event in self.events(study)) < number:
             assert time.monotonic() < deadline, f"not {number} x {kind} in {timeout_s} s: {self.story(study)}"
@@ -114,7 +114,7 @@ class Server:
         return dict(document)
 
     def story(self, study: str) -> str:
-        """What happened, for a failing test to show."""
+        """Events and logs as text, for the message of a failing test."""
         shown = [event for event in self.events(study) if event["kind"] not in ("rung", "trial", "trial_state")]
         ray_log_file = self.data_dir / "ray_host.log"  # of a Ray that the server started
         ray_log = ray_log_file.read_text() if ray_log_file.exists() else ""
@@ -125,12 +125,12 @@ class Server:
         self._process.wait()
 
     def stop(self, *, timeout_s: float = 60.0) -> int:
-        """As SIGTERM does it; the exit code."""
+        """Stop the server by SIGTERM, and return its exit code."""
         self._process.send_signal(signal.SIGTERM)
         return self._process.wait(timeout_s)
 
     def end(self) -> None:
-        """Leave nothing behind, however far it came."""
+        """Kill the server and its Ray, if they still run."""
         self._http.close()
         if self._process.poll() is None:
             self.kill()

@@ -1,4 +1,4 @@
-"""Studies for the end-to-end tests, and what becomes of one that nothing disturbs."""
+"""Studies for the end-to-end tests, and the trials of undisturbed runs of them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NUM_HOLDOUT = 40
 SHIPPED_SAMPLES = 270
 METHODS = ("task_arithmetic", "ties", "slerp", "linear")
 
-# Of small studies: groups of layers, paths of layers, and scales of one model.
+# Search spaces of small studies: groups of layers, paths of layers, and scales of one model.
 LFS: Mapping[str, Any] = {"kind": "lfs", "layer_groups": 2}
 DIS: Mapping[str, Any] = {"kind": "dis", "repeats": 2}
 SFS: Mapping[str, Any] = {"kind": "sfs", "model": "math"}
@@ -37,7 +37,7 @@ SFS: Mapping[str, Any] = {"kind": "sfs", "model": "math"}
 def write_small_study(
     directory: Path, *, name: str, rungs: Sequence[int], max_trials: int, space: Mapping[str, Any] = LFS
 ) -> Path:
-    """For the fake scorer: the study's file, beside the models of a tiny family and the data."""
+    """Write a study for the fake scorer, beside the models of a tiny family and the data; returns its file."""
     tiny_family(directory, experts=EXPERTS)
     first = rungs[-1]
     for split, numbers in (("search", range(first)), ("holdout", range(first, first + NUM_HOLDOUT))):
@@ -66,8 +66,8 @@ def write_small_study(
 def write_gradient_study(directory: Path, *, name: str, rungs: Sequence[int], max_trials: int) -> Path:
     """Write the small study, searched by gradients of its tiny models.
 
-    The fake's scores have nothing to do with the models' losses; therefore the sources' completions are the references
-    of some of the studies, by their seeds.
+    The fake's scores do not depend on the models' losses. Therefore, in some studies (it depends on the seed), the
+    search takes the sources' completions as references for its losses.
     """
     file = write_small_study(directory, name=name, rungs=rungs, max_trials=max_trials)
     lines = (json.dumps({"prompt": f"{i}+3=", "answer": str(i + 3)}) + "\n" for i in range(rungs[-1]))
@@ -132,7 +132,7 @@ def _benchmarks(directory: Path) -> list[dict[str, Any]]:
 
 
 def write_shipped_gradient_study(directory: Path, *, name: str, rungs: Sequence[int], max_trials: int) -> Path:
-    """For real engines: the shipped family, searched by gradients of its own models; the last trial is a mutant."""
+    """Write a study for real engines: the shipped family, searched by gradients; the last trial is a mutant."""
     document = shipped_study(directory, name=name, seed=0)
     document["search_space"] = {"kind": "layerwise"}
     gradient = {"steps": 12 * (max_trials - 1), "batch": 24, "points": max_trials - 1}
@@ -151,7 +151,7 @@ def undisturbed(
     resolved: ResolvedStudy | None = None,
     concurrency: int = 3,
 ) -> list[tuple[Any, ...]]:
-    """The trials, without Tune: what is scored, at most `concurrency` evaluations at a time, is in `directory`.
+    """Run a study without Tune, and return its trials. Its database is in `directory`.
 
     `scorer` is a fake unless given; `resolved` is what the compared run was created with, by default what is found
     now.
@@ -176,7 +176,7 @@ def undisturbed(
 
 
 def stored(directory: Path) -> list[Any]:
-    """Every chunk and every sample that is stored in the directory, in an order of their own."""
+    """All chunks and samples that are stored in the directory, in a fixed order."""
     chunks = query(directory, "SELECT recipe_digest, prompts, num_samples FROM evidence ORDER BY 1, 2")
     columns = "recipe_digest, split, objective, position, value, response"
     return [chunks, query(directory, f"SELECT {columns} FROM samples ORDER BY 1, 2, 3, 4")]

@@ -45,7 +45,7 @@ PATIENCE_S = 30.0  # for a part that is being replaced
 
 @dataclass
 class Steered:
-    """A study of a user, and what the user has done to it."""
+    """A user's study, and the requests that the user has sent about it."""
 
     id: str
     owner: str
@@ -116,7 +116,7 @@ def run_team_chaos(
 
 
 def _accounts(store: Store) -> dict[str, str]:
-    """Two teams with three users, and the token of each user."""
+    """Add two teams with three users; returns the token of each user."""
     accounts, actor = AccountStore(store), Actor(None, "test")
     accounts.add_user("root", is_admin=True, actor=actor)
     tokens = {}
@@ -201,7 +201,7 @@ def _steer(verb: str, study: Steered) -> Step:
 
 
 def _persistently(request: Callable[[], Any]) -> Any:
-    """The answer to a request, which is sent again while the server or its database is away."""
+    """Send a request again while the server or its database is away; returns the answer."""
     deadline = time.monotonic() + RECOVERY_S
     while True:
         try:
@@ -214,7 +214,7 @@ def _persistently(request: Callable[[], Any]) -> Any:
 
 
 def _until_stored(store: Store, studies: Sequence[Steered]) -> None:
-    """Until a chunk more is stored, of any study; at once if no study is to run."""
+    """Wait until one more chunk of any study is stored. Returns at once if no study is running."""
 
     def num_stored() -> int:
         return sum(len(store.evidence(study.id)) for study in studies)
@@ -235,7 +235,7 @@ def _wait_until_ended(store: Store, study: Steered) -> None:
 
 
 def _check_others_see_nothing(clients: dict[str, Client], study: Steered) -> None:
-    """A private study exists for its owner alone."""
+    """Check that a private study exists for its owner alone."""
     for user, client in clients.items():
         names = {each["id"] for each in client.studies()}
         assert (study.id in names) == (user == study.owner)
@@ -246,14 +246,14 @@ def _check_others_see_nothing(clients: dict[str, Client], study: Steered) -> Non
 
 
 def _differs(store: Store, study: Steered, directory: Path) -> bool:
-    """Whether the study is not COMPLETE, or has other trials than one without a server that nobody disturbed."""
+    """Whether the study is not COMPLETE, or its trials differ from those of an undisturbed run without a server."""
     job = store.job(study.id)
     expected = undisturbed(study.file, directory / f"alone-{study.owner}", resolved=ResolvedStudy.of(job))
     return job.state is not JobState.COMPLETE or trial_list(store, study.id) != expected
 
 
 def _scored_twice(store: Store, study: str) -> bool:
-    """Whether evidence of a study has more samples than are stored: one was scored again that was stored already."""
+    """Whether a stored sample was scored again: the study's evidence then has more samples than are stored."""
     scored: Counter[tuple[str, Split]] = Counter()
     for row in store.evidence(study):
         scored[row.recipe_digest, Split(next(iter(row.prompts)).split()[0])] += row.num_samples
@@ -265,12 +265,12 @@ def _scored_twice(store: Store, study: str) -> bool:
 
 
 def _told(store: Store, study: Steered) -> list[str]:
-    """Requests that the study's events tell of, in their order; each must be the owner's."""
+    """Actions of the requests in the study's events, in order. Checks that all are the owner's."""
     payloads = [event.payload for event in store.events(study.id) if event.kind == EventKind.STEERED]
     assert all(payload["user"] == study.owner for payload in payloads), payloads
     return [payload["action"] for payload in payloads]
 
 
 def _attempts(store: Store, study: Steered) -> list[str | None]:
-    """Why each driver of the study replaced the one before."""
+    """Reasons why each driver of the study replaced the one before."""
     return [event.payload.get("because") for event in store.events(study.id) if event.kind == EventKind.ATTEMPT]

@@ -1,4 +1,4 @@
-"""Whatever is killed or stopped, and however users steer, studies end with the trials of an undisturbed run.
+"""Studies end with the trials of an undisturbed run, whatever is killed or stopped, and however users steer.
 
 `make bench ONLY=chaos` kills more often, without users.
 """

@@ -1,4 +1,4 @@
-"""A node that Ray drains: its replica finishes its chunk, and what waits there is scored on another node."""
+"""Ray drains a node: its replica finishes its chunk, and chunks that wait there are scored on another node."""
 
 from __future__ import annotations
 

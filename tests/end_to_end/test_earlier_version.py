@@ -1,4 +1,4 @@
-"""A study that an earlier version left in the middle of a rung goes on as if that version had never been stopped."""
+"""A study that an earlier version left in the middle of a rung continues as if that version had never stopped."""
 
 from __future__ import annotations
 

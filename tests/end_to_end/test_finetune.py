@@ -42,7 +42,7 @@ TOLERANCE = 2e-3
 
 
 def pipeline_file(directory: Path) -> Path:
-    """An expert that two workers train for a while, one that is trained in no time, and the study that merges them."""
+    """Write a pipeline: an expert that two workers train for a while, a quick one, and the study that merges both."""
     tiny_llama(directory / "base")
     for name, factor in (("sums", 2), ("threes", 3)):
         lines = [json.dumps({"prompt": f"{i}+{i}=", "completion": str(factor * i)}) for i in range(400)]
@@ -78,7 +78,7 @@ def pipeline_file(directory: Path) -> Path:
 
 
 def started(pipeline: Path, out: Path) -> subprocess.Popen[bytes]:
-    """The command, with the fake scorer in its study."""
+    """Start the command, with the fake scorer for its study."""
     scorer = ["-m", "tests.end_to_end.fake_run", "{}"]
     command = [sys.executable, *scorer, "finetune", str(pipeline), "--out", str(out)]
     with (pipeline.parent / "log").open("ab") as log:
@@ -94,7 +94,7 @@ def wait_for_step(process: subprocess.Popen[bytes], out: Path, step: int, log: P
 
 
 def runs_on_the_dashboard(log: Path) -> list[str]:
-    """The names that the dashboard lists of the Ray that the command says it uses."""
+    """Names of the runs on Ray's dashboard, whose address the command has printed."""
     found = re.search(r"Ray dashboard: (http://[^/]+)", log.read_text())
     assert found is not None
     answer = httpx.get(f"{found[1]}/api/train/v2/runs/v1", timeout=60)
@@ -144,7 +144,7 @@ def test_pipeline_survives_worker_and_driver(
 
 
 def check_like_alone(pipeline: Path, out: Path, alone: Path) -> None:
-    """The expert in `out` is that of one process that nothing happened to."""
+    """Check that the expert in `out` equals the expert of an undisturbed training in one process."""
     alone.mkdir()
     train(load_pipeline(pipeline).experts["sums"], alone)
     found, expected = (load_file(place / EXPERT_DIR / "model.safetensors") for place in (out, alone))
@@ -158,7 +158,7 @@ def check_like_alone(pipeline: Path, out: Path, alone: Path) -> None:
 
 
 def check_lineage(whole: Path, directory: Path) -> None:
-    """From the exported merge to the experts, and from these to base and data, by content."""
+    """Check the lineage of the exported merge: experts, base and data, each by the digest of its content."""
     experts = {alias: whole / EXPERTS / alias / EXPERT_DIR for alias in ("sums", "threes")}
     family = open_family(directory / "base", experts)
     prints = {model.alias: model.fingerprint for model in family.models}

@@ -74,7 +74,7 @@ class Scorer(ImageWorker):
 
 @pytest.fixture(scope="module")
 def scorers(root: Path) -> dict[int, Scorer]:
-    """One engine for each largest number of layers, made when it is first needed."""
+    """One scorer for each largest number of layers, made at its first use."""
     return {}
 
 
@@ -86,7 +86,7 @@ def scorer_of(preflight: PreflightResult, scorers: dict[int, Scorer]) -> Scorer:
 
 
 class Run:
-    """A study in a database of its own, which may be driven again and again."""
+    """A study in its own database, which can be driven several times."""
 
     def __init__(self, preflight: PreflightResult, directory: Path) -> None:
         self.preflight = preflight

@@ -1,4 +1,4 @@
-"""SIGKILL at every point where a driver can be caught, in processes: the same command goes on as if nothing was."""
+"""SIGKILL at each point of a driver's work, in processes: the same command then continues as if without a kill."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ KILL_POINTS = (
 def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Study file with layer paths, long enough for two chunks of a trial at full budget.
 
-    Paths have most that a resumed study must repeat: draws, repairs, and an export of another depth.
+    A study of paths has the most work that a resumed study must repeat: draws, repairs, and an export of another depth.
     """
     directory = tmp_path_factory.mktemp("kill_points")
     file = write_small_study(directory, name="kill-points", rungs=[60, 180, 540], max_trials=12, space=DIS)

@@ -1,4 +1,4 @@
-"""Real engines, real Ray, SIGKILL: what a run leaves when its driver and its process group are killed.
+"""Kills with real engines and a real Ray: the state that a run leaves after SIGKILL of its driver or process group.
 
 The death of a replica is in `test_serve.py`.
 """
@@ -42,7 +42,7 @@ ALL_GONE_S = 90.0
 
 @pytest.fixture(scope="module")
 def study(tied_family: Family, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Qwen2 family with tied embeddings and a task per expert: to say what that expert says."""
+    """Study file of a Qwen2 family with tied embeddings. Each task has the completions of one of the experts."""
     directory = tmp_path_factory.mktemp("kills")
     objectives: dict[str, list[dict[str, Any]]] = {"search": [], "holdout": []}
     for expert in tied_family.experts:
@@ -72,7 +72,7 @@ def study(tied_family: Family, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 def _sayings(model: str, name: str) -> list[dict[str, str]]:
-    """Prompts to which the model says something, and what it says according to transformers."""
+    """Prompts that the model completes with some text, and the completions of transformers."""
     reference = Reference(model, OPTIONS)
     prompts = [f"{name} {7 * i % 1000}+{i}=" for i in range(3 * NUM_SEARCH)]
     requests = [Generation(tuple(reference.prompts.encode(prompt)), MAX_TOKENS, ("\n",)) for prompt in prompts]

@@ -1,4 +1,4 @@
-"""Two studies on a server with one place: the urgent one takes it, and the other one continues later."""
+"""Two studies on a server with one place: the urgent study takes it, and the other one continues later."""
 
 from __future__ import annotations
 

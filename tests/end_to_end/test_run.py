@@ -1,4 +1,4 @@
-"""`mergesearch run` from a study file to an exported model, and how it ends when it cannot."""
+"""`mergesearch run` from a study file to an exported model, and its end when it cannot continue."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_export_gives_stored_samples(shipped: Path, tmp_path: Path) -> None:
 
 
 def fake(study: Path, out: Path, **settings: Any) -> list[str | Path]:
-    """The command, with the fake scorer."""
+    """Command line of `mergesearch` with the fake scorer."""
     return [sys.executable, "-m", "tests.end_to_end.fake_run", json.dumps(settings), "run", study, "--out", out]
 
 

@@ -1,4 +1,4 @@
-"""The main job over HTTP with real engines: two studies, one steered, and everything that works on them killed once."""
+"""The main job over HTTP with real engines: two studies, one of them steered; all their processes are killed once."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_studies_survive_kills_of_all_parts(shipped: Path, tmp_path: Path) -> No
 
 
 def check_taken(client: Client, page: Page, study: str, directory: Path) -> None:
-    """The trial that the page's sliders pick is the server's choice, and its download has that trial's recipe."""
+    """Check that the page's sliders pick the trial that the server picks, and that its download has its recipe."""
     weights = {"math": 0, "text": 100, "lookup": 0}
     trial = web.pick(page, weights)
     preferred = client.pareto(study, prefer={name: weight / 100 for name, weight in weights.items()})["preferred"]
@@ -146,7 +146,7 @@ def check_taken(client: Client, page: Page, study: str, directory: Path) -> None
 
 
 def check_traces(receiver: OtlpReceiver, study: str) -> None:
-    """Merges, swaps and scoring of real engines lead to the study's request, over drivers of before and after kills."""
+    """Check that spans of merges, swaps and scoring lead to the study's request, across drivers and their kills."""
     drivers = set()
     for name in ("materialise", "swap", "generate and score"):
         found = [receiver.parents(span, 3) for span in receiver.named(name) if span.seconds > 0]
@@ -162,7 +162,7 @@ def check_traces(receiver: OtlpReceiver, study: str) -> None:
 
 
 def shown(process: psutil.Process) -> str:
-    """Command line of a process, if it still runs."""
+    """Command line of a process; empty if it has ended."""
     try:
         return " ".join(process.cmdline())
     except psutil.Error:
@@ -170,7 +170,7 @@ def shown(process: psutil.Process) -> str:
 
 
 def until_submitted(client: Client, name: str) -> str:
-    """The study's id, once another process has submitted it."""
+    """Wait until another process has submitted the study, and return the study's id."""
     deadline = time.monotonic() + START_S
     while not (found := [study["id"] for study in client.studies() if study["name"] == name]):
         assert time.monotonic() < deadline
@@ -179,7 +179,7 @@ def until_submitted(client: Client, name: str) -> str:
 
 
 def pause(server: Server, client: Client, study: str) -> None:
-    """Pause a study, until its driver has ended."""
+    """Pause a study, and wait until its driver has ended."""
     client.pause(study, reason="the engine is needed")
     deadline = time.monotonic() + START_S
     while client.job(study)["state"] != "PAUSED" or drivers(study):
@@ -188,7 +188,7 @@ def pause(server: Server, client: Client, study: str) -> None:
 
 
 def resume(server: Server, client: Client, study: str) -> None:
-    """Resume a study that stayed paused while everything was killed."""
+    """Resume a study that was paused while everything was killed."""
     paused = client.job(study)
     assert (paused["state"], paused["waiting_for"]) == ("PAUSED", "a request to resume it")
     assert [event["kind"] for event in server.events(study)].count("attempt") == 1
@@ -197,7 +197,7 @@ def resume(server: Server, client: Client, study: str) -> None:
 
 
 def check_stopped(server: Server, client: Client, study: str) -> None:
-    """The study is COMPLETE with what was scored and what was enqueued, and says that it was steered."""
+    """Check that the study is COMPLETE with the scored and the enqueued trials, and says that it was steered."""
     summary = client.summary(study)
     assert summary["reason"] == "stopped by request: good enough"
     actions = [each["action"] for each in summary["steering"]]
@@ -280,7 +280,7 @@ def check_benchmarks(client: Client, study: str) -> None:
 def check_added(
     server: Server, client: Client, study: str, given: Sequence[dict[str, Any]], judge: JudgeServer
 ) -> None:
-    """Add benchmarks to the ended study, which has those of `given`: only samples that are not stored are scored.
+    """Add benchmarks to an ended study that already has the benchmarks `given`: only samples not stored are scored.
 
     One of the added benchmarks has a judge, which compares completions of the best trial.
     """
@@ -374,7 +374,7 @@ def chatting(server: Server, client: Client, study: str, trial: int, out: Path) 
 
 
 def answered(ask: Callable[[], list[str]]) -> list[str] | None:
-    """The answer; None while there is no engine."""
+    """The answer of `ask`; None while there is no engine."""
     try:
         return ask()
     except openai.InternalServerError:
@@ -382,7 +382,7 @@ def answered(ask: Callable[[], list[str]]) -> list[str] | None:
 
 
 def generated(model_dir: Path, prompt: str) -> str:
-    """Text with which plain transformers completes a prompt, greedily."""
+    """Greedy completion of a prompt by plain transformers."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -414,7 +414,7 @@ def check_same_values(store: Store, study: str, undisturbed: Store, run: str) ->
 
 
 def chunks_scored_twice(store: Store, study: str) -> list[Any]:
-    """Recipes of which more samples were stored as scored than there are."""
+    """Recipes with more scored samples in evidence than stored samples."""
     stored = {split: stored_values(store, study, split) for split in Split}
     scored: Counter[tuple[str, Split]] = Counter()
     for row in store.evidence(study):

@@ -1,4 +1,4 @@
-"""What comes back ends no study: a model that is away, a driver that is stopped, trial actors that hang.
+"""Transient faults end no study: a model that is away, a stopped driver, trial actors that hang.
 
 Server, Ray, its jobs, Serve and the store are real; fakes score.
 """
@@ -139,11 +139,14 @@ def test_hanging_actors_and_absent_model(study_file: Path, tmp_path: Path) -> No
 
 
 def check_traces(receiver: OtlpReceiver, study: str, *, num_drivers: int) -> None:
-    """Every replica's span leads to the request that submitted the study: over chunk, trial and one of its drivers."""
+    """Check that each span of a replica leads to the study's submission, through chunk, trial and a driver."""
     (request,) = receiver.named("POST /v1/studies")
     assert request.attributes["mergesearch.job"] == study
     drivers = receiver.named("driver")
-    assert sorted(driver.attributes["mergesearch.attempt"] for driver in drivers) == [*range(1, num_drivers + 1)]
+    attempts = sorted(int(driver.attributes["mergesearch.attempt"]) for driver in drivers)
+    assert attempts == sorted(set(attempts)), "one span a driver"
+    # On a busy machine a driver may be replaced before its imports end; its span then never began.
+    assert {1, num_drivers} <= set(attempts) <= {*range(1, num_drivers + 1)}
     assert {receiver.parent_of(driver) for driver in drivers} == {request}
     assert {receiver.parent_of(span) for span in receiver.named("submit driver")} == {request}
     ancestors = [receiver.parents(phase, 3) for phase in receiver.named("generate and score")]
@@ -160,7 +163,7 @@ def check_traces(receiver: OtlpReceiver, study: str, *, num_drivers: int) -> Non
 
 
 def check_logs(server: Server, study: str) -> None:
-    """Lines of the server, drivers and replicas are JSON with the job; those of replicas have the trial."""
+    """Check the logs: lines are JSON and name the job; those of replicas name the trial."""
     for line in server.log.splitlines():
         assert json.loads(line)["logger"], line
     written = httpx.get(f"{server.url}/v1/studies/{study}/log", timeout=60).text.splitlines()
@@ -180,7 +183,7 @@ def check_logs(server: Server, study: str) -> None:
 
 
 def dashboards_show_all(prometheus: Prometheus, *, last_s: float) -> None:
-    """Every query of every dashboard gave a series, and one of a metric with a wrong name is noticed."""
+    """Check that every query of every dashboard gives a series, and that a wrong metric's name is noticed."""
     for file in DASHBOARDS:
         assert without_series(prometheus, load(file), last_s=last_s) == []
     dashboard = load(DASHBOARDS[0])
@@ -194,7 +197,7 @@ def dashboards_show_all(prometheus: Prometheus, *, last_s: float) -> None:
 
 
 def stop_outside_transactions(process: int, database: Path) -> None:
-    """A process that is stopped in one keeps every writer of an SQLite database waiting until it is killed."""
+    """Stop a process while it holds no transaction of the SQLite database, which would block all writers."""
     connection = sqlite3.connect(database, timeout=0.0, isolation_level=None)
     is_stopped = False
     while not is_stopped:
@@ -210,6 +213,6 @@ def stop_outside_transactions(process: int, database: Path) -> None:
 
 
 def rungs(server: Server, study: str, number: int) -> None:
-    """Until the study has finished that many more."""
+    """Wait until the study has finished `number` more rungs."""
     before = sum(event["kind"] == "rung" for event in server.events(study))
     server.wait_for_events(study, before + number, "rung", timeout_s=ATTEMPT_S)

@@ -113,7 +113,7 @@ def node_of_replica() -> str:
 
 
 def drain(address: str, node: str) -> None:
-    """As a notice of preemption: the node is taken away in NOTICE_S seconds."""
+    """Drain a node in NOTICE_S seconds, as after a notice of preemption."""
     options = ["--node-id", node, "--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "a spot notice"]
     deadline = ["--deadline-remaining-seconds", str(NOTICE_S)]
     ray_program = str(Path(sys.executable).with_name("ray"))

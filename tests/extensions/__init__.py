@@ -1,1 +1,1 @@
-"""CONTRIBUTING's recipes, each followed literally in a copy of the repository."""
+"""The recipes in CONTRIBUTING.md, each followed literally in a copy of the repository."""

@@ -1,4 +1,4 @@
-"""A copy of the repository to extend: files are added and edited there, and Python runs there in its own process."""
+"""A copy of the repository to extend: tests add and edit files, and run Python in the copy in a process of its own."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ Figure = Callable[[str], None]
 
 @pytest.fixture(autouse=True)
 def _gpu() -> Iterator[None]:
-    """The memory that a test took is free again after it."""
+    """Free the GPU memory that each test took."""
     yield
     gc.collect()
     if torch.cuda.is_available():

@@ -43,7 +43,7 @@ def recipes(family: Family) -> dict[str, Recipe]:
 
 
 def merged(recipe: Recipe, bank: Bank, dtype: torch.dtype = BFLOAT16) -> dict[str, torch.Tensor]:
-    """The merge on the bank's device. On the CPU it is that of plain functions, which compile nothing."""
+    """The merge on the bank's device. On the CPU, plain functions compute it, which compile nothing."""
     compiles = bank.device.type != "cpu" or bank.placement == "gpu"
     return {name: tensor.cpu() for name, tensor in merged_tensors(recipe, bank, dtype, compiles=compiles)}
 

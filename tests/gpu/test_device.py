@@ -1,4 +1,4 @@
-"""The device on which the other tests of this directory run; without one they are not collected."""
+"""The GPU on which the other tests of this directory run. Without a GPU they are not collected."""
 
 from __future__ import annotations
 

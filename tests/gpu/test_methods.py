@@ -51,7 +51,7 @@ def on_gpu(stored: Operands, *, shift: int = 0) -> Operands:
 
 
 def chosen(num_sources: int) -> Iterator[Merge]:
-    """Merges of every method that takes so many sources; of more than three, of those with kernels for CUDA."""
+    """Merges by every method that takes this number of sources; above three, only methods with CUDA kernels."""
     if num_sources <= 3:
         yield from merges(num_sources)
         return
@@ -174,7 +174,7 @@ def test_a_tensor_above_two_billion_elements(method: str) -> None:
 
 
 def peak_of(call: Callable[[], torch.Tensor]) -> int:
-    """Bytes of GPU memory that `call` takes at most, its result included."""
+    """Peak of the GPU memory that `call` takes, in bytes, with its result."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()

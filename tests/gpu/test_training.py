@@ -26,7 +26,7 @@ GPU = torch.device("cuda", 0)
 
 
 def steps_of(place: Path, out: Path, device: torch.device, **changes: Any) -> list[float]:
-    """The loss of every update of a training on a device, in `out`."""
+    """The loss of every update of a training on a device; its results are in `out`."""
     out.mkdir(exist_ok=True)
     train(spec_of(place, **changes), out, device=device)
     return [line["loss"] for line in read_history(out / METRICS)]

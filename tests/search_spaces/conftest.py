@@ -1,4 +1,4 @@
-"""Property tests without a deadline: how long one example takes says more about the machine than about the code."""
+"""Property tests without a deadline: the time of one example depends more on the machine than on the code."""
 
 from hypothesis import settings
 

@@ -1,4 +1,4 @@
-"""Constraints: how they are written, and when values keep to them."""
+"""Constraints: their syntax, and the values that satisfy them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Preference vectors: the lattice on the simplex, draws from it, and a user's own."""
+"""Preference vectors: the lattice on the simplex, draws from it, and a user's own vectors."""
 
 from __future__ import annotations
 

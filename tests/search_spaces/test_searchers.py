@@ -1,4 +1,4 @@
-"""What searchers declare: what they handle, and who is named to those that are refused."""
+"""Declarations of searchers: the studies that they can search, and the searchers that a refusal names."""
 
 from __future__ import annotations
 

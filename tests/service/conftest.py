@@ -17,7 +17,7 @@ OF_MIGRATIONS = ("test_upgrade.py", "test_migrate_database.py", "test_new_databa
 
 @pytest.fixture(scope="session", autouse=True)
 def _certificates() -> Iterator[None]:
-    """Certificates are read once in each process: every client of httpx would read them, for 40 ms of a core."""
+    """Read certificates once in each process: otherwise every client of httpx reads them, for 40 ms of a core."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("httpx._transports.default.create_ssl_context", cache(httpx.create_ssl_context))
         yield
@@ -25,7 +25,7 @@ def _certificates() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _new_databases(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A new SQLite database is a copy of one that the migrations have made, except in tests of these."""
+    """Create new SQLite databases as copies of a migrated one, except in tests of migrations."""
     with pytest.MonkeyPatch.context() as patch:
         if request.path.name not in OF_MIGRATIONS:
             template = tmp_path_factory.getbasetemp() / "migrated.db"

@@ -14,7 +14,7 @@ import uvicorn
 
 
 class _Server(uvicorn.Server):
-    """A server that ends as soon as it is asked to; uvicorn's own looks ten times a second."""
+    """A uvicorn server that ends at once when asked; uvicorn itself checks only ten times a second."""
 
     async def main_loop(self) -> None:
         self._loop, self._ending = asyncio.get_running_loop(), asyncio.Event()
@@ -33,7 +33,7 @@ class _Server(uvicorn.Server):
 
 
 class HttpServer:
-    """Serves what `make_app` gives, a new one at each start. Use as a context manager.
+    """Serves the application that `make_app` returns, a new one at each start. Use as a context manager.
 
     Requests that are still answered when it is stopped have `grace_s` to end.
     """

@@ -1,4 +1,4 @@
-"""New SQLite databases of tests are copies of a migrated one: otherwise every test would run all migrations."""
+"""New SQLite databases of tests are copies of a migrated one, so that tests do not each run all migrations."""
 
 from __future__ import annotations
 

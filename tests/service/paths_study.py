@@ -1,4 +1,4 @@
-"""Finished studies in a store, of layer paths with costs and of other spaces, scored by the fake scorer.
+"""Finished studies in a store, scored by the fake scorer: of layer paths with costs, and of other spaces.
 
 They have two scored objectives and a held-out stage.
 """
@@ -49,13 +49,13 @@ OBJECTIVES = (
 
 
 def paths_study(directory: Path, **plan: Any) -> tuple[Store, str]:
-    """The store and the study's id; `plan` as for `harness.make_plan`."""
+    """A finished study of layer paths: its store and its id. `plan` as for `harness.make_plan`."""
     store = Store(f"sqlite:///{directory / 'study.db'}")
     return store, add_study(store, "dis", objectives=OBJECTIVES, document=DOCUMENT, size=SIZE, **plan)
 
 
 def plain_study(store: Store, kind: str) -> str:
-    """The id of such a study in any space of `harness.SPACES`, without costs."""
+    """Id of a finished study without costs, in a space of `harness.SPACES`."""
     document = {
         **DOCUMENT,
         "search_space": {"kind": kind, **SPACES[kind]},

@@ -1,4 +1,4 @@
-"""What the names of a study stand for, for tests that examine none."""
+"""A resolved study (digests of models and tasks, objectives, rungs) for tests that examine no study."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["resolved_study", "study_document"]
 
 
 def resolved_study(**changes: Any) -> ResolvedStudy:
-    """Two objectives and one rung."""
+    """A resolved study with two objectives and one rung, with `changes` of its fields."""
     names = ("math", "text")
     arguments: dict[str, Any] = {
         "fingerprints": {"base": "b0", "math": "m1", "text": "t2"},

@@ -1,4 +1,4 @@
-"""The server's own application on a store of small studies, with nothing behind it that would work on them."""
+"""The server's own application on a store of small studies, without a cluster that would work on them."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class FakeCluster:
 
 
 class LocalPreflight:
-    """Checks submitted jobs in this process, which has imported everything already, and accepts what is added later.
+    """Preflight of submitted jobs in this process, which has imported everything already; accepts additions unchecked.
 
     `access` has the directories in which models are found; None is the directory of the shipped models.
     """
@@ -130,7 +130,7 @@ class LocalPreflight:
 
 @dataclass
 class Site:
-    """A server with its store and the models that its studies merge; `document` is a study that it accepts."""
+    """A server with its store and the models of its studies; `document` is a valid study."""
 
     directory: Path
     models: Path
@@ -157,25 +157,25 @@ class Site:
         )
 
     def new_name(self) -> str:
-        """A name that no study here has."""
+        """A name that no study of this site has."""
         return f"study-{next(self._numbers)}"
 
     def study_file(self, name: str) -> Path:
-        """A study file whose data files it names relative to itself."""
+        """A study file that names its data files by relative paths."""
         document = json.loads(json.dumps(self.document).replace(f"{self.directory}/", ""))
         file = self.directory / f"{name}.json"
         file.write_text(json.dumps({**document, "name": name}))
         return file
 
     def create(self, name: str) -> str:
-        """The id of a new study that nobody works on."""
+        """Create a study on which no driver works, and return its id."""
         study = Study.model_validate({**self.document, "name": name})
         return self.store.create_job(
             kind="search", name=name, document=study.canonical(), accepted=self.preflight.resolved().to_json()
         ).id
 
     def begin(self, name: str) -> JobWriter:
-        """A new study's first driver."""
+        """Create a study, and return the writer of its first driver."""
         writer = self.store.open_attempt(self.create(name))
         writer.set_state(JobState.RUNNING)
         return writer
@@ -219,7 +219,7 @@ def _holdout_chunk(trial: TrialRecord) -> ScoreResult:
 
 @contextmanager
 def serving(directory: Path) -> Iterator[Site]:
-    """A site in `directory`, serving."""
+    """A running server with its files in `directory`."""
     models = directory / "models"
     tiny_family(models, experts=("math", "text"))
     write_sums(directory)

@@ -1,4 +1,4 @@
-"""Stored sample values by position, as tests compare them."""
+"""Stored values of samples by position, in a form for comparisons in tests."""
 
 from __future__ import annotations
 

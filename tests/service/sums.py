@@ -1,4 +1,4 @@
-"""The small study of additions that tests of commands and of the server share, and what a finished one has stored."""
+"""The small study of additions that tests of commands and of the server share, and the results of a finished one."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def sums_study(models: Path, *, data_dir: Path = Path()) -> dict[str, Any]:
 
 
 def score_baselines(writer: JobWriter, baselines: Iterable[tuple[Origin, str, Recipe]]) -> None:
-    """Store the first eight baselines at full budget, each better than the last one, and one failed searched trial."""
+    """Store the first eight baselines at full budget, in increasing order of values, and a failed searched trial."""
     for number, (origin, label, recipe) in enumerate(islice(baselines, 8)):
         writer.add_trial(TrialRecord(number, origin, label, TrialState.RUNNING, recipe))
         rung = RungRecord(2, {"sums": 36}, {"sums": number / 10}, {"sums": 0.01})

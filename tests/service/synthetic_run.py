@@ -1,4 +1,4 @@
-"""A made-up study as the store would have it: 9 baselines, 60 proposed trials, 3 rungs, failures, a held-out stage.
+"""A made-up study as the store has it: 9 baselines, 60 proposed trials, 3 rungs, failures, a held-out stage.
 
 Values are drawn per sample from skills that follow from the recipe, so that figures are consistent.
 """
@@ -36,7 +36,7 @@ FINGERPRINTS = {name: hashlib.sha256(name.encode()).hexdigest() for name in ("ba
 def run_record(
     *, num_trials: int = 60, num_objectives: int = 3, num_layers: int = NUM_LAYERS, seed: int = 0
 ) -> RunRecord:
-    """The RunRecord of a finished run. One objective asks for the first expert's skill only."""
+    """The RunRecord of a finished run. With one objective, it is the first expert's skill."""
     rng = np.random.default_rng(seed)
     names = EXPERTS[:num_objectives]
     objectives = tuple(Objective(name, "exact_match", "maximize") for name in names)
@@ -283,7 +283,7 @@ def influence(merge: Merge) -> dict[str, float]:
     return dict(zip(names, weights, strict=True))
 
 
-# What makes the merge of a layer; None: of the embedding and the head.
+# A function that makes the merge of a layer, or of the embedding and the head for None.
 Maker = Callable[[int | None], Merge]
 
 
@@ -320,7 +320,7 @@ def layer_of(make: Maker, layer: int) -> LayerRecipe:
 
 
 def random_recipe(rng: np.random.Generator, num_layers: int, *, progress: float) -> Recipe:
-    """A layer-wise recipe; later ones lean towards balanced coefficients, as a search that learns would."""
+    """A random layer-wise recipe. Later recipes have more balanced coefficients, as in a search that learns."""
     layers = []
     spread = 1.2 - progress
     for start in range(0, num_layers, max(1, num_layers // NUM_GROUPS)):

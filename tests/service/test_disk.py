@@ -9,7 +9,7 @@ from service.disk import MARGIN_BYTES, free_bytes, lack_of_space
 
 
 def disk_of(free: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every disk has `free` bytes left."""
+    """Let every disk have `free` bytes left."""
     usage = type("Usage", (), {"free": free})()
     monkeypatch.setattr("service.disk.shutil.disk_usage", lambda _: usage)
 

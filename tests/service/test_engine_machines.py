@@ -1,4 +1,4 @@
-"""The statement of the machines for engines: what it says, what is refused, and the dtype that follows from it."""
+"""The variable that states the machines for engines: its format, refused values, and the dtype chosen for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Logs of a server and of a driver as JSON lines: every line is one, and none has a secret."""
+"""Logs of a server and of a driver: each line is a JSON object, and no line contains a secret."""
 
 from __future__ import annotations
 

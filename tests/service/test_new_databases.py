@@ -1,4 +1,4 @@
-"""Databases that are copied for tests are those that the migrations make."""
+"""Databases that are copied for tests are equal to those that the migrations make."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.service.new_databases import copying
 
 
 def content(file: Path) -> list[str]:
-    """All statements that make the database anew, and its mode."""
+    """All statements that would create the database again, and its journal mode."""
     with closing(sqlite3.connect(file)) as database:
         return [*database.iterdump(), *map(str, database.execute("PRAGMA journal_mode").fetchone())]
 

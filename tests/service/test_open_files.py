@@ -18,7 +18,7 @@ print(raise_limit() or "", resource.getrlimit(resource.RLIMIT_NOFILE)[0], sep="|
 
 
 def raised(soft: int, hard: int) -> tuple[str, int]:
-    """The report and the soft limit of a process that is started with these limits."""
+    """The report and the soft limit of a process that starts with these limits."""
     command = [sys.executable, "-c", PROGRAM, str(soft), str(hard)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     told, _, limit = done.stdout.strip().partition("|")

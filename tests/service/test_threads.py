@@ -1,4 +1,4 @@
-"""Each kind of the server's work has threads of its own."""
+"""Each kind of work in the server has its own threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One request is followed from its header `traceparent` to the phases of scoring, over all that passes it on.
+"""A request is traced from its header `traceparent` to the phases of scoring, through all processes between.
 
 Ray's own part is left out here: `tests/end_to_end` has the same chain over Ray Jobs, trial actors and Serve.
 """
@@ -30,7 +30,7 @@ from workers.types import ScoreRequest, ScoreResult
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
-# What attributes may have: ids, names that users gave, numbers, routes. Texts of models and messages are not here.
+# Allowed attributes: ids, names given by users, numbers, routes. Texts of models and messages are not allowed.
 OWN = "job name kind attempt submission replicas trial split rung recipe samples objective replica"
 ATTRIBUTES = {f"mergesearch.{name}" for name in OWN.split()}
 ATTRIBUTES |= {"http.request.method", "http.route", "http.response.status_code"}
@@ -125,7 +125,7 @@ def test_a_request_is_followed_to_its_samples(
 
 
 def follow(receiver: OtlpReceiver, span: ReceivedSpan, names: list[str]) -> ReceivedSpan:
-    """The ancestor of a span over ancestors of the given names."""
+    """The ancestor of a span that is reached through ancestors of the given names."""
     for name in names:
         span = receiver.parent_of(span)
         assert span.name == name

@@ -1,4 +1,4 @@
-"""A process beside the server: results and errors come back, its death is reported, and it is replaced."""
+"""A process beside the server: results and errors come back, and its death is reported and repaired."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A GPU's memory and its stream of copies on a machine without one: copies that nobody waits for arrive late."""
+"""GPU memory and its copy stream, simulated on a CPU: a copy that nobody waits for arrives late."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GPU = torch.device("cuda", 0)
 
 
 class DelayedCopies:
-    """The stream of a GPU whose memory is the CPU's here.
+    """A copy stream of a simulated GPU, whose memory is the CPU's.
 
     `on_gpu` gives a tensor that says it is on `GPU`. A copy to the CPU with `non_blocking=True` returns at once with
     NaN in its memory, as CUDA returns memory that is not written yet, and has its values after `synchronize`. Other

@@ -1,4 +1,4 @@
-"""lm-eval tasks with metrics in Python over documents of our own, and backends that give known answers to them."""
+"""lm-eval tasks with Python metrics over documents of tests, and backends with known answers to them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ metric_list:
 def write_task(
     directory: Path, name: str, code: str, documents: Sequence[Mapping[str, str]], *, metric: str = "exact_match"
 ) -> TaskSpec:
-    """A task whose `code` defines process_docs(dataset) and process_results(doc, results)."""
+    """Write a task whose `code` defines process_docs(dataset) and process_results(doc, results)."""
     (directory / f"{name}.jsonl").write_text("\n".join(map(json.dumps, documents)) + "\n")
     (directory / f"{name}_code.py").write_text(code)
     (directory / f"{name}.yaml").write_text(YAML.format(name=name, metric=metric))
@@ -54,7 +54,7 @@ def write_task(
 
 
 class KnownAnswers:
-    """A backend that answers each prompt with the answer to the text that it contains."""
+    """A backend with an answer for each document's text; a prompt that contains the text gets that answer."""
 
     def __init__(self, prompts: Prompts, answers: Mapping[str, str]) -> None:
         self.prompts = prompts

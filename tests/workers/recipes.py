@@ -63,7 +63,7 @@ def path(
     scales: Sequence[float] = (1.0,),
     mlp_scales: Sequence[float] = (1.0,),
 ) -> Recipe:
-    """Whole layers of models, or layers with one merge, and the scales in turn; embedding and head are the base's."""
+    """A path of whole layers, or of layers with one merge, with scales in turn; embedding and head are the base's."""
     merges = [step if isinstance(step, Merge) else copied(*step) for step in steps]
     layers = tuple(
         LayerRecipe(m, m, m, scale=scales[i % len(scales)], mlp_scale=mlp_scales[i % len(mlp_scales)])
@@ -74,7 +74,7 @@ def path(
 
 
 def random_alignment(kind: str, hidden: int, seed: int = 0) -> Alignment:
-    """Near the identity, so that what follows is still a model."""
+    """A random alignment near the identity, so that the model still works."""
     draw = torch.Generator().manual_seed(seed)
 
     def some(*shape: int) -> torch.Tensor:
@@ -86,14 +86,14 @@ def random_alignment(kind: str, hidden: int, seed: int = 0) -> Alignment:
 
 
 def aligned(recipe: Recipe, *digests: str | None) -> Recipe:
-    """The recipe with these alignments behind its layers in turn."""
+    """The recipe with these alignments after its layers, in order."""
     given = (*digests, *(None,) * (len(recipe.layers) - len(digests)))
     layers = zip(recipe.layers, given, strict=True)
     return replace(recipe, layers=tuple(replace(layer, alignment=digest) for layer, digest in layers))
 
 
 def whole_model(family: Family, alias: str) -> Recipe:
-    """A source as it is."""
+    """The recipe of one source model without changes."""
     return Recipe.of_model(
         alias, models=family.fingerprints, base=family.base.alias, num_layers=num_layers(family)
     ).canonical()

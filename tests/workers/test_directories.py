@@ -1,4 +1,4 @@
-"""Files that are replaced whole or not at all."""
+"""Files that are replaced completely or not at all."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ with turn(Path(sys.argv[1])):
 
 @contextmanager
 def held(place: Path) -> Iterator[subprocess.Popen[str]]:
-    """Another process that has the turn."""
+    """Another process that holds the turn (the lock) of `place`."""
     command = [sys.executable, "-c", HOLDER, str(place)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

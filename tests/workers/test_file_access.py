@@ -1,4 +1,4 @@
-"""Files below the given directories, wherever symbolic links lead."""
+"""Access to files below given directories only, also through symbolic links."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Object stores: objects come back as they were written, and every failure says what was tried."""
+"""Object stores: objects come back unchanged, and every failure names the attempted operation."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_listings_are_never_old(objects: ObjectStore) -> None:
 
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files of 11 MiB are sent in three parts."""
+    """Let a file of 11 MiB be sent in three parts."""
     monkeypatch.setattr(object_store, "PART_BYTES", 5 * MIB)
 
 

@@ -1,4 +1,4 @@
-"""The shipped family is what its description says: small, bfloat16, disjointly split, half skilled, and expert."""
+"""The shipped family agrees with its description: small, in bfloat16, with disjoint splits, skills and experts."""
 
 from __future__ import annotations
 

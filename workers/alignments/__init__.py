@@ -1,7 +1,7 @@
 """Alignments of HM3: maps of the residual stream between layers of different models in one merged model.
 
-In a layer path, a layer may follow a layer of another model. It then receives activations of another distribution than
-in its own model. An alignment between the two layers corrects this shift.
+In a layer path, a layer may follow a layer of another model. The distribution of its inputs then differs from that in
+its own model. An alignment between the two layers corrects this shift.
 
 Alignments and their files:
 
@@ -22,6 +22,7 @@ Computation and export of merges with alignments:
 - `export`: the tensors, configuration and model class in the checkpoint of a merge with alignments
 - `modeling_aligned`: the model class itself, which is copied to the checkpoint
 
-Two parts are in other packages because of what they import. `workers.engines.vllm.paths` computes paths with alignments
-in vLLM. `service.tune.proposing.alignments` learns all pairs of a study in Ray tasks and keeps the study's own copies.
+Two parts are in other packages, because they import vLLM or Ray. `workers.engines.vllm.paths` computes paths with
+alignments in vLLM. `service.tune.proposing.alignments` learns the alignments of a study in Ray tasks, and keeps the
+study's own copies.
 """

@@ -1,4 +1,4 @@
-"""Tensors, configuration and model class with which a merge with alignments is exported as a checkpoint.
+"""Export of merges with alignments as checkpoints: their tensors, configuration and model class.
 
 transformers cannot load this checkpoint without the model class, `modeling_aligned.py`.
 """

@@ -192,7 +192,7 @@ def fit_mlp(
     first: tuple[Tensor, Tensor] | None = None,
     options: MlpOptions | None = None,
 ) -> FittedAlignment:
-    """Train a small network that maps activations x to the distribution of y, and return the alignment it computes.
+    """Train a small network that maps activations x to the distribution of y; return the alignment that it computes.
 
     `train` and `held_out` are each a pair (x, y) of activations, with a row for each token: the output of one layer,
     and the input of the layer that follows the alignment. `first` has the activations of the texts' first tokens in x

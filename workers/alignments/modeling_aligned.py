@@ -1,6 +1,6 @@
 """Models with alignments (maps of the residual stream) between their layers, for transformers.
 
-Exports of merges with alignments have this file beside the weights. It needs only torch and transformers. Load a
+Exports of merges with alignments have this file beside the weights. The file needs only torch and transformers. Load a
 checkpoint with
 
     AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)

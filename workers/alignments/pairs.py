@@ -1,4 +1,4 @@
-"""Cache of the alignments of pairs of layers, each of which is learned once.
+"""Cache of learned alignments: the alignment of each pair of layers is learned only once.
 
 An alignment is a function of the two layers' weights, the texts and the kind. Therefore all studies and paths that need
 the alignment of a pair use the same one. Recipes name it by the sha256 of its file.
@@ -34,7 +34,8 @@ class AlignmentInputs:
     """The inputs from which alignments (maps of the residual stream between two layers) are learned.
 
     - `family`: the base model and the experts that are merged
-    - `pool`: the models between whose layers there may be alignments: the recipe of each, a merge of `family`, by name
+    - `pool`: the models whose layers may be joined by alignments; each is given by its recipe, a merge of `family`, by
+      name
     - `tasks`: the task of each objective, whose prompts are the texts
     - `positions`: for each objective, the positions of the samples whose prompts are used, in the task's order
     - `options`: the engine's options, on which prompts depend

@@ -1,4 +1,4 @@
-"""Alignments in a recipe: the layers before which they are applied, and their tensors."""
+"""The alignments of a recipe: their tensors, and the layers before which they are applied."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class PlacedAlignment:
 
 
 def alignments_before(recipe: Recipe) -> tuple[str | None, ...]:
-    """The digest of the alignment before each layer of a recipe; None for a layer without an alignment before it.
+    """The digest of the alignment before each layer of a recipe, or None if the layer has none.
 
     An alignment is a map of the residual stream between two layers. Raises InvalidRecipe, with the layer's index, for
     an alignment after the last layer, and for one between two layers that follow each other in their own models.

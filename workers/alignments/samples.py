@@ -1,6 +1,6 @@
-"""Search samples from which alignments are learned, and their prompts.
+"""Prompts for learning alignments, and the search samples that have these prompts.
 
-They are the first tenth of the search samples, as in HM3.
+The first tenth of the search samples is used, as in HM3.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Backends that generate and score with merged weights: vLLM, torch for images, and transformers as a reference.
 
-- `vllm`: scores one merge after another in an engine that does not restart
-- `images`: scores image classifiers in torch
+- `vllm`: scores one merge of language models after another in an engine that does not restart
+- `images`: scores one merge of image classifiers after another, in torch
 - `transformers`: checks the scores of vLLM
 - `source_recipes`: recipes whose merge is a source model itself
 - `host_memory`: free host memory

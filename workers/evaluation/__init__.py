@@ -31,9 +31,9 @@
 - `judging`: the prompts of a judge, and the verdicts in its answers
 - `sample_texts`: prompts and right answers of samples as text
 - `lengths`: the numbers of tokens of a task's samples
-- `task_reader`: what a modality's tasks offer besides scoring
-- `text_tasks`: the reader of lm-eval's tasks and of JSONL files with prompts
-- `image_tasks`: the reader of image folders, and of JSONL files that name images
+- `task_reader`: interface for checks, facts and texts of tasks, which text tasks and image tasks implement
+- `text_tasks`: text tasks: lm-eval's tasks, and JSONL files with prompts
+- `image_tasks`: image tasks: image folders, JSONL files that name images, and data sets of the hub
 - `sample_facts`: texts and lengths of samples
 - `lm_eval`: scoring of samples: a backend answers, metrics give the values
 """

@@ -21,7 +21,7 @@ __all__ = ["MEANS", "available_confinement", "lack_of", "without_packages"]
 # created, as in most containers.
 MEANS: tuple[type[Confinement], ...] = (Bubblewrap, Landlock)
 
-# Where this project's packages are; a Python that loads no `site` does not find them if they are installed editable.
+# The folder with this project's packages. A Python without the module `site` does not find an editable installation.
 OWN_PACKAGES = str(Path(__file__).parents[2])
 
 LIMIT_S = 60.0

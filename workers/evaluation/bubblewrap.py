@@ -27,20 +27,20 @@ __all__ = ["Bubblewrap"]
 
 ALWAYS = ("--die-with-parent", "--new-session", "--cap-drop", "ALL")
 NAMESPACES = ("--unshare-all", "--unshare-user", "--disable-userns")
-# Of a process that becomes another user, which it could not in a namespace of users: only root is mapped there.
+# Namespaces of a process that becomes another user. A namespace of users is not among them, because it maps only root.
 NAMESPACES_OF_ROOT = (
     *("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"),
     *("--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"),
 )
-# Without it, the root of the namespace is a file system in memory that can be written without limit.
+# Makes the root directory read-only: it is a file system in memory, which could be filled without limit.
 READ_ONLY = ("--remount-ro", "/")
 MAX_THREADS = 256  # of a program
 
-# The users, and groups of the same number, that programs become where root starts them, because the limit of threads
-# does not apply to root. Each has its own, because the kernel counts the threads of a user.
+# Numbers of the users and groups under which programs run if root starts them, because the limit of threads does not
+# apply to root. Each program has its own user, because the kernel counts the threads of a user.
 USERS = range(61_000, 65_000)
 
-# What the process imports before it calls `apply`.
+# Folders of the packages that the process imports before it calls `apply`.
 OWN = tuple(str(Path(__file__).parents[2] / package) for package in ("search_spaces", "workers"))
 
 
@@ -73,7 +73,7 @@ class Bubblewrap(Confinement):
     version: str = field(default_factory=lambda: _version(bwrap()))
     user: int | None = None
 
-    filters_system_calls: ClassVar[bool] = True  # but in tests of what bwrap alone prevents
+    filters_system_calls: ClassVar[bool] = True  # False only in tests of bwrap alone
 
     def command(self, command: Sequence[str], environment: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
         """Command line and environment of bwrap, which starts the process `command` with `environment` in the sandbox.
@@ -129,7 +129,7 @@ class Bubblewrap(Confinement):
         return {**super().limits(), **({} if self.cpu_s is None else {resource.RLIMIT_NPROC: MAX_THREADS})}
 
     def _restrict_files(self) -> str:
-        return self.version  # that the process has no other files is the work of bwrap
+        return self.version  # bwrap has already restricted the files
 
 
 def _bind(place: str) -> tuple[str, str, str]:

@@ -57,8 +57,8 @@ class Subtask:
         """The text that lm-eval puts between prompt and answer: the task's delimiter, or "".
 
         `has_template` says whether the prompt is rendered by a chat template. Without a chat template, the result is
-        the delimiter. With one, the result is usually "". It is the delimiter if the task itself begins the answer with
-        a text (`prefix`) that does not end in white space.
+        the delimiter. With one, the result is usually "". But if the task itself begins the answer with a text
+        (`prefix`) that does not end in white space, the result is the delimiter.
         """
         if has_template and not (self.prefix and not self.prefix[-1:].isspace()):
             return ""
@@ -201,7 +201,7 @@ class BuiltTask:
 
 
 def permutation(sizes: Mapping[str, int], *, seed: int) -> tuple[tuple[int, int], ...]:
-    """Random order of all samples; every beginning of it has all groups in proportion to their sizes.
+    """Random order of all samples; every beginning of the order has all groups in proportion to their sizes.
 
     `sizes` maps a group's name to its number of samples. The result has a pair (index of the group, index of the sample
     in the group) for each sample. In every beginning, groups of equal size differ by at most one sample. The order

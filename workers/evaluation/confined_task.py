@@ -1,8 +1,8 @@
 """Evaluation tasks that have their own Python functions, each built and scored in a confined process (a sandbox).
 
 The confined process reads the task's files, the packages and the libraries of the system, and the data that this
-process has loaded for it. It writes only below a separate temporary directory. `confinement` lists all restrictions.
-The confined process sends JSON, which is checked here.
+process has loaded for it. The process writes only below a separate temporary directory. `confinement` lists all
+restrictions. The confined process sends JSON, which is checked here.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ class ConfinedTask(TaskProcess):
             raise InvalidTask(f"task {self._spec.task!r}: building its prompts {how}") from error
 
     def _how(self, error: Exception) -> str:
-        """Reason, for a message, why the process did not reply: it ended, or reached the time limit.
+        """Text for an error message that says why the process did not reply: it ended, or reached the time limit.
 
         `error` is the error of the connection to the process.
         """
@@ -270,7 +270,7 @@ def _streams(data: Any) -> dict[str | None, int]:
     """Write a data set to temporary files as Arrow streams, and return a file descriptor for each split, by name.
 
     A process that may open no files reads the data through these descriptors. The files are deleted at once, but stay
-    readable until the descriptors are closed. `data` is what `datasets.load_dataset` returned. For a data set without
+    readable until the descriptors are closed. `data` is a result of `datasets.load_dataset`. For a data set without
     splits, the only key of the result is None. Raises InvalidTask if `data` is neither a data set in memory nor a
     mapping of splits to such data sets, for example if it is streamed.
     """

@@ -21,7 +21,7 @@ __all__ = ["DEVICES", "MIB", "Confinement", "ending", "system_paths"]
 
 MIB = 1 << 20
 
-# What the interpreter and libraries open, of files that hold no secrets.
+# Files and folders that the interpreter and libraries open; they hold no secrets.
 SYSTEM = ("/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/dev/zero", "/dev/urandom", "/dev/random")
 DEVICES = ("/dev/null",)  # may be written too
 
@@ -80,7 +80,7 @@ class Confinement(ABC):
         return code
 
     def of_program(self, number: int) -> Self:
-        """Sandbox for the next program of the calling process; this class uses itself for every program.
+        """Sandbox for the next program of the calling process; in this class, the same sandbox serves every program.
 
         A subclass may run each program as a different user. `number` is the number of programs that the calling process
         has started before.
@@ -98,8 +98,8 @@ class Confinement(ABC):
         - neither reads other processes nor changes their priority, affinity or limits
         - changes no owners, modes, times or attributes of files, mounts nothing, and enters no namespace
 
-        Raises ConfinementUnavailable if the system does not offer what is needed, and RuntimeError if the process has
-        several threads. After an error the process must not continue.
+        Raises ConfinementUnavailable if the system lacks a mechanism for these restrictions, and RuntimeError if the
+        process has several threads. After an error the process must not continue.
         """
         refuse_threads()
         limit_resources(self.limits())

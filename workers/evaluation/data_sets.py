@@ -1,8 +1,8 @@
 """Loading of the data of tasks: from the user's directory, the hub or a mirror, or earlier downloads.
 
-A task names its data as `owner/name`. They are searched, in this order, in
+A task names its data as `owner/name`. The data are searched, in this order, in
 
-1. the directory `$MERGESEARCH_DATA/owner/name`, with data files or what `hf download --local-dir` wrote;
+1. the directory `$MERGESEARCH_DATA/owner/name`, with data files or the result of `hf download --local-dir`;
 2. the hub, or the mirror in `HF_ENDPOINT`, if it answers; else the cache of the package `datasets`;
 3. the hub client's cache, where `hf download --repo-type dataset owner/name` puts a snapshot.
 
@@ -28,7 +28,7 @@ DATA_VARIABLE = "MERGESEARCH_DATA"
 # Files of a snapshot that are no data.
 NO_DATA = ("README.md", ".gitattributes")
 
-# Where data come from that are not on the hub, by the first part of their names.
+# The sources of data sets that are not on the hub, by the first part of the data set's name.
 ELSEWHERE = {"TRACE": "the archive that the README of https://github.com/BeyonderXX/TRACE names"}
 
 

@@ -1,7 +1,7 @@
 """Execution of programs that a model wrote, each in a separate confined process.
 
 A program passes if it runs to its end without an error. A program can fake its own success, because tests and answer
-run in one process, as in the published harnesses. It cannot change the outcome of another program.
+run in one process, as in the published harnesses. A program cannot change the outcome of another program.
 """
 
 from __future__ import annotations

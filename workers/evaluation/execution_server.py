@@ -31,8 +31,8 @@ from workers.evaluation.system_calls import PR_SET_PDEATHSIG, ConfinementUnavail
 
 __all__ = ["WALL_FACTOR", "ExecutionStart", "serve"]
 
-# A program that waits, or gets no processor, ends after this multiple of its limit of processor time. The limit that
-# counts is that of processor time, because a value must not depend on what else the machine does.
+# A program that waits, or gets no processor, ends after this multiple of its limit of processor time. The limit of
+# processor time is the one that decides, because a value must not depend on the machine's load.
 WALL_FACTOR = 10
 MAX_SAID = 4096  # bytes that a program's process may send; one that sends more is ended
 
@@ -72,9 +72,9 @@ def serve() -> None:
     mechanisms of the sandbox ("enforced"), or the reason why there is none ("error").
 
     Each further message is a list of programs (texts) or None. Programs are started as soon as a processor is free. The
-    reply to None comes when all programs have ended. It has the key "reasons", with an entry for each program since the
-    last reply: null if the program ran to its end, else the reason why it did not. If a program could not be put into
-    its sandbox, this process replies with the reason ("failed"), and ends.
+    reply to None comes when all programs have ended. This reply has the key "reasons", with an entry for each program
+    since the last reply: null if the program ran to its end, else the reason why it did not. If a program could not be
+    put into its sandbox, this process replies with the reason ("failed"), and ends.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -229,7 +229,7 @@ def _spawn(program: str, token: bytes, confinement: Bubblewrap, pipe: int) -> in
     """
     command, environment = confinement.command(
         without_packages(f"from {run_confined.__module__} import run_confined; run_confined()"),
-        os.environ,  # it has no secrets
+        os.environ,  # this process's environment has no secrets
     )
     with os.fdopen(os.memfd_create("program"), "wb") as file:
         file.write(
@@ -243,7 +243,7 @@ def _spawn(program: str, token: bytes, confinement: Bubblewrap, pipe: int) -> in
         )
         file.seek(0)
         process = subprocess.Popen(command, env=environment, stdin=file, stdout=pipe, stderr=pipe)
-    process.returncode = 0  # it is waited for by its id
+    process.returncode = 0  # the caller waits for the process by its id
     return process.pid
 
 

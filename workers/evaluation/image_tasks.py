@@ -4,12 +4,12 @@ The description of a task in a study file has these keys:
 
 - `images`: the folder, the JSONL file, or hub:OWNER/NAME, a data set that `data_sets` finds
 - `split`, `config`: the split and, if it has several, the configuration of a data set
-- `head`: the alias of the model whose head scores the task
-- `classes`: names of the classes in the order of the head's outputs; without it, classes are found by the names in the
-  head's configuration, or, if that has none, are in alphabetical order
+- `head`: the alias of the model whose classification head scores the task
+- `classes`: names of the classes in the order of the head's outputs; without this key, classes are matched to outputs
+  by the names in the head's configuration or, if the configuration has no names, in alphabetical order
 - `templates`: texts that describe a class to the text tower of CLIP, with {} in place of the class's name
-- `image`, `label`: the keys of a JSONL line with the image's path, relative to the file's directory, and its label, a
-  class's name or the index of an output; of a data set, the columns with the image and the label
+- `image`, `label`: in a JSONL file, the keys of a line's image path and label; in a data set, the names of the two
+  columns. Paths are relative to the file's directory. A label is a class's name or the index of an output.
 
 Images may have no labels: a folder has the images themselves then, and the lines of a JSONL file have no label.
 
@@ -103,8 +103,9 @@ class ImageSample:
 
 @dataclass(frozen=True)
 class ImageSet:
-    """Images with labels, in the order of their names (of lines, in a JSONL file).
+    """Images with labels: the data of an image task.
 
+    The images of a folder are in the order of their names, those of a JSONL file or data set in the order of its rows.
     `classes` has the names of the classes; None if labels are the indices of a head's outputs. `is_ordered` says
     whether classes are in the order of the head's outputs. `where` is the folder or file, for messages.
     """
@@ -129,7 +130,7 @@ class ImageSet:
         return str(sample.label) if self.classes is None else self.classes[sample.label]
 
     def read(self, sample: ImageSample) -> bytes:
-        """Read the bytes of a sample's file. Raises InvalidTask, which names the file, if it cannot be read."""
+        """Read the encoded image of a sample, as bytes. Raises InvalidTask, with the file's name, if that fails."""
         file = sample.file
         if sample.row is not None:
             stored = self.rows[sample.row][self.column] or {}
@@ -145,7 +146,7 @@ class ImageSet:
 
     @cached_property
     def digests(self) -> tuple[str, ...]:
-        """The sha256 (hex) of each image file. Raises InvalidTask if one cannot be read."""
+        """The sha256 (hex) of each image's bytes. Raises InvalidTask if an image cannot be read."""
 
         def digest(sample: ImageSample) -> str:
             if sample.row is not None:
@@ -167,7 +168,7 @@ class ImageSet:
 
     @cached_property
     def content(self) -> str:
-        """Digest of all names, labels and images."""
+        """Digest of the names, classes and bytes of all images."""
         rows = [
             (sample.name, self.class_of(sample), digest)
             for sample, digest in zip(self.samples, self.digests, strict=True)
@@ -177,9 +178,9 @@ class ImageSet:
 
 @dataclass(frozen=True)
 class ImageTask:
-    """An image task whose data were read: the specification, the images, and the order of scoring.
+    """An image task whose data have been read: its specification, its images, and the order of scoring.
 
-    Beginnings of the order have all classes in proportion to their numbers of images.
+    Every beginning of the order has all classes in proportion to their numbers of images.
     """
 
     spec: TaskSpec
@@ -188,7 +189,7 @@ class ImageTask:
 
     @property
     def head(self) -> str:
-        """Alias of the model whose head scores the task."""
+        """Alias of the model whose classification head scores the task."""
         assert isinstance(self.spec.task, Mapping)
         return str(self.spec.task["head"])
 
@@ -205,7 +206,7 @@ class ImageTask:
 
 @dataclass(frozen=True)
 class PreparedTask:
-    """An image task with its head.
+    """An image task with the classification head that scores it.
 
     `outputs` has the head's output for the class of each sample, in the order of scoring, or NO_LABEL; `names` has the
     name of each output.
@@ -218,10 +219,10 @@ class PreparedTask:
 
 
 def read_image_set(task: Mapping[str, Any], access: FileAccess | None = None) -> ImageSet:
-    """List the images and labels of a task, described as in a study file; images are not read.
+    """List the images and labels of an image task, without reading the images.
 
-    `access` limits the files that may be named; None is no limit. Raises InvalidTask, which names the file and, in a
-    JSONL file, the line.
+    `task` describes the task as in a study file. `access` limits the files that may be named; None is no limit. Raises
+    InvalidTask, whose message has the file and, for a JSONL file, the line.
     """
     if unknown := sorted(set(task) - KEYS):
         raise InvalidTask(f"image task: unknown key {unknown[0]!r}; known are {', '.join(sorted(KEYS))}")
@@ -249,9 +250,9 @@ def read_image_set(task: Mapping[str, Any], access: FileAccess | None = None) ->
 
 
 def load_image_task(spec: TaskSpec) -> ImageTask:
-    """Read the data of the task `spec`, and check its options and that data are those of `spec.content`.
+    """Read the data of the image task `spec`, after checking its options.
 
-    Raises InvalidTask if the task cannot be used.
+    Raises InvalidTask if the task cannot be used, or if the data have another digest than `spec.content`.
     """
     assert isinstance(spec.task, Mapping)
     label = str(spec.task.get("images"))
@@ -280,7 +281,7 @@ def load_image_task(spec: TaskSpec) -> ImageTask:
 
 
 def prepared_task(spec: TaskSpec, sources: ResolvedFamily) -> PreparedTask:
-    """Read an image task, and find the head that it names among the models `sources`.
+    """Read an image task, and find the classification head that it names among the models `sources`.
 
     Raises InvalidTask if the task cannot be used, no model has the head, or the head has other classes.
     """
@@ -337,7 +338,7 @@ class ImageFacts:
 
 
 def image_facts(place: str) -> ImageFacts:
-    """Count the images in a folder or JSONL file, after decoding each. Raises InvalidTask, which names broken files."""
+    """Count the images in a folder or JSONL file. Raises InvalidTask if an image cannot be decoded."""
     images = read_image_set({"images": place, "head": "any"})
     check_decodable(images)
     counts = Counter(map(images.class_of, images.samples) if images.is_labelled else ())
@@ -345,7 +346,7 @@ def image_facts(place: str) -> ImageFacts:
 
 
 class ImageTasks:
-    """Tasks of images and labels (`workers.evaluation.task_reader.TaskReader`)."""
+    """Reader of image tasks; it implements the interface `workers.evaluation.task_reader.TaskReader`."""
 
     def content(self, task: Mapping[str, Any], access: FileAccess | None = None) -> str:
         return read_image_set(task, access).content
@@ -371,7 +372,10 @@ class ImageTasks:
             yield Item(sample.name, f"image {digest}")
 
     def lengths(self, spec: TaskSpec, prompts: Prompts, *, cache: str | Path | None = None) -> Lengths:
-        """The model reads one token for each patch of an image, and one for the class; it generates none."""
+        """Numbers of tokens for one image: the model reads one for each patch and one for the class.
+
+        The model generates nothing; an image counts as one generated token.
+        """
         size, patch = int(prompts.config["image_size"]), int(prompts.config["patch_size"])
         return Lengths((size // patch) ** 2 + 1, 1.0, 1.0)
 
@@ -397,7 +401,7 @@ def check_right_answers(task: ImageTask) -> None:
 
 
 def texts_of(task: ImageTask, start: int, stop: int) -> SampleTexts:
-    """File and class of the samples [start, stop) of a task, in the order of scoring."""
+    """File name and right class of the samples [start, stop) of an image task, in the order of scoring."""
     samples = [task.images.samples[index] for index in task.order[start:stop]]
     return tuple((str(sample.file), task.images.class_of(sample)) for sample in samples)
 
@@ -481,7 +485,7 @@ def _of_lines(
 def _of_data_set(
     place: str, task: Mapping[str, Any], stated: tuple[str, ...] | None, access: FileAccess | None
 ) -> ImageSet:
-    """The images of a data set of the hub, from the first place that has it (`data_sets`)."""
+    """List the images and labels of a hub data set, which is loaded from the first place that has it (`data_sets`)."""
     import datasets
 
     name, image, label = place.removeprefix(HUB), str(task.get("image") or "image"), str(task.get("label") or "label")
@@ -544,7 +548,10 @@ def _row(line: str, task: Mapping[str, Any], *, where: str) -> tuple[str, int | 
 
 
 def check_decodable(images: ImageSet) -> None:
-    """Decode every image. Raises InvalidTask, which names the broken files. Results are cached by content."""
+    """Check that every image can be decoded. Raises InvalidTask, with the names of broken files.
+
+    The result is cached by the images' content.
+    """
     key = f"decodable images/1 {images.content}"
     if cached(key) is not None:
         return

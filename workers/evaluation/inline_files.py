@@ -68,8 +68,8 @@ def read_inline(task: Mapping[str, Any]) -> list[InlineRow]:
 def program_of(task: Mapping[str, Any], row: InlineRow, completion: str) -> str:
     """The program that tests a completion of one sample.
 
-    `task` is the description of a task with a JSONL file. Its template `program` is rendered with the completion and
-    with the fields of `row`, the sample. Raises InvalidTask if the template cannot be rendered.
+    `task` is the description of a task with a JSONL file. The task's template `program` is rendered with the completion
+    and with the fields of `row`, the sample. Raises InvalidTask if the template cannot be rendered.
     """
     file = str(task["file"])
     return _rendered(_template(str(task["program"]), where=file), row, completion, where=file)

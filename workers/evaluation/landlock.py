@@ -1,7 +1,7 @@
 """Sandbox by Landlock and seccomp, which need neither privileges nor namespaces.
 
-It works in the same way for a normal user, as root, and in a container without capabilities. A process confines itself
-while it runs, so a process that is forked for a program is confined within a millisecond.
+The sandbox works in the same way for a normal user, for root, and in a container without capabilities. A process
+confines itself while it runs, so a process that is forked for a program is confined within a millisecond.
 
 Sources: the kernel's `userspace-api/landlock.rst`, and `include/uapi/linux/landlock.h`.
 """

@@ -97,8 +97,8 @@ class _Asked:
     """A sample with its requests to the backend and the answers received so far.
 
     `position` is the sample's place in the scoring order of `task`. `answers[i]` is the answer to the i-th request, or
-    None until it arrives. It is a `Completion` for a request to generate, and (log-likelihood, whether greedy decoding
-    gives the text) for a request to score.
+    None until it arrives. The answer to a request to generate is a `Completion`. The answer to a request to score is
+    the pair (log-likelihood, whether greedy decoding gives the text).
     """
 
     def __init__(self, task: BuiltTask, position: int, requests: tuple[_Request, ...]) -> None:
@@ -504,8 +504,8 @@ def describe(specs: Sequence[TaskSpec], *, directory: str, options: EngineOption
 def _temperature(arguments: Mapping[str, Any]) -> float:
     """The sampling temperature that a task's generation arguments ask for.
 
-    It is 0 (greedy) if the arguments rule out sampling (`do_sample: false`), else the temperature that they state. If
-    they state none, it is 1 if they ask for sampling (`do_sample: true`), and 0 otherwise.
+    The result is 0 (greedy) if the arguments rule out sampling (`do_sample: false`), else the stated temperature. If no
+    temperature is stated, the result is 1 with `do_sample: true`, and 0 otherwise.
     """
     if arguments.get("do_sample") is False:
         return 0.0

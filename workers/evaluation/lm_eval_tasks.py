@@ -1,6 +1,6 @@
-"""Building tasks with lm-eval: by name, from a YAML file, or from an inline JSONL file.
+"""Building of tasks with lm-eval, from a registered name, a YAML file, or an inline JSONL file.
 
-A task whose files name Python functions is not built in this process (`OwnCode`), unless the process is confined.
+If a task's files name Python functions, the task is built only in a confined process; other processes raise `OwnCode`.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Prepared:
 
 
 class LoadedTasks(dict[str, Any]):
-    """lm-eval's task objects by name.
+    """Dict of lm-eval's task objects, by name.
 
     If the study names a group of tasks, `categories` maps the name of each group within it to the names of its tasks.
     """
@@ -300,8 +300,8 @@ def _inline_task(name: str, rows: Sequence[InlineRow], task: Mapping[str, Any], 
 def _load(spec: TaskSpec, loading: Loading) -> dict[str, Any]:
     """Load the tasks of `spec` with lm-eval, from a YAML file or by a registered name.
 
-    `loading` is one of the context managers of `task_loading`, which decides what lm-eval may read while it loads.
-    Returns lm-eval's task objects by name.
+    `loading` is one of the context managers of `task_loading`; it limits the files that lm-eval may read. Returns
+    lm-eval's task objects by name.
     """
     assert isinstance(spec.task, str)
     return _from_yaml(spec.task, spec, loading) if is_file(spec.task) else _from_name(spec.task, loading)

@@ -216,8 +216,8 @@ class TaskProcess(ABC):
 class MetricProcess(TaskProcess):
     """A separate process that computes metrics of tasks without code of their own (`metrics.Metrics`).
 
-    The process is started at once. It has no sandbox, and has this process's environment variables. The metric of a
-    sample may take `sample_limit_s` seconds, and building a task `task_limit_s` seconds.
+    The process is started at once. The process has no sandbox, and has this process's environment variables. The metric
+    of a sample may take `sample_limit_s` seconds, and building a task `task_limit_s` seconds.
     """
 
     def __init__(self, *, sample_limit_s: float = SAMPLE_LIMIT_S, task_limit_s: float = TASK_LIMIT_S) -> None:
@@ -253,7 +253,7 @@ class MetricProcess(TaskProcess):
             self._send_task(task, documents)
 
     def _check(self) -> None:
-        """Do nothing: the process runs no code of tasks, so that it need not be checked for misuse of resources."""
+        """Do nothing: the process runs no code of tasks, and so cannot misuse resources."""
 
     def _send_task(self, task: BuiltTask, documents: Documents) -> None:
         try:

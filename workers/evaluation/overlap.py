@@ -1,8 +1,8 @@
 """Overlap of the items of two tasks: equal items, and items with 13 consecutive words in common.
 
-An item is what a sample of a task asks, with its options and right answers, without few-shot examples. The rule is that
-of the analysis of GPT-3 (Brown et al. 2020, "Language models are few-shot learners", appendix C): n-grams of 13 words,
-in lower case, without punctuation; n-grams in more than 10 items are not counted, because they are text of the task.
+An item is the question of a sample, with its options and right answers, without few-shot examples. The rule is that of
+the analysis of GPT-3 (Brown et al. 2020, "Language models are few-shot learners", appendix C): n-grams of 13 words, in
+lower case, without punctuation. An n-gram in more than 10 items is not counted, because it is text of the task itself.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def items_of(spec: TaskSpec) -> Iterator[Item]:
 
 
 def text_items(spec: TaskSpec) -> Iterator[Item]:
-    """Yield the items of a task of prompts and answers (`items_of`)."""
+    """Yield the items (samples as text) of a text task, in the order of its data (`items_of`)."""
     if isinstance(spec.task, Mapping):
         for index, row in enumerate(inline_rows(spec)):
             yield Item(str(index), f"{row.prompt}\n{row.answer}")

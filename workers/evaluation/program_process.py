@@ -24,7 +24,7 @@ from workers.evaluation.system_calls import (
 
 __all__ = ["BEGUN", "REASON", "become", "run", "run_confined", "start_message"]
 
-BEGUN = b"\0"  # what a process says when it is confined; what it says without having begun is no fault of its program
+BEGUN = b"\0"  # sent once the process is confined; earlier errors are not the program's
 REASON = 500  # most characters of the reason why a program failed
 
 

@@ -1,4 +1,4 @@
-"""References: the right answers of a task's samples as tokens on which a model's loss is computed.
+"""References: the right answers of a task's samples, as tokens for computing a model's loss.
 
 The reference of a generating task is the task's target, after the task's prompt. For a multiple choice the model reads
 all options, as for scoring. Tasks without references are found without a tokenizer.
@@ -28,7 +28,7 @@ CHECKED = 100  # documents of each subtask whose targets are checked
 class Reading:
     """A text for computing a model's log-likelihood: the tokens of a prompt, followed by an answer.
 
-    The log-likelihood is that of the answer, the tokens after the first `num_context`. If `ends` is not empty, the
+    The answer begins after the first `num_context` tokens; its log-likelihood is computed. If `ends` is not empty, the
     answer must be followed by any one of these tokens, and the probability of this is included.
     """
 
@@ -170,16 +170,17 @@ def lack_of_entropy(spec: TaskSpec) -> str | None:
 
 
 def lack_of_right_answers(spec: TaskSpec) -> str | None:
-    """Reason why a task of prompts and answers has no loss (`lack_of_references`); None if it has one."""
+    """Reason why no loss can be computed on a text task (`lack_of_references`); None if one can."""
     with build_task(spec) as task:
         return built_tasks.lack_of_references(task, CHECKED)
 
 
 def _scales(options: Sequence[str], metric: str) -> tuple[float, ...]:
-    """Factors on the log-likelihoods of a multiple choice's options with which `metric` corrects for their lengths.
+    """Factors for the log-likelihoods of the options of a multiple choice, which correct for the options' lengths.
 
-    There is a factor for each of `options`. For a metric that divides by lengths (acc_norm, acc_bytes), the factor is
-    the mean length of the options divided by the option's length. For any other metric it is 1.
+    There is a factor for each of `options`; `metric` decides whether and how lengths count. For a metric that divides
+    by lengths (acc_norm, acc_bytes), the factor is the mean length of the options divided by the option's length. For
+    any other metric it is 1.
     """
     if metric == "acc_norm":
         lengths = [max(1, len(option)) for option in options]

@@ -1,4 +1,4 @@
-"""Facts about the samples of a task that do not depend on how they are scored: their text, and their lengths."""
+"""Facts about a task's samples that do not depend on a model: their texts and their lengths."""
 
 from __future__ import annotations
 

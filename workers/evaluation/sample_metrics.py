@@ -119,10 +119,10 @@ def _sari_of(
 
 
 def _share(right: Counter[str], made: Counter[str]) -> float:
-    """Share of its kept (or deleted) n-grams that a text was right to keep (or delete): a mean over distinct n-grams.
+    """Precision of the n-grams that a text has kept or deleted: the mean, over distinct n-grams, of the right share.
 
-    `made` has the count of each n-gram that was kept (or deleted), and `right` the part of this count that the
-    references agree with. The result is 1 if there are no n-grams.
+    `made` has the count of each n-gram that was kept (or deleted), and `right` the part of this count that agrees with
+    the references. The result is 1 if there are no n-grams.
     """
     return _ratio(sum(right[gram] / count for gram, count in made.items()), len(made))
 

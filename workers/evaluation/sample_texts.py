@@ -15,14 +15,15 @@ SEPARATOR = "\n"
 def sample_texts(spec: TaskSpec, start: int, stop: int) -> SampleTexts:
     """Build a task, and return prompt and right answer of its samples [start, stop), in the order of scoring.
 
-    There is no chat template, since that needs a tokenizer. There are fewer samples if the task has fewer. Raises
+    Prompts are without chat template, which would need a tokenizer. The result is shorter if the samples end before
+    `stop`. Raises
     InvalidTask if the task cannot be built.
     """
     return reader_of(spec.task).texts(spec, start, stop)
 
 
 def prompts_and_answers(spec: TaskSpec, start: int, stop: int) -> SampleTexts:
-    """Texts of the samples of a task of prompts and answers (`sample_texts`)."""
+    """Prompt and right answer of each sample [start, stop) of a text task, in the order of scoring (`sample_texts`)."""
     with build_task(spec) as task:
         documents = documents_of(task, PromptSettings(None, None, ""))
         return tuple(text_of(documents[subtask][index]) for subtask, index in task.order[start:stop])

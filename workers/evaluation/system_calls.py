@@ -295,7 +295,7 @@ def _on_argument(
 
     - `offset`: the position, in the kernel's description of the call, of the 32 bits of the argument that are compared
     - `test`, `value`: the kind of comparison, and the number that the bits are compared with
-    - `if_true`, `otherwise`: what the filter returns if the comparison is true or false; with None, the instructions
+    - `if_true`, `otherwise`: the filter's result if the comparison is true or false; with None, the instructions
       that follow decide
     """
     decisions = [_instruction(RETURN, decision) for decision in (if_true, otherwise) if decision is not None]

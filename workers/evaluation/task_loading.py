@@ -55,7 +55,7 @@ class OwnCode(Exception):
 
 @dataclass
 class Recording:
-    """Directories and data of tasks, as `recorded_loading` found them.
+    """Record of the directories and data of tasks, made by `recorded_loading`.
 
     `directories` are the directories of all YAML files that were read. `datasets` has the data of each task, as
     `datasets.load_dataset` returned them; a key stands for the arguments of the call (`data_key`).
@@ -171,10 +171,10 @@ def data_key(path: str | None, name: str | None, options: Mapping[str, Any]) -> 
 
 @contextlib.contextmanager
 def guarded_data_sets(access: FileAccess | None) -> Iterator[None]:
-    """Context manager in which the package `datasets` reads data sets only as `access` allows; None is no limit.
+    """Context manager that lets the package `datasets` read only data that `access` allows; None is no limit.
 
-    Their files must be on the hub, in the directory of own copies, or in places that `access` allows, and of a format
-    that refers to no further files. Otherwise InvalidTask is raised.
+    The files of data sets must be on the hub, in the directory of the user's own copies, or in places that `access`
+    allows. Their format must be one that cannot refer to further files. Otherwise InvalidTask is raised.
     """
     import datasets
 

@@ -1,4 +1,4 @@
-"""What a modality's evaluation tasks must offer besides scoring: facts, texts for people, lengths and references."""
+"""TaskReader: interface for checks, facts and texts of evaluation tasks, which text and image tasks implement."""
 
 from __future__ import annotations
 
@@ -19,10 +19,13 @@ __all__ = ["TaskReader", "reader_of"]
 
 
 class TaskReader(Protocol):
-    """Interface by which tasks of one modality are read. Every method raises InvalidTask if the task cannot be used."""
+    """Interface for reading the evaluation tasks of one modality, text or images, without scoring them.
+
+    Every method raises InvalidTask if the task cannot be used.
+    """
 
     def content(self, task: Mapping[str, Any], access: FileAccess | None = None) -> str:
-        """Digest (sha256, hex) of the data of a task that a study file describes by `task`.
+        """The sha256 (hex) of the data of a task; `task` is its description in the study file.
 
         `access` limits the files that the data may name; None is no limit.
         """
@@ -37,19 +40,19 @@ class TaskReader(Protocol):
         ...
 
     def items(self, spec: TaskSpec) -> Iterator[Item]:
-        """Yield the samples in the order of the data, by which overlaps between tasks are found."""
+        """Yield the task's samples as items, which are compared to find overlaps between tasks, in the data's order."""
         ...
 
     def lengths(self, spec: TaskSpec, prompts: Prompts, *, cache: str | Path | None = None) -> Lengths:
-        """Mean numbers of positions that a model reads and generates for one sample."""
+        """Mean numbers of tokens that a model reads and generates for one sample of the task."""
         ...
 
     def check_models(self, spec: TaskSpec, sources: ResolvedFamily) -> None:
-        """Check that the models `sources` can be scored on the task."""
+        """Check that the models `sources` can be scored on the task; raise InvalidTask if not."""
         ...
 
     def lack_of_references(self, spec: TaskSpec) -> str | None:
-        """Reason why no loss can be computed on the right answers; None if one can."""
+        """Reason why no loss can be computed on the task's right answers, as text; None if one can."""
         ...
 
     def lack_of_entropy(self, spec: TaskSpec) -> str | None:
@@ -58,5 +61,5 @@ class TaskReader(Protocol):
 
 
 def reader_of(task: str | Mapping[str, Any]) -> TaskReader:
-    """The reader of a task, by its name or description."""
+    """The reader for text tasks or for image tasks, whichever reads `task`, a task's name or description."""
     return cast(TaskReader, modality_of_task(task).task_reader())

@@ -91,12 +91,12 @@ class _Server:
         self._channel = channel
         self._local = LocalMetrics()
         self._refused: dict[str, InvalidTask] = {}
-        self._task: BuiltTask | None = None  # with code of its own
+        self._task: BuiltTask | None = None  # a task with Python code
 
     def reply(self, **message: Any) -> None:
         try:
             text = json.dumps(message)
-        except (TypeError, ValueError) as error:  # what code of a task has returned
+        except (TypeError, ValueError) as error:  # the task's code returned the message
             raise InvalidTask(f"it has {error}; expected text, numbers, lists and dicts") from error
         self._channel.send(text.encode())
 
@@ -141,7 +141,7 @@ class _Server:
         self._local.close(digest)
 
     def documents(self, system_prompt: str | None, has_template: bool, tokenizer: str, limit: int | None) -> None:
-        """Build the requests of the documents of the task that this process runs, and send them as the reply.
+        """Build the requests of all documents of this process's task, and send the requests as the reply.
 
         A document is lm-eval's sample, a request a prompt to complete or to score. `has_template` says whether prompts
         are rendered by a chat template, which the parent process does. `system_prompt` may be None, `tokenizer` is the

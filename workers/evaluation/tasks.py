@@ -37,7 +37,7 @@ def check_task(spec: TaskSpec) -> TaskInfo:
 
 
 def check_text_task(spec: TaskSpec) -> TaskInfo:
-    """Check a task of prompts and answers (`check_task`)."""
+    """Check a text task, whose samples are prompts and answers (`check_task`)."""
     if isinstance(spec.task, Mapping) and spec.task.get("program") is None:
         rows = inline_rows(spec)
         return TaskInfo(len(rows), higher_is_better=True, output_type="generate_until", template=inline_template(spec))

@@ -23,7 +23,7 @@ __all__ = ["TEXT_TASKS", "TextTasks"]
 
 
 class TextTasks:
-    """Tasks of prompts and answers (`workers.evaluation.task_reader.TaskReader`)."""
+    """Reader of text tasks; it implements the interface `workers.evaluation.task_reader.TaskReader`."""
 
     def content(self, task: Mapping[str, Any], access: FileAccess | None = None) -> str:
         return content_hash(str(task["file"]))
@@ -41,7 +41,7 @@ class TextTasks:
         return text_lengths(spec, prompts, cache=cache)
 
     def check_models(self, spec: TaskSpec, sources: ResolvedFamily) -> None:
-        """All models of text can be scored on all tasks of text."""
+        """Do nothing: every text model can be scored on every text task."""
 
     def lack_of_references(self, spec: TaskSpec) -> str | None:
         from workers.evaluation.references import lack_of_right_answers

@@ -1,7 +1,7 @@
 """Export of a merged model as a Hugging Face checkpoint.
 
 - `checkpoint`: writes the directory with tensors, configuration, tokenizer and recipe
-- `heads`: heads of classifiers, which are exported unchanged
+- `heads`: unmerged parts of image models: classification heads, and the text tower of CLIP
 - `shards`: writes the files of tensors, and continues after it was killed
 - `quantised`: rounds an exported checkpoint to 4 or 8 bits
 - `push`: uploads an exported checkpoint to the hub

@@ -1,7 +1,7 @@
-"""What an exported image model has besides its merged encoder.
+"""Unmerged parts of an exported image model: its classification heads, or all parts of CLIP except the vision tower.
 
-A classifier has one head in the checkpoint itself, and all of them beside it, one for each task. A whole CLIP model has
-the text tower, the projections and the logit scale of the base.
+The checkpoint of a classifier has one head; a folder beside it has the heads of all tasks. The checkpoint of a whole
+CLIP model has the text tower, the projections and the logit scale of the base.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from workers.models.task_heads import (
 
 __all__ = ["ExportedHeads", "UnmergedParts", "UnmergedTowers", "unmerged_parts"]
 
-# What of the configuration belongs to a head.
+# The keys of a configuration that belong to a head.
 OF_HEAD = ("architectures", "id2label", "label2id", "num_labels", "problem_type")
 
 LOADING = """The encoder is merged; heads are those of the sources, unchanged, and each is for one task. The checkpoint
@@ -48,11 +48,11 @@ base, so that `CLIPModel.from_pretrained(DIR)` classifies by texts as the base d
 
 
 class UnmergedParts(Protocol):
-    """Tensors and files of an export that are not merged, but belong to a model that transformers loads.
+    """Interface of the unmerged parts of an exported image model: tensors, fields of config.json, and further files.
 
-    - `added`: tensors of the checkpoint itself, in the dtype of the export
-    - `config`: fields of config.json that describe them
-    - `loading`: how they are loaded, for the model card
+    - `added`: unmerged tensors of the checkpoint itself, by name, in the dtype of the export
+    - `config`: the fields of config.json that describe these tensors
+    - `loading`: instructions for loading the parts, for the model card
     """
 
     @property
@@ -65,28 +65,29 @@ class UnmergedParts(Protocol):
     def loading(self) -> str: ...
 
     def write(self, directory: Path) -> None:
-        """Write further files to the export in `directory`."""
+        """Write the files with unmerged parts, besides the checkpoint's own, to the export in `directory`."""
         ...
 
 
 @dataclass(frozen=True)
 class UnmergedTowers:
-    """The parts of a whole CLIP model that are not merged: all tensors but those of the vision tower."""
+    """The unmerged parts of a whole CLIP model: all tensors except those of the vision tower."""
 
     added: Mapping[str, torch.Tensor]
     config: Mapping[str, Any] = field(default_factory=dict)
     loading: str = CLIP_LOADING
 
     def write(self, directory: Path) -> None:
-        """There are no further files."""
+        """Do nothing: all unmerged tensors are in the checkpoint itself."""
 
 
 @dataclass(frozen=True)
 class ExportedHeads:
-    """The heads of the models of a bank, for an export; `main` is the alias of the one in the checkpoint itself.
+    """Classification heads of the source models, for an export; the checkpoint itself has the head `main`.
 
-    `tensors` are weight and bias of each head by alias, in the dtype of the export, and `config` has the fields of the
-    main head's model that describe the head.
+    `main` is the alias of the model with this head. `heads` and `tensors` have the description, and the weight and
+    bias, of each model's head, by alias; tensors are in the dtype of the export. `config` has the fields of config.json
+    that describe the main head.
     """
 
     main: str
@@ -112,15 +113,16 @@ class ExportedHeads:
 
     @property
     def loading(self) -> str:
-        """How the heads are loaded, for the model card."""
+        """Instructions for loading the heads, for the model card."""
         return LOADING.format(main=self.main, folder=HEADS_DIR)
 
 
 def unmerged_parts(bank: Bank, dtype: torch.dtype) -> UnmergedParts | None:
-    """What an export has besides merged tensors, in `dtype`; None for language models, and for encoders without heads.
+    """Unmerged parts of an export, such as classification heads; None for language models and encoders without heads.
 
-    If the base is a whole CLIP model, the parts are its other tensors. Otherwise they are the heads of the models in
-    `bank`; the main head is the base's or, if the base has none, that of the first expert with one.
+    If the base is a whole CLIP model, the parts are all its tensors outside the vision tower. Otherwise they are the
+    heads of the models in `bank`; the main head is that of the base or, if the base has no head, that of the first
+    expert with one. Tensors have the dtype `dtype`.
     """
     checkpoints = bank.sources.checkpoints
     base = checkpoints[bank.sources.base_alias]

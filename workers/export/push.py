@@ -34,10 +34,10 @@ def check_name(name: str) -> None:
 def push(directory: str | Path, name: str, *, private: bool = False) -> Pushed:
     """Upload all files of `directory` to the model repository `name` (owner/name), in one commit.
 
-    The repository is created if it does not exist, and is then private if `private` is true. Weights of a model that
-    was there before, and are not part of this one, are removed. The hub's client finds the user's token as for
-    downloads (`hf auth login`, or $HF_TOKEN). Raises HubUnusable if the hub refuses or cannot be reached, and if the
-    repository has files but no export.
+    The repository is created if it does not exist; `private` says whether a new repository is private. Weight files of
+    an earlier model in the repository are removed if this model has no files of the same names. The hub's client finds
+    the user's token as for downloads (`hf auth login`, or $HF_TOKEN). Raises HubUnusable if the hub refuses the upload
+    or cannot be reached, and if the repository has files but no export.
     """
     from huggingface_hub import HfApi, constants
 

@@ -1,8 +1,8 @@
 """Quantisation of an exported checkpoint to 4 or 8 bits, in the format of compressed-tensors, which vLLM reads.
 
-Weights of linear layers are rounded to the nearest integer times a scale (RTN). A scale belongs to a group of weights,
-and is the one, of a few, with the smallest squared error. No data are needed. Embeddings, norms and the output head
-keep their dtype. Files are read and written one by one, so that memory is needed for one of them.
+Weights of linear layers are rounded to the nearest integer times a scale (RTN). Each group of weights has a scale. Of a
+few candidates for the scale, the one with the smallest squared error is used. No data are needed. Embeddings, norms and
+the output head keep their dtype. Files are read and written one by one, so that memory is needed for only one file.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class Quantised:
 
     - `scheme`: a key of `SCHEMES`
     - `num_layers`: the number of linear layers that were quantised
-    - `group`: weights that share a scale; 0: those of a row
-    - `bytes_before`, `bytes_after`: the sizes of the tensors
-    - `error`: root mean square of the errors of quantised weights, as a share of that of the weights
+    - `group`: the number of weights that share a scale; 0 means all weights of a row
+    - `bytes_before`, `bytes_after`: the size of all tensors before and after the quantisation
+    - `error`: the root mean square of the errors of quantised weights, divided by the root mean square of the weights
     """
 
     scheme: str
@@ -63,12 +63,12 @@ class Quantised:
 def quantise(checkpoint: str | Path, out_dir: str | Path, *, scheme: str) -> Quantised:
     """Write the quantised model of a checkpoint to the new directory `out_dir`.
 
-    `checkpoint` is a directory with an exported model, of which all other files are copied. `scheme` is a key of
+    `checkpoint` is a directory with an exported model. Its files other than weights are copied. `scheme` is a key of
     `SCHEMES`. `config.json` gets the section `quantization_config`, by which vLLM and transformers read the files.
 
     Raises:
-        InvalidModel: As `check_quantisable`; also if the files lack the weights of a linear layer, or have them under
-            another name or with another shape than transformers.
+        InvalidModel: The model cannot be quantised (`check_quantisable`), or the files lack the weights of a linear
+            layer, or have them under another name or with another shape than transformers.
         FileExistsError: `out_dir` is not empty.
     """
     source, out = Path(checkpoint), Path(out_dir).resolve()
@@ -100,23 +100,26 @@ def quantise(checkpoint: str | Path, out_dir: str | Path, *, scheme: str) -> Qua
 
 
 def check_quantisable(checkpoint: str | Path, *, scheme: str) -> None:
-    """Check that models with the configuration of a checkpoint can be quantised; its weights are not read.
+    """Check, by its configuration, that a checkpoint can be quantised; its weights are not read.
 
-    Raises InvalidModel if there are no linear layers, if a row of one has a length that no group divides, or if the
-    model is a mixture of experts, whose experts are not linear layers. `scheme` is a key of `SCHEMES`.
+    `scheme` is a key of `SCHEMES`. Raises InvalidModel if the model has no linear layers, if no size of groups divides
+    the lengths of all rows, or if the model is a mixture of experts, whose experts are not linear layers.
     """
     _chosen(Path(checkpoint), scheme)
 
 
 def _chosen(checkpoint: Path, name: str) -> tuple[dict[str, tuple[int, int]], QuantizationScheme, int]:
-    """The shapes of a model's linear layers by name, the scheme `name` of compressed-tensors, and its group's size."""
+    """Look up the data for quantising a model: shapes of its linear layers, scheme of compressed-tensors, group size.
+
+    Shapes are by the layer's name. `name` is a key of `SCHEMES`. A group is the weights that share a scale.
+    """
     linear = linear_layers(checkpoint)
     return linear, *_scheme(name, linear.values(), checkpoint)
 
 
 @dataclass
 class _Sizes:
-    """Sums over the tensors: bytes before and after, squared errors and squares of quantised weights."""
+    """Sums over the quantised tensors: bytes before and after, squares of the errors, and squares of the weights."""
 
     before: int = 0
     after: int = 0
@@ -130,9 +133,10 @@ class _Sizes:
 
 
 def _scheme(name: str, shapes: Any, checkpoint: Path) -> tuple[QuantizationScheme, int]:
-    """The scheme of compressed-tensors for the key `name` of `SCHEMES`, and the size of its groups (0: rows).
+    """The scheme of compressed-tensors for the key `name` of `SCHEMES`, and the number of weights that share a scale.
 
-    `shapes` are the shapes (outputs, inputs) of the weights.
+    The number is 0 if all weights of a row share a scale. `shapes` are the shapes (outputs, inputs) of the weights.
+    `checkpoint` names the model in messages.
     """
     from compressed_tensors.quantization import preset_name_to_scheme
 
@@ -156,7 +160,10 @@ def _scheme(name: str, shapes: Any, checkpoint: Path) -> tuple[QuantizationSchem
 def _file_tensors(
     file: Path, linear: Mapping[str, tuple[int, int]], scheme: QuantizationScheme, sizes: _Sizes
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a file, those of linear layers in quantised form, and add them up in `sizes`."""
+    """Yield (name, tensor) for all tensors of a file, with quantised weights of linear layers.
+
+    `linear` has the shapes of these weights by layer. Sizes and errors are added up in `sizes`.
+    """
     with safe_open(file, framework="pt") as opened:
         for name in opened.keys():  # noqa: SIM118  it is no dict
             tensor = opened.get_tensor(name)
@@ -171,7 +178,10 @@ def _file_tensors(
 
 
 def _compressed(weight: torch.Tensor, scheme: QuantizationScheme, sizes: _Sizes) -> dict[str, torch.Tensor]:
-    """Quantise a weight [outputs, inputs]; return its tensors by name, as the library's compressor makes them."""
+    """Quantise a weight [outputs, inputs]; return the tensors that replace it by name, such as `weight_scale`.
+
+    Names and format are those of the library compressed-tensors. Sizes and errors are added up in `sizes`.
+    """
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization.lifecycle.forward import fake_quantize
     from compressed_tensors.quantization.utils import calculate_qparams
@@ -202,12 +212,12 @@ def _compressed(weight: torch.Tensor, scheme: QuantizationScheme, sizes: _Sizes)
 
 
 def _format(scheme: QuantizationScheme) -> str:
-    """The library's format of files: packed in 32-bit integers, or 8-bit integers."""
+    """Name of the format of quantised files in compressed-tensors: packed in 32-bit integers, or 8-bit integers."""
     return "int-quantized" if scheme.input_activations is not None else "pack-quantized"
 
 
 def _write_config(file: Path, scheme: QuantizationScheme) -> None:
-    """Add `quantization_config` to a model's configuration file, as the library writes it."""
+    """Add the section `quantization_config`, in the format of compressed-tensors, to a model's config.json."""
     import compressed_tensors
     from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus
 

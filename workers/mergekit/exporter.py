@@ -73,8 +73,8 @@ def mergekit_config(
 ) -> dict[str, Any]:
     """Convert a recipe to a mergekit configuration that computes the same merge, ready to be written as YAML.
 
-    The models are named by `directories`, which has a directory or hub id for each of the recipe's aliases. They are
-    merged in float32; the merge is stored in `dtype`. `layout` has the names of the models' tensors. Raises
+    The models are named by `directories`, which has a directory or hub id for each of the recipe's aliases. The models
+    are merged in float32, and the merge is stored in `dtype`. `layout` has the names of the models' tensors. Raises
     Inexpressible if mergekit would compute other tensors.
     """
     recipe = recipe.canonical()
@@ -192,7 +192,7 @@ def _names(sources: ResolvedFamily, *, has_directories: bool) -> dict[str, tuple
 
 
 def _named_models(document: Any) -> set[str]:
-    """Names of all models in a mergekit configuration or a part of it; of BASE+ADAPTER both."""
+    """Names of all models in a mergekit configuration or a part of it; BASE+ADAPTER counts as two names."""
     if isinstance(document, Mapping):
         texts = [document.get(key) for key in ("model", "base_model", "tokenizer_source")]
         own = {part for text in texts if isinstance(text, str) for part in text.split("+")}
@@ -243,7 +243,7 @@ def _slices(recipe: Recipe, slice_of: Callable[[int], _Slice]) -> list[_Slice]:
 def _with_scaled_mlps(recipe: Recipe, layout: Layout) -> Recipe:
     """Copy `recipe`, and replace its MLP scales by scaled tensors, because mergekit has no MLP scales.
 
-    An MLP scale is a factor on what a layer's MLP adds to the residual stream. Instead, the last tensors of the MLP
+    An MLP scale is a factor on the output of a layer's MLP. Instead, the last tensors of the MLP
     become copies of the source's tensors that are multiplied by the scale; `layout` has the names of the models'
     tensors. Raises Inexpressible for an MLP with a scale that is merged from several models.
     """
@@ -358,7 +358,7 @@ def _models(recipe: Recipe) -> tuple[str, ...]:
 
 
 def _layers(merges: Mapping[str, Merge], index: int, models: tuple[str, ...]) -> dict[str, int]:
-    """For each model, the layer from which the merged layer with the index `index` is made, by the model's alias.
+    """The source layer of each model for the merged layer with the index `index`, by the model's alias.
 
     `merges` are the merges of the merged layer. A model of `models` that no merge uses gets an arbitrary layer, because
     a slice must name a layer of every model. Raises Inexpressible if several layers of one model are used.
@@ -449,7 +449,7 @@ def _slerp_slice(recipe: Recipe, index: int, layout: Layout) -> _Slice:
 
 
 def _joined(slices: list[_Slice]) -> list[_Slice]:
-    """Join adjacent slices of the same models and consecutive layers, if their settings agree.
+    """Join adjacent slices of a mergekit file that have the same models, consecutive layers and compatible settings.
 
     A setting of a slice is for one piece (a component or a single tensor). A joined slice has the settings of both
     slices.
@@ -485,7 +485,7 @@ def _compatible(
 
 
 def _filters(recipe: Recipe, layout: Layout) -> tuple[tuple[str, str], ...]:
-    """Filters by which a mergekit file selects the tensors of each piece: pairs (piece, filter) in order of precedence.
+    """Filters that select the tensors of each piece in a mergekit file: pairs (piece, filter) in order of precedence.
 
     A piece is a component, or a single tensor if the recipe has merges of single tensors. A filter matches the tensors
     whose names contain it; the first filter that matches a tensor is used. Raises Inexpressible if, with the tensor

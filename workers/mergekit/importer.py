@@ -68,8 +68,8 @@ Parts = tuple[tuple[LayerRecipe, ...], Merge, Merge, Mapping[str, Merge]]
 class _Builder:
     """Object that makes a recipe's parts (layers, embedding, head, single tensors) from a mergekit configuration.
 
-    It determines the merge of every tensor. The merge that most tensors of a component have becomes the component's
-    merge; tensors with another merge are listed one by one.
+    The object determines the merge of every tensor. The most frequent merge of a component's tensors becomes the
+    component's merge; tensors with another merge are listed one by one.
 
     - `aliases`: the alias of each model of the configuration in the recipe
     - `layout`, `layouts`: the tensor names of the base, and of models with another number of layers, by alias
@@ -276,7 +276,7 @@ class _Builder:
 
 
 def _placeholder() -> Merge:
-    """Placeholder for an invalid merge, with which the import continues and finds further problems.
+    """Replacement for an invalid merge, so that the import can continue and find further problems.
 
     The merge is never computed, because the import fails.
     """

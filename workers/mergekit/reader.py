@@ -47,7 +47,7 @@ TOP = (
 # The only module of a language model, as mergekit calls it.
 MODULE = "default"
 
-# Why a key has no effect, for keys that mean something to another program or in another place.
+# The reason why a key has no effect, for keys that have a meaning in another program or place.
 EXPLAINED = {
     "residual_weight": "mergekit accepts it and never reads it",
     "override_architecture": "the architecture is what the model's config.json says",
@@ -87,7 +87,7 @@ def read_configuration(
 
 
 class _AsInYaml(reprlib.Repr):
-    """Formatter of values for messages, which writes them as a YAML file would, shortened if they are long."""
+    """Formatter of values for messages, in the notation of YAML files; long values are shortened."""
 
     def repr_bool(self, value: bool, level: int) -> str:
         return str(value).lower()

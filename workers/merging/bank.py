@@ -84,8 +84,8 @@ class Bank:
     statistics of several sources further; None is no further limit.
 
     With `is_shared`, the processes of this node that open the same sources share statistics. With the placement "host"
-    they also share the memory of the sources, which one of the processes fills (`node`). They share nothing if the
-    node's shared memory has too little room; then `private_because` is the reason, as text.
+    they also share the memory of the sources, which one of the processes fills (`node`). If the node's shared memory
+    has too little room, nothing is shared, and `private_because` is the reason, as text.
 
     `room_bytes` is the available memory of `device` for merging one tensor, or None for no limit. A tensor that needs
     more is merged on the CPU (`workers.merging.devices`).
@@ -161,7 +161,7 @@ class Bank:
     def family(self) -> Family:
         """Description of the models whose weights the bank holds.
 
-        It names the base and the experts, and selects the vocabulary of merges.
+        The description names the base and the experts, and selects the vocabulary of merges.
         """
         return self.sources.family
 
@@ -352,8 +352,8 @@ class Bank:
         """The number of elements of all merged tensors of a model together.
 
         `stacks_experts` says whether the merge joins the matrices of all experts of a mixture-of-experts layer in one
-        tensor. This does not change the number. It is a parameter because the number is computed and cached together
-        with the list of merged tensors, which depends on it.
+        tensor. This does not change the number. The parameter exists because the number is computed and cached together
+        with the list of merged tensors, which depends on `stacks_experts`.
         """
         return self._merged_names(stacks_experts)[1]
 
@@ -556,7 +556,7 @@ class Bank:
     def keep_ranks(self) -> None:
         """Enable caching, in host memory, of the magnitude ranks that the method `ranks` computes.
 
-        The method DELLA needs these ranks, which say where each magnitude is in its row. They take two bytes for each
+        The method DELLA needs these ranks, which say where each magnitude is in its row. Ranks take two bytes for each
         element of a source, or four bytes in rows longer than 65536.
         """
         self._keeps_ranks = True

@@ -56,7 +56,7 @@ class Scratch:
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Memory for a tensor of the shape `shape`; it is valid until the next call of this method.
 
-        All tensors share this memory, so the tensor's `name` is not used. It is a parameter because merges ask for
+        All tensors share this memory, so the tensor's `name` is not used. The parameter exists because merges ask for
         memory by name and shape.
         """
         size = math.prod(shape)
@@ -81,8 +81,8 @@ def merged_tensors(
     computed.
 
     Each tensor is computed in float32 and rounded once, to `dtype`. Recipes with equal digests give equal bits. A
-    tensor may share memory with the bank and must not be written to. It is on the bank's device, or on the CPU if that
-    device has too little memory for it (`devices`).
+    tensor may share memory with the bank and must not be written to. Each tensor is on the bank's device, or on the CPU
+    if that device has too little memory for it (`devices`).
 
     `into` may be a function that returns the memory for a tensor of a given name and shape. The memory must be
     contiguous, of `dtype`, and on the bank's device. This saves time, because allocating memory takes longer than
@@ -225,7 +225,7 @@ def sources_of(
 
 
 def _keys_of(tensor: MergedTensor, plan: TensorPlan, bank: Bank) -> tuple[tuple[Key, ...], Key | None]:
-    """Names of the tensors from which a merged tensor is computed: (those of the sources, that of the base).
+    """Names of the tensors that a merged tensor is computed from, as the pair (names of the sources, name of the base).
 
     A name is (alias of the model in `bank`, name of the tensor). The base's is None if the method needs no base.
     """
@@ -248,7 +248,7 @@ def operands_of(tensor: MergedTensor, plan: TensorPlan, bank: Bank) -> Operands:
 
 @dataclass(frozen=True)
 class _Computation:
-    """A merged tensor to compute, with the names of its source tensors and their statistics.
+    """A merged tensor to compute, with the names and statistics of its source tensors.
 
     `sources` and `base` are names of source tensors as (model's alias, tensor's name); `base` is None if the method
     needs no base. `keys` are the keys of random masks, one per source; None if the method draws no masks. The fields
@@ -409,8 +409,8 @@ class _ShardComputation:
     def write(self, bank: Bank, destination: torch.Tensor) -> None:
         """Compute the shard's elements, and write them to the contiguous memory `destination`.
 
-        `bank` has the weights of the source models, and computes the elements on its device. They are rounded once, to
-        the dtype of `destination`.
+        `bank` has the weights of the source models, and computes the elements on its device. The elements are rounded
+        once, to the dtype of `destination`.
         """
         shard, factor = self.shard, self.tensor.factor
         if _is_copy(self.tensor):
@@ -429,7 +429,7 @@ class _ShardComputation:
         destination.copy_(merged if factor == 1 else merged * factor)
 
     def _operands(self, bank: Bank) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
-        """Tensors of the sources, and that of the base or None, from which the shard is computed.
+        """Tensors for computing the shard: those of the sources, and that of the base or None.
 
         With kernels for the CPU, the tensors are whole. For a GPU they may have only the elements of the shard
         (`Bank.parts`). `bank` has the weights of the source models.

@@ -1,9 +1,9 @@
-"""Sharing between the processes of one node: values that one of them computes, and memory that one of them fills.
+"""Sharing between the processes of one node: one process computes a value or fills memory, and the others read it.
 
-Ranks of an engine, and engines of one family of models, need the same statistics and the same source weights. They
-share a directory of the node's shared memory that is named after the content of the sources. Locks of the operating
-system (`flock`) decide which process computes, and show which processes use the directory. A lock ends with the process
-that holds it, in whatever way the process ends.
+Ranks of an engine, and engines of one family of models, need the same statistics and the same source weights. These
+processes share a directory of the node's shared memory, which is named after the content of the sources. Locks of the
+operating system (`flock`) decide which process computes, and show which processes use the directory. When a process
+ends for any reason, its lock ends too.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SHARED_MEMORY = Path("/dev/shm")
 NUM_LOCKS = 64
 # Rules of recipes are removed, the oldest first, once there are twice as many.
 MOST_RULES = 4096
-OWN = "mergesearch-"  # and the number of a user, whose directories are below
+OWN = "mergesearch-"  # followed by the number of the user who owns the directories
 USERS, FILLED, SOURCES = "users", "filled", "sources"
 # A process that waits says so in the log after this time, and again each time that it has doubled.
 FIRST_NOTE_S = 2.0

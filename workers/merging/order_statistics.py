@@ -151,7 +151,7 @@ class Trim:
 
     @property
     def magnitudes(self) -> tuple[float, float]:
-        """Two float32 bounds, outside of which elements are compared with the threshold by magnitude alone.
+        """Two float32 bounds: elements outside of them are compared with the threshold by magnitude alone.
 
         An element whose magnitude is at most the first number is below the threshold. An element whose magnitude is at
         least the second number reaches the threshold. All other elements must be compared by magnitude and tie-breaking
@@ -286,9 +286,9 @@ class MagnitudeTable:
     def trim(self, rank: int) -> Trim:
         """A lower and an upper bound of the threshold that keeps the `rank` largest magnitudes.
 
-        `rank` is at least 1. A threshold is a magnitude with a tie-breaking mark: those of the `rank`-th largest
-        element. If the table has an entry for this element, both bounds are the threshold. Otherwise they are the
-        table's entries before and after the element.
+        `rank` is at least 1. The threshold is the magnitude and the tie-breaking mark of the `rank`-th largest element.
+        If the table has an entry for this element, both bounds are the threshold. Otherwise they are the table's
+        entries before and after the element.
         """
         cut, after = divmod(self.num_elements - rank, SPACING)
         low = self._threshold(cut)
@@ -419,7 +419,7 @@ def threshold_of_rank(sizes: torch.Tensor, rank: int, order: TieOrder, table: Ra
 
 
 def magnitude_keys(sizes: torch.Tensor, order: TieOrder) -> torch.Tensor:
-    """Integers (int64), in the shape of `sizes`, by which a tensor's elements can be sorted by magnitude.
+    """Integer sort keys (int64) that order the elements of a tensor by magnitude, in the shape of `sizes`.
 
     `sizes` are the elements' magnitudes, which are compared in float32. `order` breaks ties between equal magnitudes by
     tie-breaking marks. With `order.keeps_equal`, equal magnitudes have equal integers.

@@ -55,7 +55,7 @@ class Usual:
 def usual() -> Iterator[Usual]:
     """Yield common merges, for which kernels are compiled in advance.
 
-    They are merges of two and of three sources, in bfloat16 and float32.
+    The merges have two or three sources, in bfloat16 and float32.
     """
     for name, numbers in COEFFICIENTS.items():
         uses = PLAIN[name].uses

@@ -26,8 +26,8 @@ below.
 
 A recipe's MLP scale m_t multiplies only the output of layer t's MLP: u_t + m_t M_t(norm(u_t)). The MLP's last weight
 and bias are multiplied by m_t, or by m_t / c_t if the stream has scales. This is exact up to rounding, does not depend
-on the norms, and holds for all numbers, including 0. It requires that the MLP ends in a linear map whose output reaches
-the stream without a norm. In a mixture of experts, the last weights and biases of all experts are multiplied.
+on the norms, and holds for all numbers, including 0. The MLP must end in a linear map whose output reaches the stream
+without a norm. In a mixture of experts, the last weights and biases of all experts are multiplied.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ MLP_END = re.compile(
 class BranchFactors:
     """Factors on the outputs of one layer's attention and MLP, which replace the scales of a recipe's layers.
 
-    A scale is a factor on the residual stream after a layer. The factors have the same effect, because they divide what
-    all later layers add to the stream by the scale. `stream` multiplies the output of the layer's attention, and is one
-    over the product of the scales of all earlier layers. `mlp` multiplies the output of the layer's MLP. It is `stream`
-    times the layer's MLP scale, a factor on the MLP's output alone.
+    A scale is a factor on the residual stream after a layer. The factors have the same effect: they divide the outputs
+    that all later layers add to the stream by the scale. `stream` multiplies the output of the layer's attention, and
+    is one over the product of the scales of all earlier layers. `mlp` multiplies the output of the layer's MLP. This
+    factor is `stream` times the layer's MLP scale, a factor on the MLP's output alone.
     """
 
     stream: float = 1.0
@@ -88,9 +88,9 @@ def branch_factors(layers: Sequence[LayerRecipe], *, model_type: str) -> tuple[B
     """Convert the scales of a recipe's `layers` to factors on the attention and MLP outputs of each layer.
 
     With these factors multiplied into the weights, the merged model needs no scales. A layer's scale multiplies the
-    residual stream after the layer. It has the same effect to divide everything that later layers add to the stream by
-    the scale, that is, the last weights of their attention and MLP. A layer's MLP scale multiplies the last weights of
-    its MLP. `model_type` is the models' type in transformers.
+    residual stream after the layer. Dividing the last weights of attention and MLP in all later layers by the scale has
+    the same effect. A layer's MLP scale multiplies the last weights of its MLP. `model_type` is the models' type in
+    transformers.
 
     Raises:
         InvalidRecipe: A layer has an alignment (a map of the residual stream after the layer), or a scale that cannot

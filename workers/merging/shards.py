@@ -1,8 +1,9 @@
 """Shards: the elements of a tensor that one rank of a tensor-parallel engine holds.
 
-A rank holds some rows of a matrix (heads of attention, a part of the vocabulary), some columns, or the same of each
-expert. All of these are runs of consecutive elements at equal distances. Which ones a rank holds is known from the
-engine's weight loader (`workers.engines.vllm.loading`); this module knows no engine.
+A rank holds some rows of a matrix (heads of attention, a part of the vocabulary) or some columns; in a stack of
+experts, it holds some rows or columns of each expert. Such elements are runs of consecutive elements at equal
+distances. `workers.engines.vllm.loading` finds out which elements a rank holds; this module does not depend on an
+engine.
 """
 
 from __future__ import annotations

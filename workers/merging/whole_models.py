@@ -129,7 +129,7 @@ class WholeTaskVector:
         if rank >= self.num_elements:
             return ALL
         found = self._selected(rank)
-        # Of elements with equal magnitudes and marks, those of later tensors are the larger ones.
+        # Among elements with equal magnitudes and marks, those of later tensors count as larger.
         is_kept = self._places[name] >= found.tensor
         threshold = found.threshold if is_kept else order.above(found.threshold)
         return Trim.at(threshold, is_tied=found.num_equal > MOST_LEFT)

@@ -7,10 +7,10 @@
 - `computed_tensors`: tensors that no file holds, such as weights changed by LoRA or rows in another order
 - `components`: the layer and component of each tensor
 - `config`: config.json with the key names that all model types share
-- `modalities`: what is specific to models of text and of images, declared once for each
-- `task_heads`: heads of image classifiers, each for one task
-- `zero_shot`: heads of CLIP for any classes, which its text tower makes
-- `image_processors`: how image files become a model's input
+- `modalities`: declarations of the modalities, text and images: all properties that only models of one of them have
+- `task_heads`: classification heads of image classifiers, each for one task
+- `zero_shot`: zero-shot heads of CLIP, which its text tower computes from the names of any classes
+- `image_processors`: image processors, which convert image files to a model's input
 - `vocabulary`: rows of embeddings, aligned to one vocabulary
 - `compatibility`: reasons why models cannot be merged with each other
 - `fingerprints`: hashes of contents; NaN and infinity in weights

@@ -1,6 +1,6 @@
 """A Hugging Face checkpoint on disk: its configuration, and its tensors by name.
 
-This module checks the configuration and the safetensors headers before it reads anything large. It maps tensors into
+This module checks the configuration and the safetensors headers before it reads anything large. Tensors are mapped into
 memory one at a time, when they are requested. Pickles are never loaded, and no code of a model is ever run.
 """
 
@@ -102,10 +102,10 @@ class Checkpoint:
         return tensor
 
     def unmerged(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the stored tensors that no merge has, such as CLIP's text tower, by their stored names.
+        """Yield (name, tensor) for the stored tensors that are not merged, such as those of CLIP's text tower.
 
-        Tensors of task heads are among them; buffers of whole numbers, which models compute themselves, are not. Raises
-        InvalidModel if the model's weights are not on this machine.
+        Tensors of task heads are included. Buffers of whole numbers, which models compute themselves, are left out.
+        Raises InvalidModel if the model's weights are not on this machine.
         """
         for name, info in read_headers(self.directory, [], is_needed=lambda _: False).items():
             is_merged = self.modality.canonical(self.config, name) in self.layout.places

@@ -34,7 +34,7 @@ STRUCTURE = (
     "use_parallel_residual",
 )
 
-# Those of STRUCTURE that follow from the number of layers.
+# The fields of STRUCTURE that follow from the number of layers.
 OF_DEPTH = ("num_hidden_layers", "layer_types")
 
 # A report lists this many shapes of one model that differ, then counts the rest.
@@ -71,7 +71,7 @@ def foreign_adapters(opened: Mapping[str, Checkpoint], given: Mapping[str, str])
 
 
 def differences(base: Checkpoint, expert: Checkpoint, *, any_depth: bool = False) -> Iterator[str]:
-    """Yield the reasons why layers of `expert` cannot replace layers of `base`; nothing is yielded if they can.
+    """Yield the reasons why layers of `expert` cannot replace layers of `base`; yield nothing if they can.
 
     With `any_depth` the models may have different numbers of layers, and only the layers that both have are compared.
     """

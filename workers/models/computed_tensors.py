@@ -1,4 +1,4 @@
-"""Tensors without a file of their own, such as LoRA-adapted ones, computed from stored tensors when read.
+"""Tensors without a file of their own, such as weights changed by LoRA; they are computed when they are read.
 
 A low-rank adapter's weights are its base's plus a product of two small matrices; the embedding for another vocabulary
 has the rows of the stored embedding in another order. Such tensors take only the memory of the tensors that they are

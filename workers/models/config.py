@@ -45,9 +45,9 @@ def read_config(directory: str | Path) -> dict[str, Any]:
 def in_common_names(config: Mapping[str, Any]) -> dict[str, Any]:
     """A config.json with added keys: names that all model types share, and the model type's defaults.
 
-    Shared names are, for example, num_hidden_layers, hidden_size, num_attention_heads and tie_word_embeddings. Of a
-    model of several towers, such as a whole CLIP model, the result is the configuration of the tower that is merged.
-    Raises InvalidModel if transformers does not know the model type: code that comes with a model is never run.
+    Shared names are, for example, num_hidden_layers, hidden_size, num_attention_heads and tie_word_embeddings. For a
+    model with several towers, such as CLIP, the result is the configuration of the tower that is merged. Raises
+    InvalidModel if transformers does not know the model type: code that comes with a model is never run.
     """
     model_type = config.get("model_type")
     if isinstance(model_type, str) and model_type in MERGED_TOWERS:

@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class ResolvedFamily:
-    """A base model and its experts, by alias, after they were located, opened and checked for merging.
+    """A base model and its experts, by alias, after they were found, opened and checked for merging.
 
     A single model is a base without experts.
 

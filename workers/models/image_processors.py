@@ -1,7 +1,7 @@
-"""Image processors: how a model's image files become arrays of numbers (resizing, rescaling, normalisation).
+"""Image processors, which convert image files to a model's input by resizing, rescaling and normalisation.
 
-The processors are those of transformers that use Pillow, also where torchvision is installed, so that scores do not
-depend on what is installed.
+Transformers' processors that use Pillow are loaded even if torchvision is installed, so that scores do not depend on
+the installed packages.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ NAMES = ("image_processor_type", "feature_extractor_type", "processor_class", "_
 def load_processor(directory: str | Path) -> Any:
     """Load the image processor of the model in `directory`, in its version that uses Pillow.
 
-    Raises InvalidModel if there is none, or if it cannot be loaded. No code of the directory is run.
+    Raises InvalidModel if the directory has no image processor, or if it cannot be loaded. No code from the directory
+    is run.
     """
     path = Path(directory)
     if not _has_processor(path):
@@ -53,7 +54,7 @@ def load_processor(directory: str | Path) -> Any:
 def check_processor(directory: str | Path) -> None:
     """Check that the image processor in `directory` gives images of the size that the model's configuration states.
 
-    Raises InvalidModel if it does not, or if there is none.
+    Raises InvalidModel if the sizes differ, or if the directory has no image processor.
     """
     path = Path(directory)
     processor = load_processor(path)
@@ -70,10 +71,10 @@ def check_processor(directory: str | Path) -> None:
 
 
 def processor_differences(base: Path, expert: Path) -> Iterator[str]:
-    """Yield a reason for each setting in which the image processors of two models differ.
+    """Yield an error message for each setting that differs between the image processors of a base and an expert.
 
-    Merges read images as the base does, so that an expert with another processor would be scored on other numbers. An
-    expert without a processor has the base's.
+    Merges use the base's processor, so an expert with another processor would get other inputs than in its training. An
+    expert without a processor is assumed to have that of the base.
     """
     if not (_has_processor(base) and _has_processor(expert)) or _stated(base) == _stated(expert):
         return
@@ -89,7 +90,7 @@ def processor_differences(base: Path, expert: Path) -> Iterator[str]:
 def decoded(content: bytes, where: str) -> Any:
     """Decode the bytes of an image file, as a PIL image with three channels (RGB).
 
-    Raises ValueError, which begins with `where` (the file's name), if the bytes are no complete image.
+    Raises ValueError if the bytes are not a complete image; the message begins with `where`, the file's name.
     """
     from PIL import Image, UnidentifiedImageError
 
@@ -105,7 +106,7 @@ def decoded(content: bytes, where: str) -> Any:
 
 
 def pixels_of(processor: Any, images: Sequence[Any]) -> torch.Tensor:
-    """Preprocess PIL images as the model reads them: float32, [num_images, channels, height, width]."""
+    """Convert PIL images to the model's input [num_images, channels, height, width], in float32."""
     import torch
 
     found = processor(images=list(images), return_tensors="pt")["pixel_values"]
@@ -117,7 +118,7 @@ def _has_processor(directory: Path) -> bool:
 
 
 def _stated(directory: Path) -> Any:
-    """Content of the processor's file without names of classes; None if it cannot be read."""
+    """Settings in the file of a model's image processor, without names of classes; None if it cannot be read."""
     try:
         file = next(directory / name for name in PROCESSOR_FILES if (directory / name).is_file())
         document = json.loads(file.read_bytes())

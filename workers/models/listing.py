@@ -1,7 +1,7 @@
-"""Models in the directories that a study may read, for people who choose one: found by name, without their weights.
+"""Search for models in the directories that a study may read, so that users can choose among them.
 
-The walk is limited in depth, number of entries and time. It follows no links to directories. Therefore a model behind
-such a link is listed only if it is also below a directory that the study may read.
+The walk is limited in depth, number of entries and time. The walk follows no links to directories. Therefore a model
+behind such a link is listed only if it is also below a directory that the study may read.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ CONFIG = "config.json"
 class FoundModel:
     """A model in a directory: a checkpoint, or a LoRA adapter.
 
-    - `name`: what a study file has as the model: ID@COMMIT of a model in the hub's cache, else the directory
-    - `architecture`: the class of the model, or the type if no class is stated; None for an adapter
-    - `num_bytes`: bytes of its safetensors files
-    - `base`: the base model that an adapter states; None if it states none, and for a checkpoint
+    - `name`: the name of the model in a study file: ID@COMMIT for a model in the hub's cache, else the directory
+    - `architecture`: the class of the model, or its type if no class is stated; None for an adapter
+    - `num_bytes`: the size of the model's safetensors files
+    - `base`: the base model that an adapter states; None if it states no base model, and for a checkpoint
     """
 
     directory: str
@@ -48,9 +48,10 @@ class FoundModel:
 
 @dataclass(frozen=True)
 class FoundModels:
-    """Models, sorted by directory, and whether the walk has visited all directories.
+    """Result of a search for models: the models, sorted by directory, and whether the search was complete.
 
-    `directories` are those that were searched.
+    `is_complete` is False if a limit ended the search early. `directories` are the directories that were searched with
+    everything below them.
     """
 
     models: tuple[FoundModel, ...]
@@ -70,12 +71,12 @@ def find_models(
     """Find models with weights in safetensors files below the directories of `access`.
 
     Args:
-        access: The directories that may be read. None allows all; only `under` is searched then.
-        under: An absolute directory to search in place of all that may be read.
+        access: The directories that may be read. None allows all directories; then only `under` is searched.
+        under: An absolute directory to search. By default, all directories that may be read are searched.
         text: Text that the name, directory or architecture must have; case is ignored. None accepts every model.
         limit: Maximum number of models.
-        max_entries: Entries of directories after which the search ends.
-        max_seconds: Seconds after which the search ends.
+        max_entries: Number of files and directories after which the search ends.
+        max_seconds: Number of seconds after which the search ends.
 
     Raises:
         PermissionError: `under` may not be read.
@@ -150,7 +151,7 @@ def _is_directory(entry: os.DirEntry[str]) -> bool:
 
 
 def _model(access: FileAccess | None, directory: str, names: set[str]) -> FoundModel | None:
-    """Describe the model in a directory whose files have these `names`; None if there is none."""
+    """Describe the model in a directory, which has files with the given `names`; None if it has no model."""
     is_adapter = ADAPTER_CONFIG in names and CONFIG not in names
     config = _document(access, os.path.join(directory, ADAPTER_CONFIG if is_adapter else CONFIG))
     num_bytes = sum(_sizes(access, directory, names))
@@ -172,7 +173,7 @@ def _model(access: FileAccess | None, directory: str, names: set[str]) -> FoundM
 
 
 def _document(access: FileAccess | None, file: str) -> dict[str, Any] | None:
-    """Read the JSON object in a file that may be a link; None if it may not be read or has none."""
+    """Read a JSON object from a file; None if the file may not be read, or does not contain a JSON object."""
     if not _may_read(access, file) or not os.path.isfile(file):
         return None
     try:

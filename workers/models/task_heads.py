@@ -33,9 +33,9 @@ __all__ = [
 ]
 
 WEIGHT, BIAS = "classifier.weight", "classifier.bias"
-# Of CLIP: the map from features of images to the space that they share with texts, [projection_dim, hidden_size].
+# CLIP's map from image features to the space that images and texts share, [projection_dim, hidden_size].
 PROJECTION = "visual_projection.weight"
-# Stored studies rely on it: another default would change their scores.
+# The default must not change, because scores of stored studies depend on it.
 DEFAULT_TEMPLATES = ("a photo of a {}.",)
 
 # The folder of an export with a file for each head.
@@ -44,11 +44,11 @@ HEADS_DIR = "heads"
 
 @dataclass(frozen=True)
 class TaskHead:
-    """A classifier's head: the model that has it, the number of its classes, and their names.
+    """Description of a classification head: the alias of its model, the number of classes, and the classes' names.
 
-    `labels` has a name for each class, in the order of the head's outputs. It is None if the model's configuration
-    names none: transformers then calls them LABEL_0, LABEL_1 and so on. A zero-shot head has `templates`, the texts
-    that describe a class; other heads have None.
+    `labels` has a name for each class, in the order of the head's outputs. It is None if the model's configuration does
+    not name the classes; transformers then calls them LABEL_0, LABEL_1 and so on. `templates` are the texts that
+    describe a class to CLIP's text tower; they are None unless the head is a zero-shot head.
     """
 
     alias: str
@@ -57,11 +57,11 @@ class TaskHead:
     templates: tuple[str, ...] | None = None
 
     def order_of(self, classes: Sequence[str], *, is_ordered: bool, where: str) -> tuple[int, ...]:
-        """The head's output for each of the task's `classes`.
+        """Index of the head's output for each of the task's `classes`.
 
-        With `is_ordered`, the classes are given in the order of the outputs. Otherwise they are found by name; if the
-        head's classes have no names, the order of `classes` is that of the outputs. Raises InvalidTask if the numbers
-        of classes differ, or a class is not one of the head's.
+        With `is_ordered`, the classes are given in the order of the outputs. Otherwise they are found by name or, if
+        the head's classes have no names, are taken in the order of the outputs. Raises InvalidTask if the head has
+        another number of classes, or lacks one of the classes. `where` names the task's data in messages.
         """
         if len(classes) != self.num_classes:
             raise InvalidTask(
@@ -95,14 +95,17 @@ class TaskHead:
 
 @dataclass(frozen=True)
 class HeadTensors:
-    """Weight and bias of a head: [num_classes, hidden_size] and [num_classes], in their stored dtype."""
+    """Weight [num_classes, hidden_size] and bias [num_classes] of a classification head, in their stored dtype."""
 
     weight: torch.Tensor
     bias: torch.Tensor
 
 
 def task_head(alias: str, checkpoint: Checkpoint) -> TaskHead | None:
-    """The head of the model `alias`; None if it has none, as an encoder that was stored alone."""
+    """Description of the classification head of a model; None if the model has no head.
+
+    `checkpoint` is the model, and `alias` its name. An encoder that was stored alone has no head.
+    """
     weight = checkpoint.tensors.get(WEIGHT)
     if weight is None or WEIGHT not in checkpoint.layout.task_heads:
         return None
@@ -116,27 +119,28 @@ def task_head(alias: str, checkpoint: Checkpoint) -> TaskHead | None:
 
 
 def task_heads(checkpoints: Mapping[str, Checkpoint]) -> dict[str, TaskHead]:
-    """The heads of those models, by alias, that have one."""
+    """Descriptions of the models' classification heads, by alias; models without a head are left out."""
     found = {alias: task_head(alias, checkpoint) for alias, checkpoint in checkpoints.items()}
     return {alias: head for alias, head in found.items() if head is not None}
 
 
 def head_tensors(checkpoint: Checkpoint) -> HeadTensors:
-    """Read the head's weight and bias. Raises InvalidModel if the model has no head."""
+    """Read weight and bias of a model's classification head. Raises InvalidModel if the model has no head."""
     return HeadTensors(checkpoint.read(WEIGHT), checkpoint.read(BIAS))
 
 
 def has_zero_shot_heads(checkpoint: Checkpoint) -> bool:
-    """Whether the model is a whole CLIP model, whose text tower makes a head for any classes."""
+    """Whether the model is a whole CLIP model, whose text tower computes a zero-shot head for any classes."""
     return checkpoint.config.get("model_type") == "clip" and PROJECTION in checkpoint.tensors
 
 
 def zero_shot_head(
     alias: str, classes: Sequence[str] | None, templates: Sequence[str] | None, *, where: str
 ) -> TaskHead:
-    """The zero-shot head of the CLIP model `alias` for a task's `classes`, described by `templates`.
+    """Describe the zero-shot head of the CLIP model `alias` for a task's `classes`.
 
-    Raises InvalidTask if the task does not name its classes.
+    `templates` are the texts that describe a class; None means the default template. Raises InvalidTask if `classes` is
+    None, because the head needs the names of the classes. `where` names the task's data in messages.
     """
     if classes is None:
         message = f"{where}: labels are numbers, and a zero-shot head needs the classes' names; give `classes`"
@@ -147,11 +151,12 @@ def zero_shot_head(
 def logits_of(
     head: TaskHead, checkpoint: Checkpoint, *, dtype: str, device: torch.device | str = "cpu"
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The function that `head` of the model `checkpoint` computes, in float32 on `device`.
+    """Make the function that computes a head's logits from features, in float32 on `device`.
 
-    It maps features, [num_images, hidden_size], to logits, [num_images, num_classes]. A linear head adds its bias. A
-    zero-shot head projects and normalises the features, and multiplies them with the embeddings of the classes. Weights
-    are rounded to `dtype` first, as in exports. Raises InvalidTask if CLIP's text tower cannot embed the classes.
+    The function maps features [num_images, hidden_size] to logits [num_images, num_classes]. `checkpoint` is the model
+    that has the head. A linear head multiplies features by its weight and adds its bias. A zero-shot head projects and
+    normalises the features, and multiplies them by the embeddings of the classes. Weights are first rounded to `dtype`,
+    as in exports. Raises InvalidTask if CLIP's text tower cannot embed the classes.
     """
     import torch
     from torch.nn.functional import linear, normalize

@@ -126,7 +126,7 @@ def _found(path: Path) -> tuple[Any, str]:
 def stated_directory(directory: str | Path, tokenizer: Any) -> TemporaryDirectory[str] | None:
     """Temporary directory with a tokenizer that transformers' AutoTokenizer loads as `load_tokenizer` does.
 
-    It is for programs that load the tokenizer themselves. `tokenizer` is the result of `load_tokenizer` for
+    The directory is for programs that load the tokenizer themselves. `tokenizer` is the result of `load_tokenizer` for
     `directory`; the files in the temporary directory name its class. Returns None if no temporary directory is needed,
     because AutoTokenizer loads the same class from `directory`.
     """

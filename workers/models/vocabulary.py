@@ -276,8 +276,8 @@ def _added_by_others(
     """Tokens that other models have and the base lacks, in the order in which the union vocabulary adds them.
 
     The union vocabulary has the tokens of all models. `models` are by alias, the base first; `tokens` has the ids of
-    each model's tokens by alias. The result is sorted by token, or with `by_id` by the smallest id of each token. It
-    does not depend on the order of the models.
+    each model's tokens by alias. The result is sorted by token, or with `by_id` by the smallest id of each token. The
+    result does not depend on the order of the models.
 
     Raises InvalidModel if the base's tokenizer has tokens without a row in the embedding. Raises it also if a token of
     the result is not an added token of another model's tokenizer, but part of that tokenizer's own vocabulary.

@@ -1,9 +1,9 @@
-"""Zero-shot heads of CLIP: each class is described by texts, which the text tower embeds once.
+"""Zero-shot heads of CLIP, whose weights are embeddings of the class names, computed once by the text tower.
 
-The construction is that of Radford et al. 2021 (section 3.1.4, "Prompt engineering and ensembling"): every template is
-filled in with the class's name and embedded; embeddings are normalised, averaged over templates, and normalised again.
-The head's output for an image is the cosine of its embedding with the class's, times the model's `logit_scale`. The
-text tower is the base's, and is not merged.
+The construction is that of Radford et al. 2021 (section 3.1.4, "Prompt engineering and ensembling"). Each template is a
+text with a placeholder for the class's name. The texts of a class are embedded; the embeddings are normalised, averaged
+over templates, and normalised again. The head's output for an image and a class is the cosine of their embeddings,
+times the model's `logit_scale`. The text tower is not merged.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BATCH = 256
 
 
 def check_templates(templates: Sequence[str], *, where: str) -> None:
-    """Raises InvalidTask if there are no templates, or one has no place, or several, for the name of a class."""
+    """Check that there are templates, and that each has the placeholder {} exactly once. Raises InvalidTask if not."""
     if not templates:
         raise InvalidTask(
             f"{where}: has no templates; give at least one, such as 'a photo of a {CLASS}.'", "task.templates"
@@ -39,16 +39,20 @@ def check_templates(templates: Sequence[str], *, where: str) -> None:
 
 
 def prompts_of(classes: Sequence[str], templates: Sequence[str]) -> list[list[str]]:
-    """Texts that describe each class: every template with the class's name. Underscores in names become spaces."""
+    """Texts that describe each class: all templates, with the class's name in place of {}.
+
+    Underscores in names are replaced by spaces.
+    """
     return [[template.replace(CLASS, name.replace("_", " ")) for template in templates] for name in classes]
 
 
 def class_embeddings(
     model: str | Path, classes: Sequence[str], templates: Sequence[str], *, dtype: str = "float32"
 ) -> torch.Tensor:
-    """Embed the classes by the text tower of the CLIP model in the directory `model`, in float32 on the CPU.
+    """Embed class names with the text tower of the CLIP model in the directory `model`, in float32 on the CPU.
 
-    Weights are rounded to `dtype` first, as an export in this dtype has them.
+    `templates` are the texts with the placeholder {} for a class's name. The tower's weights are first rounded to
+    `dtype`, because an export in this dtype has rounded weights.
 
     Returns:
         Normalised embeddings times the model's logit scale, [num_classes, projection_dim].

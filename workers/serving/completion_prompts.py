@@ -1,4 +1,4 @@
-"""Tokenization of the prompt of a request for a completion, with BOS, chat template and length as in scoring."""
+"""Tokenization of the prompts of completion requests; BOS, chat template and maximum length are those of scoring."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Completions of one merge: requests, the parts of their answers, and the batch in which an engine generates them.
+"""Completions of prompts with one merge: requests, parts of completions, and the batch that an engine generates.
 
 The engine generates in steps, each of which adds a token to every completion of the batch. Requests for the same merge
 join the batch between two steps. The classes here connect the thread of the engine with the event loop of the replica.
@@ -68,7 +68,7 @@ class CompletionPart:
 class LiveCompletion:
     """A completion that is being generated: the engine's thread adds its parts, and an event loop reads them.
 
-    It must be created in the event loop that reads its parts. `request` has the prompt and the options.
+    The object must be created in the event loop that reads its parts. `request` has the prompt and the options.
     """
 
     def __init__(self, request: CompletionRequest) -> None:

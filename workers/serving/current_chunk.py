@@ -77,8 +77,8 @@ def current_chunk(actor: str | None) -> CurrentChunk | None:
 def scored_last(chunk: str) -> CurrentChunk | None:
     """Find the replica whose last begun chunk of samples is `chunk`; None if there is none.
 
-    `chunk` is the id of the chunk (`chunk_id`), the samples of one request. The result is what the replica stored when
-    it began to score them.
+    `chunk` is the id of the chunk (`chunk_id`), the samples of one request. The result is the record that the replica
+    stored when it began to score the chunk.
     """
     from ray.exceptions import RayError
     from ray.experimental.internal_kv import _internal_kv_list

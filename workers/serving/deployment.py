@@ -197,7 +197,7 @@ def stop(name: str) -> None:
 
 
 def _most_gpus() -> int:
-    """The number of GPUs of the node of the Ray cluster that has most of them."""
+    """The largest number of GPUs that one node of the Ray cluster has."""
     import ray
 
     return max((int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]), default=0)

@@ -47,8 +47,8 @@ __all__ = ["EngineWorker"]
 class _Stream:
     """Adapter that passes the engine's generated text on to the completion `live`.
 
-    It has the interface `workers.evaluation.prompts.Stream`, which the engine expects. `generation` has the prompt's
-    tokens and the options, and `digest` is the digest of the recipe whose merge the engine holds.
+    The class implements the interface `workers.evaluation.prompts.Stream`, which the engine expects. `generation` has
+    the prompt's tokens and the options, and `digest` is the digest of the recipe whose merge the engine holds.
     """
 
     live: LiveCompletion
@@ -70,7 +70,7 @@ class EngineWorker:
     stay loaded. `family` has the base model and its experts, and `options` are the options of the engine.
     `most_engines` is the largest number of such engines in the cluster; None means as many as there are GPUs. Raises
     EngineUnavailable if the engine does not start. `verify_elsewhere` verifies an export in another process, or
-    returns None (`gpu_verification.verify_on_free_gpu`); without it, this process verifies.
+    returns None (`gpu_verification.verify_on_free_gpu`). If it is None, or returns None, this process verifies.
     """
 
     _verify_elsewhere: Callable[..., VerificationReport | None] | None = None
@@ -178,10 +178,10 @@ class EngineWorker:
         """Score samples of a merge again with plain transformers, and compare with the engine's results in `samples`.
 
         `spans` are the ranges of samples to compare. The merge of `recipe` is computed on the CPU and written to a
-        checkpoint, on a disk that has the room, which transformers loads and runs in float32: on a GPU of this machine
-        that is free (`gpu_verification`), else on the CPU. If the recipe has alignments (maps between layers), it
-        has no ordinary checkpoint, and the merged model is built in transformers directly, without files. Returns a
-        report of 0 samples if nothing can be compared, or if no disk has the room.
+        temporary checkpoint. transformers loads the checkpoint and computes in float32, on a free GPU of this machine
+        (`gpu_verification`) or else on the CPU. If the recipe has alignments (maps between layers), the merged model is
+        built in transformers without files, because an ordinary checkpoint cannot contain it. Returns a report of 0
+        samples if nothing can be compared, or if no disk has enough space.
         """
         import torch
 
@@ -228,7 +228,10 @@ class EngineWorker:
     def _compared(
         self, samples: tuple[SampleResult, ...], spans: tuple[Span, ...], texts: Sequence[tuple[int, ...]]
     ) -> dict[str, Any]:
-        """The arguments of `verification.verify` with the engine's results; it reads `texts` of the merge it holds."""
+        """Keyword arguments of `verification.verify` with the engine's results: samples and log-probabilities.
+
+        The engine computes the log-probabilities of the tokens of `texts` with the merge that it holds.
+        """
         return {
             "samples": samples,
             "spans": spans,
@@ -253,5 +256,8 @@ class EngineWorker:
 
 
 def _not_verified(recipe: Recipe, dtype: str, reason: str) -> VerificationReport:
-    """Report that no sample of the merge of `recipe` was compared, with the reason. `dtype` is the engine's dtype."""
+    """Make a report which states that no sample of the merge of `recipe` was compared, and why.
+
+    `dtype` is the engine's dtype.
+    """
     return VerificationReport(recipe.digest, 0, 0, 0.0, LOGPROB_TOLERANCE[dtype], (), 0, reason=reason)

@@ -247,7 +247,7 @@ class FakeScorer:
             return (CanaryReport(self.name, self._canaries, self.skips_canaries),)
 
     def statistics(self) -> Mapping[str, Any]:
-        """Statistics of the fake engine, with the keys of a real engine; they count calls in this process only."""
+        """Statistics of the fake engine, with the keys of a real engine; only calls in this process are counted."""
         return {
             "starts": 1,
             "canaries": self._canaries,

@@ -18,7 +18,7 @@ REPORT = re.compile(r"\*\*\* (SIG(?:SEGV|BUS|ILL|FPE|ABRT|TRAP) received)|(Fatal
 MAX_BYTES = 1 << 20
 # The end of a process may be known before its report is complete.
 WAIT_S = 5.0
-# How long the node may take to start a process that reads the log.
+# Seconds that the node may take to start a process that reads the log.
 READ_S = 30.0
 
 

@@ -1,7 +1,7 @@
-"""Verification of an export on a GPU of this machine that nothing else uses, as a process of its own.
+"""Verification of an export on a free GPU of this machine, in a separate process.
 
-In float32 on a CPU, verification of a model of 8B takes a quarter of an hour or more, in which its replica scores
-nothing. If no GPU is free, the CPU of the replica computes.
+On a CPU in float32, verification of a model with 8B parameters takes a quarter of an hour or more. During this time,
+the replica scores nothing. If no GPU is free, the replica verifies on the CPU.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ BYTES_PER_PARAMETER = 5
 
 
 class GpuVerifier:
-    """Process that verifies one export on the device that Ray gave it; Ray runs it as an actor.
+    """Ray actor that verifies one export on the device that Ray has assigned to its process.
 
-    `device` is the device, such as "cuda". On "cpu", which tests use, every model fits.
+    `device` is the device, such as "cuda". On "cpu", which tests use, memory is not checked.
     """
 
     def __init__(self, device: str) -> None:
         self._device = device
 
     def lack(self, num_parameters: int) -> str | None:
-        """Reason why a model of `num_parameters` cannot be verified here; None if it can."""
+        """Reason why a model with `num_parameters` parameters cannot be verified on this device; None if it can."""
         import torch
 
         if self._device == "cpu":
@@ -49,7 +49,7 @@ class GpuVerifier:
         )
 
     def verify(self, *args: Any, **kwargs: Any) -> VerificationReport:
-        """Verify as the function `verification.verify`, whose arguments these are, on the device of this process."""
+        """Call the function `verification.verify` with these arguments, on the device of this process."""
         from workers.engines.transformers.verification import verify
 
         return verify(*args, **kwargs, device=self._device)
@@ -65,18 +65,19 @@ def verify_on_free_gpu(
     resources: Callable[[], Mapping[str, float]] | None = None,
     reserved: Mapping[str, Any] = GPU,
 ) -> VerificationReport | None:
-    """Verify an export in a Ray actor with a GPU of this machine; return None if the caller must do it itself.
+    """Verify an export in a Ray actor with a free GPU of this machine; return None if that is not possible.
 
-    - `arguments`, `options`: the arguments of `verification.verify`; its directory must be readable on this machine
-    - `num_parameters`: the size of the exported model
-    - `device`: the device of the actor, which has a GPU of Ray to itself
-    - `start_s`: seconds until the actor must be ready
-    - `resources`: returns the free resources of this machine; by default Ray is asked
-    - `reserved`: what the actor reserves of this machine, as options of Ray
+    - `arguments`, `options`: positional and keyword arguments of `verification.verify`; the directory of the export
+      must be on this machine
+    - `num_parameters`: the number of parameters of the exported model
+    - `device`: the device on which the actor computes
+    - `start_s`: the number of seconds after which the actor must be ready
+    - `resources`: a function that returns the free resources of this machine; by default Ray is asked
+    - `reserved`: Ray options with the resources that the actor reserves, by default one GPU
 
-    Returns None without Ray, if no GPU of this machine is free or large enough, if the GPU's memory runs out, and if
-    the actor dies or cannot be placed; the log says why, except if no GPU is free. Raises the errors of
-    `verification.verify`.
+    Returns None if Ray is not running, if no GPU of this machine is free or large enough, if the GPU's memory runs out,
+    and if the actor dies or cannot be placed. The caller must then verify the export itself. The log has the reason,
+    except if no GPU is free. Raises the errors of `verification.verify`.
     """
     import ray
     from ray.exceptions import RayError, RayTaskError
@@ -116,7 +117,7 @@ def verify_on_free_gpu(
 
 
 def _free_here() -> Mapping[str, float]:
-    """The free resources of this machine, of Ray's."""
+    """Free resources of this machine by name, such as "GPU", as Ray reports them."""
     import ray
     from ray._private.state import available_resources_per_node
 
@@ -125,7 +126,7 @@ def _free_here() -> Mapping[str, float]:
 
 
 def _is_of_gpu(error: BaseException | None) -> bool:
-    """Whether an error is PyTorch's of an accelerator, such as one whose memory is full. A CPU does not have it."""
+    """Whether an error of PyTorch comes from a GPU, for example because its memory is full."""
     import torch
 
     if isinstance(error, (torch.OutOfMemoryError, torch.AcceleratorError)):

@@ -1,4 +1,4 @@
-"""Worker of a replica that scores image classifiers: a warm module of transformers, and image tasks."""
+"""Worker of a replica for image classifiers: a warm engine in torch, and the image tasks prepared for it."""
 
 from __future__ import annotations
 
@@ -32,10 +32,11 @@ __all__ = ["ImageWorker"]
 
 
 class ImageWorker:
-    """The part of a replica that scores image classifiers (`workers.serving.replica.Worker`).
+    """Worker of a replica for image classifiers; it implements the interface `workers.serving.replica.Worker`.
 
     `family` has the base model and its experts, and `options` are the options of the engine. `device` is the engine's
-    device; None is a GPU if the process has one. Raises EngineUnavailable if the engine does not start.
+    device; None means a GPU if the process has one, else the CPU. Raises EngineUnavailable if the engine does not
+    start.
     """
 
     def __init__(self, family: Family, options: EngineOptions, *, device: str | None = None) -> None:
@@ -89,7 +90,7 @@ class ImageWorker:
         )
 
     def complete(self, batch: CompletionBatch, check: Callable[[], None]) -> None:
-        """End every completion with InvalidPrompt: image classifiers complete no prompts."""
+        """End every completion of the batch with the error InvalidPrompt: image classifiers generate no text."""
         while taken := batch.take(closes=True):
             for live in taken:
                 live.fail(InvalidPrompt("image classifiers complete no prompts", "model"))
@@ -101,9 +102,10 @@ class ImageWorker:
         return self.evaluator.sample_texts(task, start, stop)
 
     def verify(self, recipe: Recipe, samples: tuple[SampleResult, ...], spans: tuple[Span, ...]) -> VerificationReport:
-        """Score samples of a merge again with plain transformers on its export, and compare with `samples`.
+        """Score samples of a merge again with transformers, and compare with the engine's results in `samples`.
 
-        `spans` are the ranges of samples to compare. The merge is computed on the CPU, as exports of users are.
+        `spans` are the ranges of samples to compare. The merge of `recipe` is computed on the CPU and exported to a
+        temporary directory, from which transformers loads it.
         """
         import torch
 

@@ -272,8 +272,8 @@ class ScoringReplica:
     async def _for_search(self, digest: str) -> AsyncIterator[None]:
         """Async context manager that gives a search's request sole use of the engine for work with the recipe `digest`.
 
-        Requests that are not of a search complete prompts. Completions that yield to searches end while a search is in
-        this context or waits to enter it. `digest` is "" for work without a recipe.
+        While a search is in this context or waits to enter it, completions of prompts that yield to searches are ended.
+        `digest` is "" for work without a recipe.
         """
         self._num_of_searches += 1
         try:

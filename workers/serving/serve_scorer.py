@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 # Name of the one Serve deployment of an application, which has the replicas.
 DEPLOYMENT = "scorer"
 
-# How often a request that fails outside the engine is sent; another replica may have what this one lacks.
+# The number of times that a request which fails outside the engine is sent; another replica may succeed.
 MAX_TRIES = 3
 
 

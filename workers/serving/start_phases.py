@@ -1,6 +1,7 @@
-"""Phases of the starts of replicas, in Ray's key-value store: what each replica does or waits for until it is ready.
+"""Phases of the starts of replicas, such as downloads, as records in Ray's key-value store.
 
-A replica answers no request before its engine runs, which may take minutes. Drivers read here what it does.
+A replica answers no request before its engine runs, which may take minutes. Therefore drivers read the phase of its
+start from the record.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ def note_ready() -> None:
 
 
 def start_text(app_name: str) -> str:
-    """What the replicas of the Serve application `app_name` do that are not ready; "" if nothing is known."""
+    """Text with the start phases of those replicas of the application `app_name` that are not ready; "" if unknown.
+
+    `app_name` is the name of a Serve application.
+    """
     import ray
     from ray.exceptions import RayError
     from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_list
@@ -48,7 +52,10 @@ def start_text(app_name: str) -> str:
 
 
 def summary(phases: list[str]) -> str:
-    """Text of the phases of several replicas, the most frequent first: "2 of 3: starts vLLM; 1 of 3: downloads X"."""
+    """Text with the start phases of several replicas, for example "2 of 3: starts vLLM; 1 of 3: downloads X".
+
+    `phases` has the phase of each replica. The most frequent phase comes first.
+    """
     if not phases:
         return ""
     if len(phases) == 1:
@@ -58,7 +65,10 @@ def summary(phases: list[str]) -> str:
 
 
 def forget_starts(app_name: str) -> None:
-    """Remove the records of replicas of the Serve application `app_name` that have ended before they were ready."""
+    """Remove the records of all starts of replicas of the Serve application `app_name`.
+
+    Replicas that ended before they were ready leave such records behind.
+    """
     from ray.exceptions import RayError
     from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_list
 

@@ -1,7 +1,7 @@
 """The shipped evaluation tasks: lm-eval YAML files that reproduce tables of papers.
 
-The files are in a directory for each paper. They name data on the hub; `workers.evaluation.data_sets` says from where
-the data come.
+The files are in a directory for each paper. The files name data sets of the hub, which `workers.evaluation.data_sets`
+loads from the hub or other places.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Environment variables that make drivers and replicas write logs and traces in the same way as their server.
 
-Ray's dashboard shows the variables of a job. Those that may have secrets, such as the headers of requests to a
-collector, are not passed on: they are set where Ray is started.
+Ray's dashboard shows the variables of a job. Variables that may have secrets, such as the headers of requests to a
+collector, are not passed on; operators set them where they start Ray.
 """
 
 from __future__ import annotations

@@ -37,10 +37,10 @@ _fields: ContextVar[Mapping[str, Any]] = ContextVar("log fields", default={})  #
 
 @contextmanager
 def fields(**values: Any) -> Iterator[None]:
-    """Context that adds the given fields to each log line, besides the fields of contexts around it.
+    """Context manager that adds the given fields, such as the job, to each log line of this thread.
 
-    A value of None adds no field. Other threads have the fields only if they run in a copy of the context (see
-    `contextvars`).
+    Contexts can be nested; a line has the fields of all of them. A value of None adds no field. Other threads have the
+    fields only if they run in a copy of the context (see `contextvars`).
     """
     token = _fields.set({**_fields.get(), **{name: value for name, value in values.items() if value is not None}})
     try:
@@ -69,8 +69,8 @@ def log_to_stderr() -> None:
 def log_in_worker() -> None:
     """Write the logs of a worker of Ray as JSON lines if the environment says so; otherwise change nothing.
 
-    Messages of this project are written from INFO on, others from WARNING on. Ray keeps what its workers write to
-    standard error in files.
+    Messages of this project are written from INFO on, others from WARNING on. Ray stores the standard error of its
+    workers in files.
     """
     root = logging.getLogger()
     if is_json() and not any(isinstance(handler.formatter, JsonLines) for handler in root.handlers):
@@ -91,7 +91,7 @@ def _handler() -> logging.Handler:
 
 
 class JsonLines(logging.Formatter):
-    """Formatter of JSON lines; an exception is part of its message's line."""
+    """Formatter of log records as JSON lines; the line of a message contains its exception, if it has one."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = {
@@ -113,7 +113,7 @@ class JsonLines(logging.Formatter):
 class AccessFields(logging.Filter):
     """Filter of uvicorn's access log, which removes the queries of URLs, because they may have secrets.
 
-    It also gives each record the client, method, path and status as fields of its own, for log lines in JSON.
+    The filter also gives each record separate fields for client, method, path and status, for log lines in JSON.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:

@@ -1,4 +1,4 @@
-"""Phases of a process's start, such as a download, which the process reports while it cannot answer questions."""
+"""Phases of a process's start, such as a download, which the process reports because it cannot answer requests yet."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _report: Callable[[str], None] | None = None
 
 
 def report_to(report: Callable[[str], None] | None) -> None:
-    """Set the function that is called with each phase of this process; None reports none."""
+    """Set the function that is called with each phase of this process; with None, phases are not reported."""
     global _report
     with _lock:
         _report = report
@@ -22,7 +22,7 @@ def report_to(report: Callable[[str], None] | None) -> None:
 
 @contextmanager
 def phase(text: str) -> Iterator[None]:
-    """Context manager of one phase: reports `text` at its start and, at its end, the phase around it, if any.
+    """Context manager for one phase, which reports `text` at its start and, at its end, the enclosing phase.
 
     `text` completes a sentence about the process, such as "downloads owner/name".
     """

@@ -1,8 +1,8 @@
 """Ids of spans and traces, from the operating system's random numbers.
 
-OpenTelemetry's own ids come from Python's global generator of random numbers. Libraries seed it, which would give spans
-of several processes the same ids, and spans would change the numbers that other code draws from it. Importing the
-module needs the extra `otel`.
+OpenTelemetry's own ids come from Python's global generator of random numbers. Libraries seed this generator, so spans
+of several processes would get the same ids. Drawing ids would also change the random numbers of other code. The module
+needs the package's extra `otel`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["SecretIds"]
 
 
 class SecretIds(IdGenerator):
-    """Generator of random ids, independent of seeds. An id is never 0, which means that there is none."""
+    """Generator of random ids, independent of seeds. An id is never 0, because 0 means that there is no id."""
 
     def generate_span_id(self) -> int:
         return secrets.randbits(64) or 1

@@ -1,10 +1,11 @@
 """Traces of OpenTelemetry, from a request to the scoring of samples, if the environment names an OTLP endpoint.
 
-OpenTelemetry's own variables configure them: `OTEL_EXPORTER_OTLP_ENDPOINT`, `OTEL_SERVICE_NAME`, `OTEL_TRACES_SAMPLER`.
-Without an endpoint nothing of OpenTelemetry is imported, and spans are not recorded. Processes pass the
-identifiers of a span and its trace to each other as text, in the form of the header `traceparent` (W3C Trace Context).
+OpenTelemetry's own variables configure traces: `OTEL_EXPORTER_OTLP_ENDPOINT`, `OTEL_SERVICE_NAME`,
+`OTEL_TRACES_SAMPLER`. Without an endpoint, OpenTelemetry is not imported, and spans are not recorded. Processes send
+the identifiers of a span and its trace to each other as text, in the form of the header `traceparent` (W3C Trace
+Context).
 
-Attributes have identifiers, numbers and sizes: no prompts, completions, file names or messages.
+Attributes of spans are identifiers, numbers and sizes. They never contain prompts, completions, file names or messages.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ _provider: TracerProvider | None = None  # None: this process makes no spans
 
 
 def start_tracing(process: str) -> None:
-    """Begin to export the trace spans of this process, if the environment variables of OpenTelemetry name an endpoint.
+    """Begin to export this process's trace spans, if the environment variables of OpenTelemetry name an endpoint.
 
     `process` is the kind of this process, an attribute of all spans. Logs a warning, and makes no spans, if
     OpenTelemetry is not installed.

@@ -1,8 +1,8 @@
 """Tiny model family, shipped for tests and tutorials: a base and three experts of 0.9M parameters, with tasks.
 
-`study.yaml` merges the experts, `front.yaml` searches a front of three objectives, and `lfs.yaml` searches by scores
-alone. `retrain.yaml` trains new experts from the base and merges them. The script that
-trained the shipped models is in the repository (tests/benchmarks/family_training.py).
+`study.yaml` merges the experts, `front.yaml` searches for the Pareto front of three objectives, and `lfs.yaml` searches
+without gradients. `retrain.yaml` trains new experts from the base and merges them. The script that trained the shipped
+models is in the repository (tests/benchmarks/family_training.py).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ EXAMPLES = {"study": STUDY_FILE, "front": "front.yaml", "lfs": "lfs.yaml"}
 def family_dir() -> pathlib.Path:
     """Directory of the tiny models that this package ships: a base model and experts, with evaluation tasks.
 
-    It contains base/, experts/<skill>/, tasks/<skill>_{search,holdout,train}.jsonl, study.yaml (merges the experts) and
-    retrain.yaml (trains new ones).
+    The directory contains base/, experts/<skill>/, tasks/<skill>_{search,holdout,train}.jsonl, study.yaml (merges the
+    experts) and retrain.yaml (trains new ones).
     """
     return pathlib.Path(__file__).resolve().parent
 
@@ -31,7 +31,7 @@ def family_dir() -> pathlib.Path:
 def study_text(name: str = "study") -> str:
     """Text of the shipped study file `name`, with its comments, and with absolute paths, as servers need them.
 
-    Raises KeyError if `name` is none of EXAMPLES.
+    Raises KeyError if `name` is not one of EXAMPLES.
     """
     text = (family_dir() / EXAMPLES[name]).read_text("utf-8")
     # A string of JSON is one of YAML, whatever characters the path has.

@@ -259,7 +259,7 @@ class CoefficientGradients:
             )
 
     def _device_of(self, tensor: MergedTensor) -> torch.device:
-        """The device of the model's part into which a merged tensor, or the first piece of it, is written."""
+        """The device of the parameter into which a merged tensor, or its first piece, is written."""
         return next(self.model.memory[name].device for name in tensor.shapes())
 
     def _targets(self, batch: Batch, completions: Collection[str]) -> dict[str, _Targets]:
@@ -400,7 +400,7 @@ class CoefficientGradients:
 def free_bytes(device: torch.device) -> int | None:
     """Bytes of a GPU's memory that this process can allocate now; None for other devices, whose limit is not known.
 
-    They are the GPU's free memory and the memory that torch has reserved but does not use.
+    The result is the sum of the GPU's free memory and the memory that torch has reserved but does not use.
     """
     if device.type != "cuda":
         return None

@@ -83,7 +83,7 @@ def tokens_within(
 
     The other arguments are those of `activation_bytes`.
     """
-    # Of many tokens, as the bytes of one token are rounded.
+    # Computed for many tokens, because the bytes of a single token are rounded.
     each = activation_bytes(config, 1 << 20, value_bytes, recomputes=recomputes, layers=layers) / (1 << 20)
     return max(0, int(room_bytes / each))
 
@@ -92,8 +92,8 @@ def divided_layers(layer_bytes: int, num_layers: int, outside_bytes: int, num_de
     """Divide a model's layers over devices; returns the number of layers on each of `num_devices` devices.
 
     The first device also has everything outside layers (embedding, final norm and head), which takes `outside_bytes`
-    bytes; a layer takes `layer_bytes`. Every layer in turn goes to the device that has fewest bytes, so that no device
-    has more than the others by more than a layer, except the first if what is outside layers is larger.
+    bytes; a layer takes `layer_bytes`. Each layer in turn is given to the device with the fewest bytes. Therefore the
+    devices differ by at most one layer, unless the tensors outside layers alone exceed the other devices' shares.
     """
     held, counts = [outside_bytes, *[0] * (num_devices - 1)], [0] * num_devices
     for _ in range(num_layers):

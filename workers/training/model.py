@@ -1,6 +1,6 @@
 """A transformers model into which merges are written in place, and whose parameters have gradients.
 
-The module maps each merged tensor to a parameter. It does not depend on merge methods or losses.
+The module maps each merged tensor to a parameter. The module does not depend on merge methods or losses.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def _of_layers(recipe: Recipe, bank: Bank) -> dict[str, Any]:
 
 
 def _origins(bank: Bank, like: Recipe | None) -> dict[str, str]:
-    """For each tensor of a merge, the name of the base tensor by which it is initialised.
+    """The base tensor that initialises each tensor of a merge, as a dict of names.
 
     `bank` has the opened weights of the base and the experts. The layers are those of the merge of the recipe `like`,
     or the base's if `like` is None.
@@ -216,7 +216,7 @@ def _output_on(device: torch.device, layer: Any, args: Any, output: Any) -> Any:
 
 
 def moved(value: Any, device: torch.device) -> Any:
-    """Copy the tensors in `value` to `device`, those in tuples, lists and dicts too; other values stay as they are.
+    """Copy the tensors in `value`, also within tuples, lists and dicts, to `device`; other values stay as they are.
 
     Gradients flow back through the copies. A tensor that is on the device is not copied.
     """

@@ -34,7 +34,7 @@ CHUNK = 1 << 22  # elements of a difference at a time, where no kernel computes
 
 
 def stated_coefficients(tensor: MergedTensor) -> tuple[Coefficient, ...]:
-    """Coefficients of a tensor's merge with respect to which a loss can be differentiated.
+    """Coefficients of a tensor's merge by which a loss can be differentiated.
 
     These are the coefficients that the merge states and for which the merge method has derivatives. The result may be
     empty, for example for an unchanged source model.

@@ -23,10 +23,10 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True)
 class MeasuredArtifacts:
-    """Use of the quota of artifacts before an admission.
+    """Use of the quota of artifacts, as measured before a new job is admitted.
 
     `missing` has the number of bytes that each unfinished job is still expected to store, by job id. `used` is the size
-    in bytes of the stored files, and `quota` the limit.
+    in bytes of the stored files, and `quota` is the limit.
     """
 
     missing: Mapping[str, int]
@@ -63,15 +63,15 @@ class ArtifactQuota:
         check: Callable[[], None] = lambda: None,
         measured: MeasuredArtifacts | None = None,
     ) -> Made:
-        """Store a job by calling `make`, if the models that it will train, of `num_bytes` in all, fit into the quota.
+        """Store a job by calling `make`, if the quota has room for the models that it will train (`num_bytes` in all).
 
         Stored artifacts, such as trained models, and those that unfinished jobs will still store take up the quota too.
         `check` is called first, and may refuse the job by an error. No server with this database admits another job
         while it checks and stores the job. Returns the result of `make`. Raises Conflict, without calling `make`, if
         the job's artifacts do not fit.
 
-        `measured` is what `measure` has returned before; a caller that has begun the admission itself must give it.
-        What unfinished jobs store in the meantime counts as missing still.
+        `measured` is a result of the method `measure`; a caller that has begun the admission itself must give one.
+        Artifacts that unfinished jobs have stored since then still count as bytes that the jobs will store.
         """
         measured = measured or self.measure(num_bytes)
         missing, used, quota = measured.missing, measured.used, measured.quota

@@ -17,7 +17,7 @@ CSRF_HEADER = "X-CSRF-Token"
 # Methods that change nothing.
 SAFE_METHODS = frozenset(("GET", "HEAD", "OPTIONS"))
 
-# Values of Sec-Fetch-Site: a page of this server, and the user's own doing.
+# Values of Sec-Fetch-Site for requests of a page of this server, and for requests that the user made directly.
 OWN_SITES = ("same-origin", "none")
 
 
@@ -35,9 +35,9 @@ def foreign_problem(method: str, headers: Mapping[str, str]) -> str | None:
 def csrf_problem(method: str, headers: Mapping[str, str], *, secret: str) -> str | None:
     """Reason why a request with a session's cookie is refused as a possible forgery; None if the request is accepted.
 
-    `method` and `headers` are those of the request. Requests that only read (GET, HEAD, OPTIONS) are accepted. Any
-    other request must not come from a page of another server, and must have the session's CSRF token in a header.
-    `secret` is the value of the session's cookie.
+    `method` and `headers` are the request's HTTP method and headers. Requests that only read (GET, HEAD, OPTIONS) are
+    accepted. Any other request must not come from a page of another server, and must have the session's CSRF token in a
+    header. `secret` is the value of the session's cookie.
     """
     if method in SAFE_METHODS:
         return None

@@ -19,9 +19,9 @@ FORGOTTEN = MAX_SENDERS // 10
 class _Buckets:
     """Token buckets, which count for each sender how many requests the sender may still send.
 
-    `clock` is a monotonic clock in seconds. If there are too many senders to remember, those with the most requests
-    left are forgotten. When they come back, they have their full number of requests, which gives them only few more.
-    Therefore many new senders do not help a sender that has used up its requests.
+    `clock` is a monotonic clock in seconds. If there are too many senders to remember, the senders with the most
+    requests left are forgotten. A forgotten sender that comes back may send its full number of requests, which is only
+    a few more than it had left. Therefore many new senders do not help a sender that has used up its requests.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:

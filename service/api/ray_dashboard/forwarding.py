@@ -109,7 +109,8 @@ class DashboardProxy:
                 follow_redirects=False,
                 trust_env=False,  # neither a proxy nor credentials of ~/.netrc
             )
-        # As Ray hides more from browsers, and would compress, which spares nothing on its way here.
+        # Ray hides more from browsers, so the request looks like one. Ray must not compress answers: the way to this
+        # server is short.
         own = {"User-Agent": "Mozilla/5.0 (mergesearch)", "Accept": "*/*", "Accept-Encoding": "identity"}
         request = httpx.Request(
             method,
@@ -165,7 +166,7 @@ def _reason(error: httpx.HTTPError) -> str:
 async def _check(answer: httpx.Response, path: str) -> None:
     """Raise Refusal or Unavailable unless Ray's answer has the status 200.
 
-    Messages of Ray may have tracebacks, so that they are only logged.
+    Messages of Ray may have tracebacks, so they are only logged.
     """
     status = answer.status_code
     if status == 200:

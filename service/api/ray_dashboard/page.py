@@ -1,7 +1,7 @@
 """The page of Ray's dashboard: its security policy, and the answers that it gets from this server instead of Ray.
 
-The page runs in the origin of this server, with the user's cookie. The policy lets its scripts load and request what is
-below the dashboard's path and nothing else, so that they cannot read or change jobs of this server.
+The page runs in the origin of this server, with the user's cookie. The policy lets the page's scripts load and request
+only URLs below the dashboard's path, so that the scripts cannot read or change jobs of this server.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def is_named(authority: str) -> bool:
 def policy(roots: Sequence[str]) -> str:
     """Value of the header Content-Security-Policy for the page of Ray's dashboard.
 
-    `roots` are the addresses below which the page may load files and data. Each is HOST/PATH/ or a URL. It ends with a
-    slash, so that it stands for all addresses that begin with it. The page may not open other pages, whose contents it
-    could read, nor contain frames or be shown in one. It may download files, such as logs.
+    `roots` are the addresses below which the page may load files and data. Each address is HOST/PATH/ or a URL. An
+    address ends with a slash, and stands for all addresses that begin with it. The page may not open other pages, whose
+    contents it could read, nor contain frames or be shown in one. The page may download files, such as logs.
     """
     below = " ".join(roots)
     return "; ".join(

@@ -1,4 +1,4 @@
-"""The requests that are forwarded to Ray's dashboard: only those with which the dashboard's own page shows data.
+"""Rules on the requests that are forwarded to Ray's dashboard: only requests by which the dashboard's page gets data.
 
 Every other path is refused, even if a later version of Ray adds it. Some GET requests have effects: they profile
 processes, keep packages alive, or delay the dashboard. Others show secrets, such as runtime environments or the logs of
@@ -35,7 +35,7 @@ class Treatment(StrEnum):
     LOG_LIST = "log list"
 
 
-# By Ray's own templates. What the page requests was read in the source of the client of Ray 2.60.
+# Treatments by Ray's path templates. The requests of the page were read in the source of the client of Ray 2.60.
 FORWARDED: Mapping[str, Treatment] = {
     "/": Treatment.PAGE,
     "/favicon.ico": Treatment.FILE,
@@ -101,7 +101,7 @@ def treatment(path: str) -> Treatment | None:
 def is_shown_log(name: str) -> bool:
     """Whether users may read the file `name` in Ray's directory of logs.
 
-    They may read the output of Ray Jobs, of Ray's workers and of Ray Serve's replicas.
+    Users may read the output of Ray Jobs, of Ray's workers and of Ray Serve's replicas.
     """
     return _SHOWN_LOG.fullmatch(name) is not None and ".." not in name
 
@@ -144,8 +144,8 @@ def target(path: str, parameters: Sequence[tuple[str, str]]) -> Target:
 def _check_log(parameters: Mapping[str, str], *, num_given: int) -> None:
     """Raise Refusal (403) unless users may read the log that the query `parameters` name.
 
-    `num_given` is the number of parameters in the request's query. If it is larger than that of `parameters`, a
-    parameter was given twice, which is refused too.
+    `num_given` is the number of parameters in the request's query. If `parameters` has fewer entries, a parameter was
+    given twice; such a request is refused too.
     """
     unknown = sorted(set(parameters) - _LOG_PARAMETERS)
     if unknown or len(parameters) < num_given:

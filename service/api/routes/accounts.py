@@ -48,7 +48,7 @@ DAY_S = 86_400.0
 Manager = Annotated[Principal, needs(Scope.ADMIN)]
 Admin = Annotated[Principal, needs(Scope.ADMIN, is_for_admins=True)]
 
-# The sender where another dependency declares the rule of the route.
+# The sender, for routes whose access rule another dependency declares.
 Checked = Annotated[Principal, sender_with(Scope.ADMIN)]
 Seeing = Annotated[Principal, sender_with(Scope.READ)]
 
@@ -212,7 +212,7 @@ async def add_team(request: Request, services: Context, sender: Admin) -> Respon
 async def change_team(request: Request, team: TeamName, services: Context, sender: Admin) -> Response:
     """Change the weight and quotas of a team. Only administrators of the server may do this.
 
-    What is left out keeps its value; null lifts a quota. Jobs that run go on, unless the team has used up its
+    A field that is left out keeps its value; null lifts a quota. Running jobs continue, unless the team has used up its
     GPU-hours.
     """
     body = await read_object(request, ChangedTeam)
@@ -461,7 +461,7 @@ def list_audit(
 ) -> Response:
     """List who changed what: the audit log, oldest entries first. Only administrators of the server may do this.
 
-    With `sort=-id`, newest entries are first; `before` is the smallest id of the page before.
+    With `sort=-id`, newest entries are first, and `before` takes the smallest id of the previous page.
     """
     entries = services.accounts.audit(
         after=after, before=before, limit=limit, user=user, target=target, newest_first=sort == "-id"

@@ -1,4 +1,4 @@
-"""Routes for those who write a study file: a check without creating a study, and what a file begins with."""
+"""Routes for people who write a study file: checks of a file without creating a study, and files to begin with."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ async def begin_from_mergekit(
 ) -> Response:
     """Begin a study file with the models of a mergekit configuration and with its merge; nothing is stored.
 
-    The study has the configuration's base and experts, and the merge among `search.recipes`, so that it is scored
-    beside the merges that the search proposes. The objectives are left to be filled in.
+    The study has the configuration's base and experts. The merge is in `search.recipes`, so that the study scores it in
+    addition to the merges that the search proposes. The objectives are left to be filled in.
     """
     is_json = sent_as_json(request.headers, accepted=(*JSON_TYPES, *YAML_TYPES))
     content = await read_body(request)

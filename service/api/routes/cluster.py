@@ -45,7 +45,7 @@ class GpuDocument(TypedDict):
 
 
 class NodeDocument(TypedDict):
-    """A node of the Ray cluster, and what is used of its machine."""
+    """A node of the Ray cluster, and how much of its machine's resources is in use."""
 
     id: str
     host: str
@@ -83,9 +83,10 @@ class ClusterDocument(TypedDict):
 )
 @in_threads_of(Work.RAY)
 def get_cluster(services: Context) -> Response:
-    """Show the nodes of the Ray cluster with what is used of each, the server's disk, and versions of the parts.
+    """Show the nodes of the Ray cluster and the use of their resources, the server's disk, and versions of the parts.
 
-    On a server with accounts only administrators may read it. The versions are those of the server's process.
+    On a server with accounts only administrators may read it. The versions are the versions of the packages in the
+    server's process.
     """
     nodes, problem = _nodes(services)
     disk = shutil.disk_usage(existing(services.data_dir))
@@ -129,7 +130,7 @@ def _document(node: NodeUse) -> NodeDocument:
 
 
 def _versions() -> dict[str, str]:
-    """Versions of those packages of PARTS that are installed."""
+    """Versions of the packages in PARTS that are installed."""
     found = {}
     for name in PARTS:
         try:

@@ -89,8 +89,8 @@ async def _watch(
 
     The response is a list if the request's header Accept asks for JSON. Only events with ids above `after` are sent; if
     `last_event_id` is not None, it is used instead of `after`. A list has at most `limit` events. `may_go_on` is called
-    repeatedly to check whether the sender may still read the job; the stream also ends when it returns False. A list
-    has the events of `page`.
+    repeatedly to check whether the sender may still read the job; the stream also ends when it returns False. `page`
+    selects the events of a list.
     """
     cursor = after if last_event_id is None else last_event_id
     if _wants_list(request):
@@ -120,7 +120,7 @@ def _listed(store: Store, job_id: str, *, after: int, limit: int, page: _Page) -
 async def _while_allowed(
     frames: AsyncGenerator[bytes, None], may_go_on: Callable[[], Awaitable[bool]]
 ) -> AsyncGenerator[bytes, None]:
-    """Yield the encoded events `frames` of a stream until `may_go_on`, called before each of them, returns False.
+    """Yield the encoded events `frames` of a stream; before each event, call `may_go_on`, and stop if it returns False.
 
     `may_go_on` checks whether the sender of the request may still read the job.
     """
@@ -230,7 +230,7 @@ async def watch_jobs(
         ),
     ] = None,
 ) -> Response:
-    """State changes and progress of all jobs that the sender may read, without end.
+    """Stream the state changes and progress of all jobs that the sender may read, without end.
 
     A job that the sender may no longer read, or that is deleted, is `removed`; its events are not sent any more. A
     client that reconnects may get events of the last seconds again.

@@ -425,9 +425,9 @@ async def _created(
 ) -> tuple[JobRecord, bool]:
     """Store the job of this `kind` that the request's body describes, if it passes every check.
 
-    `key` is the request's idempotency key, or None. `place` has the job's team and who may read the job; for a kind
-    whose jobs have the team and sharing of a study, it has what the request asks for. Returns the job, and whether the
-    job is new: it is not if an earlier request with the same key created it.
+    `key` is the request's idempotency key, or None. `place` has the job's team and says who may read the job. A job
+    that serves a study gets both from its study; `place` then has only the wishes of the request. Returns the job, and
+    whether the job is new. The job is not new if an earlier request with the same key created it.
 
     Raises:
         Refusal, InvalidStudy: The body is not accepted.
@@ -482,7 +482,8 @@ def _admitted(
 ) -> tuple[JobRecord, bool]:
     """Store a job that has passed its checks, if it fits into the quotas, with its entry in the audit log.
 
-    Returns the job, and whether it is new: it is not if another server has stored it for the same idempotency key.
+    Returns the job, and whether the job is new. The job is not new if another server has stored it for the same
+    idempotency key.
     """
     measured = services.quota.measure(accepted.artifact_bytes)  # files, while no other request waits
     with services.store.admission():
@@ -521,7 +522,10 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Asked:
-    """Team and sharing that a request asks for, for a job that serves a study; None for each that it does not state."""
+    """Team and sharing (who may read the job) as a request states them for a job that serves a study.
+
+    Each is None if the request does not state it.
+    """
 
     team: str | None
     sharing: Sharing | None
@@ -548,10 +552,10 @@ def _place_of_study(services: Services, sender: Principal, kind: JobKind, accept
 
 
 def _check_place(kind: JobKind, place: _Place, *, team: str | None, sharing: Sharing) -> None:
-    """Raise InvalidRequest if a job that serves a study is to have another team or sharing than the study.
+    """Raise InvalidRequest if a new job that serves a study would have another team or sharing than the study.
 
-    `place` has the study's team and sharing, and `team` and `sharing` are those that the job is to have. `kind` is the
-    job's kind, for the message.
+    `place` has the study's team and sharing, and `team` and `sharing` belong to the new job. `kind` is the job's kind,
+    for the message.
     """
     fields = (("team", team, place.team), ("sharing", sharing.value, place.sharing.value))
     rule = f"a {kind.noun} has the team and sharing of its study"
@@ -605,8 +609,8 @@ def _place(sender: Principal, team: str | None, sharing: Sharing | None) -> _Pla
 def _check_team(sender: Principal, job: JobRecord, team: str | None) -> None:
     """Raise InvalidRequest if the sender may not move a job to `team`.
 
-    Members of the team and administrators of the server may do so. Jobs without a team have no quotas. Therefore only
-    administrators of the server may take a job out of its team without moving it to another one (`team` is None).
+    Members of `team` and administrators of the server may move the job. Jobs without a team have no quotas. Therefore
+    only administrators of the server may take a job out of its team without moving it to another one (`team` is None).
     """
     account = sender.account
     if account is None or account.is_admin or team == job.team:

@@ -40,7 +40,7 @@ DEFAULT_NEXT = "/"
 # The view of the web page that shows why a login has failed.
 LOGIN_VIEW = "/login"
 
-# Characters of what a provider sends with the browser, and of a token.
+# Largest number of characters of a value that the provider sends with the browser, and of a token.
 MAX_VALUE = 8192
 
 # The address of the sender.
@@ -96,8 +96,9 @@ def _site(request: Request, services: Services) -> _Site:
 def _site_of_page(request: Request, services: Services) -> _Site:
     """The address under which the browser that sends `request` shows the web page.
 
-    It may be another one than the public URL, for example that of an SSH tunnel to the server. The browser names it in
-    the header Origin of requests that change something, and drops cookies that are not for it.
+    This address may differ from the public URL, for example if the browser uses an SSH tunnel to the server. The
+    browser sends the address in the header Origin of requests that change something, and drops cookies for other
+    addresses.
     """
     site, origin = _site(request, services), request.headers.get("origin")
     if origin is None or origin == site.origin:
@@ -115,8 +116,8 @@ def _redirect(request: Request, path: str) -> Response:
 def _shown(request: Request, site: _Site, error: LoginRefused | ProviderUnavailable) -> Response:
     """Send a browser to the web page's login, which shows why a login has failed.
 
-    The page has a text for each code in its address, so that nobody can make a link that shows other texts on it.
-    Raises `error` again for programs, which get a problem document.
+    The address of the page has a code for the reason, and the page has a text for each code. Therefore nobody can make
+    a link that shows another text on the page. Raises `error` again for programs, which get a problem document.
     """
     if "text/html" not in request.headers.get("accept", ""):
         raise error
@@ -246,9 +247,9 @@ async def get_session(
 async def begin_session(request: Request, services: Context, address: Address) -> Response:
     """Begin a session of a browser with an API token of its user.
 
-    The session may do what the token may, and ends when the token is revoked or expires, at the latest after 12 hours.
-    The browser needs to keep only the cookie, which scripts cannot read. A server without accounts has no sessions
-    (404). As for other requests with a session, a page of another server may not send this one (403).
+    The session has the rights of the token, and ends when the token is revoked or expires, at the latest after 12
+    hours. The browser needs to keep only the cookie, which scripts cannot read. A server without accounts has no
+    sessions (404). As for other requests with a session, a page of another server may not send this one (403).
     """
     if not await services.authenticator.needs_token():
         raise Refusal(404, "this server has no accounts, so that requests need neither a token nor a session")

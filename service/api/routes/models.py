@@ -32,7 +32,7 @@ async def list_models(
     ] = None,
     limit: Annotated[int, Query(description="Maximum number of models.", ge=1, le=MAX_MODELS)] = 200,
 ) -> Response:
-    """List models with safetensors files below the directories that jobs may read, checkpoints and LoRA adapters.
+    """List the models (checkpoints and LoRA adapters with safetensors files) in directories that jobs may read.
 
     A search of very many directories ends early; `is_complete` is false then. Links to directories are not followed.
     """

@@ -98,8 +98,9 @@ def list_webhooks(services: Context, sender: Reader) -> Response:
 async def add_webhook(request: Request, services: Context, sender: Submitter) -> Response:
     """Add a webhook: a URL that the server requests when jobs change.
 
-    Users add one for their own jobs, administrators of a team for the team's, and administrators of the server for all.
-    Without accounts, a webhook is for all jobs. Requests are signed with the secret in the response.
+    A user adds webhooks for their own jobs, an administrator of a team adds them for the team's jobs, and an
+    administrator of the server adds them for all jobs. Without accounts, a webhook is for all jobs. Requests are signed
+    with the secret in the response.
     """
     body = await read_object(request, NewWebhook)
     covers, team = _coverage(sender, body)
@@ -222,7 +223,7 @@ def list_deliveries(
     services: Context,
     limit: Annotated[int, Query(description="Maximum number of deliveries.", ge=1, le=MAX_DELIVERIES)] = 20,
 ) -> Response:
-    """List the last deliveries to a webhook, newest first, with their outcomes. They are kept for seven days."""
+    """List the last deliveries to a webhook, newest first, with their outcomes. Deliveries are kept for seven days."""
     found = services.notifications.deliveries(webhook.id, limit=limit)
     return Json(DeliveriesDocument(deliveries=[delivery_document(delivery) for delivery in found]))
 

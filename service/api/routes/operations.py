@@ -46,8 +46,8 @@ async def healthz() -> Response:
 def readyz(services: Context) -> Response:
     """Report whether the database responds and jobs can make progress.
 
-    The server accepts new jobs even if jobs cannot make progress yet. It accepts none while its operator has drained
-    it, so that it can be stopped for maintenance.
+    The server accepts new jobs even if jobs cannot make progress yet. A server that its operator has drained, so that
+    it can be stopped for maintenance, accepts no jobs.
     """
     services.store.last_event_id("")
     if reason := services.cluster.not_ready():

@@ -28,7 +28,7 @@ Admin = Annotated[Principal, needs(Scope.SUBMIT, is_for_admins=True)]
 
 
 class Move(BaseModel):
-    """Body of the request that moves a job: before another job, or without `before` to the front."""
+    """Body of the request that moves a job before another job, or to the front if there is no `before`."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -41,7 +41,7 @@ class Move(BaseModel):
 def get_queue(services: Context, sender: Reader) -> Response:
     """Show the running jobs, and the waiting jobs in the order in which they start.
 
-    Jobs that the sender may not read are entries without a job.
+    A job that the sender may not read appears as an entry without details.
     """
     return Json(_document(services, sender))
 
@@ -53,10 +53,10 @@ def get_queue(services: Context, sender: Reader) -> Response:
     openapi_extra=body_of(Move),
 )
 async def move_job(request: Request, services: Context, sender: Admin) -> Response:
-    """Move a waiting job to the front of the jobs of its priority, or before another one.
+    """Move a waiting job to the front of the jobs of its priority, or before another waiting job.
 
     The move holds until the job starts. Only administrators of the server may do this. The request is refused (409) if
-    the job or the other one does not wait, or if their priorities differ.
+    one of the two jobs does not wait, or if their priorities differ.
     """
     body = await read_object(request, Move)
     await in_thread(Work.WRITE, _move, services, sender, body)

@@ -34,7 +34,7 @@ async def without_slash() -> Response:
 
 @router.get("/ray/{path:path}", dependencies=READERS, response_model=None, responses=ANSWERED)
 async def get_ray_dashboard(request: Request, services: Context, path: DashboardPath) -> Response:
-    """Ray's dashboard, as it is shown to administrators, or with --open-dashboard to every user.
+    """Ray's dashboard; only administrators may see it, or with --open-dashboard every user.
 
     Only requests that the dashboard's page sends to show something are forwarded (403 for others). Values of
     environment variables and arguments of commands are replaced by `<redacted>`.

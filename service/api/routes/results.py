@@ -250,7 +250,7 @@ async def get_columns(
 
     The columns are `number`, `state`, `origin`, `label`, `bracket`, `reason`, `invalid`, `recipe_digest`, `rung`,
     `samples`, `samples_scored`, `samples_reused`, and `value.NAME`, `standard_error.NAME` and `parameter.NAME` for each
-    objective and parameter. Values are those of the highest rung that the trial has finished.
+    objective and parameter. Values are given for the highest rung that the trial has finished.
     """
     choice = None if fields is None else ColumnChoice(fields)
     return await tagged(request, services.records, study.id, lambda: _columns(services, study, choice, since))
@@ -259,8 +259,8 @@ async def get_columns(
 def _columns(services: Services, study: JobRecord, choice: ColumnChoice | None, since: int | None) -> bytes:
     """Encode the trials of a study as JSON, as columns.
 
-    The columns are those of the `choice`; None means all columns. The trials are those that have changed after the
-    event with the id `since`; None means all trials.
+    `choice` selects the columns; None means all columns. Only trials that have changed after the event with the id
+    `since` are encoded; None means all trials.
     """
     event = services.store.last_event_id(study.id)
     numbers = None if since is None else services.store.changed_trials(study.id, after=since)
@@ -278,7 +278,7 @@ def _columns(services: Services, study: JobRecord, choice: ColumnChoice | None, 
     responses={200: {"model": ShownTrialDocument}, **refusals(404)},
 )
 def get_trial(study: Study, number: TrialNumber, services: Context) -> Response:
-    """Show a trial of a study: its configuration, its state, its values of the objectives so far, and their origin."""
+    """Show a trial of a study: its configuration, its state, its values so far, and the origin of these values."""
     trial = _trial(services, study, number)
     (document,) = _documents(services, study, [trial])
     evidence = services.store.evidence(study.id, recipe_digest=trial.recipe.digest)
@@ -294,7 +294,8 @@ def get_trial(study: Study, number: TrialNumber, services: Context) -> Response:
 async def get_recipe(study: Study, number: TrialNumber, services: Context, sender: Sender) -> Response:
     """The recipe of a trial's merge, in the format that `mergesearch merge` reads.
 
-    The recipe says which source models are merged, how, and in which dtype the study's engines have the merge.
+    The recipe says which source models are merged, and how. It also has the dtype in which the study's engines run the
+    merge.
     """
     trial = await run_in_threadpool(_trial, services, study, number)
     stated = study.document.get("engine", {}).get("dtype", "auto")
@@ -318,8 +319,8 @@ async def get_mergekit(study: Study, number: TrialNumber, services: Context, sen
     models: the server's directories are not on the reader's machine.
 
     If mergekit would compute other tensors, or the models cannot be read or have changed since the study was created,
-    the request is refused (409). It is refused too (503) if reading the models takes more than a request may.
-    `problems` then lists every reason.
+    the request is refused (409). The request is also refused (503) if reading the models takes more time or memory than
+    a request may use. `problems` then lists every reason.
     """
     trial = await run_in_threadpool(_trial, services, study, number)
     recipe = trial.read_recipe().to_json()
@@ -370,7 +371,7 @@ async def list_samples(
 
     A trial has a sample right if its value is the best of the metric's range. `only` selects the samples that are
     listed, but `counts` and `difference` are always over all samples that both trials have. A page ends before `limit`
-    if its texts are long (4 MiB); `next` goes on after it.
+    if its texts are long (4 MiB); the link `next` leads to the following samples.
     """
     if only is not None and against is None:
         raise InvalidQuery("only", f"{only} compares two trials; give the other trial as against")
@@ -624,8 +625,8 @@ async def set_validity(
     """Mark a trial as invalid, or as valid again.
 
     An invalid trial keeps its scored samples, but is left out of the Pareto front, of the results on held-out data and
-    of every comparison. The searcher keeps what it has learned from the trial. A COMPLETE study continues. If other
-    trials are among the best without the invalid one, they are then scored on held-out data.
+    of every comparison. The searcher does not forget the trial's results. A COMPLETE study continues. Trials that are
+    among the best because the invalid trial is left out are scored on held-out data.
     """
     body = await read_object(request, Validity)
     if not body.is_valid and body.reason is None:
@@ -752,9 +753,9 @@ async def get_holdout(
     request: Request,
     reference: Annotated[int, Query(description="Number of a trial with held-out values.", ge=0, le=MAX_NUMBER)],
 ) -> Response:
-    """List the differences of all trials with held-out values from one of them, as paired differences with intervals.
+    """List the paired differences of held-out values, with intervals, between the trial `reference` and all others.
 
-    The summary has the same differences from the best trial.
+    The summary has the same differences for the best trial.
     """
 
     def differences(trials: tuple[TrialResult, ...]) -> bytes:
@@ -816,8 +817,9 @@ async def get_timeline(
 ) -> Response:
     """Show how each engine's replica spent its time: merging, swapping weights, scoring samples, or idle.
 
-    The shares are those of bins of equal length. If fewer than 500 chunks (samples that are scored together) are in the
-    time, each of them is listed too. `events` lists the drivers that worked on the study, its waits, and engine faults.
+    A share is given for each of several bins of equal length. If fewer than 500 chunks (samples that are scored
+    together) are in the time, each chunk is listed too. `events` lists the drivers that worked on the study, its waits,
+    and engine faults.
     """
     if start is not None and end is not None and end <= start:
         raise InvalidQuery("to", f"{end:g} is not after from={start:g}; give a later time")
@@ -844,9 +846,9 @@ async def get_importance(
 ) -> Response:
     """Importance of each parameter for an objective, by PED-ANOVA over the trials at full budget.
 
-    The importances say which parameters decide whether a trial is among the best tenth. They are summed by layers, part
-    of a layer and expert, where a parameter belongs to one. Below 50 trials `parameters` is null, and `reason` says
-    why.
+    The importances say which parameters decide whether a trial is among the best tenth. Importances are also summed by
+    layers, by part of a layer and by expert, over the parameters that belong to one. Below 50 trials `parameters` is
+    null, and `reason` says why.
     """
     known = {each.name: each for each in ResolvedStudy.of(study).objectives}
     found = known.get(next(iter(known)) if objective is None else objective)
@@ -880,7 +882,8 @@ async def get_stops(
     """Compare each stopped trial with its rival, the trial against which a scheduler has stopped it.
 
     The differences are paired by sample, on the samples of each rung that the trial has finished. The first 100 trials
-    are listed. Under racing a rival is a trial that was ahead. Otherwise it is the last one that the rung promoted.
+    are listed. Under racing, the rival is a trial that was ahead. Under other schedulers, the rival is the last trial
+    that the rung promoted.
     """
     if against is not None and trial is None:
         raise InvalidQuery("against", f"{against} is compared with one trial; give the other as trial")

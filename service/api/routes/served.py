@@ -89,7 +89,7 @@ async def serve_trial(
     when the served study is cancelled.
 
     The served study has the team and sharing of the study. If the study is served already, the answer is the served
-    study that the sender may use. A paused one is the answer only if the sender may resume it.
+    study that the sender may use. A paused served study is the answer only if the sender may resume it.
     """
     has_body = request.headers.get("content-type") is not None or request.headers.get("content-length", "0") != "0"
     options = await read_object(request, ServingOptions) if has_body else ServingOptions()

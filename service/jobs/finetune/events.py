@@ -111,11 +111,11 @@ class _HistoryEvents:
 
 
 def _summed(updates: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield one event for several training `updates`: the last update, with a key `losses` for all of them.
+    """Yield one event for several training `updates`: the last update, with the losses of all under the key `losses`.
 
     `losses` has at most 10 pairs (step, loss), where a step is the number of an update. A pair represents several
-    adjacent updates: it has the step of the last of them and the mean of their losses. If there are no updates, no
-    event is yielded.
+    adjacent updates by the step of the last update and the mean of their losses. If there are no updates, no event is
+    yielded.
     """
     if updates:
         size = -(-len(updates) // MAX_LOSSES)

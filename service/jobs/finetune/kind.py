@@ -74,7 +74,8 @@ def _demand(job: JobRecord) -> Demand:
     """Number of workers and GPUs with which a running fine-tuning counts towards its team's quotas.
 
     A worker is a training process. The specification's `parallel_experts` is the number of experts that train at the
-    same time. Those with the most workers are counted, and one GPU for each worker.
+    same time. If experts have different numbers of workers, the experts with the most workers are counted. Each worker
+    counts as one GPU.
     """
     experts = job.document.get("experts", {"": job.document})
     workers = sorted((expert.get("workers", 1) for expert in experts.values()), reverse=True)

@@ -111,7 +111,8 @@ def examine_finetune(pipeline: Pipeline, *, access: FileAccess | None = None) ->
 def artifact_bytes(pipeline: Pipeline) -> int:
     """Total bytes that the trained experts of a fine-tuning with the specification `pipeline` will take.
 
-    They are computed from the headers of the base model's files. Raises InvalidModel if the headers cannot be read.
+    The number is computed from the headers of the base model's files. Raises InvalidModel if the headers cannot be
+    read.
     """
     total = 0
     for spec in pipeline.experts.values():
@@ -133,7 +134,7 @@ def access_of(job: JobRecord) -> FileAccess | None:
 def _files(spec: FinetuneSpec, *, folders: bool = True) -> Iterator[tuple[str, str]]:
     """Yield the files that an expert's specification names, as pairs of the specification's field and the file.
 
-    With `folders` False, data that may be in a folder are left out if they are in one.
+    If `folders` is False, a field is left out if its value may be a folder and is one.
     """
 
     def is_wanted(place: str) -> bool:

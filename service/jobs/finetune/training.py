@@ -116,8 +116,8 @@ def run_fleet(
         specs: Specifications of the experts, by alias.
         directories: Directories of the trainings, by alias.
         resources: Functions that connect to Ray and train on Ray Train.
-        parallel: Number of experts that train at the same time. None means as many as the cluster has GPUs for, and one
-            if workers train on CPU cores.
+        parallel: Number of experts that train at the same time. None means the number of experts for which the cluster
+            has GPUs, or one if workers train on CPU cores.
         note: Called with messages about the progress.
         begins: Called with the number of experts that train at the same time, before the first training.
         finished: Called in the caller's thread with the alias and the summary of an expert, as soon as it is trained.
@@ -210,7 +210,7 @@ def _check(spec: FinetuneSpec, access: FileAccess | None) -> None:
 def _plan(spec: FinetuneSpec, resources: Mapping[str, float]) -> Iterator[str]:
     """Yield messages for users about the devices of an expert's training, and about the memory that it takes.
 
-    `spec` is the specification of the expert. `resources` are those of the cluster, numbers by "CPU" and "GPU".
+    `spec` is the specification of the expert. `resources` are the cluster's resources, numbers by "CPU" and "GPU".
     """
     has_gpus = trains_on_gpus(spec.workers, resources, spec.device)
     if not has_gpus and spec.device == "auto":
@@ -228,8 +228,8 @@ def _plan(spec: FinetuneSpec, resources: Mapping[str, float]) -> Iterator[str]:
 def _differences(before: FinetuneSpec, spec: FinetuneSpec) -> list[str]:
     """Names of the sections in which two specifications of an expert differ although they must be equal.
 
-    `before` is the specification with which the training of the expert began, and `spec` the present one. The options
-    in CHANGEABLE may change while an expert is trained, so differences in these are left out.
+    `before` is the specification with which the training of the expert began, and `spec` is the present one. The
+    options in CHANGEABLE may change while an expert is trained, so differences in these are left out.
     """
     one, other = _settled(before), _settled(spec)
     return [name for name in one if one[name] != other[name]]

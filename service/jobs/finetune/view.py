@@ -18,8 +18,8 @@ __all__ = ["view"]
 def view(job: JobRecord, store: Store, artifacts: ArtifactStore, *, path: str) -> View:
     """Build the part of the server's JSON document of a fine-tuning that documents of other jobs do not have.
 
-    It consists of the experts, with links to those that are stored in `artifacts`, and of links to the analysis and to
-    the study that merges the experts, if these are stored. `path` is the URL path of the fine-tuning.
+    This part has the experts, with links to the experts that are stored in `artifacts`. It also has links to the
+    analysis and to the study that merges the experts, if these are stored. `path` is the URL path of the fine-tuning.
     """
     progress = (job.progress or {}).get("experts", {})
     trained = {artifact.name: artifact for artifact in artifacts.of(job.id)}

@@ -6,7 +6,7 @@
 - `prepare`: checks a study file and resolves it to a study that can run
 - `work`: continues a stored study to its end
 - `attempt`: one attempt: alignments, search, held-out stage, verification
-- `starts`: reports of what engines do while they start
+- `starts`: reports of the phases of starting engines
 - `verification`: some trials scored again by plain transformers
 - `local_run`: a study in a directory, without a server
 - `checks`: checks of a study file for the server, without creating a study

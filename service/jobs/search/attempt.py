@@ -133,8 +133,8 @@ def with_alignments(
 def _restore(artifacts: ArtifactStore, directory: Path, names: Iterable[str]) -> None:
     """Copy the files of alignments from `artifacts` to `directory`, except files that are there already.
 
-    An alignment is a learned map between two layers. It may be missing in `directory` because an earlier driver, on
-    another machine, learned it. Names without a file in `artifacts` are skipped.
+    An alignment is a learned map between two layers. Its file may be missing in `directory` because an earlier driver,
+    on another machine, learned it. Names without a file in `artifacts` are skipped.
     """
     from workers.alignments.files import is_stored, store_alignment
 
@@ -305,9 +305,9 @@ def described_recipes(
 ) -> list[str]:
     """Digests of the recipes whose model responses are kept when the study `study_id` completes, sorted.
 
-    A response is the text that a merge generated for a sample. The recipes are those of the `trials` that are scored on
-    holdout data or on the `benchmarks`, and of trials that were verified (scored again with transformers). `objectives`
-    are those of the study, by which the trials for holdout data are selected.
+    A response is the text that a merge generated for a sample. These are the recipes of the `trials` that are scored on
+    holdout data or on the `benchmarks`, and of the trials that were verified (scored again with transformers).
+    `objectives` are the study's objectives, by which the trials for holdout data are selected.
     """
     verified = {report.recipe_digest for report in read_verification(store.document(study_id, VERIFICATION)).reports}
     scored = {trial.recipe.digest for b in benchmarks for trial in chosen_trials(b.trials, trials, objectives)}
@@ -315,7 +315,7 @@ def described_recipes(
 
 
 def _keep_facts(store: Store, writer: JobWriter, benchmarks: Sequence[Benchmark]) -> None:
-    """Store the task, data and metric of each of the `benchmarks`, so that changes of them are noticed later.
+    """Store the task, data and metric of each of the `benchmarks`, so that later changes of a benchmark are noticed.
 
     `writer` stores them. Raises StudyFailed if a benchmark of the same name is stored with another task or other data.
     """
@@ -334,9 +334,9 @@ def _keep_facts(store: Store, writer: JobWriter, benchmarks: Sequence[Benchmark]
 def _keep_prompts(store: Store, writer: JobWriter, plan: Plan, scorer: Scorer, *, note: Callable[[str], None]) -> None:
     """Store the prompts and right answers of a study's samples, benchmarks included, so that people can read them.
 
-    What is stored already is left out. `scorer` has them, because its replicas have built the tasks to score them. If a
-    replica must build a task again and cannot, `note` is called with the reason, and the study is complete without the
-    prompts of this task.
+    Texts that are stored already are skipped. `scorer` provides the texts, because its replicas have built the tasks to
+    score them. If a replica must build a task again and cannot, `note` is called with the reason, and the study is
+    complete without the prompts of this task.
     """
     benchmarks = {benchmark.name: benchmark for benchmark in plan.benchmarks}
     sizes = (
@@ -441,7 +441,7 @@ class _Snapshots:
     """Source of snapshots of a running study's progress; a snapshot has the study's counts at one moment.
 
     `coordinator` runs the study, and `preflight` is the checked study. `planned` is the expected number of samples of
-    the whole study, and `planned_steps` the expected number of gradient steps and policy updates. The method `due`
+    the whole study, and `planned_steps` is the expected number of gradient steps and policy updates. The method `due`
     returns a snapshot if the last one was taken at least 0.25 s ago, else None. The method `now` always returns a
     snapshot.
     """
@@ -501,10 +501,10 @@ def _reason_to_fail(error: Exception, record: JobRecord, preflight: PreflightRes
 
     - After StudyFailed and EvidenceMismatch (a result that does not come from the requested merge or prompts), the
       study must fail.
-    - After any other error the study's models and tasks, which `preflight` names, are checked again. The study must
-      fail if they have changed since the study was created, or if the study may no longer read them. Another attempt
-      may succeed if they are only temporarily unusable.
-    - If models and tasks are unchanged, the study must fail, except after EngineUnavailable.
+    - After any other error, the study's models and tasks, which `preflight` names, are checked again. If they have
+      changed since the study was created, or if the study may no longer read them, the study must fail. If they are
+      only temporarily unusable, another driver may succeed.
+    - If the checks find nothing, the study must fail, except after EngineUnavailable, when another driver may succeed.
     """
     if isinstance(error, (StudyFailed, EvidenceMismatch)):
         return str(error)

@@ -1,7 +1,7 @@
 """Checks of a study file without creating a study: of the file itself, or of everything, with the study's plan.
 
 Both functions have the signature of a job kind's `accept`, so that the processes that check submitted jobs can run
-them. They import heavy modules inside, because the server imports this module.
+them. Both functions import heavy modules when they are called, because the server imports this module.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def check_file(document: Mapping[str, Any], context: RequestContext) -> Accepted
 
 
 def check_with_plan(document: Mapping[str, Any], context: RequestContext) -> Accepted:
-    """Check a study with all checks of a submitted study, and compute its plan.
+    """Make all checks of a submitted study, without creating the study, and compute its plan.
 
     `document` is the content of the study file, and `context` says which files and other studies it may read. The plan
     is in the `facts` of the returned job: samples, hours, memory and disk space. Raises InvalidStudy with every

@@ -262,8 +262,8 @@ def checked_plan(
 ) -> CheckedPlan:
     """Compute the expected cost of a checked study.
 
-    `directory` is on the disk to which models are written. `profile` describes the machines; None means those for which
-    the study was checked. `samples_used` is the number of samples that earlier runs of the study have used.
+    `directory` is on the disk to which models are written. `profile` describes the machines; None means the machines
+    for which the study was checked. `samples_used` is the number of samples that earlier runs of the study have used.
     """
     places = [model.directory for model in preflight.models.family.models]
     memory = preflight.memory

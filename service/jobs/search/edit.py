@@ -47,9 +47,8 @@ def edited(record: JobRecord, edit: StudyEdit, store: Store) -> Mapping[str, Any
     """Return the study file of a stored study with the new values that a user gives to some of its options.
 
     `record` is the stored study, in the database `store`, and `edit` has the new values. If they change an option,
-    these errors are raised: Conflict if the study has ended without having failed, or its search cannot change any
-    more; InvalidStudy if a limit is below what the study has used already, or the study file would have another
-    problem.
+    these errors are raised: Conflict if the study has ended (and has not failed), or its search cannot change any more;
+    InvalidStudy if a limit is below its present use, or the study file would have another problem.
     """
     before = Study.model_validate(record.document)
     document = deepcopy(dict(record.document))
@@ -99,7 +98,7 @@ def _trial_problems(record: JobRecord, before: Study, after: Study, store: Store
 def _used_problems(record: JobRecord, after: Study, given: Collection[str]) -> tuple[Problem, ...]:
     """Problems of edited limits that are below the present use, for example of GPU hours.
 
-    `record` is the stored study, and `after` the edited study file. `given` has the names of the limits to check.
+    `record` is the stored study, and `after` is the edited study file. `given` has the names of the limits to check.
     """
     hours = record.wall_clock_s / 3600 * after.engine.num_gpus
     used = {

@@ -244,8 +244,8 @@ def _with_new_defaults(stored: Study, record: JobRecord, given: Study) -> Study:
 
     Earlier versions stored their default, 0.99, with every study. The present version has another default. A stored
     study would therefore differ from `given`, the study file of the present run, which does not state the option. The
-    option is kept if `given` states it. It is also kept if `record`, the study's job, uses a version of the searcher
-    `hm3` above 1: only in version 1 is 0.99 the value without the option, so that its removal changes nothing.
+    option is kept if `given` states it. The option is also kept if `record`, the study's job, uses a version of the
+    searcher `hm3` above 1: only in version 1 is 0.99 the value without the option, so that its removal changes nothing.
     """
     resolved, options = ResolvedStudy.of(record), stored.search.hm3
     is_new = resolved.algorithm == "hm3" and resolved.searcher_version > 1

@@ -53,7 +53,7 @@ class ProgressSnapshot:
     - `num_brackets`: the number of brackets; None if it is not known.
     - `rungs`: the samples at each rung, of the objective with the most samples.
     - `best_trial`: the number of the best trial so far, among those scored on all samples; `best`: its values by
-      objective, and `best_ci95` their 95 % intervals, without those of exact values.
+      objective; `best_ci95`: the 95 % intervals of these values, except of exact values.
     - `samples_planned`: the expected total number of samples, including the `samples_scored`.
     - `samples_used`: the number of samples that the search has scored, plus the charge for its steps.
     - `max_samples`: the limit of `samples_used`; None if there is none.
@@ -116,11 +116,11 @@ class Pace:
 class PaceMeter:
     """Meter of a study's speed and remaining time, which makes a `Pace` for displays.
 
-    Speeds are samples per second, and steps (gradients and policy updates) per second. They are measured over the last
-    60 s of the current stage (search or held-out scoring). The time left is the time for the remaining samples plus the
-    time for the remaining steps, at the speeds last measured while samples were scored or steps were made. `worked_s`
-    is the number of seconds that earlier drivers worked on the study; it is included in the time worked. `clock`
-    returns a time in seconds.
+    Speeds are samples per second, and steps (gradients and policy updates) per second. Speeds are measured over the
+    last 60 s of the current stage (search or held-out scoring). The time left is the time for the remaining samples
+    plus the time for the remaining steps, at the speeds last measured while samples were scored or steps were made.
+    `worked_s` is the number of seconds that earlier drivers worked on the study; it is included in the time worked.
+    `clock` returns a time in seconds.
     """
 
     def __init__(self, *, worked_s: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
@@ -189,7 +189,7 @@ class _Speed:
             self._busy = self.now(now)
 
     def now(self, now: float) -> float | None:
-        """Speed at the time `now`: how much the count (such as that of scored samples) grows per second.
+        """Speed at the time `now`: how much the count, such as the number of scored samples, grows per second.
 
         The growth is measured over the last 60 s of the study's present stage, or from its beginning if the stage is
         shorter. `now` is in seconds of the meter's clock. Returns None in the first two seconds of a stage. The result
@@ -233,7 +233,7 @@ def as_line(snapshot: ProgressSnapshot, pace: Pace) -> str:
 
 
 def speed_text(pace: Pace, separator: str) -> str:
-    """Text of a study's speeds and estimated time left, which `pace` has, each preceded by `separator`.
+    """Text of the speeds and the estimated time left in `pace`, each preceded by `separator`.
 
     With the separator ", ", an example is `, 50/s, 0.4 steps/s, 4m10s left`: samples per second, the searcher's steps
     (gradients and policy updates) per second, and the time left. Values that are not measured yet are left out.

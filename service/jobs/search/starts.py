@@ -1,4 +1,4 @@
-"""Reports of what engines do, or wait for, while a driver waits for their start."""
+"""Reports of the phases of starting engines, for a driver that waits for the engines."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ LOOK_S = 2.0  # seconds between two looks at the phases of starts
 def telling_starts(application: str, heartbeat: Heartbeat, progressed: Callable[[str], None]) -> Iterator[None]:
     """Context in which the phases of starting replicas are reported whenever they change.
 
-    `application` is the name of the Serve application with the replicas. What they do is part of what the driver waits
-    for, which `heartbeat` stores, and `progressed` is called with it as a line for logs.
+    `application` is the name of the Serve application with the replicas. `heartbeat` stores a text that says what the
+    driver waits for, and the phases become part of this text. `progressed` is called with a line for logs at each
+    change.
     """
     stop, told = threading.Event(), ""
 

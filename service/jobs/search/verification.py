@@ -86,10 +86,10 @@ def _chosen(
 ) -> list[TrialRecord]:
     """Select the trials whose samples are scored again with transformers, to verify the engine's results.
 
-    They are the trials that differed in earlier verifications, the best trial, and random ones. `options.trials` is the
-    number of the best and the random trials together. The random ones are drawn, with the seed of the checked study
-    `preflight`, from the trials that were scored on all samples of the search. `known` has the stored reports of
-    earlier verifications by trial number.
+    The selected trials are the trials that differed in earlier verifications, the best trial, and random trials.
+    `options.trials` is the number of the best and the random trials together. The random trials are drawn, with the
+    seed of the checked study `preflight`, from the trials that were scored on all samples of the search. `known` has
+    the stored reports of earlier verifications by trial number.
     """
     candidates = full_budget_trials(trials)
     winner = best_trial(trials, preflight.tasks.objectives)
@@ -115,7 +115,7 @@ def _samples(store: Store, study_id: str, trial: TrialRecord, spans: Sequence[Sp
 def _is_verified(report: TrialVerification | None, trial: TrialRecord, digest: str) -> bool:
     """Whether an earlier verification compared a trial's present samples with transformers, and found them equal.
 
-    `report` is the stored report of that verification, and `digest` the hash of the trial's present samples.
+    `report` is the stored report of that verification, and `digest` is the hash of the trial's present samples.
     Differences that rounding explains count as equal. The result is False if there is no report, or if the report is
     about another recipe or other samples. Reports of earlier versions do not say which samples they compared, so the
     result is False for them too.

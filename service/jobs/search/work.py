@@ -31,11 +31,16 @@ __all__ = ["continue_study", "work"]
 
 
 def work(attempt: Attempt) -> None:
-    """Continue a study on a server from its stored state to its end; `attempt` is this driver's work on it.
+    """Continue a study on a server from its stored state to its end.
 
-    Raises InvalidStudy if the study's files cannot be used at the moment, Conflict if its models or tasks have changed
-    since it was created, StudyFailed if it cannot continue, EngineUnavailable or OSError if engines, Ray or files are
-    not available at the moment, and StaleAttempt if another driver has taken it over.
+    `attempt` is this driver's work on the study.
+
+    Raises:
+        InvalidStudy: The study's files cannot be used at the moment.
+        Conflict: The study's models or tasks have changed since it was created.
+        StudyFailed: The study cannot continue.
+        EngineUnavailable, OSError: Engines, Ray or files are not available at the moment.
+        StaleAttempt: Another driver has taken over the study.
     """
     job = attempt.job
     before, study = ResolvedStudy.of(job), Study.model_validate(job.document)
@@ -71,10 +76,10 @@ def continue_study(
 ) -> None:
     """Connect to Ray, wait for engines, and continue a prepared study from its stored state to its end.
 
-    `attempt` has what this driver (the process that works on the study) uses, and `preflight` is the prepared study.
-    `open_study` opens other studies whose policies (trained networks) or results the study starts from. `view` receives
-    progress. `observer` is called as soon as something is stored, with a word for it, such as "complete", so that tests
-    can stop the process then.
+    `attempt` has the objects that this driver (the process that works on the study) uses, and `preflight` is the
+    prepared study. `open_study` opens other studies whose policies (trained networks) or results the study starts from.
+    `view` receives progress. `observer` is called as soon as something is stored, with a word for it, such as
+    "complete", so that tests can stop the process then.
 
     Raises:
         StudyFailed: The study cannot continue; it is stored as FAILED with the reason.

@@ -1,8 +1,8 @@
 """The choice of the engine that completes prompts for a served study, so that no search is slowed.
 
-A served study uses the engines of searches with the same models as long as no search uses them. While one does, the
-served study has a replica of its own if a GPU is free, else it waits. Only if an administrator has asked for it do a
-search and a served study use the same engines.
+A served study uses the engines of searches with the same models as long as no search uses them. While a search uses
+them, the served study has a replica of its own if a GPU is free; otherwise it waits. A search and a served study use
+the same engines at the same time only if an administrator has asked for it.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Situation:
     - `num_gpus`, `free_gpus`: the numbers of the cluster's GPUs and of its free GPUs
     - `needed_gpus`: the number of GPUs that a replica uses
 
-    Studies are counted and not named, because the texts that follow from these facts have readers who may not know of
-    a study.
+    The facts have numbers of studies, not names, because users who read texts made from these facts may not know of
+    every study.
     """
 
     shares: bool = False
@@ -49,7 +49,7 @@ class Situation:
 
 @dataclass(frozen=True)
 class Choice:
-    """Kind of replicas that completes prompts now (`place`), or what must happen before one can.
+    """Decision about the kind of replicas that completes prompts now (`place`).
 
     If `place` is None, no engine completes prompts now, and `waits_for` says what must happen first. `yields` is
     whether completions end as soon as a search uses the engine.
@@ -61,7 +61,7 @@ class Choice:
 
 
 def choose(situation: Situation) -> Choice:
-    """Choose which replicas complete the prompts of a served study now: those of searches, its own, or none.
+    """Choose which replicas complete the prompts of a served study now: replicas of searches, its own replica, or none.
 
     `situation` has the present facts, such as the number of free GPUs. The choice is made so that searches are not
     slowed, unless an administrator has allowed it.
@@ -89,8 +89,9 @@ def searches(jobs: Sequence[JobRecord], *, fingerprints: object, now: float) -> 
     """Count running jobs by their effect on the choice of the engine that completes a served study's prompts.
 
     `jobs` are the unfinished jobs, and `now` is the time in seconds since the epoch. The result has three numbers, by
-    the names of the fields of `Situation`: "searches" counts all studies that run, "users" those of them whose models
-    have the given `fingerprints`, and "starting" the studies and fine-tunings that wait for engines or workers.
+    the names of the fields of `Situation`: "searches" counts all studies that run, "users" counts the running studies
+    whose models have the given `fingerprints`, and "starting" counts the studies and fine-tunings that wait for engines
+    or workers.
     """
     driven = [job for job in jobs if job.has_driver(now=now)]
     running = [job for job in driven if job.kind == SEARCH.name]

@@ -1,7 +1,7 @@
 """HTTP application of the driver of a served study, with routes that are compatible with OpenAI's.
 
 Only the server may use it: each request has a secret that the driver stored in the database. The server checks the
-rights of users before it passes a request on. Field names and errors are those of OpenAI's API.
+rights of users before it passes a request on. Fields and errors have the names that OpenAI's API gives them.
 """
 
 from __future__ import annotations
@@ -49,8 +49,7 @@ SEEDS = 2**31
 class Gate:
     """Holder of the replicas (`completer`) that complete prompts at the moment; without them, `waits_for` says why.
 
-    The driver changes the replicas while requests are answered. A request ends when its replicas are not the present
-    ones any more.
+    The driver changes the replicas while requests are answered. A request ends when its replicas are replaced.
     """
 
     def __init__(self) -> None:

@@ -17,7 +17,8 @@ from workers.types import Family
 
 __all__ = ["ServeCompleters", "completers"]
 
-# Requests that Serve sends to a chat's own replica at the same time; the engine generates those for one merge together.
+# Requests that Serve sends to a chat's own replica at the same time; the engine generates the completions for one merge
+# together.
 MAX_ONGOING = 64
 
 

@@ -112,7 +112,8 @@ class Plot:
     def bar(self, x1: float, x2: float, y: float, *, css: str, style: str = "", title: str = "") -> None:
         """Draw a horizontal line from (x1, y) to (x2, y), in the values of the axes.
 
-        `css` is the line's CSS class, `style` its inline style, and `title` the text that browsers show at the line.
+        `css` is the line's CSS class, `style` is its inline style, and `title` is the text that browsers show at the
+        line.
         """
         tip = f"<title>{escape(title)}</title>" if title else ""
         look = f'class="{css}"' + (f' style="{style}"' if style else "")
@@ -122,7 +123,7 @@ class Plot:
     def curve(self, points: Sequence[tuple[float, float]], *, css: str, style: str = "") -> None:
         """Draw a polyline: straight lines from each of `points` to the next.
 
-        `css` is the CSS class of the lines, and `style` their inline style.
+        `css` is the CSS class of the lines, and `style` is their inline style.
         """
         look = f'class="{css}"' + (f' style="{style}"' if style else "")
         for (x1, y1), (x2, y2) in itertools.pairwise(points):
@@ -135,8 +136,8 @@ class Plot:
         """Write text to the right of the point (x, y), or to the left if the text would leave the plot.
 
         `css` is the text's CSS class. `dy` moves the text down, in pixels. If a text with `is_movable` would overlap
-        another text, it is written elsewhere around its point; it is left out if it would overlap one everywhere. Texts
-        of the class "strong" are placed first.
+        another text, it is written elsewhere around its point. If it would overlap another text at every place, it is
+        left out. Texts of the class "strong" are placed first.
         """
         self._texts.append(_Text(self.x.at(x), float(self._y(y)), text, css=css, dy=dy, is_movable=is_movable))
 
@@ -180,7 +181,8 @@ class Plot:
 class _Box:
     """Rectangle that a text would cover in a plot of the smallest width, in pixels from the plot's upper left corner.
 
-    `anchor` is the end of the text that is at its point, and `dy` moves its baseline down from the point.
+    `anchor` is "start" if the text begins beside the point that it labels, and "end" if the text ends there. `dy` moves
+    the text down, in pixels.
     """
 
     left: float
@@ -205,7 +207,7 @@ class _Text:
     is_movable: bool
 
     def places(self, *, bottom: float) -> list[_Box]:
-        """Possible positions of the text, the best first: right and left of its point, then on the other side of it.
+        """Possible positions of the text, the best first: beside its point, then with the opposite vertical shift.
 
         `bottom` is the height of the horizontal axis, under which there are other texts.
         """
@@ -376,7 +378,7 @@ def forest(
 class Bar:
     """A part of a stacked bar; `share`, in [0, 1], is its length.
 
-    `label` is its name, and `style` the inline CSS style of the part.
+    `label` is its name, and `style` is the inline CSS style of the part.
     """
 
     label: str

@@ -52,8 +52,8 @@ def _heatmap(
     """Draw the coefficients `found` of one expert as a heatmap, with a row for each layer and a column for each part.
 
     `layers` are the numbers of the layers from input to output; they are thinned evenly if there are too many.
-    `columns` are the names of the parts of a layer. The coefficients outside of the layers, such as that of the
-    embedding, get rows of their own, above or below those of the layers. A coefficient of the size `largest` has the
+    `columns` are the names of the parts of a layer. The coefficients outside of the layers, such as the embedding's
+    coefficient, get separate rows above or below the rows of the layers. A coefficient of the size `largest` has the
     full colour.
     """
     inside = [index for index, c in enumerate(found) if c.layer is not None]

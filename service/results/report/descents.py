@@ -75,9 +75,9 @@ def _loss(run: RunRecord) -> str:
 def _chart(found: Sequence[DescentSeries], names: Sequence[str], colours: dict[str, str], *, unit: str) -> Markup:
     """Draw the losses of all gradient descents over the numbers of their gradients.
 
-    `found` has the data of the descents, and `names` the objectives. `colours` has the CSS style of each objective's
-    line. The losses in `found` are divided by a reference loss, which `unit` names for the axis. If `unit` is "", they
-    are not divided.
+    `found` has the data of the descents, and `names` has the objectives. `colours` has the CSS style of each
+    objective's line. The losses in `found` are divided by a reference loss, which `unit` names for the axis. If `unit`
+    is "", they are not divided.
     """
     lines = [(descent, _smooth(descent.steps)) for descent in found]
     values = [value for _, line in lines for _, losses, loss in line for value in (*losses.values(), loss)]
@@ -117,7 +117,8 @@ def _smooth(steps: Sequence[DescentStep]) -> list[tuple[int, dict[str, float], f
     `steps` are the descent's gradients, each computed on a batch of samples. The result has a tuple for each gradient:
 
     - the number of the gradient
-    - for each objective, the average of its relative loss (divided by a reference loss such as that of the baselines)
+    - for each objective, the average of its relative loss (divided by a reference loss, such as the mean loss of the
+      baselines)
     - the average of the weighted sum of losses
     """
 

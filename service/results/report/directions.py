@@ -61,8 +61,8 @@ def directions_section(run: RunRecord) -> dict[str, Any] | None:
 def _chart(name: str, found: Sequence[tuple[float, DirectionPoint]], colours: Mapping[str, str]) -> Markup:
     """Scatter plot of each objective's value (y) over a property of merges (x), such as the scale of task vectors.
 
-    `name` is the name of the property. `found` has pairs (value of the property, merge), and `colours` the colour of
-    each objective. Where several merges have the same value of the property, a line passes through the mean of their
+    `name` is the name of the property. `found` has pairs (value of the property, merge), and `colours` has the colour
+    of each objective. Where several merges have the same value of the property, a line passes through the mean of their
     objective values.
     """
     plot = Plot(

@@ -61,7 +61,7 @@ def _curves(found: Sequence[PolicySeries], mean: Sequence[MeanIteration]) -> Mar
     """Draw the mean outcome of each policy's trials over the iterations, with standard deviations.
 
     An outcome is the weighted sum of a trial's objective values, less a price for its number of layers. An iteration is
-    a fixed number of trials. `found` has the data of each policy, and `mean` the means over all policies. For one
+    a fixed number of trials. `found` has the data of each policy, and `mean` has the means over all policies. For one
     policy, the standard deviations are over the trials of an iteration. For several policies, they are over the
     policies, and are drawn around the policies' mean. Iterations of a single policy then have no standard deviation.
     """

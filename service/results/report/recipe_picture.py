@@ -1,6 +1,6 @@
 """Report picture of a recipe: layers by components, coloured by method, with every model's share.
 
-It depends on the recipe alone, not on trials and scores.
+The picture depends on the recipe alone, not on trials and scores.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def headline(document: SummaryDocument) -> str:
 def key_figures(run: RunRecord, document: SummaryDocument) -> list[tuple[str, str, str]]:
     """List the key figures under the headline of the report, each as (name, figure, note).
 
-    They are taken from the run's data and from `document`, the content of its summary.json.
+    The figures are taken from the run's data and from `document`, the content of its summary.json.
     """
     figures = []
     best = document["best"]

@@ -14,7 +14,7 @@ A module here that declares a chart with `@chart` is found automatically.
 - `path`: the layer path of the best trial, with its scales
 - `races`: trials that were stopped early, with rung and rule
 - `directions`: directions and scales of merges in the space `m3`, and the best merge of each method
-- `rungs`: what became of trials at each rung of each bracket
+- `rungs`: the outcomes of trials at each rung of each bracket
 - `hypervolume`: the hypervolume of the front, over the samples spent
 """
 

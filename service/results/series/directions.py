@@ -37,8 +37,8 @@ class DirectionsPlot:
     """Directions and scales of the merges that were scored on all samples.
 
     The direction of a merge is every expert's share of the sum of task vectors, and its scale is the factor of this
-    sum. `points` has the merges, and `experts` the aliases of the experts. The plot is empty unless the study's search
-    space is `m3`, which gives each expert one share for the whole model.
+    sum. `points` has the merges, and `experts` has the aliases of the experts. The plot is empty unless the study's
+    search space is `m3`, which gives each expert one share for the whole model.
     """
 
     plot: Literal["directions"]

@@ -94,9 +94,9 @@ def front(run: RunRecord) -> FrontPlot:
 def _interval(trial: TrialResult, objective: Objective, full_budget: int) -> tuple[float, float]:
     """Ends of the 95 % interval of a trial's value on search data, clipped to the objective's range.
 
-    The interval is that of the list of studies (`interval_of_mean`), with the number of samples of the trial's last
-    rung, or else `full_budget`. A value of a single sample has no standard error; its interval is the whole range.
-    Objectives that count the recipe's layers or parameters are exact: both ends are the value.
+    The interval is computed by `interval_of_mean`, as for the list of studies, with the number of samples of the
+    trial's last rung, or else `full_budget`. A value of a single sample has no standard error; its interval is the
+    whole range. Objectives that count the recipe's layers or parameters are exact: both ends are the value.
     """
     value = trial.values[objective.name]
     if objective.cost_of_recipe is not None:

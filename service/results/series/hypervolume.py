@@ -71,9 +71,9 @@ def _points(run: RunRecord) -> tuple[HypervolumePoint, ...]:
 
 
 def _spent(run: RunRecord) -> dict[int, int]:
-    """Number of samples that all trials up to each trial have used in total, by the number of this trial.
+    """Total number of samples that the search has used up to and including each trial, by trial number.
 
-    Used samples are those that were scored for a trial. Gradients and other computations for the trial's proposal also
+    Samples that were scored for a trial count as used. Gradients and other computations for the trial's proposal also
     count, each as a stored number of samples.
     """
     trials = sorted(run.trials, key=lambda trial: trial.number)

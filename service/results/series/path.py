@@ -31,7 +31,7 @@ class PathStep:
 class PathPlot:
     """Layer path of the best or of a given trial: the sequence of the source layers that the merge consists of.
 
-    It has no layers before there is a best trial.
+    The path has no layers before there is a best trial.
     """
 
     plot: Literal["path"]

@@ -46,8 +46,7 @@ class MeanIteration:
 class PoliciesPlot:
     """The policies (networks that build layer paths) that a search has trained, in the order of their start.
 
-    A search that trains no policies has none. `mean` has the mean over all policies of each policy's first training
-    iteration, of its second, and so on.
+    A search that trains no policies has none. `mean` has, for each training iteration, the mean over all policies.
     """
 
     plot: Literal["policies"]

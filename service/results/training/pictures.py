@@ -88,8 +88,8 @@ def merge_columns(document: AnalysisDocument) -> list[tuple[str, list[MergeLossD
     """Columns of the table of merges in `document`: one for each fleet, and one for each mixture of two fleets.
 
     A fleet is the experts of one fine-tuning. Each row of the table is a merge method with a number of merged experts;
-    the rows are those of the first fleet. A mixture merges two experts, one of each fleet, so its column has None in
-    rows for more experts.
+    the first fleet determines the rows. A mixture merges two experts, one of each fleet, so its column has None in rows
+    for more experts.
     """
     first = document["fleets"][0]
     columns: list[tuple[str, list[MergeLossDocument | None]]] = [

@@ -5,7 +5,7 @@
 - `here`: the speeds and the memory of this machine, measured
 - `facts`: the sizes of a family's models, from which seconds and bytes are computed
 - `roofline`: seconds of an engine's start, a swap, an evaluation, a gradient step and a verification
-- `placement`: the places and the memory of engines, source weights, gradients and verification, and what is lacking
+- `placement`: the places and the memory of engines, source weights, gradients and verification, and missing resources
 - `schedule`: the phases of a study, with the seconds of each
 - `plan`: the whole plan of a study
 - `chart`: values of the Helm chart for a study

@@ -34,7 +34,7 @@ def chart_values(
 ) -> dict[str, Any]:
     """Values of the Helm chart that a study needs, for `helm install --values`.
 
-    They are the image's variant, the group of nodes for engines, and the size of the cache of models. `profile`
+    The values are the image's variant, the group of nodes for engines, and the size of the cache of models. `profile`
     describes the machines, and `placement` says how the study uses them. The cache has room for one and a half times
     `sources_bytes`, the size of the models. Other values, such as the database, are in the chart's profiles.
     """

@@ -70,9 +70,9 @@ def _fastest(call: Callable[[], None]) -> float:
 def profile_for(machines: Sequence[EngineMachines]) -> MachineProfile:
     """The profile of the machines for which a study was checked.
 
-    It is the profile of this machine, unless `machines` have GPUs and this one has none, as the head of a cluster. Then
-    it has their GPUs and memory, of the first group of equal machines. Their speeds are not known: those of an H100 are
-    assumed, and the profile's name says so.
+    The result is the profile of this machine, unless `machines` have GPUs and this machine has none, as the head of a
+    cluster may have none. In this case the profile has the GPUs and the memory of the first group in `machines`. The
+    speeds of these GPUs are not known: the speeds of an H100 are assumed, and the profile's name says so.
     """
     import torch
 

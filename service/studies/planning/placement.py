@@ -45,8 +45,8 @@ VERIFICATION_COPIES = 5
 class Part:
     """A part of a study that takes memory on a machine, such as engine weights.
 
-    `name` says in words what the part is, and `place` where it is kept. `gpu_bytes` and `host_bytes` are the bytes that
-    the part takes on each GPU and on each host.
+    `name` describes the part in words, and `place` says where it is kept. `gpu_bytes` and `host_bytes` are the bytes
+    that the part takes on each GPU and on each host.
     """
 
     name: str
@@ -184,7 +184,7 @@ def _divided(
 ) -> tuple[EngineMemory | None, str, list[str]]:
     """Divide the memory of a machine with GPUs, which `profile` describes, between engines and source weights.
 
-    `needs` is the memory that the study needs, and `processes` the number of engine processes that share the source
+    `needs` is the memory that the study needs, and `processes` is the number of engine processes that share the source
     weights on the machine. Returns the division, its reason, and reasons why the engines do not fit. The division is
     None if they do not fit.
     """

@@ -178,8 +178,8 @@ def engine_speeds(
 def _divides_merges(study: Study, sources: ResolvedFamily) -> bool:
     """Whether ranks on GPUs merge only the elements that they hold, by all merge methods of the study's search space.
 
-    They do so for methods with a kernel for CUDA. `sources` are the models of the study; tensors computed from adapters
-    are read whole by each rank.
+    Ranks divide the work in this way for methods with a kernel for CUDA. `sources` are the models of the study; tensors
+    computed from adapters are read whole by each rank.
     """
     from workers.merging.kernels import ON_CUDA
 

@@ -1,6 +1,6 @@
 """Machine profiles: speeds and memory from which the plan of a study is computed.
 
-Speeds of GPUs are those of the makers' data sheets, without sparsity. `service.studies.planning.roofline` states the
+Speeds of GPUs are taken from the makers' data sheets, without sparsity. `service.studies.planning.roofline` states the
 share of these speeds that programs reach.
 """
 

@@ -3,7 +3,7 @@
 The model computes the seconds of a pass of a language model over tokens in two ways: from the pass's operations, and
 from the bytes of weights and KV cache that the pass reads. The device reaches only a share of its speed or bandwidth.
 The longer time counts. Fixed costs of each layer, sample and evaluation are added. The shares and fixed costs
-(`Calibration`) of CPUs were fitted to models of 1M and 75M parameters (`make bench ONLY=plan`). Those of GPUs are
+(`Calibration`) of CPUs were fitted to models of 1M and 75M parameters (`make bench ONLY=plan`). The values for GPUs are
 assumptions, because no engine has run on a GPU yet.
 """
 
@@ -33,8 +33,8 @@ class Calibration:
         packing: Number of times that a swap reads or writes the whole merge after merging, for packing and checksums.
         start_s: Seconds of an engine's start that do not depend on the model: imports, processes, compiling.
         start_reads: Number of times that a start reads or writes the whole merge: loading, canary, packing.
-        start_tokens: Tokens of the passes of a start: the engine's trial pass, and that of the canary, a comparison
-            with transformers.
+        start_tokens: Tokens of the passes of a start: the engine's trial pass, and the pass of the canary, which is a
+            comparison with transformers.
         step_products: Share of the speed of matrix products that a gradient step reaches.
         step_s: Seconds of a gradient step that do not depend on the model.
         verify_s: Seconds of a verification that do not depend on the model.
@@ -103,7 +103,7 @@ GPU = Calibration(
 class Device:
     """Speeds of the device that computes passes: all GPUs of one engine together, or threads of a CPU.
 
-    `products` is the speed of matrix products in operations per second, and `bandwidth` the speed of memory in bytes
+    `products` is the speed of matrix products in operations per second, and `bandwidth` is the speed of memory in bytes
     per second. `source_bandwidth` is the rate, in bytes per second, at which merging reads the sources from where they
     are kept. `calibration` has the shares of these speeds that programs reach.
     """
@@ -169,8 +169,8 @@ class Speeds:
     def evaluation_s(self, work: Work) -> float:
         """Seconds to score the samples in `work` on a merge that the engine already has.
 
-        The engine reads the prompts in passes of at most 4,096 tokens. It generates the answers of up to `texts`
-        samples together, one token of each answer in a pass.
+        The engine reads the prompts in passes of at most 4,096 tokens. The engine generates the answers of up to
+        `texts` samples together, one token of each answer in a pass.
         """
         if not work.samples:
             return 0.0

@@ -27,8 +27,8 @@ __all__ = ["Bounds", "Phase", "StudyLengths", "mean_tokens", "phases_of", "study
 class Bounds:
     """Bounds on a number, such as seconds.
 
-    `least` assumes that answers are as long as the reference answers, `most` that all answers have the largest length
-    that their tasks allow.
+    `least` is the bound if answers are as long as the reference answers. `most` is the bound if all answers have the
+    largest length that their tasks allow.
     """
 
     least: float
@@ -155,8 +155,8 @@ def phases_of(
 def _rungs(preflight: PreflightResult) -> Iterator[tuple[int, Mapping[str, float], str]]:
     """Yield, for each rung, the number of trials scored there, the mean new samples of a trial, and the rung's name.
 
-    A rung is a number of samples at which trials are compared. New samples are those on which the trial was not scored
-    at an earlier rung; they are given by objective. `preflight` is the checked study.
+    A rung is a number of samples at which trials are compared. New samples are samples on which the trial was not
+    scored at an earlier rung; their numbers are given by objective. `preflight` is the checked study.
     """
     rungs = preflight.budget.rung_samples
     found: dict[tuple[int, int], int] = {}
@@ -181,7 +181,7 @@ def _work(samples: Mapping[str, float], lengths: Mapping[str, Lengths]) -> tuple
     """Work of scoring samples of several tasks, under two assumptions about the answers.
 
     Returns (work if answers are as long as the references, work if all answers have their largest length). `samples`
-    has the number of samples and `lengths` the mean lengths, by task.
+    has the number of samples and `lengths` has the mean lengths, by task.
     """
     total = sum(samples.get(name, 0.0) for name in lengths)
     if not total:

@@ -60,8 +60,8 @@ def with_start(
     `search.hm3.start` in the study file names the other study. At the study's first run the policies are copied to the
     study's own artifacts (stored files); later runs read these copies. Returns `preflight`, the checked study, with the
     policies' checkpoints in the field `start`, one for each policy. If the study file names no other study, `preflight`
-    is returned unchanged. `open_study` opens the other study, and `writer` records in `store` what was copied. Raises
-    StudyFailed if the policies cannot be used; the study is then stored as FAILED, with the reason.
+    is returned unchanged. `open_study` opens the other study, and `writer` stores a record of the copies in `store`.
+    Raises StudyFailed if the policies cannot be used; the study is then stored as FAILED, with the reason.
     """
     if preflight.study.search.hm3.start is None:
         return preflight

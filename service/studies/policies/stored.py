@@ -20,7 +20,7 @@ def stored_policies(
 ) -> tuple[SearchSetting, dict[int, bytes]]:
     """Read the policies that a study has trained, from its store and its artifacts (stored files).
 
-    `record` is the study's job in `store`, and `study` its study file. Returns the facts about the study that its
+    `record` is the study's job in `store`, and `study` is its study file. Returns the facts about the study that its
     searcher needs, and the policies' checkpoints. The key of a checkpoint is the iteration in which its policy was last
     trained. `family` has the models whose weights describe the layers to a policy; None if only the checkpoints are
     needed.

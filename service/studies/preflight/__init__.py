@@ -3,7 +3,7 @@
 - `examine`: the checks in order
 - `result`: the results of the checks, and the plan of the search that follows from them
 - `files`: the files that a study may name when it was sent over HTTP
-- `models`: models, weights and engine support; that a study's models are unchanged
+- `models`: models, weights and engine support, and whether a stored study's models are unchanged
 - `algorithm`: the choice of a study's searcher
 - `recipes`: recipes that a study scores in place of a search
 - `tasks`: tasks, objectives and prompts

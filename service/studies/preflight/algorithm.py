@@ -129,7 +129,7 @@ def _draws_of(study: Study) -> tuple[float, float]:
         iteration = number // options.episodes
         passed = iteration // policies - options.warm_up
         share = 1.0 if passed < 0 else max(0.0, 1.0 - passed / max(options.explored, 1))
-        # The results of the iterations before are needed for mutants, and those are not known in the first two.
+        # Mutants need the results of earlier iterations, which are not known in the first two iterations.
         own = 1.0 if iteration < max(2, policies) else 1.0 - options.elite_share
         drawn += own * share
         chosen += own * (1.0 - share)
@@ -141,7 +141,8 @@ def _warning_of_policy(study: Study, space: SearchSpace) -> str:
 
     A layer path is the sequence of layers of a merge. The penalty lowers a path's score with each layer. Scores without
     the penalty differ by at most 1. The penalty is therefore too large if it lowers the score of the longest path by at
-    least 1 more than that of the shortest path. If it is not, and for a `space` without layer paths, the result is "".
+    least 1 more than the score of the shortest path. Otherwise, and for a `space` without layer paths, the result is
+    "".
     """
     penalty, paths = study.search.hm3.length_penalty, space.parameters.structure
     if not isinstance(paths, LayerPaths) or penalty * (paths.longest - paths.shortest) < 1:

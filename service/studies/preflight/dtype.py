@@ -18,7 +18,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 def engine_dtype(study: Study) -> str:
     """The dtype in which a study's engines compute.
 
-    If the study file says "auto", it is "bfloat16" if engines run on GPUs, of this machine or of others, else
+    If the study file says "auto", the dtype is "bfloat16" if engines run on GPUs, of this machine or of others, else
     "float32".
     """
     if study.engine.dtype != "auto":

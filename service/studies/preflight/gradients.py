@@ -55,10 +55,10 @@ def gradient_place(
     for engines and gradients. If the study does not even fit into the host's memory without gradients, the CPU is
     chosen too: another check reports this lack.
 
-    `sources` are the study's models, and `machines` the groups of machines that can run engines. `plan` computes the
-    memory of the study with gradients on a device, or without gradients for None. `max_layers` is the number of layers
-    of the longest merge if merges have any number of layers, else 0. Returns the choice and "", or None and the reason
-    why no device fits.
+    `sources` are the study's models, and `machines` are the groups of machines that can run engines. `plan` computes
+    the memory of the study with gradients on a given device; the device None means without gradients. `max_layers` is
+    the number of layers of the longest merge if merges have any number of layers, else 0. Returns the choice and "", or
+    None and the reason why no device fits.
     """
     has_gpus = any(group.num_gpus for group in machines)
     why = ""
@@ -89,8 +89,9 @@ def _on_gpu(
 ) -> tuple[GradientPlace | None, str]:
     """Plan gradients on GPUs of one machine that have no engine; return (place, ""), or (None, reason) if none fits.
 
-    As few GPUs are used as possible. On one number of GPUs, passes of PASS_TOKENS tokens are preferred, then such
-    passes with recomputed activations, and then smaller ones.
+    The plan uses as few GPUs as possible. For a given number of GPUs, the first choice is passes of PASS_TOKENS tokens.
+    The second choice is such passes with activations computed twice. The third choice is smaller passes, also with
+    activations computed twice.
 
     `sources` are the study's models. `machines` are the groups of machines, whose smallest GPU counts. `value_bytes` is
     the size of a number in the gradients' dtype. `max_layers` is the number of layers of the longest merge if merges
@@ -126,7 +127,7 @@ def _on_gpu(
 
 
 def _free_on_one_machine(study: Study, machines: Sequence[EngineMachines]) -> int:
-    """The largest number of GPUs of one machine that have no engine, if engines fill one machine after the other.
+    """The largest number of GPUs of one machine that have no engine, if engines fill the machines one by one.
 
     Machines with fewest GPUs are filled first. If no machine has as many GPUs as an engine needs, none counts as used.
     """
@@ -154,7 +155,7 @@ def gradient_gpu_bytes(study: Study, sources: ResolvedFamily, place: GradientPla
 
 
 def _bytes_on_gpu(sources: ResolvedFamily, value_bytes: int, max_layers: int, place: GradientPlace) -> int:
-    """Bytes of the GPU that needs most, among those that share the layers of the model."""
+    """Bytes of memory that each GPU needs if several share the layers of the model; the GPU that needs most counts."""
     settings = dict(sources.base.settings)
     return max(
         held + activation_bytes(settings, place.tokens, value_bytes, recomputes=place.recomputes, layers=max(1, layers))
@@ -163,7 +164,7 @@ def _bytes_on_gpu(sources: ResolvedFamily, value_bytes: int, max_layers: int, pl
 
 
 def _most_tokens(sources: ResolvedFamily, value_bytes: int, max_layers: int, place: GradientPlace, room: int) -> int:
-    """The largest number of tokens of a pass for which each of the GPUs of `place` has memory; 0 if there is none.
+    """The largest number of tokens of one pass that fits into the memory of each GPU of `place`; 0 if none fits.
 
     `room` is the number of usable bytes of each GPU.
     """
@@ -175,9 +176,9 @@ def _most_tokens(sources: ResolvedFamily, value_bytes: int, max_layers: int, pla
 
 
 def _held_on_gpus(sources: ResolvedFamily, value_bytes: int, max_layers: int, num_gpus: int) -> list[tuple[int, int]]:
-    """Bytes without activations, and number of layers, of each GPU that has a part of the model.
+    """For each GPU with a part of the model: the bytes of this part without activations, and its number of layers.
 
-    The bytes are those of the weights, of one gradient, and of the sources that are read to reduce it.
+    The bytes are the sum for the weights, for one gradient, and for the sources that are read to reduce the gradient.
     """
     number = max(int(sources.base.settings["num_hidden_layers"]), max_layers)
     passing = reduction_bytes(sources)

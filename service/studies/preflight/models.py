@@ -1,4 +1,4 @@
-"""Checks of a study's models, and comparison of models and task data with those at the study's creation."""
+"""Checks of a study's models, and of whether models and task data have changed since the study's creation."""
 
 from __future__ import annotations
 
@@ -84,8 +84,9 @@ def unchanged_models(stored: JobRecord) -> tuple[Study, ResolvedFamily]:
 def check_unchanged(record: JobRecord, resolved: ResolvedStudy) -> None:
     """Raise Conflict if models, task data or recipes of a stored study have changed since it was created.
 
-    `record` is the study's job, with the fingerprints of that time; `resolved` has the present ones. Also raises
-    Conflict if this program does not have the version of the searcher that the study was created with.
+    `record` is the study's job, with the fingerprints (hashes of files) that were stored then; `resolved` has the
+    present ones. Also raises Conflict if this program does not have the version of the searcher that the study was
+    created with.
     """
     stored = ResolvedStudy.of(record)
     known = SEARCHERS[stored.algorithm].version if stored.algorithm in SEARCHERS else 1
@@ -131,7 +132,7 @@ def check_models(located: LocatedFamily, study: Study, problems: list[Problem]) 
 def check_layers(study: Study, sources: ResolvedFamily, problems: list[Problem]) -> None:
     """Check that the layers of the models `sources` can be reordered and scaled, if the study's search space does so.
 
-    To scale a layer is to multiply its output by a factor. What is impossible is added to `problems`.
+    To scale a layer is to multiply its output by a factor. Reasons why this is impossible are added to `problems`.
     """
     section = study.search_space
     if section.changes_layers and sources.modality.runs_on_vllm:
@@ -180,7 +181,7 @@ def searched_models(
     """Collect the facts about a study's models that its search space depends on.
 
     `preferences` are the preference vectors, each with the weights by objective. `sources` are the models, and
-    `fingerprints` the hashes of their files by the model's name in the study file (alias). A merge may have at most
+    `fingerprints` are the hashes of their files by the model's name in the study file (alias). A merge may have at most
     `max_layers` layers, or any number if it is None.
     """
     layout, sizes = sources.layout, {name: math.prod(header.shape) for name, header in sources.base.tensors.items()}
@@ -208,7 +209,7 @@ def searched_models(
 
 
 def model_size(sources: ResolvedFamily, max_layers: int) -> ModelSize:
-    """Count the parameters of a merge of the models `sources`: those in each layer, and those outside layers.
+    """Count the parameters of a merge of the models `sources`: in each layer, and outside layers.
 
     All these models, a base and its experts, have the same size. The result also has `max_layers`, the largest number
     of layers that a merge may have.

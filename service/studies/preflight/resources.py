@@ -98,9 +98,9 @@ class MemoryPlan:
 def check_devices(study: Study, sources: ResolvedFamily | None, problems: list[Problem]) -> None:
     """Check that the models `sources` can be split between GPUs, and that this machine has enough GPUs for a study.
 
-    What is lacking is added to `problems`. The number of GPUs is checked only if the study runs on this machine. On a
-    Ray cluster, Ray counts the GPUs. If machines are stated for this installation, or by the profile of a plan, their
-    GPUs are counted elsewhere.
+    Missing GPUs are added to `problems`. The number of GPUs is checked only if the study runs on this machine. On a Ray
+    cluster, Ray counts the GPUs. If machines are stated for this installation, or by the profile of a plan, their GPUs
+    are counted elsewhere.
     """
     import torch
 
@@ -145,10 +145,10 @@ def machines_for(
 ) -> tuple[EngineMachines, ...]:
     """Groups of machines that can run a study's engines.
 
-    The result has the groups that are stated for this installation; if none are stated, the groups `known`; if none are
-    known, this machine. If some groups have GPUs, groups without GPUs are left out. If engines need GPUs and no group
-    has any, the result is one machine with one GPU and unknown memory. If `available_bytes` is given, each machine has
-    this memory.
+    The result has the groups that are stated for this installation. If no groups are stated, the result has the groups
+    `known`. If no groups are known either, the result is this machine. If some groups have GPUs, groups without GPUs
+    are left out. If engines need GPUs and no group has any, the result is one machine with one GPU and unknown memory.
+    If `available_bytes` is given, each machine has this memory.
     """
     import torch
 
@@ -174,7 +174,8 @@ def plan_memory(
     """Plan the memory of one machine for the source weights (the bank), its engines and, if any, the gradient actor.
 
     Every machine gets the same number of the study's engines. The plan is for the first kind of machine that has room
-    for this number of engines; if none has, it is for the machine with the most memory, and says what is lacking.
+    for this number of engines; if none has, the plan is for the machine with the most memory, and says how much is
+    missing.
 
     - `sources`: the study's models
     - `machines`: the kinds of machines that can run engines, each with how many there are
@@ -248,7 +249,7 @@ def uses_statistics(methods: Iterable[str], names: Collection[str]) -> bool:
 
 
 def scored_methods(study: Study, sources: ResolvedFamily) -> frozenset[str]:
-    """The merge methods of the merges that a study scores: those of its search space, its baselines, or its recipes.
+    """The merge methods that a study's merges use: methods of its search space and its baselines, or of its recipes.
 
     `sources` are the study's models. If the study file lists recipes, which may be by any method, the result has all.
     """
@@ -282,8 +283,8 @@ def gradient_model_bytes(sources: ResolvedFamily, value_bytes: int, *, max_layer
 def gradient_value_bytes(study: Study, device: Literal["cuda", "cpu"]) -> int:
     """Bytes of each number in the gradients of a study: 2 if gradients are computed in bfloat16, 4 if in float32.
 
-    They are computed in bfloat16 if the study's engines have this dtype, and with `dtype: auto` if `device` is "cuda".
-    Otherwise they are computed in float32, also for engines that compute in float16.
+    Gradients are computed in bfloat16 if the study's engines have this dtype, and with `dtype: auto` if `device` is
+    "cuda". Otherwise they are computed in float32, also for engines that compute in float16.
     """
     return 2 if study.engine.dtype == "bfloat16" or (study.engine.dtype == "auto" and device == "cuda") else 4
 

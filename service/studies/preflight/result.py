@@ -44,11 +44,11 @@ __all__ = [
 # Samples per request: the most that a crash loses, and that a replica scores before it looks at its queue again.
 CHUNK_SAMPLES = 512
 
-# Trials that proposals may run ahead of results for each replica, less one in all: measured with
+# Trials by which proposals may run ahead of results: this number for each replica, minus one in all. Measured with
 # tests/benchmarks/bench_replicas.py.
 STALENESS_PER_REPLICA = 6
 
-# Proposals that run ahead of results are made in this many batches, if they are at least as many.
+# Number of batches in which proposals that run ahead of results are made, if there are at least as many proposals.
 BATCHES_AHEAD = 8
 
 
@@ -336,9 +336,10 @@ class PreflightResult:
     def plan(self, study_id: str, resolved: ResolvedStudy, *, baselines: tuple[Baseline, ...] | None = None) -> Plan:
         """Make the plan of the study `study_id`: all settings that determine what its driver evaluates.
 
-        `resolved` has facts that were stored when the study was created. Of these the plan uses the searcher, how far
-        proposals may run ahead of results, and the numbers of open brackets (ladders of rungs) and of proposals in a
-        batch. `baselines` are the baselines of a study that is resumed, or None to use those of a new study.
+        `resolved` has facts that were stored when the study was created. The plan uses these facts: the searcher, how
+        far proposals may run ahead of results, the number of open brackets (ladders of rungs), and the number of
+        proposals in a batch. `baselines` are the baselines of a study that is resumed, or None to use the baselines of
+        a new study.
         """
         declared = SEARCHERS[resolved.algorithm or self.study.search.algorithm]
         return Plan(

@@ -46,12 +46,12 @@ def check_tasks(
     """Check the tasks in a section of the study file, "objectives", "holdout" or "benchmarks".
 
     `specs` are the section's entries by position. Returns two mappings by the entry's name: the tasks in the form from
-    which engines' processes build them, and facts about their data. What is wrong is added to `problems`. `access`
-    limits the files that task files may refer to; None is no limit.
+    which engines' processes build them, and facts about their data. Problems that are found are added to `problems`.
+    `access` limits the files that task files may refer to; None is no limit.
 
     An lm-eval task may define several filters, which are ways to extract the answer from a completion. In a new study
-    (`is_new`), the entry of such a task must name one of them. In a stored study, an entry that names none uses the
-    first.
+    (`is_new`), the entry of such a task must name one of its filters. In a stored study, an entry that names no filter
+    uses the first.
     """
     tasks: dict[str, TaskSpec] = {}
     infos: dict[str, TaskInfo] = {}
@@ -107,7 +107,7 @@ def benchmarks_of(
 
     `tasks` and `infos` have the benchmarks' tasks and facts about their data, by name. A benchmark whose task could not
     be built is left out. Benchmarks of a group must have equal directions and ranges, because their values are
-    averaged; what is wrong is added to `problems`.
+    averaged. Problems that are found are added to `problems`.
     """
     found: list[Benchmark] = []
     groups: dict[str, Objective] = {}
@@ -156,8 +156,8 @@ def _attack(spec: BenchmarkSpec, info: TaskInfo, place: str, problems: list[Prob
     """Prepare the attack on a benchmark's prompts; None if the benchmark has no attack, or the attack is impossible.
 
     An attack searches for the prompt template with the worst metric. `spec` is the benchmark's entry in the study file,
-    `place` the entry's location, such as "benchmarks.0", and `info` has facts about its task. Reasons why the attack is
-    impossible are added to `problems`.
+    `place` is the entry's location, such as "benchmarks.0", and `info` has facts about its task. Reasons why the attack
+    is impossible are added to `problems`.
     """
     if spec.attack is None:
         return None
@@ -176,9 +176,9 @@ def _attack(spec: BenchmarkSpec, info: TaskInfo, place: str, problems: list[Prob
 def _reference_length(spec: BenchmarkSpec, task: TaskSpec, place: str, problems: list[Problem]) -> float:
     """Mean length of a judged benchmark's reference answers, in characters; a judge is an LLM that compares answers.
 
-    `spec` is the benchmark's entry in the study file, `place` the entry's location, such as "benchmarks.0", and `task`
-    its task. The result is 0 for a benchmark without a judge. It is also 0 for a task that cannot be judged, which is
-    added to `problems`.
+    `spec` is the benchmark's entry in the study file, `place` is the entry's location, such as "benchmarks.0", and
+    `task` is its task. The result is 0 for a benchmark without a judge, and for a task that cannot be judged. The
+    reason why a task cannot be judged is added to `problems`.
     """
     if spec.judge is None:
         return 0.0
@@ -196,7 +196,7 @@ def check_modality(
     """Check that a study's tasks are of the modality of its models `sources`, and that the models fit the tasks.
 
     `tasks` has the tasks that could be read by section of the study file and name. A study of images needs, for
-    example, a head for each task. What is wrong is added to `problems`.
+    example, a head for each task. Problems that are found are added to `problems`.
     """
     for place, spec in study.with_tasks():
         task = tasks[place.partition(".")[0]].get(spec.name)
@@ -216,7 +216,8 @@ def check_modality(
 def check_prompts(study: Study, directory: str, problems: list[Problem]) -> None:
     """Check that the tokenizer has the study's chat template, and that `max_tokens` is below the context length.
 
-    `directory` holds the tokenizer and the configuration of the merged model. What is wrong is added to `problems`.
+    `directory` holds the tokenizer and the configuration of the merged model. Problems that are found are added to
+    `problems`.
     """
     prompts = Prompts(directory, study.engine.options)
     asked = study.engine.chat_template
@@ -248,8 +249,8 @@ def objectives_of(
 
     `infos` has facts about the objectives' tasks by name. An objective whose task could not be built is left out.
     Objectives may also be costs that count a merge's layers or parameters. `size` has the models' numbers of layers and
-    parameters, from which the ranges of costs are computed; if it is None, costs are left out. What is wrong is added
-    to `problems`.
+    parameters, from which the ranges of costs are computed; if it is None, costs are left out. Problems that are found
+    are added to `problems`.
     """
     objectives = []
     constraints = [parse_constraint(text) for text in study.search.constraints]

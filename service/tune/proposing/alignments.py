@@ -53,9 +53,9 @@ def alignments_in(
     that the study already has, by pair. An alignment of `before` is used again if its file is in `directory`; all other
     alignments are learned. `note` is called with messages about the progress.
 
-    Raises StudyFailed if an alignment of `before` was lost, and the one that is learned in its place is different.
-    Raises InvalidModel and InvalidTask if models or task data cannot be used, and EngineUnavailable if a Ray task
-    cannot be completed.
+    Raises StudyFailed if an alignment of `before` was lost, and the alignment that is learned in its place is
+    different. Raises InvalidModel and InvalidTask if models or task data cannot be used, and EngineUnavailable if a Ray
+    task cannot be completed.
     """
     whole = {name for name in set(before.values()) if is_stored(directory, name)}
     kept = {pair: name for pair, name in before.items() if name in whole}
@@ -147,9 +147,9 @@ def _read(inputs: AlignmentInputs, alias: str, before: Sequence[int], device: st
     because GPUs are visible even to tasks that reserved none.
 
     Returns a list with a pair of NumPy arrays for each of these layers: the activations of all tokens except the first
-    of each text (one row a token), and those of the first tokens. The last element of the list is not a pair, but a
-    boolean array with an entry for each row of the first arrays: True for a token that is held out, so that alignments
-    are tested on it and not fitted to it.
+    of each text (one row a token), and the activations of the first tokens. The last element of the list is not a pair,
+    but a boolean array with an entry for each row of the first arrays: True for a token that is held out, so that
+    alignments are tested on it and not fitted to it.
     """
     torch.set_num_threads(TASK_CPUS)  # equal bits on every machine
     family = on_this_machine(inputs.family)

@@ -73,7 +73,7 @@ class PolicyCheckpoints:
 def kept_iterations(num_finished: int, num_policies: int) -> range:
     """The training iterations whose policy checkpoints must be kept once `num_finished` iterations are finished.
 
-    They are the last two iterations of each of the `num_policies` policies, which are trained in turn.
+    These are the last two iterations of each of the `num_policies` policies, which are trained in turn.
     """
     return range(max(0, num_finished - 2 * num_policies), num_finished)
 

@@ -1,6 +1,7 @@
 """Stored correct completions of the source models, which gradients can use as reference answers.
 
-They are used for objectives for which a lower loss on the task's reference answers does not imply a better score.
+Such completions are used for objectives for which a lower loss on the task's reference answers does not imply a better
+score.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ class SourceCompletions:
     """Reader of the correct completions among the stored samples of a study's source models, on search data.
 
     `objectives` are the study's objectives; `store` has the samples of the study `study_id`. A completion is correct if
-    its sample has the best value of the objective's range. Some samples give no completion: those of a multiple choice,
-    those with several completions (a single one may be wrong although the sample has the best value), and those stored
-    without tokens. Every source model must have been scored on all samples. Samples are scored again if their engine
-    failed a check. They must get the same values, but their tokens may differ; a driver that starts later then reads
-    the new tokens.
+    its sample has the best value of the objective's range. Some samples give no completion: samples of a multiple
+    choice, samples with several completions (one of these may be wrong although the sample has the best value), and
+    samples stored without tokens. Every source model must have been scored on all samples. Samples are scored again if
+    their engine failed a check. Samples that are scored again must get the same values, but their tokens may differ; a
+    driver that starts later then reads the new tokens.
     """
 
     def __init__(self, store: Store, study_id: str, objectives: Sequence[Objective]) -> None:

@@ -58,8 +58,8 @@ class GradientInputs:
 class GradientActor:
     """The actor that computes losses and gradients of merges, one request at a time.
 
-    It holds a trainable model and the weights of all source models, which `inputs` names. Equal requests have equal
-    results on the same device with the same number of threads.
+    The actor holds a trainable model and the weights of all source models, which `inputs` names. Equal requests have
+    equal results on the same device with the same number of threads.
     """
 
     def __init__(self, inputs: GradientInputs) -> None:
@@ -132,9 +132,9 @@ class GradientActor:
         """The trainable model, which computes losses and gradients; the first call opens it.
 
         Completions that `use_completions` has set since the last call are passed on to the model. The model is opened
-        here and not in the constructor, because Ray reports an error in the constructor as the death of the process. It
-        is not opened in `use_completions` either, because the driver does not wait for that call and would miss its
-        errors.
+        here and not in the constructor, because Ray reports an error in the constructor as the death of the process.
+        The model is not opened in `use_completions` either, because the driver does not wait for that call and would
+        miss its errors.
         """
         if self._opened is None:
             import torch
@@ -170,9 +170,9 @@ class GradientActor:
         Several coefficients may have the value of one parameter; the derivative with respect to the parameter is then
         the sum over these coefficients.
 
-        A tensor's merge has either one coefficient for each source or one that all sources share. If it has one for
-        each source, the parameters set these, and the derivative by a shared coefficient, which `result` may also have,
-        is ignored. Otherwise one parameter sets the shared coefficient.
+        A tensor's merge has either one coefficient for each source or one that all sources share. If each source has a
+        coefficient, the parameters set these coefficients, and the derivative by a shared coefficient, which `result`
+        may also have, is ignored. Otherwise one parameter sets the shared coefficient.
         """
         space = self._known_space
         slopes: dict[str, float] = {}
@@ -192,7 +192,8 @@ class GradientActor:
 def _has_room(family: Family) -> bool:
     """Whether the machine's shared memory has room for the sources of `family`, or has them already.
 
-    Then GPUs read them from pinned memory, which is many times as fast as mapped files, and share them with engines.
+    If the result is True, GPUs read the sources from pinned memory, which is many times as fast as mapped files, and
+    share the memory with engines.
     """
     from workers.merging.bank import content_name
     from workers.merging.node import free_shared_bytes, shared_bytes

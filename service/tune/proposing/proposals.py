@@ -64,8 +64,8 @@ class Asking:
     proposals, and `writer` stores the steps. `may_compute` is called with the proposal and the searcher's request for
     losses or a gradient; it says whether the study's limit of samples allows the request. If it returns False, the
     request waits: the method `result` returns None, and the next call of `result` calls `may_compute` again.
-    `num_steps` is the number of gradient steps and policy updates that were stored before; the attribute of this name
-    grows with each further one.
+    `num_steps` is the number of gradient steps and policy updates that were stored before; the attribute `num_steps`
+    grows with each further step or update.
     """
 
     def __init__(

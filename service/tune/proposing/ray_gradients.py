@@ -68,10 +68,11 @@ class RayGradients:
     def begin(self, request: ChargedRequest, coefficients: Coefficients | None = None) -> None:
         """Begin to compute the losses of one merge, or its losses and their gradient, in the background.
 
-        `request` says which of the two, on which samples, and for which merge. It describes the merge by a value for
-        each parameter of `coefficients`, the parameters that determine a merge's coefficients. The gradient is with
-        respect to these parameters. If `coefficients` is None, the parameters are those of the last call that gave some
-        or, before such a call, those of the study's search space.
+        `request` says whether losses alone or also a gradient are computed, on which samples, and for which merge. The
+        request describes the merge by a value for each parameter of `coefficients`, the parameters that determine a
+        merge's coefficients. The gradient is with respect to these parameters. If `coefficients` is None, the
+        parameters that an earlier call gave last are used. If no earlier call gave any, the parameters of the study's
+        search space are used.
         """
         if coefficients is not None and coefficients is not self._coefficients:
             self._coefficients = coefficients

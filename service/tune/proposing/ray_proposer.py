@@ -59,9 +59,9 @@ class RayProposer:
     - `checkpoints`: stores the policies of a searcher that trains policies
 
     The method `result` raises EngineUnavailable if actors keep dying, if the gradient actor does not start, or if an
-    actor cannot read files that it needs. It raises InvalidModel or InvalidTask if an actor cannot use a model or a
-    task. It raises StudyFailed if an actor cannot work for another reason, for example because a policy has numbers
-    that are NaN.
+    actor cannot read files that it needs. The method raises InvalidModel or InvalidTask if an actor cannot use a model
+    or a task. It raises StudyFailed if an actor cannot work for another reason, for example because a policy has
+    numbers that are NaN.
     """
 
     def __init__(
@@ -127,11 +127,12 @@ class RayProposer:
     def _follows(self, call: Mapping[str, Any]) -> bool:
         """Whether a proposal computed in advance can be used for `call`, the arguments of `submit`.
 
-        It can be used under three conditions:
+        The proposal can be used under three conditions:
 
-        - the number of `call` follows that of the last proposal
-        - the observations of `call` are those of the last proposal
-        - the pending configurations of `call` are those of the last proposal and the last proposal itself
+        - the trial number of `call` follows the number of the last proposal
+        - the observations of `call` are the observations of the last proposal
+        - the pending configurations of `call` are the pending configurations of the last proposal, and the last
+          proposal
         """
         last = self._call
         pending = (*last["pending"], self._answered)
@@ -236,7 +237,7 @@ class RayProposer:
     def _replace_searcher(self, error: Exception) -> None:
         """Start another searcher actor with the same state, after the previous actor died of `error`.
 
-        Raises EngineUnavailable if MAX_DEATHS actors have died since the last one that returned a result.
+        Raises EngineUnavailable if MAX_DEATHS actors have died since an actor last returned a result.
         """
         self._num_deaths += 1
         logger.warning("the searcher died: %s", error)

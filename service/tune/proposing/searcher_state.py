@@ -20,11 +20,11 @@ __all__ = ["SearcherState", "SentObservations"]
 class SearcherState:
     """Actor that runs a study's searcher, with the study's steps, observations and checkpoints in memory.
 
-    `algorithm` is the name of the searcher, `parameters` are those of the search space, and `setting` has further facts
-    about the study. A step is the result of a computation that the searcher has requested, such as a gradient. In the
-    methods, `call` has the trial's `number`, the `seed`, the results that may be used (`observations`), and the
-    configurations of trials whose results may not be used (`pending`). In `observations`, an index may stand for an
-    observation that the method `receive` has received before.
+    `algorithm` is the name of the searcher, `parameters` are the parameters of the search space, and `setting` has
+    further facts about the study. A step is the result of a computation that the searcher has requested, such as a
+    gradient. In the methods, `call` has the trial's `number`, the `seed`, the results that may be used
+    (`observations`), and the configurations of trials whose results may not be used (`pending`). In `observations`, an
+    index may stand for an observation that the method `receive` has received before.
     """
 
     def __init__(
@@ -68,9 +68,9 @@ class SearcherState:
     def propose_next(self) -> StepRequest | dict[str, Any]:
         """The configuration of the trial after the last proposed one, or a request for a computation before it.
 
-        The proposal uses the same results as the last one. The configuration proposed last counts as pending (proposed,
-        without a result). If the last call returned a request instead of a configuration, the same request is returned
-        again, because the proposal that needs it must be made first.
+        The proposal uses the same results as the last proposal. The configuration proposed last counts as pending
+        (proposed, without a result). If the last call returned a request instead of a configuration, the same request
+        is returned again, because the proposal that needs it must be made first.
         """
         if not isinstance(self._last_answer, dict):
             assert self._last_answer is not None, "nothing was proposed"
@@ -164,7 +164,7 @@ class SentObservations:
     def add(self, observations: Sequence[Observation]) -> tuple[list[Observation], list[int]]:
         """Register the observations of a call; return the new ones, which must be sent, and the indices of all.
 
-        The new ones were not sent to the other process before. Both results are in the order of `observations`.
+        The new observations were not sent to the other process before. Both results are in the order of `observations`.
         """
         new = []
         for observation in observations:
@@ -191,7 +191,7 @@ class _Ahead:
 
     `iteration` is the training iteration of the update. `known` are the observations (results of trials) from which the
     update was computed; it is used only if the proposal comes with the same ones. `result` is the update's result, and
-    `content` the policy's checkpoint, or None if nothing was learned.
+    `content` is the policy's checkpoint, or None if nothing was learned.
     """
 
     iteration: int

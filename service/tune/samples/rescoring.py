@@ -63,8 +63,8 @@ class Rescoring:
         """Whether samples of an engine must be scored again, because the first check after they were scored failed.
 
         `replica` is the id of the engine's process (Ray Serve replica). `canaries` is the number of checks (canaries:
-        comparisons with transformers on fixed prompts) that the engine had passed when it scored the samples. It is
-        None for samples that an earlier version stored; these are not void.
+        comparisons with transformers on fixed prompts) that the engine had passed when it scored the samples.
+        `canaries` is None for samples that an earlier version stored; these samples are not void.
         """
         fault = self._faults.get(replica)
         return fault is not None and canaries is not None and canaries >= fault.canaries
@@ -85,8 +85,8 @@ class Rescoring:
     def look(self, *, at_once: bool) -> bool:
         """Find engines that newly failed a check, and remove their affected samples from the sample cache.
 
-        The failed checks (faults) are read from the store. Returns whether any study has a new one. If `at_once` is
-        False, a call within LOOK_S seconds of the last one does nothing and returns False.
+        The failed checks (faults) are read from the store. Returns whether any study has a new fault. If `at_once` is
+        False, a call within LOOK_S seconds of the last call does nothing and returns False.
         """
         if not at_once and time.monotonic() - self._looked_at < LOOK_S:
             return False

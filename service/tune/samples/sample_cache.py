@@ -30,7 +30,7 @@ class SampleCache:
     - Search data: a rung is a budget level of the scheduler, that is, a number of samples.
     - Holdout data: the only rung has all samples.
     - Benchmark data: each benchmark has a rung, with its position in `Plan.benchmarks` as number. The rung has the
-      samples of the original prompt template, and those of the templates that `set_attacked` has set last.
+      samples of the original prompt template, and the samples of the templates that `set_attacked` has set last.
     """
 
     def __init__(self, plan: Plan, store: Store) -> None:
@@ -65,8 +65,8 @@ class SampleCache:
     def take_out(self, digest: str, split: Split, objective: str, position: int) -> None:
         """Remove a sample from the cache, so that it is scored again.
 
-        `digest` identifies the recipe, and `split` the data: search, holdout or benchmark data. `position` is the
-        sample's index in the order in which the objective's samples are scored.
+        `digest` identifies the recipe, and `split` identifies the data: search, holdout or benchmark data. `position`
+        is the sample's index in the order in which the objective's samples are scored.
         """
         values = self._values[split][digest][objective]
         if split == Split.SEARCH:
@@ -77,10 +77,10 @@ class SampleCache:
     def missing(self, digest: str, rung: int, split: Split) -> list[Span]:
         """The samples of a rung that still must be scored for a recipe, as ranges of adjacent positions.
 
-        `digest` identifies the recipe, and `split` the data: search, holdout or benchmark data. On search data, `rung`
-        is the index of a number of samples at which trials are compared; on benchmark data, it is the benchmark's
-        position in `Plan.benchmarks`; on holdout data, it has no influence. Stored samples have gaps only where a
-        driver was interrupted, or where samples of an engine that failed a check were removed.
+        `digest` identifies the recipe, and `split` identifies the data: search, holdout or benchmark data. On search
+        data, `rung` is the index of a number of samples at which trials are compared; on benchmark data, it is the
+        benchmark's position in `Plan.benchmarks`; on holdout data, it has no influence. Stored samples have gaps only
+        where a driver was interrupted, or where samples of an engine that failed a check were removed.
         """
         samples, tasks = self._num_samples(digest, rung, split), self._tasks(split)
         known = self._values[split].get(digest, {})
@@ -93,9 +93,9 @@ class SampleCache:
     def missing_chunks(self, digest: str, rung: int, split: Split) -> tuple[tuple[Span, ...], ...]:
         """The samples of a rung that still must be scored for a recipe, in chunks of at most `Plan.chunk_samples`.
 
-        A chunk is the samples of one request to an engine. `digest` identifies the recipe, and `split` the data:
-        search, holdout or benchmark data. `rung` is the index of a number of samples at which trials are compared or,
-        on benchmark data, the benchmark's position in `Plan.benchmarks`.
+        A chunk is the samples of one request to an engine. `digest` identifies the recipe, and `split` identifies the
+        data: search, holdout or benchmark data. `rung` is the index of a number of samples at which trials are compared
+        or, on benchmark data, the benchmark's position in `Plan.benchmarks`.
         """
         return _chunks(self.missing(digest, rung, split), self._plan.chunk_samples)
 
@@ -186,7 +186,7 @@ class SampleCache:
     def mean(self, digest: str, split: Split, name: str) -> float:
         """The mean value of a recipe over its stored samples of the task `name`; at least one must be stored.
 
-        `digest` identifies the recipe, and `split` the data: search, holdout or benchmark data.
+        `digest` identifies the recipe, and `split` identifies the data: search, holdout or benchmark data.
         """
         return float(np.nanmean(self._values[split][digest][name]))
 

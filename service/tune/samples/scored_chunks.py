@@ -27,9 +27,9 @@ __all__ = ["ScoredChunks"]
 class ScoredChunks:
     """The results that engines return in a study: checked, stored, and removed if their engine later fails a check.
 
-    Samples are kept in the cache `samples`, and stored in the database by `writer`; `store` reads what earlier drivers
-    have stored. `plan` has the study's settings and `trials` its trials. `observer` is called with "commit" whenever
-    the result of a request was stored, so that tests can stop the process at this moment.
+    Samples are kept in the cache `samples`, and stored in the database by `writer`; `store` reads the results of
+    earlier drivers. `plan` has the study's settings and `trials` has its trials. `observer` is called with "commit"
+    whenever the result of a request was stored, so that tests can stop the process at this moment.
     """
 
     def __init__(

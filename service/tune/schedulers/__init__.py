@@ -41,8 +41,8 @@ def rung_table(
 
     The scheduler decides on which rung (number of samples) each trial is evaluated, and which trials are promoted.
     `violation(trial, rung)` is the total constraint violation of a trial at a rung. `differences(trial, rival, rung)`
-    has an array for each objective: the trial's cost minus that of the trial `rival`, with which it is compared, on
-    each sample of the rung.
+    has an array for each objective: on each sample of the rung, the trial's cost minus the cost of the trial `rival`,
+    with which it is compared.
     """
     own: dict[str, Any] = {}
     if plan.error_rate is not None:

@@ -8,7 +8,7 @@ order in which results arrive. The members of a rung are in the order of their p
 the first k members once all k are evaluated. A proposal uses the results of a fixed set of earlier evaluations.
 Evaluations may still overlap, so engines have work while a rung waits for a result.
 
-Each result changes the table; the table is never computed again from all results. This is possible because results
+Each result changes the table; the table is never computed again from all results. The changes suffice because results
 become visible to proposals in a fixed order and stay visible. Therefore handling a result or a proposal takes the same
 time in a long search as in a short one.
 """
@@ -53,13 +53,13 @@ class Entry:
 class Rung:
     """A rung of one bracket (ladder of rungs): a number of samples at which the bracket's trials are compared.
 
-    Its members are the trials that have arrived at the rung, whether they are evaluated there yet or not.
+    The rung's members are the trials that have arrived at it, whether or not they are evaluated there already.
 
     - `index`: the rung's index, from 0
     - `order`: the members in the order of their arrival
-    - `members`: for each member, a trial number that says which proposals may use the member's result at this rung: the
-      number of the newest trial whose first result was needed for promoting the member to this rung. It never decreases
-      along `order`.
+    - `members`: for each member, the number of the newest trial whose first result was needed for promoting the member
+      to this rung. This number decides which proposals may use the member's result here. It never decreases along
+      `order`.
     - `num_decided`: the number of members on which decisions have been made; they are the first ones in `order`
     - `num_seen`: the number of members whose results at this rung proposals may use; they are the first ones in `order`
     - `ranking`: the members on which decisions have been made, without those that failed
@@ -70,7 +70,7 @@ class Rung:
     members: dict[int, int] = field(default_factory=dict)
     order: list[int] = field(default_factory=list)
     num_decided: int = 0
-    num_seen: int = 0  # how many of the first members proposals may know
+    num_seen: int = 0  # number of first members whose results proposals may use
     is_closed: bool = False
     ranking: Ranking = field(default_factory=Ranking)
 
@@ -106,8 +106,8 @@ class Decision:
 
     A rung is a number of samples at which trials are compared; a bracket is a ladder of rungs. `reason` says by which
     rule trials are pruned, if the scheduler has several rules. `rival` is the trial against which they are pruned: in a
-    race a trial that is ahead, otherwise the last trial in the order of promotion that the rung promotes. It is None if
-    no trial is pruned, or if the rung promotes none.
+    race a trial that is ahead, otherwise the last trial in the order of promotion that the rung promotes. `rival` is
+    None if no trial is pruned, or if the rung promotes no trial.
     """
 
     bracket: int
@@ -172,7 +172,7 @@ class RungTable(ABC):
         self._num_ended = 0  # how many trials have ended, up to the first one that has not
         self._runnable: set[int] = set()
         self._waiting: set[int] = set()
-        # What the newest proposal may know.
+        # The results that the newest proposal may use.
         self._visible: list[tuple[int, int]] = []
         self._failed: list[int] = []
         self._num_known = 0  # how many trials have a visible first result, up to the first one that has none
@@ -202,10 +202,10 @@ class RungTable(ABC):
 
     @abstractmethod
     def position(self) -> tuple[int, int] | None:
-        """Present bracket and rung of the search, for displays of progress.
+        """Present bracket and rung of the search, for displays of progress; None if trials run in several at once.
 
         A bracket is a ladder of rungs, and a rung a number of samples at which trials are compared; both are given by
-        their index. None if trials run in several of them at the same time.
+        their index.
         """
 
     # -- state -----------------------------------------------------------------------------------------------------
@@ -244,8 +244,8 @@ class RungTable(ABC):
     def know(self, number: int, costs: Mapping[int, tuple[float, ...]]) -> None:
         """Record the costs of trial `number` at rungs (numbers of samples) where it was not evaluated itself.
 
-        Baselines are such trials: they are evaluated only at the last rung, whose samples include those of the lower
-        rungs. `costs` has the costs by the index of the lower rung, one cost for each objective.
+        Baselines are such trials: they are evaluated only at the last rung, whose samples include the samples of the
+        lower rungs. `costs` has the costs by the index of the lower rung, one cost for each objective.
         """
         self._at_looks[number] = dict(costs)
 
@@ -259,9 +259,10 @@ class RungTable(ABC):
     def stop(self, *, running: Collection[int]) -> None:
         """End the search now, and end all trials except those in `running`.
 
-        `running` has the numbers of the trials that are being evaluated. Each of them ends with its next result,
-        because no trial is promoted any more. The planned numbers of trials in brackets (ladders of rungs, which are
-        numbers of samples) are not reduced. A resumed search therefore makes the same decisions up to the stop.
+        `running` has the numbers of the trials that are being evaluated. Each of these trials ends with its next
+        result, because no trial is promoted any more. The planned numbers of trials in brackets (ladders of rungs,
+        which are numbers of samples) are not reduced. A resumed search therefore makes the same decisions up to the
+        stop.
         """
         self._is_search_over = self._is_stopped = True
         for entry in self._entries.values():
@@ -361,7 +362,7 @@ class RungTable(ABC):
         """The evaluations that may run now, as (trial number, rung), in the order of starting.
 
         A rung is a number of samples at which trials are compared, given by its index. Promoted trials come first,
-        before trials that have no result yet. Within both groups the order is that of trial numbers.
+        before trials that have no result yet. Both groups are sorted by trial number.
         """
         runnable = [self._entries[number] for number in self._runnable]
         runnable.sort(key=lambda entry: (entry.bracket is not None and not entry.costs, entry.number))
@@ -383,7 +384,7 @@ class RungTable(ABC):
         if number < self._num_baselines:
             raise AssertionError("baselines come first")
         bracket, opens = self._bracket_of_next()
-        # All proposals of a batch know what its last one must know.
+        # All proposals of a batch use the results that its last proposal must use.
         first = number - (number - self._num_baselines) % self._batch
         last = first + self._batch - 1
         visible_up_to = max(last - self._max_staleness, self._last_awaited)
@@ -533,15 +534,16 @@ class RungTable(ABC):
         """
         if not rung.members:
             return ()
-        # Failed trials are members of the rung: they are not promoted, but count in the number of trials that are.
+        # Failed trials are members of the rung: they are not promoted, but count when the number of promoted trials is
+        # computed.
         num_best = self._brackets[bracket].num_promoted(len(rung.members))
         return tuple(self._promote(rung, above, num_best, cause=self._members[bracket][-1]))
 
     def _last_promoted(self, bracket: int, rung: Rung) -> int | None:
-        """The trial that is last in the order of promotion among those that a rung with all its trials promotes.
+        """The last trial, in the order of promotion, among the trials that a rung promotes once all have arrived.
 
-        A rung is a number of samples at which trials are compared, and `bracket` the index of its bracket (a ladder of
-        rungs). None if all trials of the rung failed.
+        A rung is a number of samples at which trials are compared, and `bracket` is the index of its bracket (a ladder
+        of rungs). Returns None if all trials of the rung failed.
         """
         best = rung.ranking.best(self._brackets[bracket].num_promoted(len(rung.members)))
         return best[-1] if best else None

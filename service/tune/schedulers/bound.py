@@ -43,7 +43,7 @@ def largest_capital(differences: Differences, *, population: int) -> float:
     expected = -sums / (population - drawn)
     if (expected < -1).any() or math.fsum(differences) > population - len(differences):
         return math.inf
-    # Where only -1 can follow, there is no bet.
+    # If every further difference must be -1, the gambler does not bet.
     gains = np.divide(differences - expected, 1 + expected, out=np.zeros_like(expected), where=expected > -1)
     capital = np.exp(np.cumsum(np.log1p(np.outer(BETS, gains)), axis=1)).mean(axis=0)
     return float(max(1.0, capital.max(initial=1.0)))
@@ -58,11 +58,11 @@ class Bound:
     candidates, and numbered from 1. Candidate k has the share 1 / (k (k + 1)) of the error rate. The shares sum to at
     most 1 for any number of candidates.
 
-    A candidate's share is divided equally between its rivals. It is not divided between rungs (numbers of samples at
-    which trials are compared), because the bound holds at all rungs together. It is not divided between objectives
-    either: a trial that is not worse in one objective is stopped only if the bound of that objective is wrong. The
-    bound assumes that a trial's recipe does not depend on which samples come first. If a searcher learns from the lower
-    rungs of earlier trials, the error rate is only approximate.
+    A candidate's share is divided equally between its rivals. The share is not divided between rungs (numbers of
+    samples at which trials are compared), because the bound holds at all rungs together. It is not divided between
+    objectives either: a trial that is not worse in one objective is stopped only if the bound of that objective is
+    wrong. The bound assumes that a trial's recipe does not depend on which samples come first. If a searcher learns
+    from the lower rungs of earlier trials, the error rate is only approximate.
 
     `differences(trial, rival, rung)` has an array for each objective: the cost of the trial minus that of the rival on
     each sample of the rung, in [-1, 1], in the order of the samples. `populations` has, for each objective, the number

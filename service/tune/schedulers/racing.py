@@ -24,10 +24,10 @@ class RacingTable(RungTable):
     """Racing scheduler: a trial is compared with the best earlier trials at each rung, and stopped if one is better.
 
     A rung is a number of samples at which trials are compared. The earlier trials with which a trial is compared are
-    its rivals. A trial that is not stopped moves up to the next rung, independently of other trials. It is stopped if a
-    rival is ahead. With one objective, a rival is ahead if it has a smaller cost. With several objectives, a rival is
-    ahead if it dominates the trial. With constraints, a rival that violates them less is ahead. With a `bound`, a rival
-    is ahead only if its lead is larger than chance explains (`Bound.is_behind`).
+    its rivals. A trial that is not stopped moves up to the next rung, independently of other trials. A trial is stopped
+    if a rival is ahead. With one objective, a rival is ahead if it has a smaller cost. With several objectives, a rival
+    is ahead if it dominates the trial. With constraints, a rival that violates them less is ahead. With a `bound`, a
+    rival is ahead only if its lead is larger than chance explains (`Bound.is_behind`).
 
     Proposals may run ahead of evaluations by max_staleness trials. The rivals of trial n are on the Pareto front of the
     trials up to n - max_staleness that were scored in full. The proposal of trial n waits until all trials up to n -
@@ -90,8 +90,8 @@ class RacingTable(RungTable):
     def _are_known(self, number: int) -> bool:
         """Whether all possible rivals of trial `number` (trials that it is compared with) have ended.
 
-        These are the trials up to `number` - `max_staleness`. Newer trials are no rivals, because up to `max_staleness`
-        trials are proposed ahead of evaluations.
+        The possible rivals are the trials up to `number` - `max_staleness`. Newer trials are no rivals, because up to
+        `max_staleness` trials are proposed ahead of evaluations.
         """
         return self._num_ended > number - self._max_staleness
 
@@ -113,7 +113,7 @@ class RacingTable(RungTable):
         """The Pareto front of the trials with numbers below `num_trials`, by their costs on all samples.
 
         These trials must have ended. A trial that was not scored on all samples of the search is not on the front. A
-        trial that violates constraints is dominated by one that violates them less.
+        trial that violates constraints is dominated by a trial that violates them less.
         """
         for entry in (self._entries[number] for number in range(len(self._fronts) - 1, num_trials)):
             front = self._fronts[-1]

@@ -1,8 +1,8 @@
 """The order of promotion within a rung, updated incrementally with each new trial.
 
-The order is that of `search_spaces.objectives.promotion_order`, which sorts all trials (candidates) anew. Here, a
-candidate is inserted into the fronts that exist, as in Li et al., "Efficient Nondomination Level Update Method for
-Steady-State Evolutionary Multiobjective Optimization" (IEEE Transactions on Cybernetics 47, 2017): a point that
+The function `search_spaces.objectives.promotion_order` gives the same order, but sorts all trials (candidates) anew.
+Here, a candidate is inserted into the fronts that exist, as in Li et al., "Efficient Nondomination Level Update Method
+for Steady-State Evolutionary Multiobjective Optimization" (IEEE Transactions on Cybernetics 47, 2017): a point that
 dominates others moves them one front back. Only the fronts that were requested so far are separated; all other
 candidates are kept together, unsorted.
 """
@@ -102,10 +102,10 @@ class _Fronts:
     """Trials with several objectives in the order of promotion: by front, crowding distance, then trial number.
 
     The trials are candidates for promotion; each has `num_costs` costs. The first front consists of the candidates that
-    no other one dominates. The second front consists of those that are dominated only by candidates of the first front,
-    and so on. Within a front, a larger crowding distance comes first. `_fronts` has the first fronts. `_rest` has the
-    candidates behind them, which are not divided into fronts yet. In both, a candidate is given by its index in the
-    order of arrival.
+    no other candidate dominates. The second front consists of the candidates that are dominated only by candidates of
+    the first front, and so on. Within a front, a larger crowding distance comes first. `_fronts` has the first fronts.
+    `_rest` has the candidates behind them, which are not divided into fronts yet. In both, a candidate is given by its
+    index in the order of arrival.
     """
 
     def __init__(self, num_costs: int) -> None:
@@ -170,7 +170,7 @@ class _Fronts:
     def _num_fronts(self, rank: int) -> int:
         """Compute the front with index `rank` if it is the next unknown one, and return the number of known fronts.
 
-        The first front has the trials that no other trial dominates. The next front has those that no other trial
+        The first front has the trials that no other trial dominates. The next front has the trials that no other trial
         outside the first front dominates, and so on. Fronts are computed when they are needed.
         """
         if rank == len(self._fronts) and len(self._rest):
@@ -182,8 +182,8 @@ class _Fronts:
     def _first_undominated(self, costs: Costs) -> int:
         """The index of the first known front in which no trial dominates a point with these `costs`.
 
-        Trials are divided into fronts, of which the first has those that no other one dominates. The result is the
-        number of known fronts if every one of them has a trial that dominates the point.
+        Trials are divided into fronts; the first front has the trials that no other trial dominates. If every known
+        front has a trial that dominates the point, the result is the number of known fronts.
         """
         low, high = 0, len(self._fronts)
         while low < high:

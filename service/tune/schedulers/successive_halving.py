@@ -25,8 +25,9 @@ class HyperbandTable(RungTable):
       opens when these brackets are closed
 
     Other results are not used, even if they are known. Therefore the evaluations of `open_brackets` brackets may
-    overlap. A batch is a number of consecutive proposals that use the same results: n is then the last proposal of the
-    batch, and b the bracket of its first one. With one open bracket, brackets follow each other as in the paper.
+    overlap. A batch is a number of consecutive proposals that use the same results. For a proposal in a batch, n is the
+    number of the batch's last proposal, and b is the bracket of its first proposal. With one open bracket, brackets
+    follow each other as in the paper.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -49,8 +50,8 @@ class HyperbandTable(RungTable):
     def most_samples_left(self, totals: Sequence[int]) -> int:
         """The most samples that the search can still take without opening another bracket (ladder of rungs).
 
-        A bracket of several rungs is completed once it is open. Its trials that are still to be proposed are therefore
-        counted, in addition to the existing ones. Of a bracket with a single rung, only the existing trials are
+        A bracket of several rungs is completed once it is open. Therefore the trials that will still be proposed for it
+        are counted in addition to its existing trials. For a bracket with a single rung, only the existing trials are
         counted. `totals` has each rung's number of samples, summed over the objectives.
         """
         alone = (self._entries[number].bracket for number in self._runnable)

@@ -24,7 +24,7 @@ BETA1, BETA2, EPSILON = 0.9, 0.999, 1e-8
 # The learning rate falls linearly to this share of its first value.
 LAST_RATE = 5e-4
 
-# Minibatches are drawn with the generators of proposals from this number on, which no trial has.
+# Minibatches are drawn with the random generators of proposal numbers from this number on; no trial has such a number.
 BATCHES = 10**9
 
 

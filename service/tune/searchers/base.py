@@ -2,7 +2,7 @@
 
 Searchers keep no state between proposals. Proposal n depends only on its context, so a resumed search makes the same
 proposals as an uninterrupted one. A searcher that needs more than scores, such as gradients, returns a request for a
-step instead of a configuration. It finds the result of the step in the context of its next call.
+step instead of a configuration. The searcher finds the result of the step in the context of its next call.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Observation:
     """The result of a trial at one rung (a number of samples at which trials are compared), as searchers receive it.
 
     - `configuration`: the trial's point in the search space, by parameter.
-    - `fidelity`: the rung's share of all samples of the search, in (0, 1]. For a failed trial, it is that of the last
+    - `fidelity`: the rung's share of all samples of the search, in (0, 1]. A failed trial has the fidelity of the last
       rung.
     - `costs`: one cost per objective, smaller is better. None if the trial failed.
     - `number`, `rung`: the trial's number, and the index of the rung.
@@ -152,17 +152,17 @@ class ProposalContext:
         return proposal_generator(seed=self.seed, number=self.number)
 
     def known_configurations(self) -> list[Mapping[str, Any]]:
-        """Configurations that need not be proposed again: those of trials with results, then the pending ones.
+        """Configurations that need not be proposed again: configurations of trials with results, then pending ones.
 
-        Pending configurations are those of earlier proposals whose results may not be used yet.
+        A pending configuration was proposed earlier, and its result may not be used yet.
         """
         return [*{o.number: o.configuration for o in self.observations}.values(), *self.pending]
 
     def sample_unseen(self, rng: np.random.Generator) -> dict[str, Any]:
         """A random configuration, drawn with `rng`, that has not been proposed yet.
 
-        It is drawn from the space's own distribution. If a few draws give only known configurations, one of these is
-        returned.
+        The configuration is drawn from the space's own distribution. If a few draws give only known configurations, a
+        known configuration is returned.
         """
         known = self.known_configurations()
         for _ in range(_MAX_DRAWS):
@@ -209,8 +209,8 @@ class LearningSearcher(Searcher, Protocol):
     def num_policies(self, setting: SearchSetting) -> int:
         """Number of policies (networks that build configurations) that are trained in a study with this `setting`.
 
-        They are trained in turn, each after a fixed number of trials: training iteration i updates the policy with
-        number i modulo this number.
+        The policies are trained in turn, each after a fixed number of trials: training iteration i updates the policy
+        with number i modulo this number.
         """
         ...
 
@@ -218,7 +218,7 @@ class LearningSearcher(Searcher, Protocol):
 def proposal_generator(*, seed: int, number: int) -> np.random.Generator:
     """The random generator with which trial `number` is proposed.
 
-    It is a function of `seed` and `number` alone, and the same on every machine.
+    The generator is a function of `seed` and `number` alone, and the same on every machine.
     """
     digest = hashlib.sha256(f"{seed}:{number}".encode()).digest()
     return np.random.default_rng(int.from_bytes(digest))

@@ -27,9 +27,9 @@ _NUM_CHILDREN = 16
 class DifferentialEvolution:
     """The searcher by differential evolution, for one objective.
 
-    It changes the members of a population by the differences between other members, times `scale` (F in the paper).
-    `population_size` is the number of members, and `crossover_rate` is CR in the paper. Choices and inactive parameters
-    are treated as numbers in [0, 1], like numeric parameters.
+    The searcher changes the members of a population by the differences between other members, times `scale` (F in the
+    paper). `population_size` is the number of members, and `crossover_rate` is CR in the paper. Choices and inactive
+    parameters are treated as numbers in [0, 1], like numeric parameters.
     """
 
     population_size: int = 20
@@ -54,7 +54,7 @@ class DifferentialEvolution:
     def _members(self, trials: Sequence[Observation]) -> dict[int, Observation]:
         """The members of the population after all `trials`, by their index in the population.
 
-        Trial n competes for the index n modulo `population_size`. It replaces the member at this index if it is at
+        Trial n competes for the index n modulo `population_size`. Trial n replaces the member at this index if it is at
         least as good. An index stays without a member until a trial for it has succeeded.
         """
         members: dict[int, Observation] = {}

@@ -1,7 +1,7 @@
 """Gradient descents of a search: one for each preference vector, ordered so that each can start from a similar one.
 
 The first descent is for the preference vector nearest to equal weights. Each later descent is for the vector nearest to
-the vectors of earlier ones, and starts at the end of the nearest earlier descent, so that few steps are enough.
+the vectors of earlier descents. It starts at the end of the nearest earlier descent, so that few steps are enough.
 Distances are Euclidean.
 """
 
@@ -54,8 +54,8 @@ def descents_of(options: GradientOptions, vectors: tuple[tuple[float, ...], ...]
     """The gradient descents of a search in their order, one for each preference vector in `vectors`.
 
     A preference vector has the weights of the objectives. `options.points` is the number of trials of all descents
-    together. It is divided equally between the descents, but each descent has at least one. The first descent also has
-    the remainder.
+    together. This number is divided equally between the descents, but each descent has at least one trial. The first
+    descent also has the remainder.
     """
     steps, count = options.steps, len(vectors)
     warm_steps = max(1, steps // 4) if options.warm_steps is None else options.warm_steps
@@ -108,7 +108,7 @@ def _order(vectors: np.ndarray) -> list[tuple[int, tuple[int, ...]]]:
 
     The first descent is for the vector nearest to equal weights. Each later descent is for the vector nearest to the
     vectors before it. For each descent, the result has the index of its vector and the numbers of all earlier descents,
-    sorted by the distance of their vectors from this one. At equal distances the earlier descent comes first.
+    sorted by the distance between their vectors and its own vector. At equal distances the earlier descent comes first.
     """
     apart = np.linalg.norm(vectors[:, None] - vectors[None], axis=2).round(DECIMALS)
     equal = equal_preference(vectors.shape[1])

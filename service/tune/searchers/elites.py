@@ -58,8 +58,8 @@ def archive(
 ) -> list[Mapping[str, Any]]:
     """The configurations with the largest outcomes, without duplicates: at most `size`, the best first.
 
-    `outcomes` has one number for each configuration, into which its objective values are combined; larger is better. Of
-    configurations with equal outcomes, the earlier one comes first.
+    `outcomes` has one number for each configuration, into which its objective values are combined; larger is better. If
+    configurations have equal outcomes, the earlier one comes first.
     """
     found: dict[frozenset[Any], Mapping[str, Any]] = {}
     for index in np.argsort(-outcomes, kind="stable"):
@@ -73,9 +73,9 @@ def last_improvement(values: NDArray[np.float64], preferences: Sequence[tuple[fl
     """The index of the last layer path (sequence of layers) that set a record for at least one preference vector.
 
     `preferences` are the vectors, each with the weights of the objectives. A path sets a record for a vector if its
-    outcome for this vector is better than those of all paths before it. The outcome combines the objective values into
-    one number (`outcomes_of`); `scalarisation` is the formula for this. `values` [num_paths, num_objectives] has the
-    objective values of the paths in their order.
+    outcome for this vector is better than the outcomes of all earlier paths. The outcome combines the objective values
+    into one number (`outcomes_of`); `scalarisation` is the formula for this. `values` [num_paths, num_objectives] has
+    the objective values of the paths in their order.
     """
     return max(int(outcomes_of(values, preference, scalarisation).argmax()) for preference in preferences)
 

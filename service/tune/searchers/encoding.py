@@ -206,8 +206,8 @@ class Encoding:
 
         - A whole number or a choice is moved to the middle of its interval.
         - Inactive parameters get the number INACTIVE.
-        - In a space in which several configurations may mean the same merge, such as one of layer paths (sequences of
-          layers), each configuration is brought into the form in which a study stores it.
+        - In some spaces, such as spaces of layer paths (sequences of layers), several configurations may mean the same
+          merge. There, each configuration is brought into the form in which a study stores it.
         """
         cells = np.where(self._is_discrete, self._num_cells, 1.0)
         middles = (np.minimum(np.floor(rows * cells), cells - 1) + 0.5) / cells

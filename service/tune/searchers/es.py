@@ -55,9 +55,9 @@ class EvolutionStrategy:
     def _replay(self, trials: Iterable[Observation]) -> tuple[Observation | None, float]:
         """Find the best of `trials`, which the next proposal changes, and the step size of this change.
 
-        The best trial is None if all have failed. The step size is computed from `trials` in order. It is multiplied by
-        `success_factor` when a proposed trial is better than all before it. Otherwise it is divided by the fourth root
-        of `success_factor`. It stays between the smallest and the largest step.
+        The best trial is None if all have failed. The step size is computed from `trials` in order. The step size is
+        multiplied by `success_factor` when a proposed trial is better than all earlier trials; otherwise it is divided
+        by the fourth root of `success_factor`. The step size stays between the smallest and the largest step.
         """
         parent: Observation | None = None
         step = self.first_step

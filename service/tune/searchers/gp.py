@@ -21,19 +21,21 @@ __all__ = ["SEARCHER", "GpSearcher"]
 class GpSearcher:
     """Searcher that models the objectives by Gaussian processes, for spaces without conditions.
 
-    It draws configurations at random until `num_initial` trials have results. The noise of results is fitted too; the
-    standard errors of results are not used. In long searches a process is fitted to the best and the newest trials
-    only: to at most `max_rows` trials and `max_numbers` values of parameters. In spaces of more than `max_small`
+    The searcher draws configurations at random until `num_initial` trials have results. The noise of results is fitted
+    too; the standard errors of results are not used. In long searches a process is fitted to the best and the newest
+    trials only: to at most `max_rows` trials and `max_numbers` values of parameters. In spaces of more than `max_small`
     parameters, the search for the largest improvement starts from `num_candidates_in_large` candidates.
     """
 
     num_initial: int = 10  # trials with results before the process is used
-    # Fitting takes a time that grows with the cube of the trials, and the search for the largest improvement one that
-    # grows with parameters times trials. With more, the process learns from the best and the newest trials.
+    # The time for fitting grows with the cube of the number of trials. The time for the search for the largest
+    # improvement grows with parameters times trials. In larger studies, the process learns from the best and the newest
+    # trials only.
     max_numbers: int = 16_000
     max_rows: int = 150
     # The search for the largest improvement starts from the best of many candidates. In spaces of more than `max_small`
-    # parameters, Optuna's 2048 would take most of the time of a proposal, and be as far apart as fewer are.
+    # parameters, Optuna's 2048 candidates would take most of the time of a proposal, and cover the space no better than
+    # fewer.
     max_small: int = 200
     num_candidates_in_large: int = 256  # a power of two, for which a Sobol sequence is balanced
 

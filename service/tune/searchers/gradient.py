@@ -9,8 +9,9 @@ First, `loss_comparison` decides whether gradients are used. If they are not use
 used, a descent starts at the defaults of the space's parameters, and some of its points become trials. A local search
 from the best trial follows.
 
-A study with preference vectors has a descent for each vector (`descents`). Then come points halfway between trials of
-the front (`midpoints`). When no midpoint would add to the front, a local search follows for one vector after the other.
+A study with preference vectors has a descent for each vector (`descents`). After the descents, points halfway between
+trials of the front are proposed (`midpoints`). When no midpoint would add to the front, a local search follows for one
+vector after the other.
 """
 
 from __future__ import annotations

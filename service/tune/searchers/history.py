@@ -68,10 +68,10 @@ def violation(observation: Observation) -> float:
 def merit(observation: Observation, cost: float | None = None) -> Merit:
     """A key that sorts observations (results of trials) from the best to the worst.
 
-    First come the observations that meet all constraints, sorted by `cost`. Then come those that violate constraints,
-    sorted by the total violation, and then failures. `cost` is a cost that replaces the observation's own; if it is
-    None, the cost of the first objective is used. The order is that of Deb, "An efficient constraint handling method
-    for genetic algorithms" (2000).
+    Observations that meet all constraints come first, sorted by `cost`. Observations that violate constraints follow,
+    sorted by the total violation, and failures come last. `cost` is a cost that replaces the observation's own; if it
+    is None, the cost of the first objective is used. The order is taken from Deb, "An efficient constraint handling
+    method for genetic algorithms" (2000).
     """
     if observation.costs is None:
         return (2, 0.0, 0.0)

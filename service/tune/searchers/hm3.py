@@ -110,7 +110,7 @@ class Hm3Searcher:
     def learned_from(self, context: ProposalContext, *, iteration: int) -> Sequence[Observation] | None:
         """The results in `context` that the policy update of `iteration` depends on, sorted by trial number.
 
-        An iteration is a fixed number of proposed trials (episodes). The results are those of all episodes up to the
+        An iteration is a fixed number of proposed trials (episodes). These are the results of all episodes up to the
         end of the iteration, and the known results of baselines. Returns None while the result of an episode is not
         known.
         """
@@ -135,10 +135,10 @@ class Hm3Searcher:
     ) -> list[dict[str, Any]]:
         """At most `count` configurations that a trained policy proposes for one preference, the best first.
 
-        `preference` is a vector with the weight of each objective. `parameters`, `seed` and `setting` are those of the
-        study that trained the policy; `checkpoints` has its checkpoints by training iteration. The newest checkpoint
-        that fits the vector is used; it is not trained further. Raises ValueError if there is no checkpoint, or only
-        checkpoints for other vectors.
+        `preference` is a vector with the weight of each objective. `parameters`, `seed` and `setting` belong to the
+        study that trained the policy; `checkpoints` has the policy's checkpoints by training iteration. The newest
+        checkpoint that fits the vector is used; it is not trained further. Raises ValueError if there is no checkpoint,
+        or only checkpoints for other vectors.
         """
         training = training_of(parameters, seed, setting, checkpoints)
         usable = [i for i in checkpoints if training.options.is_conditioned or _is_for(training, i, preference)]
@@ -310,7 +310,7 @@ def _unseen(context: ProposalContext, training: PolicyTraining, played: Episode,
 
 
 def _scored(context: ProposalContext, *, num_iterations: int) -> tuple[list[Observation], NDArray[np.float64]]:
-    """The results from which policies learn: those of all baselines and of the first `num_iterations` iterations.
+    """The results from which policies learn: results of all baselines and of the first `num_iterations` iterations.
 
     An iteration is a fixed number of trials, after which a policy learns. The results are taken from `context`. Returns
     two values. The first has the successful observations, by trial number. The second is an array [num_trials,
@@ -360,8 +360,8 @@ def _results(
 ) -> list[tuple[Mapping[str, Any], tuple[float, ...]]]:
     """Data from which a policy learns: the configuration and the objective values of each trial in `numbers`.
 
-    They are taken from `observations`. A value is 1 minus the cost, so larger is better. For a failed trial, the value
-    of each objective is the worst value of any trial with a number up to the last of `numbers`.
+    The data are taken from `observations`. A value is 1 minus the cost, so larger is better. For a failed trial, the
+    value of each objective is the worst value of any trial with a number up to the last of `numbers`.
     """
     known = {observation.number: observation for observation in observations if observation.number <= numbers[-1]}
     scored = [tuple(1 - cost for cost in o.costs) for o in known.values() if o.costs is not None]

@@ -92,7 +92,7 @@ def compare(context: ProposalContext) -> LossesRequest | CompletionsRequest | No
 
 
 def most_compared_samples(setting: SearchSetting) -> int:
-    """The largest number of samples, towards the study's limit, that the comparison of losses with scores may count as.
+    """The most samples that the comparison of losses with scores may take from the study's limit of samples.
 
     The comparison computes the losses of all baselines, at most once on reference answers and once on completions.
     `setting` has the objectives, their numbers of samples and the number of baselines.
@@ -104,9 +104,9 @@ def most_compared_samples(setting: SearchSetting) -> int:
 def reference_completions(steps: Sequence[Step]) -> Mapping[str, Sequence[int]] | None:
     """Positions of the samples whose references are correct completions by source models.
 
-    They are given for each objective whose gradients are computed on such completions, and read from the stored `steps`
-    (results of computations that the searcher has requested). A position is a sample's index in the order in which
-    samples are scored. Returns None if the search has not requested completions.
+    The positions are given for each objective whose gradients are computed on such completions, and read from the
+    stored `steps` (results of computations that the searcher has requested). A position is a sample's index in the
+    order in which samples are scored. Returns None if the search has not requested completions.
     """
     for step in steps:
         if isinstance(step, CompletionsStep):
@@ -119,7 +119,7 @@ def mean_loss(name: str, steps: Sequence[Step]) -> float:
     """The mean loss of the baselines on the objective `name`; 1 if no such loss is stored.
 
     Losses of the baselines are read from the stored `steps` (results of computations that the searcher has requested).
-    They were computed with the reference answers that gradients use for this objective: those of its task, or
+    The losses were computed with the reference answers that gradients use for this objective: the task's answers, or
     completions of the source models.
     """
     on_completions = name in (reference_completions(steps) or {})
@@ -130,7 +130,7 @@ def mean_loss(name: str, steps: Sequence[Step]) -> float:
 def rank_correlation(left: Sequence[float], right: Sequence[float]) -> float:
     """Spearman's rank correlation of the lists `left` and `right`, in [-1, 1]; equal numbers have their mean rank.
 
-    It is 0 if one of the lists is constant or has fewer than two numbers.
+    The correlation is 0 if one of the lists is constant or has fewer than two numbers.
     """
     from scipy.stats import rankdata
 

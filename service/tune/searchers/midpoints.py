@@ -29,9 +29,9 @@ MAX_PARENTS, MAX_PARENTS_OF_MANY, MANY_OBJECTIVES = 64, 12, 6
 def midpoint(context: ProposalContext) -> dict[str, Any] | None:
     """The midpoint of two trials of the Pareto front that is expected to add most to the hypervolume.
 
-    `context` has the trials' results; the front is that of the trials at the highest rung (number of samples) that any
-    trial has reached. A midpoint has the mean of both trials' parameters, which must all be numbers. Its costs are
-    estimated as the means of the costs of both trials. Returns None if no midpoint would add to the hypervolume.
+    `context` has the trials' results; the front is computed from the trials at the highest rung (number of samples)
+    that any trial has reached. A midpoint has the mean of both trials' parameters, which must all be numbers. Its costs
+    are estimated as the means of the costs of both trials. Returns None if no midpoint would add to the hypervolume.
     """
     encoding = Encoding(context.parameters)
     parents = _parents(context.observations)

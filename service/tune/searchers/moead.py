@@ -99,7 +99,7 @@ class MoeadSearcher:
     def _mutation(self, num: int, rng: np.random.Generator) -> Rows:
         """Random changes of `num` parameters by polynomial mutation, as shares of the parameters' ranges.
 
-        They are drawn with `rng`. The formula is equation 3 of Li and Zhang (2009).
+        The changes are drawn with `rng`. The formula is equation 3 of Li and Zhang (2009).
         """
         u = rng.random(num)
         power = 1 / (self.mutation_index + 1)

@@ -1,9 +1,9 @@
 """The choice of the results from which a surrogate model learns: results at all rungs, or at the highest rung alone.
 
-Results at lower rungs are many and cheap. They help if they order configurations in the same way as results at the full
-budget; otherwise they mislead. Therefore the two choices are compared by cross-validation: for each choice, a model
-predicts the full-budget results of trials that it was not fitted to. A choice is stored as a step of the search, and is
-made again whenever twice as many trials have results at the full budget.
+Lower rungs have many results at little cost. These results help if they order configurations in the same way as results
+at the full budget; otherwise they mislead. Therefore the two choices are compared by cross-validation: for each choice,
+a model predicts the full-budget results of trials that it was not fitted to. A choice is stored as a step of the
+search, and is made again whenever twice as many trials have results at the full budget.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ Predict: TypeAlias = Callable[[Rows, Rows, Rows, Rows], Rows]
 def chosen(steps: Sequence[Step]) -> tuple[RungChoice, int] | None:
     """The searcher's last stored choice of the results for its surrogate model; None if it has made none.
 
-    Such a choice is among the `steps` (answers to the searcher's earlier requests). It is "all_rungs" for results on
-    any number of samples, or "highest_budget" for results at the full budget (all samples) alone. The second value is
-    the number of results at the full budget that were known when the choice was made.
+    The `steps` are answers to the searcher's earlier requests; requests to store a choice are among them. The choice is
+    "all_rungs" for results on any number of samples, or "highest_budget" for results at the full budget (all samples)
+    alone. The second value is the number of results at the full budget that were known when the choice was made.
     """
     for step in reversed(steps):
         if isinstance(step, NoteStep):

@@ -1,12 +1,12 @@
 """SMAC: a random forest learns from results, and expected improvement at the full budget picks the next configuration.
 
 The forest and the acquisition function are SMAC's. Its rungs, promotion and state are not used: the forest is trained
-for every proposal. It learns from all rungs, with the fidelity as one more feature, or from the highest rung that has
-enough results, as in SMAC (`rung_choice`).
+for every proposal. The forest learns from all rungs, with the fidelity as one more feature, or from the highest rung
+that has enough results, as in SMAC (`rung_choice`).
 
 SMAC's own maximiser is not used either. Its local search counts an inactive parameter as changed (NaN differs from NaN)
 and skips every neighbour that changes more than one parameter. Therefore, in a conditional space, it never leaves its
-starting points. It can also never change a method, because that changes which parameters exist.
+starting points. The local search can also never change a method, because another method has other parameters.
 
 Sources:
 
@@ -38,17 +38,17 @@ __all__ = ["SEARCHER", "SmacSearcher"]
 class SmacSearcher:
     """The searcher SMAC, a random forest with expected improvement; its options are those of `search.smac`.
 
-    It draws configurations at random until `num_initial` trials have results. Afterwards it proposes the candidate with
-    the largest expected improvement. Candidates are `num_uniform` random configurations, `num_tied` configurations in
-    which all layers have the same values, and `num_mutants` random changes of each of the `num_parents` scored
-    configurations that the forest predicts to be best. A random change moves each parameter with the probability
-    `mutation_rate`, by a step of standard deviation `mutation_step`, as a share of the parameter's range. For the share
-    `tied_share` of the proposals, all candidates have the same values in all layers.
+    The searcher draws configurations at random until `num_initial` trials have results. Afterwards it proposes the
+    candidate with the largest expected improvement. Candidates are `num_uniform` random configurations, `num_tied`
+    configurations in which all layers have the same values, and `num_mutants` random changes of each of the
+    `num_parents` scored configurations that the forest predicts to be best. A random change moves each parameter with
+    the probability `mutation_rate`, by a step of standard deviation `mutation_step`, as a share of the parameter's
+    range. For the share `tied_share` of the proposals, all candidates have the same values in all layers.
 
     The forest has `num_trees` trees, and learns from at most `max_numbers` values of parameters. With several
     objectives, a weight vector is drawn for each proposal, from at most `max_weight_vectors` vectors. A configuration
-    that violates constraints counts as worse than all configurations that do not, and as worse the larger its violation
-    is. The defaults were chosen with tests/benchmarks/bench_searchers.py.
+    that violates constraints counts as worse than all configurations that meet them; a larger violation counts as worse
+    than a smaller one. The defaults were chosen with tests/benchmarks/bench_searchers.py.
     """
 
     # Configurations with results, baselines included, before the forest is used; with `highest_budget`, at one rung.
@@ -91,7 +91,7 @@ class SmacSearcher:
                 return context.sample_unseen(rng)
             is_used = (fidelities == highest) | ~has_result
             fidelities = np.ones(len(rows))
-        # The proposals of a batch share its first one's forest, and its draws for the forest.
+        # All proposals of a batch use the forest of its first proposal, made with the same random draws.
         first = context.setting.first_in_batch(context.number)
         of_forest = rng if first == context.number else proposal_generator(seed=context.seed, number=first)
         if of_forest is not rng:

@@ -18,8 +18,8 @@ __all__ = ["SEARCHER", "TpeSearcher"]
 class TpeSearcher:
     """The searcher TPE, which samples parameters jointly if they always exist together.
 
-    It draws configurations at random until `num_initial` trials have results. In long searches it learns from the best
-    and the newest trials only, with at most `max_numbers` values of parameters in all.
+    The searcher draws configurations at random until `num_initial` trials have results. In long searches it learns from
+    the best and the newest trials only, with at most `max_numbers` values of parameters in all.
     """
 
     num_initial: int = 10  # trials with results before the estimators are used

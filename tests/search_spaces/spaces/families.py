@@ -1,4 +1,4 @@
-"""Models that spaces are built over in tests: names and places of tensors, without weights."""
+"""Made-up models for tests of spaces: names and places of tensors, without weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""HM3's paths: what may follow what, lengths, paths as configurations, and what is refused."""
+"""HM3's paths: the layers that may follow a layer, lengths, paths as configurations, and refused options."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ shapes = pytest.mark.parametrize("paths", SHAPES, ids=str)
 
 
 def every_path(paths: LayerPaths) -> set[tuple[int, ...]]:
-    """Built step by step by what may follow."""
+    """All paths, built step by step from the layers that may follow."""
     found: set[tuple[int, ...]] = set()
     open_paths: list[tuple[int, ...]] = [()]
     while open_paths:
@@ -44,7 +44,7 @@ def every_path(paths: LayerPaths) -> set[tuple[int, ...]]:
 
 
 def keeps_to_limits(paths: LayerPaths, path: tuple[int, ...]) -> bool:
-    """Said in another way."""
+    """Whether a path keeps to the limits, computed independently of `LayerPaths`."""
     layers = [paths.layer_of(step) for step in path]
     if not paths.min_length <= len(path) <= paths.max_length:
         return False
@@ -308,7 +308,7 @@ WITH_VECTORS = replace(models(), preferences=VECTORS)
 
 
 def merged_by(method: Any, number: int = 0, **options: Any) -> Recipe:
-    """The whole merged model of a vector."""
+    """The recipe of a whole merged model: that of the preference vector `number`."""
     own = space("hm3", WITH_VECTORS, merged=MergedOptions(method=method, **options))
     assert own.paths.models[-1] == MERGED
     recipe: Recipe = own.to_recipe(own.paths.configuration(range(12, 16), preference=number))

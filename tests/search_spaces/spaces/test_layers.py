@@ -5,7 +5,7 @@ from search_spaces.spaces.layers import shared_merges, with_own_aliases
 
 
 def recipe() -> Recipe:
-    """Task vectors of math, some from the base of the study, some from text."""
+    """A recipe with task vectors of math: some are differences from the base of the study, some from text."""
     outside = Merge("task_arithmetic", (Source("math"),), {"lambda": 0.5}, base=Source("text"))
     merge = Merge("task_arithmetic", (Source("math", 0),), {"lambda": 0.5}, base=Source("text", 0))
     models = {"base": "b" * 64, "math": "m" * 64, "text": "t" * 64}

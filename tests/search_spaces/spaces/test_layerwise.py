@@ -1,4 +1,4 @@
-"""The layerwise space: which coefficients there are, and the recipes that they stand for."""
+"""The layerwise space: its coefficients, and their recipes."""
 
 from __future__ import annotations
 

@@ -226,7 +226,7 @@ def test_method_per_component() -> None:
 
 
 def merges_of(lfs: LfsSpace, number: int) -> list[Merge]:
-    """The MLP merges of all layers in so many random draws."""
+    """The MLP merges of all layers in `number` random draws."""
     configurations = (lfs.parameters.sample(np.random.default_rng(seed)) for seed in range(number))
     return [layer.mlp for configuration in configurations for layer in lfs.to_recipe(configuration).layers]
 

@@ -1,4 +1,4 @@
-"""Coefficients along a path: their defaults are the path, and each tensor has those of its place."""
+"""Coefficients along a path: their defaults give the path itself, and each tensor has the coefficients of its place."""
 
 from __future__ import annotations
 

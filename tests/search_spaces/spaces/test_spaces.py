@@ -1,4 +1,4 @@
-"""What every search space must do, run on each of them; a new space is done when it passes."""
+"""Requirements of every search space, tested on each of them; a new space is complete when it passes."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def test_parameters_change_what_their_place_says(name: str) -> None:
 
 
 def differences(one: Recipe, other: Recipe) -> Iterator[tuple[int, str, tuple[Merge, ...]]]:
-    """Layer, part and both merges of what differs in layers; merges of single tensors are left out."""
+    """Layer, part and both merges of each difference in layers; merges of single tensors are left out."""
     for index, (before, after) in enumerate(zip(one.layers, other.layers, strict=True)):
         for part in COMPONENTS:
             if before.component(part) != after.component(part):

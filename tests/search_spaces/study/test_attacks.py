@@ -1,4 +1,4 @@
-"""The option `attack` of a benchmark: what it accepts, and how it is read."""
+"""The option `attack` of a benchmark: accepted values, and their reading."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The section `benchmarks`: what it accepts, and how benchmarks are added to a study."""
+"""The section `benchmarks`: accepted values, and the addition of benchmarks to a study."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ OPTIONS = {name: field for name, field in Engine.model_fields.items() if name no
 
 
 def another(name: str, field: FieldInfo) -> Any:
-    """A valid value of the option, not its default; its default where it has only one value."""
+    """A valid value of the option that is not its default; the default if no other value is valid."""
     choices = getattr(field.annotation, "__args__", ())
     for value in (*reversed(choices), *OTHER_VALUES):
         try:

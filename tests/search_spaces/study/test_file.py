@@ -52,7 +52,7 @@ SMALL = {
 
 
 def changed(place: str, value: Any, document: Any = DOCUMENT) -> Any:
-    """`document` with `value` at the dotted `place`; `...` removes it."""
+    """A copy of `document` with `value` at the dotted `place`; `...` removes the place."""
     document = copy.deepcopy(document)
     *parents, last = [int(part) if part.isdigit() else part for part in place.split(".")]
     node = document
@@ -642,7 +642,7 @@ def test_data_that_is_not_json_is_refused() -> None:
 
 
 def with_rungs(fidelity: dict[str, Any], *own: list[int]) -> Any:
-    """The documented study with this fidelity section and these rungs of its two objectives."""
+    """The documented study with this section `fidelity`, and these rungs of its two objectives."""
     document = changed("fidelity", fidelity)
     for index, rungs in enumerate(own):
         document = changed(f"objectives.{index}.rungs", rungs, document)

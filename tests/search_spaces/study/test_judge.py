@@ -1,4 +1,4 @@
-"""The option `judge` of a benchmark: what it accepts, and when it contradicts the benchmark."""
+"""The option `judge` of a benchmark: accepted values, and contradictions to other options of the benchmark."""
 
 from __future__ import annotations
 

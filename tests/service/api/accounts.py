@@ -1,4 +1,4 @@
-"""A server with users, teams, tokens and jobs of two teams, for tests of who may do what."""
+"""A server with users, tokens and jobs of two teams, for tests of permissions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The application with everything real but the cluster, and a study as a driver would have stored it."""
+"""The application with everything real except the cluster, and a study as a driver would have stored it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ HOLDOUT_SAMPLES = 12
 
 
 def ask_vllm() -> None:
-    """Have vLLM's answer about the shipped family in the cache, where validators find it: each would import vLLM."""
+    """Put vLLM's answers about the shipped family into the cache, so that validators do not each import vLLM."""
     config = json.loads((FAMILY / "base" / "config.json").read_text())
     CapabilityProbe([config]).answers(dtype="float32")
 
@@ -88,7 +88,7 @@ QUICK = {"search": quick_study, "finetune": quick_finetune, "serving": quick_ser
 
 
 class QuickPreflight(LocalPreflight):
-    """Checks only what the study file itself tells."""
+    """Preflight that checks only the study file itself."""
 
     async def accept(
         self, content: bytes, *, is_json: bool, kind: JobKind, client: str = "", reader: Account | None = None
@@ -101,7 +101,7 @@ class QuickPreflight(LocalPreflight):
 
 
 class ApiServer:
-    """The application over real HTTP, for as long as the context lasts; its database is in `data_dir` unless given.
+    """The application over real HTTP while the context lasts; its database is in `data_dir` unless given.
 
     `options` are further ones of `create_app`.
     """
@@ -133,7 +133,7 @@ class ApiServer:
         return self
 
     def start(self) -> None:
-        """Start the server, at the address that it has had before."""
+        """Start the server, at its earlier address if it had one."""
         self.store = Store(self.database)
         self.app = create_app(
             self.store,
@@ -273,7 +273,7 @@ def snapshot(run: RunRecord) -> ProgressSnapshot:
 
 
 def finetuning(name: str = "family", **changes: Any) -> dict[str, Any]:
-    """A fleet of two experts, as a client sends it."""
+    """A fine-tuning of two experts, as a client sends it."""
     return {
         "name": name,
         "base": str(FAMILY / "base"),
@@ -328,7 +328,7 @@ def stored_finetune(store: Store, *, name: str = "family", **changes: Any) -> Jo
 def finished_finetune(
     store: Store, data_dir: Path, *, name: str = "family", analysis: Mapping[str, Any] | None = None, **changes: Any
 ) -> JobRecord:
-    """A fine-tuning whose experts are trained, with what its driver told of it, and the `analysis` of them."""
+    """A fine-tuning whose experts are trained, with its driver's events and the `analysis` of its experts."""
     if analysis is not None:
         changes["analysis"] = {"samples": analysis["samples"]}
     record = stored_finetune(store, name=name, **changes)

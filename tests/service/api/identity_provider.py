@@ -24,7 +24,7 @@ SECRET = "the-client-secret-of-tests"
 
 @dataclass(frozen=True)
 class IdentityProvider:
-    """The provider at `url`. The claims of a user are in the ID token as they are, over those that it should have.
+    """The provider at `url`. A user's claims in the ID token replace the correct ones.
 
     - `metadata`, `user_info`: what its metadata, and its user info, have in place of what they should
     - `token_requests`: the requests for tokens that it received
@@ -87,7 +87,7 @@ class Browser(httpx.Client):
         return self.cookies.get(COOKIE)
 
     def csrf(self) -> dict[str, str]:
-        """The header of requests that change something."""
+        """The header that requests with changes need."""
         return {"X-CSRF-Token": self.get("/v1/session").raise_for_status().json()["csrf_token"]}
 
 

@@ -1,4 +1,4 @@
-"""Accounts over HTTP: tokens on several servers, teams, sharing, the audit log, limits, and what is never shown."""
+"""Accounts over HTTP: tokens on several servers, teams, sharing, the audit log, limits, and secrets in answers."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ GIB = 2**30
 
 
 def node(host: str, *, is_head: bool = False, state: str = "ALIVE", **changes: Any) -> dict[str, Any]:
-    """A node as Ray's dashboard has it in `/nodes?view=summary`."""
+    """A node in the format of Ray's dashboard at `/nodes?view=summary`."""
     return {
         "hostname": host,
         "ip": f"10.0.0.{len(host)}",

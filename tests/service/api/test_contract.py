@@ -1,4 +1,4 @@
-"""The API of the last release: a later version takes nothing away that the release does not say is deprecated."""
+"""The API of the last release: a later version removes only what the release has marked as deprecated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Events over HTTP: nothing missed, nothing twice, for any number of watchers and reconnections."""
+"""Events over HTTP: each arrives once, for any number of watchers and reconnections."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NO_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=None)
 
 @contextmanager
 def driving(writer: JobWriter, *, num_events: int, pause_s: float) -> Iterator[None]:
-    """A driver that tells of one thing after the other, and then ends the study."""
+    """A driver in a thread that stores `num_events` events one after another, and then ends the study."""
 
     def drive() -> None:
         for number in range(num_events):
@@ -49,7 +49,7 @@ def driving(writer: JobWriter, *, num_events: int, pause_s: float) -> Iterator[N
 
 
 async def frames(lines: AsyncIterator[str]) -> AsyncIterator[Frame]:
-    """As a browser reads an event stream."""
+    """Frames of an event stream, parsed as a browser parses them."""
     number: int | None = None
     kind, data = "message", ""
     async for line in lines:

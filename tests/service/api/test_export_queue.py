@@ -1,4 +1,4 @@
-"""The queue of exports: which server writes them, and a database that is away meanwhile."""
+"""The queue of exports: the server that writes them, and a database that is away meanwhile."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.service.api.harness import stored_study
 
 
 class _Writer:
-    """Stands for the process that writes a model."""
+    """Stand-in for the process that writes a model."""
 
     def __init__(self, _: str) -> None:
         pass

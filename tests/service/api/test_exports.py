@@ -1,4 +1,4 @@
-"""Merged models over HTTP: the archive holds what `export_trial` writes, and nothing is lost on the way."""
+"""Merged models over HTTP: the archive contains the files of `export_trial`, and arrives complete."""
 
 from __future__ import annotations
 

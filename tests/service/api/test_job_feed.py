@@ -1,4 +1,4 @@
-"""The stream of all jobs: state changes and progress of what its reader may read, and of nothing else."""
+"""The stream of all jobs: state changes and progress of the jobs that its reader may read, and of no other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Login of browsers with an identity provider, a real one over HTTP, and what each check of it prevents."""
+"""Login of browsers with a real identity provider over HTTP, and the attack that each check prevents."""
 
 from __future__ import annotations
 
@@ -79,14 +79,14 @@ def browser(company: Company) -> Iterator[Browser]:
 
 
 def use(company: Company, provider: IdentityProvider, monkeypatch: Patch, **changes: Any) -> None:
-    """Let the server have a provider with other settings, which has read no metadata yet."""
+    """Give the server a provider with other settings, whose metadata are not read yet."""
     services = company.server.app.state.services
     logins = Logins(company.accounts, provider.settings(**changes))
     monkeypatch.setattr(company.server.app.state, "services", replace(services, logins=logins))
 
 
 def later(company: Company, monkeypatch: Patch, seconds: float) -> None:
-    """Set the database's clock forward, and forget the answers from before."""
+    """Set the database's clock forward, and forget earlier answers."""
     for name in ("clock", "clock_time"):
         monkeypatch.setattr(accounts_module, name, lambda _: time.time() + seconds)
     company.server.app.state.services.authenticator.forget()

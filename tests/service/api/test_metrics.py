@@ -1,4 +1,4 @@
-"""The server's metrics: what they say of jobs, when they leave, and how they are named."""
+"""The server's metrics: their values for jobs, their removal, and their names."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def samples(http: httpx.Client) -> dict[str, float]:
 
 
 def of(job: str, *, kind: str = "search", name: str = "math-text-lookup", **labels: str) -> str:
-    """The labels of a job's metrics, as they are written."""
+    """Labels of a job's metrics, in Prometheus's text format."""
     return ",".join(f'{key}="{value}"' for key, value in {"study": job, "name": name, "kind": kind, **labels}.items())
 
 

@@ -1,4 +1,4 @@
-"""Routes of webhooks and e-mail addresses: who may have which, what is refused, and what is sent."""
+"""Routes of webhooks and e-mail addresses: permissions, refused values, and sent messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The OpenAPI document says what the server does, and the server does what it says, whatever is sent."""
+"""The server and its OpenAPI document agree, for any request."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def chat(server: ApiServer) -> Iterator[Served]:
 
 @pytest.fixture
 def schema(server: ApiServer, chat: Served) -> Iterator[Any]:
-    """Of well-formed names of studies and exports, some are of what there is."""
+    """The OpenAPI document for Schemathesis. Some of the well-formed names in its requests are of existing jobs."""
     finished, marked = (finished_study(server.store, num_trials=5) for _ in range(2))
     searched = finished_study(server.store)
     pruned = server.store.trials(searched.id, state=TrialState.PRUNED)[0].number
@@ -114,7 +114,7 @@ def schema(server: ApiServer, chat: Served) -> Iterator[Any]:
     complete = created
 
     def ended() -> JobRecord:
-        """A study that is COMPLETE: the last one, or a new one if a request let that one continue."""
+        """A study that is COMPLETE: the last one, or a new one if a request has resumed the last one."""
         nonlocal complete
         if server.store.job(complete.id).state is not JobState.COMPLETE:
             complete = stored_study(server.store)
@@ -124,7 +124,7 @@ def schema(server: ApiServer, chat: Served) -> Iterator[Any]:
     waits = created
 
     def waiting() -> JobRecord:
-        """A study that has not ended and is not paused: the last one, or a new one if a request changed that one."""
+        """A study that has not ended and is not paused: the last one, or a new one if a request has changed it."""
         nonlocal waits
         now = server.store.job(waits.id)
         if now.state.is_finished or now.is_paused:
@@ -132,7 +132,7 @@ def schema(server: ApiServer, chat: Served) -> Iterator[Any]:
         return waits
 
     def webhook() -> str:
-        """The id of the only webhook; another one if it was removed."""
+        """The id of the only webhook; adds one if a request has removed it."""
         notifications = NotificationStore(server.store)
         if (there := notifications.webhooks()) and len(there) == 1:
             return there[0].id
@@ -162,7 +162,7 @@ def schema(server: ApiServer, chat: Served) -> Iterator[Any]:
     server.store.open_attempt(failed_chat.id).set_state(JobState.FAILED, "no engine")
 
     def of_served(path_parameters: dict[str, Any], operation: Any) -> dict[str, Any]:
-        """Completions are asked of the study that is served; others may end."""
+        """Path parameters of a served study: completions go to the study with a driver, other requests to others."""
         name = str(path_parameters["served_id"])
         if len(name) != 32 or not set(name) <= set("0123456789abcdef"):
             return path_parameters
@@ -286,7 +286,7 @@ def schema(server: ApiServer, chat: Served) -> Iterator[Any]:
 
 
 def problems_of(schema: Any) -> list[str]:
-    """What is wrong with the answers to generated requests."""
+    """Descriptions of wrong answers to generated requests."""
     problems = []
     for event in from_schema(schema).execute():
         if isinstance(event, NonFatalError | FatalError):
@@ -332,7 +332,7 @@ def answers(told: str) -> set[tuple[str, str, str]]:
 
 
 def is_managed(route: APIRoute) -> bool:
-    """Whether a route manages accounts, which a server without a user refuses."""
+    """Whether a route manages accounts. A server without users refuses such routes."""
     return rule_of(route).scope is Scope.ADMIN
 
 

@@ -1,4 +1,4 @@
-"""Alive, ready, counted."""
+"""Routes for operators: liveness, readiness and counts."""
 
 from __future__ import annotations
 

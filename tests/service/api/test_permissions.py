@@ -40,7 +40,7 @@ JOBS = ("study_id", "finetune_id", "served_id")
 
 @dataclass(frozen=True)
 class Visitor:
-    """A sender of requests: a user with a token of one scope or a session, or nobody with what is not valid.
+    """A sender of requests: a user with a token of one scope or with a session, or nobody with an invalid credential.
 
     The sender of a session sends its CSRF token if `has_csrf`.
     """
@@ -103,7 +103,7 @@ class Place:
         return visitors
 
     def parameters(self, route: APIRoute) -> dict[str, str]:
-        """Path parameters of objects of the team "red" by whose state a change is refused, or that are new."""
+        """Path parameters of the route: objects of the team "red" that are new, or whose state refuses the change."""
         is_delete = "DELETE" in route.methods
         token = ""
         webhook = ""
@@ -172,7 +172,7 @@ def account_of(user: str) -> Account:
 
 
 def expected(rule: Rule, visitor: Visitor, job: JobRecord | None, *, method: str) -> int | None:
-    """The status with which a request is refused; None if it is not refused for its sender."""
+    """The expected status of a refused request; None if the sender may send it."""
     if rule.scope is None:
         return None
     if visitor.user is None or visitor.scope is None:
@@ -210,7 +210,7 @@ def job_of(place: Place, route: APIRoute) -> JobRecord | None:
 
 
 def mistakes(place: Place, route: APIRoute) -> Iterator[str]:
-    """What is wrong with the answers of a route to all visitors."""
+    """Descriptions of wrong answers of a route to all visitors."""
     rule, job = rule_of(route), job_of(place, route)
     (method,) = route.methods
     for visitor in place.visitors():

@@ -1,4 +1,4 @@
-"""The real preflight, beside the server: what the command line says, whatever is sent."""
+"""The real preflight in a process beside the server: its messages are those of the command line, for any request."""
 
 from __future__ import annotations
 

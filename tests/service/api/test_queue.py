@@ -1,4 +1,4 @@
-"""The queue over HTTP: what each reader sees of it, moves, and the weights, quotas and usage of teams."""
+"""The queue over HTTP: its content for each reader, moves, and the weights, quotas and usage of teams."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ def test_usage_is_shown_beside_the_limits(company: Company, queued: dict[str, Jo
 
 
 class SizedPreflight(QuickPreflight):
-    """Says that the experts of each fine-tuning take a GiB."""
+    """Preflight that expects each fine-tuning's experts to take a GiB."""
 
     async def accept(
         self, content: bytes, *, is_json: bool, kind: JobKind, client: str = "", reader: Account | None = None
@@ -334,7 +334,7 @@ def test_bytes_of_exports_are_limited_for_a_team(company: Company) -> None:
 
 
 def is_locked(company: Company) -> bool:
-    """Whether a request writes to the database at this moment, for which others wait."""
+    """Whether a request holds the database's write lock at this moment."""
     with closing(sqlite3.connect(company.server.data_dir / "mergesearch.db", timeout=0, isolation_level=None)) as other:
         try:
             other.execute("BEGIN IMMEDIATE")

@@ -23,7 +23,7 @@ ANSWER_S = 10.0
 
 @contextmanager
 def sent(url: str, paths: list[tuple[str, str]]) -> Iterator[list[Future[httpx.Response]]]:
-    """Requests (method and path) that are sent at the same time, and may be unanswered; the end waits for them."""
+    """Send requests (method and path) at the same time. They may be unanswered; the context's end waits for them."""
     with httpx.Client(base_url=url, timeout=60, limits=httpx.Limits()) as http, ThreadPoolExecutor(len(paths)) as pool:
         yield [pool.submit(http.request, method, path) for method, path in paths]
 

@@ -1,4 +1,4 @@
-"""Results of one study are computed while nothing else waits for them."""
+"""Results of one study are computed without delaying other requests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WAIT_S = 60.0
 
 
 class Slow:
-    """A reader of records that waits, for one study, until it is let go."""
+    """A reader of records that, for one study, waits until the test releases it."""
 
     def __init__(self) -> None:
         self.study = ""

@@ -1,4 +1,4 @@
-"""Bodies as nobody should send them: each is refused with a reason, and the server goes on."""
+"""Malformed bodies of requests: the server refuses each with a reason, and continues."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TEXT = json.dumps(document())
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
-    """One for all of these: none of them may harm it."""
+    """One server for all malformed requests, because none of them may harm it."""
     with ApiServer(tmp_path_factory.mktemp("api")) as server:
         yield server
         assert 'status="500"' not in httpx.get(f"{server.url}/metrics").text

@@ -1,4 +1,4 @@
-"""What a study has found, over HTTP: the same documents as the result files."""
+"""Results of a study over HTTP: the same documents as the result files."""
 
 from __future__ import annotations
 
@@ -478,7 +478,7 @@ def test_every_plot_there_is_can_be_had(get: Any, http: httpx.Client) -> None:
 
 
 def searched_study(server: ApiServer, num_trials: int) -> JobRecord:
-    """A study with as many trials at full budget, whose value is one of their two parameters."""
+    """A study with `num_trials` trials at full budget, whose value is one of their two parameters."""
     study = stored_study(server.store)
     writer = server.store.open_attempt(study.id)
     known = made_up().whole_trials[0]

@@ -150,7 +150,7 @@ def test_search_ends_a_stream(server: ApiServer) -> None:
 
 
 def wait_until_free(chat: Served) -> bool:
-    """Whether the engine generates nothing after a moment."""
+    """Whether the engine becomes idle within a moment."""
     deadline = time.monotonic() + 5
     while chat.completer.replica._batches and time.monotonic() < deadline:
         time.sleep(0.02)

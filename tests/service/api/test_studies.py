@@ -402,7 +402,7 @@ def test_problems_name_every_field(http: httpx.Client) -> None:
 
 
 class ChainedPreflight(QuickPreflight):
-    """Checks after which a study has the model at `url` as a source, in place of a merge of another study."""
+    """Preflight after which a study has the model at `url` as a source, instead of a merge of another study."""
 
     url = ""
 

@@ -1,4 +1,4 @@
-"""Sessions of browsers that log in with a token, what each check of them prevents, and refused logins in a browser."""
+"""Sessions of browsers that log in with a token, the attack that each check prevents, and refused logins."""
 
 from __future__ import annotations
 

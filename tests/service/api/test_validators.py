@@ -1,4 +1,4 @@
-"""The real preflight over HTTP: what requests may read, and that none keeps the others waiting."""
+"""The real preflight over HTTP: the files that requests may read, and no request that delays other clients."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def changed(path: str, value: Any) -> dict[str, Any]:
 
 
 def refused(body: dict[str, Any], access: FileAccess) -> dict[str, str]:
-    """The problems by field."""
+    """The message for each field that is refused."""
     with pytest.raises(InvalidStudy) as caught:
         check_request(json.dumps(body).encode(), "study", SEARCH.accept, RequestContext(access), is_json=True)
     return {problem.field: problem.message for problem in caught.value.problems}
@@ -191,7 +191,7 @@ def readable(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class CountingPreflight(PreflightProcess):
-    """Counts the requests that have arrived."""
+    """Preflight that counts the requests that have arrived."""
 
     num_arrived = 0
 
@@ -229,7 +229,7 @@ def test_a_request_that_hangs_keeps_only_its_own_client_waiting(
     with ThreadPoolExecutor(4) as pool:
 
         def submitted(body: dict[str, Any]) -> Future[httpx.Response]:
-            """Sent, and arrived: threads may overtake each other."""
+            """Send a request, and return when it has arrived: otherwise threads may overtake each other."""
             num_arrived = preflight.num_arrived
             request = pool.submit(post, strict, body, client="10.0.0.1")
             while preflight.num_arrived == num_arrived and not request.done():
@@ -248,7 +248,7 @@ def test_a_request_that_hangs_keeps_only_its_own_client_waiting(
 
 
 def release(pipe: Path, *, until: list[Any]) -> None:
-    """Let readers of the pipe continue, again and again."""
+    """Open the pipe again and again until the requests have ended, so that its readers continue."""
     while not all(request.done() for request in until):
         try:
             os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))

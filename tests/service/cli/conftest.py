@@ -1,4 +1,4 @@
-"""A terminal with a good study beside it, one with a server behind it; and no command may start anything heavy."""
+"""Fixtures of terminals, alone or with a study or a server; no command of a test may start Ray or vLLM."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from workers.types import Family
 
 @pytest.fixture(autouse=True)
 def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No command here may come to start Ray, or load vLLM (other tests of the session may have)."""
+    """Fail a test whose command starts Ray or imports vLLM; earlier tests of the session may have done both."""
 
     def started() -> None:
         raise AssertionError("Ray would have been started")

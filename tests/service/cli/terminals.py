@@ -1,4 +1,4 @@
-"""Terminals to type commands in: a bare one, one with a good study beside it, one with a server behind it."""
+"""Terminals for tests of commands: alone, beside a valid study, or with a server."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.service.site import Site
 from tests.service.sums import score_baselines, sums_study, write_sums
 from workers.types import Family
 
-# What values of a document are replaced by, to spoil it.
+# Values that replace others in a document to make it invalid.
 MUTANTS: tuple[Any, ...] = (
     None,
     True,
@@ -45,7 +45,7 @@ MUTANTS: tuple[Any, ...] = (
 
 @dataclass
 class Terminal:
-    """Where commands are typed."""
+    """A terminal: a place in which commands are called."""
 
     capsys: pytest.CaptureFixture[str]
 
@@ -62,7 +62,7 @@ class Terminal:
 
 @dataclass
 class Workplace(Terminal):
-    """A terminal beside a directory with a good study of a tiny family."""
+    """A terminal beside a directory with a valid study of a tiny family."""
 
     directory: Path
     models: Path
@@ -79,7 +79,7 @@ class Workplace(Terminal):
         return self.directory / "run"
 
     def write(self, **changes: Any) -> Path:
-        """The study with values at dotted places (written with double underscores) changed, as a file."""
+        """Write the study to a file, with the values at dotted places (double underscores stand for dots) changed."""
         document = self.study
         for place, value in changes.items():
             put(document, place.replace("__", "."), value)
@@ -88,7 +88,7 @@ class Workplace(Terminal):
         return file
 
     def refused(self, *arguments: Any) -> str:
-        """What a refused command says, every line of it with the command's name."""
+        """Call a command that is refused, and return its messages; each line begins with the command's name."""
         code, out, err = self.run(*arguments)
         assert (code, out) == (2, ""), err
         assert "Traceback" not in err
@@ -98,7 +98,7 @@ class Workplace(Terminal):
         return "\n".join(line.removeprefix("mergesearch: ") for line in lines)
 
     def refused_study(self, **changes: Any) -> str:
-        """What `run` says of the changed study; it leaves no database behind that holds a study."""
+        """Messages of `run` about the changed study. Checks that no database with a study is left."""
         message = self.refused("run", self.write(**changes), "--out", self.run_dir)
         assert not (self.run_dir / DATABASE).exists() or not studies_in(self.run_dir)
         return message
@@ -109,11 +109,11 @@ class Workplace(Terminal):
         return file
 
     def copied(self, alias: str) -> Path:
-        """A model of the family that a test may damage."""
+        """A copy of one of the family's models, which a test may damage."""
         return Path(shutil.copytree(self.models / alias, self.directory / f"{alias}-copy"))
 
     def begin(self, *, scored: bool = False) -> None:
-        """Store a run as it is after its start.
+        """Store a run as it is just after its start.
 
         `scored` adds the baselines at full budget, and one searched trial that failed.
         """
@@ -134,12 +134,12 @@ class Workplace(Terminal):
 
 @dataclass
 class ServerTerminal(Terminal):
-    """A terminal where every command is given the server of `site`."""
+    """A terminal in which every command uses the server of `site`."""
 
     site: Site
 
     def shown(self, *arguments: Any) -> str:
-        """What a command prints that has nothing to complain about."""
+        """Output of a command that succeeds without messages."""
         code, out, err = self.run(*arguments, "--server", self.site.url)
         assert (code, err) == (0, "")
         return out
@@ -148,7 +148,7 @@ class ServerTerminal(Terminal):
         return json.loads(self.shown(*arguments, "--json"))
 
     def refused(self, *arguments: Any, code: int = 2) -> str:
-        """What a refused command says; the same as JSON for programs."""
+        """Messages of a refused command. Checks that its JSON output has the same messages."""
         found, out, err = self.run(*arguments, "--server", self.site.url)
         assert (found, out) == (code, ""), err
         told = "\n".join(line.removeprefix("mergesearch: ") for line in err.splitlines())
@@ -177,12 +177,12 @@ def studies_in(directory: Path) -> tuple[Any, ...]:
 
 
 def model_options(family: Family, *aliases: str) -> list[str]:
-    """The options of `merge` that say where models are."""
+    """Options of `merge` with the places of models."""
     return [part for m in family.models if m.alias in aliases for part in ("--model", f"{m.alias}={m.directory}")]
 
 
 def spoilt(document: Any, draw: random.Random) -> Any:
-    """A copy of `document` with one or two values, anywhere in it, left out or replaced by one of MUTANTS."""
+    """A copy of `document` in which one or two values, at any place, are left out or replaced by one of MUTANTS."""
     document = copy.deepcopy(document)
     for _ in range(draw.randint(1, 2)):
         *parents, last = draw.choice(list(_places(document)))

@@ -1,4 +1,4 @@
-"""The command line itself: wrong ones, help, schemas, errors as JSON."""
+"""The command line itself: wrong commands, help, schemas, and errors as JSON."""
 
 from __future__ import annotations
 

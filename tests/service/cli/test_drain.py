@@ -1,4 +1,4 @@
-"""`mergesearch drain`, which lets jobs wait while a server is upgraded."""
+"""`mergesearch drain`, which holds jobs back while a server is upgraded."""
 
 from __future__ import annotations
 

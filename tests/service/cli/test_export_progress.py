@@ -24,7 +24,7 @@ class Terminal(io.StringIO):
 
 
 def shown(stream: io.StringIO, *points: tuple[float, float], kept: float = 0, unit: int = GIB) -> str:
-    """What appears of an export that has written so many GiB (or what `unit` says) of ten after so many seconds."""
+    """Output for an export of ten GiB (or `unit`), after pairs of elapsed seconds and written GiB."""
     clock = Clock()
     with ExportView(stream=stream, clock=clock) as view:
         for elapsed_s, written in points:

@@ -1,4 +1,4 @@
-"""`mergesearch finetune` without Ray: what it prints, what it hands to the study, and its exit codes."""
+"""`mergesearch finetune` without Ray: its output, its study, and its exit codes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A disk that is too small is reported before anything is written to it."""
+"""A disk that is too small is reported before the first write to it."""
 
 from __future__ import annotations
 

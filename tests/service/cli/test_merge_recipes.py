@@ -1,4 +1,4 @@
-"""`merge` by a recipe file: where its models are, and whether they are those that it means."""
+"""`merge` with a recipe file: the places of its models, and the check that they are the right models."""
 
 from __future__ import annotations
 

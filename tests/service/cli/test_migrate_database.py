@@ -1,4 +1,4 @@
-"""`mergesearch database migrate`, with which an installation is migrated before its servers are replaced."""
+"""`mergesearch database migrate`, which migrates an installation's database before its servers are replaced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands `webhooks` and `mail`, and the options of `serve` about them."""
+"""The commands `webhooks` and `mail`, and the options of `serve` for notifications."""
 
 from __future__ import annotations
 

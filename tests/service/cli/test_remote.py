@@ -1,4 +1,4 @@
-"""The verbs that talk to a server, as people and programs meet them."""
+"""Commands that use a server, called by people and by programs."""
 
 from __future__ import annotations
 

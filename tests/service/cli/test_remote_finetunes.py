@@ -1,4 +1,4 @@
-"""The verbs that talk to a server, for fine-tunings."""
+"""Commands that use a server, for fine-tunings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `run` says of a study before anything starts: its plan, or all that is wrong, with value and place."""
+"""Messages of `run` before anything starts: the study's plan, or all its problems with value and place."""
 
 from __future__ import annotations
 

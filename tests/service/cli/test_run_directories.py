@@ -1,4 +1,4 @@
-"""Directories of runs: which one a run may take, and reading and exporting what is there."""
+"""Directories of runs: those that a run may use, and reading and exporting their content."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Watching a study on a server: what it prints, how it ends, and what Ctrl-C leaves."""
+"""Watching a study on a server: output, end, and the effect of Ctrl-C."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow  # each starts an HTTP server
 
 
 def work(site: Site, writer: JobWriter, *, end: Callable[[], object]) -> None:
-    """What a driver writes in a second."""
+    """Store the work of a driver in one second, then call `end`."""
     recipe = site.preflight.baselines()[0][2]
     writer.heartbeat(wall_clock_s=65.0, progress={**PROGRESS, "samples_scored": 100})
     writer.add_event("replica", {"replica": "gpu-box-71", "engine": "vllm 0.32", "trial": 0})

@@ -1,4 +1,4 @@
-"""Both clients behind one face, so that each test asks with the one and with the other."""
+"""Both clients with one interface, so that each test runs with both."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from service.client import AsyncClient, Client, Event
 
 
 class Asker:
-    """One kind of client; a new one for each call."""
+    """A client of one kind; each call uses a new one."""
 
     def __init__(self, kind: str, url: str) -> None:
         self.kind = kind

@@ -1,4 +1,4 @@
-"""Tokens on the user's machine: which one is sent to which server, and who may read the file."""
+"""Tokens on the user's machine: the server that gets each token, and the rights on the file."""
 
 from __future__ import annotations
 

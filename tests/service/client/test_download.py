@@ -1,4 +1,4 @@
-"""Unpacking a downloaded model: whole or not at all, and never outside its directory."""
+"""Unpacking a downloaded model: completely or not at all, and never outside its directory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading server-sent events: every event once, whatever way the bytes are cut and the connections end."""
+"""Reading server-sent events: every event once, however the bytes are divided and connections end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Python client against servers that misbehave, are cut off, or are none."""
+"""The Python client with servers that misbehave, break off, or do not exist."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.slow  # each starts an HTTP server
 
 
 class Scripted:
-    """Application that answers each request with the next of `answers`: (status, headers, body).
+    """An application that answers each request with the next of `answers`: (status, headers, body).
 
     The last answer is repeated. `requests` are those received.
     """
@@ -143,7 +143,7 @@ def test_a_proxy_without_a_server_behind_it_is_asked_again(ask: Asker) -> None:
 
 @contextmanager
 def cutting(*answers: bytes) -> Iterator[tuple[list[bytes], str]]:
-    """A server that sends each connection's request the next of `answers` and closes it; what it was sent."""
+    """A server that answers each connection with the next of `answers` and closes it; yields its requests and URL."""
     requests: list[bytes] = []
     listener = socket.create_server(("127.0.0.1", 0))
 
@@ -222,7 +222,7 @@ def test_a_stream_that_falls_silent_is_taken_up_again(site: Site, ask: Asker, mo
 
 
 def export_answers(*members: tuple[str, bytes], num_bytes: int, cut: int | None = None) -> list[Any]:
-    """What a server says that was asked for an export and has written it."""
+    """A server's answers to a request for an export that it has written."""
     document = {"id": "e1", "trial": 3, "state": "COMPLETE", "reason": None, "bytes": num_bytes}
     stream = io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w") as archive:
@@ -279,7 +279,7 @@ def test_a_download_whose_connection_breaks_leaves_nothing(ask: Asker, tmp_path:
 
 @contextmanager
 def cutting_any(*answers: bytes) -> Iterator[str]:
-    """As `cutting`, for requests of any content."""
+    """Like `cutting`, for requests with any content; yields the URL."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def serve() -> None:

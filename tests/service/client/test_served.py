@@ -28,7 +28,7 @@ def talk(server: ApiServer) -> Iterator[Served]:
 
 
 def completed(kind: str, url: str, study: str, **request: Any) -> list[dict[str, Any]]:
-    """Chunks of a completion by trial 3, with one of the clients."""
+    """Chunks of a completion by trial 3, requested with one of the clients."""
     if kind == "blocking":
         with Client(url) as client:
             return list(client.complete(client.serve(study, 3), 3, **request))

@@ -1,4 +1,4 @@
-"""Displays of the client's documents in notebooks, and data frames of them, on the real application over HTTP."""
+"""The client's documents as displays in notebooks and as data frames, on the real application over HTTP."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def ask(request: pytest.FixtureRequest, server: ApiServer) -> Asker:
 
 
 class Shown(html.parser.HTMLParser):
-    """An HTML display: its tags and its text; every tag must be closed."""
+    """A parser of an HTML display: collects tags and text, and checks that every tag is closed."""
 
     def __init__(self, view: Any) -> None:
         super().__init__()

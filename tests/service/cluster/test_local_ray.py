@@ -1,4 +1,4 @@
-"""A cluster is stopped as a whole, and nothing else is: real processes that stand for Ray's and for a user's."""
+"""The stop of a local Ray ends all its processes and no other; real processes stand in for Ray's and a user's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SCRIPT = "sleep 120 & echo $!; wait"
 
 
 class Processes:
-    """Processes of a test; all end with it."""
+    """Processes of a test; the fixture ends them all."""
 
     def __init__(self, session_dir: Path) -> None:
         self.session_dir = session_dir
@@ -27,7 +27,7 @@ class Processes:
         self._all: list[psutil.Process] = []
 
     def start(self, *command: str, log: Path | None = None) -> psutil.Process:
-        """A program that is called `command[0]`, with the other words as its arguments; its errors go to `log`."""
+        """Start a program called `command[0]`, with the other words as arguments; its errors go to `log`."""
         with (log or Path("/dev/null")).open("a") as errors:
             process = subprocess.Popen(
                 [command[0], "-c", SCRIPT, *command[1:]],
@@ -44,7 +44,7 @@ class Processes:
         return self._all[self._all.index(process) + 1]
 
     def read(self) -> psutil.Process:
-        """A user who follows the log."""
+        """Start a process that follows the log, as a user may do."""
         self._all.append(psutil.Process(subprocess.Popen(["tail", "-f", self.log], stdout=subprocess.DEVNULL).pid))
         return self._all[-1]
 

@@ -1,4 +1,4 @@
-"""Calls on nodes of the cluster: what the function returns and raises, whatever becomes of its Ray Job."""
+"""Calls on nodes of the cluster: results and errors of the function, whatever happens to its Ray Job."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ HERE = Node("c0ffee", "10.0.0.7", 0.0, 4.0, is_head=True)
 
 
 class Jobs:
-    """Ray's client for jobs, which run as processes of this machine; `logs` are kept by submission id."""
+    """Stand-in for Ray's client for jobs: jobs are processes of this machine; `logs` are kept by submission id."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -255,7 +255,7 @@ def test_an_absent_cluster_delays_few_checks(tmp_path: Path) -> None:
 
 @pytest.fixture
 def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """URL of a dashboard that accepts connections and never answers, for which requests wait half a second."""
+    """URL of a dashboard that accepts connections and never answers. The client's timeout is half a second."""
     for module in (job_client, node_calls, preflight_process):
         monkeypatch.setattr(module, "ANSWER_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as server:  # the kernel accepts; nobody reads
@@ -281,7 +281,7 @@ def test_a_call_ends_although_a_request_does_not(calls: NodeCalls, jobs: Jobs, m
 
 
 async def _released(call: Any, released: threading.Event) -> Any:
-    """Await `call`, then end the threads that it left, for which the event loop would wait."""
+    """Await `call`, then end the threads that it has left, because the event loop would wait for them."""
     try:
         return await call
     finally:

@@ -1,4 +1,4 @@
-"""Who gets a place and who waits for what: single decisions, and a simulation over random loads."""
+"""The choice of jobs that get places, and the reasons why others wait: single decisions, and a simulation."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ DECAY = 0.5 ** (STEP_S / 86_400 / HALF_LIFE_DAYS)
 
 @dataclass
 class Job:
-    """A job of the simulation. Its driver stores what it has worked at the end of each step."""
+    """A job of the simulation. Its driver stores its working time at the end of each step."""
 
     id: str
     team: str
@@ -356,8 +356,8 @@ class Simulation:
     def bound_h(self, head: Job, found: list[Job]) -> float:
         """Hours that the oldest waiting job of a team waits at most, if all jobs have equal priorities.
 
-        The others get places before it until their usage for their weights is that of the team: `excess` GPU-hours, on
-        all places. Then jobs that run meanwhile may last.
+        First, other teams get places until their usage relative to their weights equals the team's: `excess` GPU-hours
+        on all places. Then the job waits for jobs that are still running.
         """
         own = sum(
             max(MIN_CHARGE_H, job.work_h - job.stored_h) * job.demand.num_gpus
@@ -458,7 +458,7 @@ def test_random_loads_keep_the_rules(name: str, seed: int) -> None:
 def changed(
     entries: Callable[[Entry], Entry] = lambda entry: entry, teams: Callable[[TeamState], TeamState] = lambda team: team
 ) -> Callable[..., Choice]:
-    """`choose` with a mistake: it takes jobs or teams for something else than they are."""
+    """`choose` with a mistake: it sees jobs or teams after a wrong change."""
 
     def choose_wrongly(found: list[Entry], states: Mapping[str | None, TeamState], **options: Any) -> Choice:
         known = {name: teams(state) for name, state in states.items()}

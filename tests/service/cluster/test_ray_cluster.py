@@ -1,4 +1,4 @@
-"""What the server does with its studies in each round, told by a cluster that answers as Ray's dashboard does."""
+"""The server's work on its studies in each round, with a stand-in for Ray's dashboard."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.service.resolved import resolved_study
 
 
 class Jobs:
-    """Ray's client for jobs: `states` by submission id; jobs that begin with `refuses` are refused with `error`."""
+    """Stand-in for Ray's client for jobs: `states` by submission id; ids that begin with `refuses` get `error`."""
 
     def __init__(self) -> None:
         self.states: dict[str, str] = {}
@@ -292,7 +292,7 @@ def create_urgent(store: Store) -> str:
 
 @pytest.fixture
 def single(cluster: RayCluster, monkeypatch: pytest.MonkeyPatch) -> RayCluster:
-    """A cluster with one place, which a job keeps for no time."""
+    """A cluster with one place, where jobs have no minimum working time before a preemption."""
     monkeypatch.setattr(queue, "KEEPS_PLACE_S", 0.0)
     monkeypatch.setattr(reconciler, "BACK_OFF_S", 0.0)
     cluster._places = 1

@@ -1,4 +1,4 @@
-"""What a job needs, decided from what SQL and the cluster say."""
+"""The reconciler's decision for a job, from the database and the cluster's answers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ STUDY = JobRecord("0123456789abcdef", "math-code", JobState.RUNNING, {}, {}, NOW
 
 
 def study(*, submitted_s_ago: float, heard_s_ago: float | None = None) -> JobRecord:
-    """Its driver has begun if it was heard of since it was submitted."""
+    """A study whose driver was submitted at that time; if `heard_s_ago` is given, the driver has begun."""
     heartbeat_at = None if heard_s_ago is None else NOW - heard_s_ago
     attempt = int(heard_s_ago is not None and heard_s_ago < submitted_s_ago)
     return replace(STUDY, submitted_at=NOW - submitted_s_ago, heartbeat_at=heartbeat_at, attempt=attempt)
@@ -293,7 +293,7 @@ def wait_until(is_true: Callable[[], bool]) -> None:
 
 
 class Dashboard:
-    """What a Ray dashboard answers about jobs, over HTTP. Jobs run until the test says otherwise."""
+    """Stand-in for Ray's dashboard over HTTP, for jobs. Jobs run until the test changes their state."""
 
     def __init__(self, *, refuses: bool = False) -> None:
         self.refuses = refuses  # every request, because of its token

@@ -1,4 +1,4 @@
-"""Messages that are repeated while Ray does not start are logged once in a while."""
+"""Messages that repeat while Ray does not start are logged only once in a while."""
 
 from __future__ import annotations
 

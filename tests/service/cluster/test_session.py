@@ -1,4 +1,4 @@
-"""RAY_ADDRESS that leads nowhere is reported at once, without Ray's own patience of minutes."""
+"""A wrong RAY_ADDRESS is reported at once, without Ray's own timeout of minutes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ADVICE = "start Ray there, correct RAY_ADDRESS, or unset it to have Ray started 
 
 @contextmanager
 def listening(answer: bytes | None) -> Iterator[str]:
-    """The address of a server that says `answer` to every client, or nothing at all (None)."""
+    """Address of a server that sends `answer` to every client, or nothing at all (None)."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve() -> None:

@@ -1,4 +1,4 @@
-"""What jobs occupy while they run, and how long they still take, by their documents and their progress."""
+"""Resources of running jobs and their remaining time, from their documents and their progress."""
 
 from __future__ import annotations
 

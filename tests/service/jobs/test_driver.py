@@ -1,4 +1,4 @@
-"""What a driver checks before it takes a job over."""
+"""A driver's checks before it takes over a job."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_one_machine_has_one_clock(tmp_path: Path, caplog: pytest.LogCaptureFixt
 
 
 def said_by_driver(directory: Path, **environment: str) -> str:
-    """Output of the driver of a job that does not exist."""
+    """Output of the driver for a job that does not exist."""
     done = subprocess.run(
         [sys.executable, "-m", "service.jobs.driver", "--data", str(directory), "--job", "nope"],
         capture_output=True,

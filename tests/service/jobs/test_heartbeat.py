@@ -1,4 +1,4 @@
-"""A driver's heartbeat goes on while the driver hangs, and says since when it has."""
+"""A driver's heartbeat continues while the driver hangs, and tells for how long it has been hanging."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def writer(store: Store) -> JobWriter:
 
 
 def idle_s(store: Store) -> float:
-    """As the last heartbeat says it."""
+    """Idle time in seconds according to the last heartbeat."""
     study = store.jobs()[0]
     assert study.heartbeat_at is not None
     assert study.progressed_at is not None
@@ -59,7 +59,7 @@ def idle_s(store: Store) -> float:
 
 
 def wait_for_heartbeats(store: Store) -> None:
-    """Wait for two heartbeats: the first may have been read before the last change."""
+    """Wait for two heartbeats: the first one may not include the last change yet."""
     for _ in range(2):
         before = store.jobs()[0].heartbeat_at
         while store.jobs()[0].heartbeat_at == before:

@@ -1,4 +1,4 @@
-"""`mergesearch merge` by a file: ours or mergekit's, where its models are, what it would do."""
+"""`mergesearch merge` with our files and mergekit's: the places of models, and plans of merges."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Beginnings of study files from mergekit configurations."""
+"""Initial study files made from mergekit configurations."""
 
 from __future__ import annotations
 

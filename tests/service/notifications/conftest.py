@@ -11,7 +11,7 @@ from tests.service.notifications.office import Office
 
 @pytest.fixture
 def office(database: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Office]:
-    """A notifier that tries again soon, on a database of each kind."""
+    """A notifier with short pauses between tries, on a database of each kind."""
     monkeypatch.setattr(retries, "FIRST_S", 0.05)
     monkeypatch.setattr(retries, "LONGEST_S", 0.2)
     store = Store(database)

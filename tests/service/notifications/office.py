@@ -1,4 +1,4 @@
-"""A notifier with everything real but the cluster, and functions that make jobs and webhooks."""
+"""A notifier with everything real except the cluster, and functions that create jobs and webhooks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ALLOWED = NotificationSettings(frozenset({"127.0.0.1"}))
 
 
 class Office:
-    """Runs notifiers; `start` starts another one, as a second server or a restarted one would have it."""
+    """Runs notifiers. `start` starts another one, as a second or restarted server does."""
 
     def __init__(self, store: Store, settings: NotificationSettings = ALLOWED) -> None:
         self.store = store
@@ -80,7 +80,7 @@ class Office:
         return self.notifications.deliveries(webhook.id, limit=100)
 
     def notices(self) -> int:
-        """The number of notices that no deliveries were made of yet."""
+        """Number of notices without deliveries so far."""
         with self.store.reading() as connection:
             return connection.execute(sa.select(sa.func.count()).select_from(schema.notices)).scalar_one()
 

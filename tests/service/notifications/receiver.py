@@ -1,4 +1,4 @@
-"""A receiver of webhooks on this machine, over real HTTP or HTTPS, which records what it gets."""
+"""A receiver of webhooks on this machine, over real HTTP or HTTPS, which records the requests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Received:
 
 @dataclass
 class Receiver:
-    """`statuses` are those of the next responses; then follow responses with 204. `stall_s` delays each response."""
+    """A receiver. `statuses` are those of the next responses, then 204; `stall_s` delays each response."""
 
     port: int = 0
     received: list[Received] = field(default_factory=list)
@@ -41,7 +41,7 @@ class Receiver:
         return f"{scheme}://{host}:{self.port}{path}"
 
     def wait(self, number: int = 1) -> list[Received]:
-        """What was received, once it is `number` requests."""
+        """Wait until there are `number` requests, and return them."""
         wait_until(lambda: len(self.received) >= number)
         return self.received
 

@@ -1,4 +1,4 @@
-"""Mails to a real mail server: with and without TLS and a login, refused, away, and with odd names of jobs."""
+"""Mails to a real mail server: with and without TLS and login, refusals, outages, and odd names of jobs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ BODY = json.dumps(
 
 @dataclass
 class MailServer:
-    """What a mail server received. `refusal` is its answer to each receiver, if it refuses them."""
+    """A mail server with its received mails. `refusal`, if set, is its answer to each recipient."""
 
     port: int = 0
     envelopes: list[Envelope] = field(default_factory=list)
@@ -104,7 +104,7 @@ def sent(server: MailServer, body: str = BODY, *, to: str = "ann@example.org", *
 
 @pytest.fixture
 def tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ssl.SSLContext:
-    """A certificate of localhost, of an authority that this process trusts."""
+    """Certificate for localhost by an authority that this process trusts."""
     authority = trustme.CA()
     authority.cert_pem.write_to_path(str(tmp_path / "authority.pem"))
     monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "authority.pem"))

@@ -1,4 +1,4 @@
-"""Notices reach webhooks once for each change of a job: after failures, kills, and with several servers."""
+"""Webhooks get one notice for each change of a job, also after failures and kills and with several servers."""
 
 from __future__ import annotations
 

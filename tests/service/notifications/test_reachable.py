@@ -1,4 +1,4 @@
-"""Guards of webhooks: only public addresses are reached, whatever the URL, the name server or a proxy says."""
+"""Guards of webhooks: requests reach only public addresses, whatever the URL, the name server or a proxy says."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_no_connection_to_this_machine(host: str) -> None:
 
 
 def resolving(monkeypatch: pytest.MonkeyPatch, *answers: str) -> list[str]:
-    """Let a name server give these answers, one a question; returns the names that are asked for."""
+    """Let a name server give `answers`, one for each question; returns the list of names asked for."""
     asked: list[str] = []
     left = list(answers)
 
@@ -211,7 +211,7 @@ Sender = Callable[[asyncio.StreamWriter], Awaitable[None]]
 
 
 def answered(send: Sender, *, total_s: float) -> Outcome:
-    """The outcome of a request to a receiver that responds by `send`, with the status 500 and a body without end."""
+    """Outcome of a request to a receiver that responds by `send`, with the status 500 and a body without end."""
 
     async def respond(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 500 Error\r\nContent-Length: 1000000000000\r\n\r\n")

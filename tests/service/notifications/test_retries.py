@@ -1,4 +1,4 @@
-"""Pauses between tries: they grow, differ, and last about a day together."""
+"""Pauses between tries: they increase, differ at random, and last about a day in total."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The options of `serve` about notifications."""
+"""The options of `serve` for notifications."""
 
 from __future__ import annotations
 

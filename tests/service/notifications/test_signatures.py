@@ -1,4 +1,4 @@
-"""Signatures of webhooks: the library of the specification verifies them."""
+"""The specification's library verifies the signatures of webhooks."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def column(name: str, *, group: str | None = None, count: int = 200, **facts: An
 
 
 def drawn(*names: str, count: int = 200) -> dict[str, dict[str, Any]]:
-    """Values of each trial; trial 3 is far better than all others."""
+    """Values of each trial on the benchmarks `names`. Trial 3 is far better than all others."""
     rng = np.random.default_rng(0)
     return {
         f"d{n}": {name: (rng.random(count) < (0.9 if n == 3 else 0.4)).astype(float) for name in names} for n in ORIGINS

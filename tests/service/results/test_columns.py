@@ -110,7 +110,7 @@ def test_optuna_has_the_values_at_rungs(tmp_path: Path) -> None:
 
 
 def columns_of(**columns: list[Any]) -> dict[str, list[Any]]:
-    """Columns of complete trials, with these columns instead of their own."""
+    """Columns of complete trials, some of them replaced by `columns`."""
     (number,) = {len(values) for values in columns.values()}
     plain: dict[str, list[Any]] = {
         "number": list(range(number)),

@@ -1,4 +1,4 @@
-"""Rows of the held-out table, against values computed by hand."""
+"""Rows of the held-out table, compared with values computed by hand."""
 
 import pytest
 

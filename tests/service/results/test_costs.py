@@ -1,4 +1,4 @@
-"""Objectives that are costs of the recipe, from the rungs to the files, the tables and the report."""
+"""Objectives that are costs of the recipe, in rungs, files, tables and the report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trials that keep to the constraints come before those that do not, and results say what is violated."""
+"""Trials that satisfy the constraints come before others, and results name the violated constraints."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ TRIALS = (
 
 
 def selected(*constraints: str) -> tuple[int, list[int]]:
-    """The best trial and the front."""
+    """Numbers of the best trial and of the front's trials under these constraints."""
     found = objectives(*constraints)
     best = best_trial(TRIALS, found)
     assert best is not None

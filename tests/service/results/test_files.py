@@ -1,4 +1,4 @@
-"""The files a run leaves, each against its schema, and what is best."""
+"""The result files of a run, each checked by its schema, and the choice of the best trial."""
 
 from __future__ import annotations
 

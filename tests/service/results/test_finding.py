@@ -1,4 +1,4 @@
-"""What the held-out stage says about the merges found: the right thing, and as rarely wrong as it claims."""
+"""The sentence about the merges found, from held-out samples: correct, and wrong as seldom as it claims."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def text_of(tests: Sequence[RivalTest], objectives: Sequence[Objective] = (MATH,
 
 
 def ones(rate: float, size: int = 400) -> np.ndarray:
-    """Ones first: two rates are paired in all but the samples between them."""
+    """Values of samples with this share of ones. All ones come first, so that two rates differ on few samples."""
     return (np.arange(size) < round(rate * size)).astype(float)
 
 
@@ -167,7 +167,7 @@ def test_metrics_are_paired_by_document() -> None:
 
 
 def share_of_claims(num_finalists: int, *, num_studies: int = 400, size: int = 200) -> tuple[float, float]:
-    """Share of studies in which some merge is called better, although all candidates are equally good.
+    """Share of studies in which a merge is called better, although all candidates are equally good.
 
     The first share is with the correction, the second with the intervals of single comparisons.
     """

@@ -1,4 +1,4 @@
-"""The held-out stage from stored samples, some of them missing, odd or scored twice.
+"""The held-out stage computed from stored samples, some of them missing, odd or scored twice.
 
 Studies are in a real database, as a driver would have written them.
 """
@@ -45,7 +45,7 @@ def recipe(number: int) -> Recipe:
 
 
 class Study:
-    """A study in a store; trials are at full budget, the first `num_baselines` of them sources."""
+    """A study in a store. Its trials are at full budget, and the first `num_baselines` of them are sources."""
 
     def __init__(
         self, store: Store, objectives: tuple[Objective, ...], *, files: Mapping[str, str] | None = None
@@ -92,7 +92,7 @@ class Study:
         self.writer.record_chunk(number, split, ScoreResult(samples, evidence, {"score": 0.5}))
 
     def documents(self) -> tuple[dict[str, Any], dict[str, Any], str]:
-        """summary.json, pareto.json and the report, the first two valid under their schemas."""
+        """summary.json, pareto.json and the report; checks the first two by their schemas."""
         run = run_record(self.store, self.id)
         first, second = (json.loads(json.dumps(document, allow_nan=False)) for document in (summary(run), pareto(run)))
         jsonschema.validate(first, schemas()["summary"])
@@ -110,7 +110,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 
 def binary(rate: float, seed: int, size: int = N) -> np.ndarray:
-    """Exactly that share of ones, in an order of its own."""
+    """Values of samples with exactly this share of ones, in random order."""
     return np.random.default_rng(seed).permutation((np.arange(size) < round(rate * size)).astype(float))
 
 
@@ -242,7 +242,7 @@ def test_one_sample_has_no_standard_error(store: Store, value: float) -> None:
 
 
 def uneven_splits(store: Store, *, luck: float) -> Study:
-    """Four baselines, and a best trial that is better by `luck` on search data than on holdout data.
+    """A study with four baselines, and a best trial that is better by `luck` on search data than on holdout data.
 
     The search data are easier by 0.1 for all.
     """

@@ -1,4 +1,4 @@
-"""Importances of parameters: what matters is first, and sums are over what the space says."""
+"""Importances of parameters: the parameter with an effect is first, and sums are by layers, part and expert."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAMES = (
 
 
 def study(num_trials: int, *, seed: int = 0) -> tuple[list[TrialResult], dict[int, dict[str, float | bool]]]:
-    """Trials whose value depends on the first parameter and, a little, on the third; the last one is conditional."""
+    """Trials whose value depends on the first parameter and less on the third; the last parameter is conditional."""
     rng = np.random.default_rng(seed)
     known = run_record().trials[0]
     trials, configurations = [], {}

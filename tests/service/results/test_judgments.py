@@ -21,7 +21,7 @@ def judgment(position: int, is_swapped: bool, preference: float | None, digest: 
 
 
 def judged(*pairs: tuple[float | None, float | None], digest: str = "d3") -> list[JudgmentRecord]:
-    """Judgments of samples at positions 0, 1 and so on, each as the first answer and as the second one."""
+    """Judgments of the samples 0, 1, ... A pair has the values of an answer that was shown first, then second."""
     return [
         judgment(position, bool(order), value, digest)
         for position, pair in enumerate(pairs)

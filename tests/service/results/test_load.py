@@ -1,4 +1,4 @@
-"""What result files are made of, read from a store."""
+"""The records from which result files are written, read from a store."""
 
 from __future__ import annotations
 

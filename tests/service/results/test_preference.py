@@ -1,4 +1,4 @@
-"""The model that weights pick from a front: by held-out values where there are some, by search values else."""
+"""The model that weights choose from a front: by held-out values if there are any, otherwise by search values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MADE_UP = run_record(num_trials=12, num_objectives=2)
 
 
 def run_of(values: Mapping[int, tuple[float, float]], held_out: Mapping[int, tuple[float, float]]) -> RunRecord:
-    """Trials that were searched, with their values of math and text on search data and on holdout data."""
+    """A run with these trials, given their values of math and text on search data and on holdout data."""
     names = ("math", "text")
     like = next(trial for trial in MADE_UP.trials if trial.state is TrialState.COMPLETE and trial.bracket is not None)
     trials = tuple(

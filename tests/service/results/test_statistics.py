@@ -1,4 +1,4 @@
-"""Means, paired differences and their intervals, against hand-computed cases and exact coverage."""
+"""Means, paired differences and their intervals, compared with cases computed by hand and with exact coverage."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ def test_means_correlate_by_the_documents_that_they_share() -> None:
 def two_metrics(
     rng: np.random.Generator, *, rate: float, size: int, agreement: float
 ) -> dict[str, NDArray[np.float64]]:
-    """Two 0/1 metrics of the same documents, such as two filters: the second is drawn anew on some of them."""
+    """Two 0/1 metrics of the same documents, such as two filters; the second differs on a random part of them."""
     first = rng.random(size) < rate
     again = rng.random(size) < 1 - agreement
     drawn = {"strict": first, "flexible": np.where(again, rng.random(size) < rate, first)}
@@ -232,7 +232,7 @@ def two_metrics(
 
 
 def coverage(documents: Mapping[str, str] | None, rounds: int = 400) -> NDArray[np.float64]:
-    """How often the intervals of the mean and of its paired difference hold the truth."""
+    """Share of intervals that contain the true value: of the mean, and of its paired difference."""
     rng, names = np.random.default_rng(3), ("strict", "flexible")
     hits = np.zeros(2)
     for _ in range(rounds):

@@ -1,4 +1,4 @@
-"""When replicas merged, swapped, scored or were idle."""
+"""Intervals in which replicas merged, swapped, scored or were idle."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ OBJECTIVES = (Objective("math", "acc", "maximize"), Objective("loss", "loss", "m
 
 
 def trial(number: int, state: TrialState, *values: float, label: str = "") -> TrialResult:
-    """A trial with a value of math, and a tenth of it as loss, at each finished rung."""
+    """A trial with a value of math at each finished rung, and a tenth of that value as loss."""
     rungs = tuple(
         RungRecord(rung, {"math": 10 * 3**rung, "loss": 1}, {"math": value, "loss": value / 10}, {})
         for rung, value in enumerate(values)

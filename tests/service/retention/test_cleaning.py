@@ -1,4 +1,4 @@
-"""What is removed of jobs that have ended, and what never is."""
+"""Files and rows of ended jobs that are removed, and those that are always kept."""
 
 from __future__ import annotations
 

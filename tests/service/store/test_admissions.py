@@ -1,4 +1,4 @@
-"""Units of work, and admissions of several servers with one database that together keep a quota."""
+"""Units of work, and a quota that several servers with one database keep together."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def create(store: Store, *, kind: str = "search", num_bytes: int = 0) -> str:
 
 
 def race(stores: tuple[Store, Store], admit: Callable[[Store], object], *, number: int = 4) -> int:
-    """Call `admit` with both stores `number` times each, at the same moment; return how many were admitted."""
+    """Call `admit` with both stores `number` times each, at the same moment; returns how many were admitted."""
     admitted: list[object] = []
     start = threading.Barrier(2 * number)
 

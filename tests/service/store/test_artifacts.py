@@ -1,6 +1,6 @@
 """Artifacts, in a directory and in an object store.
 
-What was stored comes back or is refused, equal files take their room once, and no used file is deleted.
+Stored artifacts come back unchanged or are refused, equal files are stored once, and no used file is deleted.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NOTHING = ResolvedStudy({}, 0, {}, {}, (), 0, (), "0")
 
 @dataclass(frozen=True)
 class Place:
-    """Place of artifacts: its location, all stored files by digest, and functions that replace and delete one."""
+    """A place of artifacts: its location, its stored files by digest, and functions that replace and delete a file."""
 
     location: str | Path
     files: Callable[[], dict[str, bytes]]
@@ -84,7 +84,7 @@ def artifacts(store: Store, place: Place) -> ArtifactStore:
 
 @pytest.fixture
 def later(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Moves the clock by seconds."""
+    """Function that moves the clock forward by seconds."""
 
     def move(seconds: float) -> None:
         now = time.time() + seconds

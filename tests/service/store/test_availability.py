@@ -1,4 +1,4 @@
-"""A database that goes away: stores that wait lose and repeat nothing, others fail at once and say since when."""
+"""An outage of the database: stores that wait lose and repeat nothing; others fail at once and say since when."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Backups: a running server's database and files arrive in an empty place, together or not at all."""
+"""Backups: a running server's database and files arrive together in an empty place, or not at all."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ FILES = {"model.safetensors": b"weights", "config.json": b"{}", "folder/tokenize
 
 @pytest.fixture
 def store(database: str) -> Iterator[Store]:
-    """A store with rows in every table, without the artifacts of `filled`, whose files do not exist."""
+    """A store with rows in every table. The artifacts of `filled` are left out, because their files do not exist."""
     store = filled(database)
     with store.engine.begin() as connection:
         connection.execute(schema.artifacts.delete())
@@ -193,7 +193,7 @@ print(lines)
 
 
 def backed_up(limit: int, *places: str) -> subprocess.CompletedProcess[str]:
-    """A backup in a process of its own that is killed when it has run `limit` lines of the module; 0 is never."""
+    """A backup in a process that is killed after `limit` lines of the module; 0 means never."""
     command = [sys.executable, "-c", KILLED, str(limit), *places]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)

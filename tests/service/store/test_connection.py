@@ -1,4 +1,4 @@
-"""What SQLite and PostgreSQL must do alike: order of events, one moment for reads, certain commits, every character."""
+"""Guarantees on both SQLite and PostgreSQL: order of events, snapshots, durable commits, and every character."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def test_faults_appear_in_the_order_of_their_ids(store: Store) -> None:
 
 
 def torn_trials(store: Store) -> bool:
-    """Whether a read shows only one of a trial's end and its last rung, which are stored between its queries."""
+    """Whether a read shows a trial's end without its last rung or the reverse; both are stored between its queries."""
     writer = new_writer(store)
     writer.add_trial(TRIAL)
     full = RungRecord(1, {"math": 8}, {"math": 0.75}, {"math": 0.125})
@@ -237,7 +237,7 @@ def test_reading_writes_nothing(on_postgresql: Store) -> None:
 
 
 def terminated(connection: Any) -> None:
-    """The server ends the session of this connection."""
+    """End the session of this connection, as the server."""
     with pytest.raises(Exception, match=r"terminating connection|server closed"):
         connection.execute("SELECT pg_terminate_backend(pg_backend_pid())")
 

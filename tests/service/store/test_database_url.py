@@ -1,4 +1,4 @@
-"""URLs of databases: which are accepted, that no message shows a password, and where a server's is found."""
+"""URLs of databases: accepted ones, messages without passwords, and the place of a server's URL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading a study of many trials: a page, and what has changed, cost the same however many trials there are."""
+"""Reading a study of many trials: a page and the latest changes take the same time for any number of trials."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Studies:
     many: tuple[Store, str]
 
     def steps(self, call: Callable[[Store, str], object]) -> tuple[int, int]:
-        """SQLite's steps for `call` on each of the two."""
+        """SQLite's steps for `call` on the study of FEW and on the study of MANY trials."""
         few, many = (num_steps(store, partial(call, store, study)) for store, study in (self.few, self.many))
         return few, many
 

@@ -1,4 +1,4 @@
-"""Moving a database: everything arrives, in both directions, or nothing does."""
+"""Moves of a database between SQLite and PostgreSQL: everything arrives, or nothing does."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def url(postgresql: PostgreSQL) -> Iterator[str]:
 
 
 def filled(url: str) -> Store:
-    """A database with rows in every table, odd characters, and events of a job that was deleted."""
+    """A database with rows in every table, odd characters, and events of a deleted job."""
     store = Store(url)
     for name in ("first", "second"):
         job = store.create_job(kind="search", name=name, document={"seed": 1}, accepted=RESOLVED.to_json())

@@ -1,4 +1,4 @@
-"""Webhooks, addresses, and jobs that wait, on each kind of database."""
+"""Webhooks, mail addresses and waiting jobs, on each kind of database."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def office(database: str) -> Iterator[Office]:
 
 
 def look(office: Office, waiting: Mapping[str, str | None], *, after_s: float = 30.0, works_s: float = 60.0) -> int:
-    """Look at what jobs wait for; returns the number of new notices."""
+    """Store why jobs wait, as a server does now and then; returns the number of new notices."""
     found = office.notifications.record_waits(
         waiting, notify_after_s=after_s, works_after_s=works_s, passing="its driver to start"
     )
@@ -38,7 +38,7 @@ def look(office: Office, waiting: Mapping[str, str | None], *, after_s: float = 
 
 
 def pass_by(office: Office, seconds: float) -> None:
-    """Let time pass for jobs that wait."""
+    """Move the times of waiting jobs back by `seconds`."""
     office.shift(schema.waits, "since", seconds)
     office.shift(schema.waits, "working_since", seconds)
 

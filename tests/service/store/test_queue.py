@@ -1,4 +1,4 @@
-"""Usage, limits, moves and preemptions as the store keeps them, on SQLite and PostgreSQL."""
+"""Usage, limits, moves and preemptions in the store, on SQLite and PostgreSQL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads that servers repeat every second or scrape: of jobs that have ended, nothing but a count."""
+"""Reads that servers repeat every second: of jobs that have ended, they fetch only a count."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 @contextmanager
 def counted(store: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
-    """Count the jobs that are read whole, and keep the queries with their parameters."""
+    """Count the jobs that are read completely, and record the queries with their parameters."""
     seen = SimpleNamespace(jobs=0, queries=[])
 
     def counting(row: sa.RowMapping) -> Any:
@@ -59,7 +59,7 @@ def counted(store: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNam
 
 
 def scans(store: Store, seen: SimpleNamespace) -> list[str]:
-    """How SQLite reads events in the queries that were seen."""
+    """SQLite's plans for reading events in the recorded queries."""
     with store.engine.connect() as connection:
         plans = [
             connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}", parameters).all()

@@ -1,4 +1,4 @@
-"""Requests to pause a job, to stop its search and to resume it, as the store keeps them."""
+"""Requests in the store to pause a job, to stop its search and to resume it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The JSON of steps: what this version stores, and what earlier versions stored."""
+"""The JSON of steps as this version and as earlier versions stored it."""
 
 from __future__ import annotations
 

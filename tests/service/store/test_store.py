@@ -1,4 +1,4 @@
-"""What the store promises: one writer, whole transactions, repeated writes that change nothing, undisturbed readers."""
+"""Guarantees of the store: one writer, whole transactions, repeated writes without effect, undisturbed readers."""
 
 from __future__ import annotations
 
@@ -887,7 +887,7 @@ def test_an_error_inside_a_transaction_leaves_nothing_of_it(store: Store, writer
 
 
 def die_inside_a_chunk(url: str, study_id: str) -> None:
-    """Run in another process: a chunk stored whole, then one whose process dies before its commit."""
+    """Store a chunk, then kill this process inside the transaction of another one; runs in a process of its own."""
     writer = Store(url).open_attempt(study_id)
     writer.add_trial(TRIAL)
     writer.record_chunk(3, Split.SEARCH, chunk(range(3)))

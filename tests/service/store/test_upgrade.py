@@ -1,4 +1,4 @@
-"""Migrations: what a database becomes when it is opened, and by how many processes at once."""
+"""Migrations: a database's content after its opening, also by several processes at once."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ NUM_PROCESSES = 6
 
 
 def new_database(file: Path) -> None:
-    """Nothing: opening it creates it."""
+    """Do nothing: the store creates the database when it opens it."""
 
 
 def old_database(file: Path) -> None:
-    """As the last version without migrations wrote it."""
+    """Write a database as the last version without migrations did."""
     write_database(file, data_dir=file.parent)
 
 
@@ -240,7 +240,7 @@ def test_current_database_opens_at_once(tmp_path: Path) -> None:
 
 
 def open_together(url: str, module: Any, name: str, replacement: Any, barrier: Any, errors: Any) -> None:
-    """One of several processes that open the database at the same moment, all before the first has migrated it."""
+    """Open the database together with other processes: all begin before the first one has migrated it."""
     changes = pytest.MonkeyPatch()  # never undone: the process ends
     changes.setattr(importlib.import_module(module), name, replacement)
     migrate = upgrade.migrate
@@ -265,11 +265,11 @@ def begin_without_lock(connection: sa.Connection) -> None:
 
 
 def lock_nothing(_: sa.Connection) -> None:
-    """In place of the lock for migrations."""
+    """Do nothing, in place of the lock for migrations."""
 
 
 def errors_of_processes(url: str, replaced: Callable[..., None], replacement: Any = None) -> list[str | None]:
-    """Errors of processes in which `replacement` stands for the function `replaced`; None for each without an error."""
+    """Errors of processes in which `replacement` replaces the function `replaced`; None for each without an error."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])  # imports once for all of them
     barrier, errors = context.Barrier(NUM_PROCESSES), context.Queue()
@@ -294,7 +294,7 @@ def test_first_opening_by_many_processes(file: Path) -> None:
 
 
 def refused_switches(directory: Path, switch: Callable[[sqlite3.Cursor], object]) -> int:
-    """How many of 6 connections at once could not switch a database to WAL, over 40 databases."""
+    """Number of failed switches to WAL over 40 databases, each switched by 6 connections at once."""
     refused = 0
     for number in range(40):
         file = directory / f"{number}.db"

@@ -54,7 +54,7 @@ def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> JobRecord:
 def problems(
     stored: JobRecord, *benchmarks: dict[str, Any], access: FileAccess | None = None, **more: Any
 ) -> list[str]:
-    """What the checks of added benchmarks say."""
+    """Problems found by the checks of added benchmarks."""
     try:
         check_added(study_with(stored, added(*benchmarks, **more), trials={0, 1}).canonical(), stored, access)
     except InvalidStudy as error:

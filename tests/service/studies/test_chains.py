@@ -1,4 +1,4 @@
-"""Merges of one study as sources of another: exported once, pinned, and like any other model from then on."""
+"""Merges of one study as sources of another: exported once, pinned, and then used like any other model."""
 
 from __future__ import annotations
 
@@ -311,7 +311,7 @@ def test_what_is_wrong_with_a_source_is_told(finished: Finished, source: dict[st
 
 @pytest.fixture(scope="module")
 def path_study(tied_family: Family, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tuple[Recipe, ...]]:
-    """A run of paths, and its recipes: the layers 1, 0, 1 of several models, and four that have no plain path."""
+    """A run and its recipes: a plain path with layers 1, 0, 1 of two models, and four that are not plain paths."""
     directory = tmp_path_factory.mktemp("paths")
     sources = open_sources(tied_family)
     first, second = (expert.alias for expert in tied_family.experts)
@@ -432,7 +432,7 @@ def test_another_vocabulary_along_a_path_is_refused(tied_family: Family, tmp_pat
 
 
 def tuned(store: Store, artifacts: ArtifactStore, family: Family, *aliases: str) -> str:
-    """Id of a fine-tuning that has trained the experts `aliases` of the family."""
+    """Id of a fine-tuning that has trained the family's experts `aliases`."""
     job = store.create_job(kind="finetune", name="tuned", document={"base": family.base.directory}, accepted={})
     for expert in family.experts:
         if expert.alias in aliases:

@@ -1,4 +1,4 @@
-"""Files for mergekit from a stored study: mergekit computes the same tensors, or every reason against it is listed."""
+"""Files for mergekit from a stored study: mergekit computes the same tensors, or all reasons against it are listed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def stored(sources: ResolvedFamily) -> JobRecord:
 
 
 def recipe_of(sources: ResolvedFamily, method: str, seed: int | None = None, **coefficients: Any) -> Recipe:
-    """The same merge of both experts everywhere."""
+    """A recipe with the same merge of both experts everywhere."""
     named = {name.rstrip("_"): value for name, value in coefficients.items()}
 
     def merge(layer: int | None) -> Merge:

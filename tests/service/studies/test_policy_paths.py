@@ -1,4 +1,4 @@
-"""Paths that a trained policy proposes: for preferences that it has not seen, and through other models."""
+"""Paths from a trained policy: for preference vectors that it has not seen, and through other models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Studies that begin with the policies of another one."""
+"""Studies that begin with the policies of another study."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from workers.models.family import resolve_family
 
 @dataclass(frozen=True)
 class Checked:
-    """What of a study that passed preflight is looked at."""
+    """The parts of a checked study that the tests use."""
 
     study: Study
     space: Any

@@ -1,4 +1,4 @@
-"""Quantised exports of a stored study, whose engine is replaced by made-up scores."""
+"""Quantised exports of a stored study, with made-up scores instead of an engine."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def family(fingerprints: Mapping[str, str]) -> Family:
 
 
 def checked(warm_start: Mapping[str, Any], **changes: Any) -> PreflightResult:
-    """A study of the same family that passed every other check."""
+    """A study of the same family, after every other check of preflight."""
     options = {name: changes.pop(name) for name in ("algorithm", "max_trials") if name in changes}
     study = changes.pop("study", None) or parse_study(document(search={"warm_start": dict(warm_start), **options}))
     num_trials = study.search.max_trials
@@ -169,7 +169,7 @@ def earlier(tmp_path_factory: pytest.TempPathFactory) -> Earlier:
 
 @dataclass(frozen=True)
 class Begun:
-    """A study that has taken the results of the earlier one over, and what it takes to do so again."""
+    """A study that has taken over the results of the earlier one, and the means to do so again."""
 
     store: Store
     study: str
@@ -253,7 +253,7 @@ def test_told_results_change_what_is_proposed(earlier: Earlier, tmp_path: Path) 
 
 
 class WarmProposer(InlineProposer):
-    """A proposer in the caller's thread whose searcher begins with the results of a warm start."""
+    """A proposer in the caller's thread, whose searcher begins with the results of a warm start."""
 
     def __init__(self, preflight: PreflightResult, *, algorithm: str) -> None:
         super().__init__(preflight.space, seed=5, algorithm=algorithm)

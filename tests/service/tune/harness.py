@@ -1,4 +1,4 @@
-"""A coordinator driven without Ray: the fake scorer, one chunk at a time, in any order of completion."""
+"""A coordinator run without Ray: with the fake scorer, one chunk at a time, in any order of completion."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ def lfs_space(**changes: Any) -> LfsSpace:
 
 
 def space_of(kind: str, **options: Any) -> SearchSpace:
-    """The space over the models of FINGERPRINTS; merges with layers of any number have at most five."""
+    """The space over the models of FINGERPRINTS. If merges may have any number of layers, the limit is five."""
     family = replace(models(("math", "text"), 4, max_layers=5), fingerprints=FINGERPRINTS)
     built: SearchSpace = space(kind, family, **{**SPACES[kind], **options})
     return built
 
 
 def make_plan(study_id: str, *, scheduler: Scheduler = "hyperband", max_trials: int = 14, **changes: Any) -> Plan:
-    """Two objectives, rungs of 4, 12 and 36 samples (without a scheduler: the last), a holdout of 50 samples."""
+    """A plan: two objectives, rungs of 4, 12 and 36 samples (only 36 without a scheduler), a holdout of 50 samples."""
     names = ("math", "text")
     sizes = (36,) if scheduler == "none" else (4, 12, 36)
     tasks = {name: TaskSpec(task=name, metric="exact_match") for name in names}
@@ -101,7 +101,7 @@ NO_RANDOM = SearchSetting(options=Search(smac=SmacOptions(random_share=0.0)))
 def propose(
     searcher: Searcher, parameters: Parameters, *, steps: Sequence[Step] = (), **context: Any
 ) -> dict[str, Any]:
-    """The configuration that a searcher proposes which computes no steps; `context` as for `ProposalContext`.
+    """The configuration that a searcher without computed steps proposes; `context` as for `ProposalContext`.
 
     Decisions that it notes first are added to the given steps.
     """
@@ -115,10 +115,10 @@ def propose(
 
 
 class InlineProposer:
-    """`proposals.Proposer` in the caller's own thread, for searchers that compute no steps; by default a random search.
+    """`proposals.Proposer` in the caller's thread, for searchers without computed steps; a random search by default.
 
-    With `seed` None, the seed of each draw is a checksum of all that the proposal knows. `steps` are the notes that the
-    study has already.
+    If `seed` is None, the seed of each draw is a checksum of all results that the proposal knows. `steps` are the
+    study's earlier notes.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class InlineProposer:
 
 
 def new_study(directory: Path, database: str | None = None) -> tuple[Store, str]:
-    """A study in a new database in the directory, or in the one at the URL `database`."""
+    """Create a study in a new database in the directory, or in the database at the URL `database`."""
     store = Store(database or f"sqlite:///{directory / 'study.db'}")
     return store, store.create_job(kind="search", name="test", document={}, accepted=resolved_study().to_json()).id
 
@@ -192,9 +192,9 @@ def coordinator_of(
 def drive(
     coordinator: Coordinator, scorer: Scorer, *, concurrency: int = 3, order_seed: int = 0, asks_ahead: bool = True
 ) -> None:
-    """Run to the end, or until only judgments are left.
+    """Run the study to its end, or until only judgments are left.
 
-    Which of the evaluations in flight finishes its next chunk first is drawn at random.
+    A random draw decides which evaluation in flight finishes its next chunk first.
     """
     draw = random.Random(order_seed)
     in_flight: list[tuple[Evaluation, int]] = []
@@ -231,11 +231,11 @@ def score(scorer: Scorer, evaluation: Evaluation, chunk: int) -> Any:
 
 
 class Killed(BaseException):
-    """Stands for SIGKILL: nothing catches it, nothing is written after it."""
+    """Stand-in for SIGKILL: nothing catches it, and nothing is written after it."""
 
 
 def killer(at: int) -> Callable[[str], None]:
-    """An observer that dies at the `at`-th step (0-based)."""
+    """An observer that raises Killed at step number `at` (from 0)."""
     count = 0
 
     def observe(_: str) -> None:
@@ -248,7 +248,7 @@ def killer(at: int) -> Callable[[str], None]:
 
 
 def trial_list(store: Store, study_id: str) -> list[tuple[Any, ...]]:
-    """What a resumed search must share with an undisturbed one."""
+    """The trials, with all that a resumed and an undisturbed search must have in common."""
     return [
         (
             trial.number,

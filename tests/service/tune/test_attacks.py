@@ -1,4 +1,4 @@
-"""Attacks on the prompts of benchmarks in a coordinator: what is scored, stored, and not scored again."""
+"""Attacks on the prompts of benchmarks in a coordinator: scored, stored and reused results."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def attacked(name: str, option: AttackSpec = BUG) -> Benchmark:
 
 
 class Careless(FakeScorer):
-    """A scorer whose models make more mistakes, and each model others, the more a template differs from TEXT."""
+    """A scorer whose models make more mistakes the more a template differs from TEXT, and each model other ones."""
 
     def _samples(self, recipe: Recipe, span: Span, is_wrong: bool = False) -> list[SampleResult]:
         template = span.task.template
@@ -68,7 +68,7 @@ class Careless(FakeScorer):
 
 
 def results(store: Store, study: str) -> dict[tuple[str, str], AttackResult]:
-    """What the attacks found, by benchmark and recipe."""
+    """Results of the attacks by benchmark and recipe."""
     return {(each.benchmark, each.recipe): each for each in read_attacks(store.document(study, ATTACKS))}
 
 
@@ -87,7 +87,7 @@ def num_scored(scorer: FakeScorer, *, attacked_only: bool = False) -> int:
 
 
 def expected(benchmark: Benchmark, scorer: Careless, recipe: Recipe) -> Attacked:
-    """What an attack on one recipe finds without a study."""
+    """The result of an attack on one recipe, computed without a study."""
     assert benchmark.attack is not None
     steps = search(benchmark.attack, clean=scorer.mean(recipe, None, "sst2"), seed=0)
     return run(steps, lambda template: scorer.mean(recipe, template, ""))

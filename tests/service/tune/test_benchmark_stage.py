@@ -1,4 +1,4 @@
-"""The benchmark stage of a coordinator: what is scored, what is not scored again, and what its failures leave."""
+"""The benchmark stage of a coordinator: scored samples, reused samples, and the state after failures."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def scored(store: Store, study: str) -> dict[str, dict[str, list[float]]]:
 
 
 def calls(scorer: FakeScorer, *names: str) -> list[Any]:
-    """Spans of benchmarks that were scored, each with the recipe."""
+    """Spans of the named benchmarks that were scored, each with its recipe."""
     return [(call["recipe"], *span) for call in scorer.calls() for span in call["spans"] if span[0] in names]
 
 

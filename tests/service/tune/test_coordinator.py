@@ -1,4 +1,4 @@
-"""Coordinator, rung table and store together: what is evaluated, who is promoted, and what survives a crash."""
+"""Coordinator, rung table and store together: evaluations, promotions, and the state after a crash."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def finished_study(directory: Path, **changes: Any) -> tuple[Any, str, Any]:
 
 @dataclass(frozen=True)
 class Undisturbed:
-    """What a study must end with, whatever happens to it."""
+    """Results that a study must have at its end, whatever happens to it."""
 
     trials: list[tuple[Any, ...]]
     holdout: Any
@@ -178,7 +178,7 @@ def test_trials_ignore_the_order_of_results(
 
 
 class InTheOrderOf(InlineProposer):
-    """Proposal i is draw `order[i]`."""
+    """A proposer whose proposal i is draw `order[i]`."""
 
     def __init__(self, order: tuple[int, ...], *, first: int) -> None:
         super().__init__(lfs_space(), seed=1)
@@ -326,7 +326,7 @@ def test_no_stored_sample_is_scored_twice_whatever_was_killed(tmp_path: Path) ->
 
 
 class _Recording:
-    """Notes each call's split: the fake's log does not know it."""
+    """A scorer that notes the split of each call, which the fake's log does not contain."""
 
     def __init__(self, scorer: FakeScorer, splits: dict[str, Split]) -> None:
         self._scorer, self._splits = scorer, splits
@@ -564,7 +564,7 @@ def test_larger_limit_resumes_the_search(tmp_path: Path, scheduler: Scheduler) -
 
 
 class OfThree(InlineProposer):
-    """A space of three configurations: the search is soon exhausted."""
+    """A proposer for a space of three configurations, whose search is soon exhausted."""
 
     def result(self, *, timeout_s: float) -> Any:
         self._call = {"number": self._call["number"] % 3, "observations": (), "pending": ()}
@@ -601,7 +601,7 @@ def test_exhausted_search_stays_ended(tmp_path: Path, step: str) -> None:
 
 
 class OddScorer:
-    """The fake, but one sample of one recipe has another value."""
+    """The fake scorer with another value for one sample of one recipe."""
 
     def __init__(self, digest: str, value: float, *, position: int = 7) -> None:
         self._scorer, self._digest, self._value, self._position = FakeScorer(), digest, value, position

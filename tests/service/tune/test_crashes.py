@@ -1,4 +1,4 @@
-"""When a candidate is taken for the cause of its engine's crashes, and when not."""
+"""The decision whether a candidate causes its engine's crashes."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_crash_before_any_score_is_no_engine(tmp_path: Path) -> None:
 
 
 class KilledAtRandom(FakeScorer):
-    """A share of the chunks ends with the kill of its replica; every replica had scored other recipes before."""
+    """A scorer that kills its replica in a share of the chunks; every replica has scored other recipes before."""
 
     def __init__(self, share: float) -> None:
         super().__init__()

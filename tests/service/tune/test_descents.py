@@ -1,4 +1,4 @@
-"""Which descents a search makes for its preference vectors."""
+"""The descents of a search for its preference vectors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Constraints while a search runs: who is promoted, what searchers know, and that nothing depends on timing."""
+"""Constraints during a search: promotions, searchers' knowledge, and independence from timing."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def objectives(*constraints: str) -> tuple[Objective, ...]:
 
 
 class Recorder(InlineProposer):
-    """Random search that keeps what it was told, by proposal."""
+    """A random search that records, for each proposal, the results told to it."""
 
     def __init__(self) -> None:
         super().__init__(lfs_space(), seed=0)

@@ -1,4 +1,4 @@
-"""The gradient searcher as a function: what it asks for, when it has a proposal, and when it gives up on gradients."""
+"""The gradient searcher as a function: its requests, its proposals, and its switch away from gradients."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ SETTING = SearchSetting(
 
 
 def baselines(*, sign: float = 1.0) -> list[Observation]:
-    """Baselines whose costs grow with the loss, or with `sign` -1 fall."""
+    """Baselines whose costs grow with the loss (with `sign` -1, fall with it)."""
     found = []
     for number in range(NUM_BASELINES):
         point = np.full(6, number / 4)
@@ -69,7 +69,7 @@ def loss_at(point: Any) -> float:
 
 
 def computed(request: StepRequest) -> StepResult:
-    """The losses of a quadratic, twice as large for text, and the gradient of their weighted sum."""
+    """Result of a request: losses of a quadratic, twice as large for text, and the gradient of their weighted sum."""
     if isinstance(request, CompletionsRequest):
         return CompletionsResult(completions=dict.fromkeys(request.completions, ()))
     assert isinstance(request, (LossesRequest, GradientRequest))
@@ -91,7 +91,7 @@ def propose(
     seed: int = 0,
     setting: SearchSetting = SETTING,
 ) -> dict[str, Any]:
-    """The configuration of a proposal; the steps that it needs are added to `steps`."""
+    """The configuration of a proposal; adds the steps that it needs to `steps`."""
     context = ProposalContext(PARAMETERS, number=number, seed=seed, observations=known, steps=steps, setting=setting)
     while True:
         answer = get_searcher("gradient").advance(context)
@@ -299,7 +299,7 @@ FACTORS = {"math": 1.0, "text": 2.0}
 
 
 def losses_of_each(point: Sequence[float]) -> dict[str, float]:
-    """Losses of which each is smallest elsewhere: those of text are twice as large."""
+    """Losses that have their minima at different points; the losses of text are twice as large."""
     return {name: FACTORS[name] * float(((np.array(point) - TARGETS[name]) ** 2).sum()) for name in FACTORS}
 
 
@@ -482,7 +482,7 @@ LARGER = replace(SETTING, num_samples={"math": 10, "text": 12})
 
 
 def of_completions(sign: float, completed: Any = None) -> Callable[[StepRequest], StepResult]:
-    """Losses on the references of text that fall where its costs grow; on completions times `sign`."""
+    """A function with losses of text: on references they fall as costs grow; on completions `sign` decides."""
 
     def compute(request: StepRequest) -> StepResult:
         if isinstance(request, CompletionsRequest):
@@ -560,7 +560,7 @@ def test_completions_survive_kills() -> None:
     steps, expected = with_completions()
 
     def again(request: StepRequest) -> StepResult:
-        """The store would say something else now."""
+        """The result of a step, but an empty one for completions, because the store would now give others."""
         return of_completions(1.0)(request) if not isinstance(request, CompletionsRequest) else LossesResult()
 
     for cut in range(6, len(steps)):

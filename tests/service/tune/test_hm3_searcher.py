@@ -68,7 +68,7 @@ def setting(**changes: Any) -> SearchSetting:
 
 
 class LearningProposer(InlineProposer):
-    """`proposals.Proposer` for a searcher that learns: in the caller's thread, what `RayProposer` does on actors."""
+    """`proposals.Proposer` for a learning searcher: does the work of `RayProposer`'s actors in the caller's thread."""
 
     def __init__(
         self, own: SearchSpace, store: Store, study: str, directory: Path, told: SearchSetting, learns_ahead: bool
@@ -271,7 +271,7 @@ def test_a_search_without_results_yet_has_no_mutants() -> None:
 
 
 class EqualScorer(FakeScorer):
-    """All answers are right, so that no path is better than the first."""
+    """A scorer for which all answers are right, so that no path is better than the first."""
 
     def score(self, request: ScoreRequest) -> ScoreResult:
         found = super().score(request)
@@ -414,7 +414,7 @@ def with_policy(**changes: Any) -> SearchSection:
 
 
 class FailingScorer(FakeScorer):
-    """Every third path cannot be scored."""
+    """A scorer that fails on every third path."""
 
     def score(self, request: ScoreRequest) -> ScoreResult:
         if len(request.recipe.layers) == 5:

@@ -1,4 +1,4 @@
-"""Judges of benchmarks in a coordinator, with a real HTTP endpoint: what is asked, stored, and not asked again."""
+"""Judges of benchmarks in a coordinator, with a real HTTP endpoint: asked, stored and reused judgments."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def benchmark(tmp_path: Path, judge: JudgeServer, name: str = "chats", **options
 
 
 def run(coordinator: Coordinator, scorer: FakeScorer | None = None, *, limit_s: float = 60.0) -> None:
-    """Run to the end, as Tune does: an evaluation at a time, and waiting for the judge when there is none."""
+    """Run to the end as Tune does: one evaluation at a time, and waits for the judge when there is none."""
     deadline = time.monotonic() + limit_s
     with closing(coordinator):
         while not coordinator.is_finished:

@@ -1,4 +1,4 @@
-"""Trial actors that Ray's memory monitor ended, as Tune's actor manager hears of them. Without Ray's processes."""
+"""Trial actors that Ray's memory monitor has ended, as Tune's actor manager learns of them, without Ray's processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ERROR = OutOfMemoryError("7 worker(s) were killed due to the node running low on
 
 
 def manager_and_task(heard: list[Exception]) -> tuple[Any, TrackedActorTask]:
-    """Tune's actor manager, and a task of its only actor, whose death is added to `heard`."""
+    """Tune's actor manager and a task of its only actor; `heard` gets the error when the actor dies."""
     manager: Any = RayActorManager(SimpleNamespace(free_resources=lambda **_: None))
     actor = TrackedActor(actor_id=1, on_error=lambda _, error: heard.append(error))
     manager._live_actors_to_ray_actors_resources[actor] = (None, None)

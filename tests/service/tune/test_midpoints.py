@@ -1,4 +1,4 @@
-"""Which two trials of a front the next one is halfway between."""
+"""The choice of two trials of a front for a new trial halfway between them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PARAMETERS = Parameters([Float("a", -0.5, 1.5), Float("b", 0.0, 1.0)])
 
 
 def trial(number: int, a: float, costs: Sequence[float] | None, *, rung: int = 0, excess: float = 0.0) -> Observation:
-    """At (a, a / 2)."""
+    """A trial at the point (a, a / 2)."""
     known = None if costs is None else tuple(costs)
     return Observation({"a": a, "b": a / 2}, 1.0, known, number=number, rung=rung, constraints=(excess,))
 

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow  # whole searches
 
 
 class UniformProposer(InlineProposer):
-    """A searcher that knows nothing of the space's structure: each parameter is drawn by itself."""
+    """A searcher that draws each parameter independently, without the space's structure."""
 
     def result(self, *, timeout_s: float) -> dict[str, Any] | None:
         rng = np.random.default_rng(self._call["number"])
@@ -25,7 +25,7 @@ class UniformProposer(InlineProposer):
 
 
 class RecordingProposer(InlineProposer):
-    """Keeps what is reported."""
+    """A proposer that records the results reported to it."""
 
     told: list[Mapping[str, Any]]
 

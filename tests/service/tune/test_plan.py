@@ -1,4 +1,4 @@
-"""The baselines of a study that goes on: those that it began with, whatever this version's list is."""
+"""The baselines of a continued study: those of its beginning, even if this version has another list."""
 
 from __future__ import annotations
 

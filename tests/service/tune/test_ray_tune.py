@@ -35,7 +35,7 @@ CONCURRENCY = 3
 
 
 def run(store: Store, study: str, scorer: Scorer, directory: Path) -> str:
-    """The reason for which the study ended, if it failed."""
+    """Run a study; returns the reason of its failure, or ""."""
     coordinator = coordinator_of(store, study, max_trials=9)
     try:
         run_evaluations(coordinator, scorer, name="study", storage_dir=directory / "ray", concurrency=CONCURRENCY)
@@ -49,7 +49,7 @@ def events(store: Store, study: str, kind: str) -> list[Any]:
 
 
 def free_cpus() -> float:
-    """Once what earlier tests have ended is gone."""
+    """Number of free CPUs, once the actors of earlier tests have ended."""
     free = -1.0
     while free != (free := ray.available_resources()["CPU"]):
         time.sleep(3)
@@ -158,7 +158,7 @@ def test_the_driver_starts_with_the_trial_actors_that_it_gets(ray_cluster: None,
 
 
 def num_actors() -> int:
-    """Trial actors that Ray was ever asked for, dead ones too."""
+    """Number of trial actors that Ray has ever started, including dead ones."""
     return sum(actor["ActorClassName"] == "EvaluationTrainable" for actor in state.actors().values())
 
 

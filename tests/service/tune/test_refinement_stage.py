@@ -1,4 +1,4 @@
-"""The refinement after a search: which paths, the same steps and trials whatever dies, and within the limits."""
+"""The refinement after a search: its paths, its limits, and the same steps and trials after any kill."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ SIZE = 6  # samples of each objective of a trial
 FULL = 2 * SIZE
 STEPS, BATCH = 3, 4
 TRIALS = 8
-# Of one path: a batch of losses and of each gradient, and the trial.
+# Samples of one path: a batch of losses and of each gradient, and the trial.
 OF_PATH = BATCH * (1 + 3 * STEPS) + FULL
 
 
@@ -115,7 +115,7 @@ def study_in(directory: Path) -> tuple[Store, str]:
 
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory: pytest.TempPathFactory) -> tuple[Store, str]:
-    """A study that ran undisturbed; its tests change nothing."""
+    """A study that ran undisturbed. Its tests do not change it."""
     found = new_study(tmp_path_factory.mktemp("calm"))
     run(*found)
     return found

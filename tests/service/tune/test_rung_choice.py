@@ -1,4 +1,4 @@
-"""What SMAC's forest learns from: the choice between all rungs and the highest budget, and its other options."""
+"""Options of SMAC's forest, above all the results from which it learns: those of all rungs or of the highest budget."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The limit of samples: what may start, where the search ends, and how it continues with a larger limit."""
+"""The limit of samples: trials that may start, the end of the search, and its continuation with a larger limit."""
 
 from __future__ import annotations
 

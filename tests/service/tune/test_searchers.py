@@ -1,4 +1,4 @@
-"""What every searcher must do, and what the encoding behind the learning ones must."""
+"""Requirements of every searcher, and of the encoding that learning searchers use."""
 
 from __future__ import annotations
 
@@ -67,10 +67,10 @@ SPACES = {
     "conditional": CONDITIONAL,
 }
 
-# Those that need neither steps nor a setting; the others have tests of their own.
+# Searchers that need neither steps nor a setting; the others have tests of their own.
 ALGORITHMS = [name for name, found in DECLARED.items() if found.proposes_at_once and found.alias_of is None]
 
-# Those that load torch, or fit a model for a second.
+# Searchers that load torch, or fit a model for a second.
 SLOW = {"gp"}
 
 
@@ -94,7 +94,7 @@ CASES = [
 
 
 def hardest_space(name: str) -> Parameters:
-    """The space of SPACES with most of what searchers may not handle, among those that this one does."""
+    """Of the spaces that a searcher can search, the last one in SPACES, which makes most demands."""
     found: Parameters = next(space for space in reversed(SPACES.values()) if can(name, space))
     return found
 
@@ -376,7 +376,7 @@ def test_another_process_proposes_the_same() -> None:
 
 
 def grouped_space(num_groups: int) -> Parameters:
-    """Like LFS: each group has a method with numbers of its own."""
+    """A space like LFS: each group has a method with its own numbers."""
     parameters: list[Categorical | Float] = []
     for g in range(num_groups):
         parameters.append(Categorical(f"g{g}.method", ("task_arithmetic", "ties", "slerp")))
@@ -387,7 +387,7 @@ def grouped_space(num_groups: int) -> Parameters:
 
 
 def true_cost(configuration: dict[str, object]) -> float:
-    """Smooth in the numbers, different by method and group; the best is task arithmetic at 0.7."""
+    """A smooth function of the numbers that differs by method and group; task arithmetic at 0.7 is best."""
     cost = 0.0
     numbers = {name: value for name, value in configuration.items() if isinstance(value, float)}
     for name, value in configuration.items():
@@ -400,12 +400,12 @@ def true_cost(configuration: dict[str, object]) -> float:
 
 
 def sphere(configuration: Mapping[str, Any]) -> tuple[float, ...]:
-    """Of FLAT: 0 where all numbers are 0.3."""
+    """A cost on the space FLAT: 0 where all numbers are 0.3."""
     return (float(np.mean([(value - 0.3) ** 2 for value in configuration.values()])),)
 
 
 def two_spheres(configuration: Mapping[str, Any]) -> tuple[float, ...]:
-    """Of FLAT: the two objectives are best where all numbers are 0.25 and 0.75."""
+    """Costs of two objectives on the space FLAT: they are best where all numbers are 0.25 or 0.75."""
     values = np.array(list(configuration.values()))
     return tuple(float(4 * np.mean((values - best) ** 2)) for best in (0.25, 0.75))
 
@@ -420,7 +420,7 @@ def search(
     lag: int = 4,
     constraint_of: Callable[[Mapping[str, Any]], tuple[float, ...]] = lambda _: (),
 ) -> list[Observation]:
-    """All trials of a search at full budget in which proposal n knows the results up to trial n - lag."""
+    """All trials of a search at full budget. Proposal n knows the results up to trial n - lag."""
     trials: list[Observation] = []
     for number in range(num_trials):
         known = max(0, number - lag)
@@ -448,7 +448,7 @@ def searching(names: Iterable[str]) -> list[Any]:
 
 
 def late_trials(name: str, costs_of: Any, **problem: Any) -> list[list[Observation]]:
-    """The last third of a searcher's trials, for each seed; few trials where each takes long."""
+    """The last third of a searcher's trials, for each seed; a slow searcher has few trials."""
     num_trials, num_seeds = (36, 1) if name in SLOW else (102, 3)
     searches = (
         search(SEARCHERS[name], FLAT, costs_of, num_trials=num_trials, seed=seed, **problem)
@@ -502,7 +502,7 @@ def test_gaussian_process_beats_random() -> None:
 
 
 def best_after(searcher: Searcher, *, seed: int, num_trials: int) -> float:
-    """The true cost of the best of `num_trials` noisily scored configurations, one full-budget result each."""
+    """The true cost of the configuration with the best of `num_trials` noisy scores at full budget."""
     parameters = grouped_space(4)
     observations: list[Observation] = []
     for number in range(num_trials):

@@ -1,4 +1,4 @@
-"""Proposals far ahead of results, as with many replicas: the same trials with any number of them, and after kills."""
+"""Proposals far ahead of results, as with many replicas: the same trials for any number of them, and after kills."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ AHEAD: dict[str, Any] = {"max_staleness": 17, "open_brackets": 3, "batch": 2, "m
 
 
 def searched(directory: Path, *, concurrency: int = 3, order_seed: int = 0, **plan: Any) -> list[tuple[Any, ...]]:
-    """The trials of a search whose proposals depend on all that they know."""
+    """The trials of a search in which each proposal depends on all results that it knows."""
     directory.mkdir(exist_ok=True)
     store, study = new_study(directory)
     coordinator = coordinator_of(store, study, **plan)

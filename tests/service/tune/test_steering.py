@@ -1,4 +1,4 @@
-"""Searches that users steer: stopped early, edited, with invalid trials, or trials that are evaluated again."""
+"""Searches that users steer: stopped early, edited, with invalidated trials, or with trials evaluated again."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def run_until(coordinator: Coordinator, num_chunks: int, *, concurrency: int = 3
 
 
 def finish(coordinator: Coordinator, in_flight: list[tuple[Evaluation, int]]) -> list[tuple[int, str]]:
-    """Score what is in flight, then all that follows; return (trial, split) of all evaluations that started later."""
+    """Score evaluations in flight, then all others; returns (trial, split) of the evaluations that started later."""
     scorer = FakeScorer()
     later: list[tuple[int, str]] = []
     for evaluation, first in in_flight:

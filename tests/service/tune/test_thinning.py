@@ -1,4 +1,4 @@
-"""Searchers that learn from a part of many results or draw fewer candidates, and studies that were created before."""
+"""Searchers that learn from a part of many results, or draw fewer candidates; and studies of earlier versions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ THINNING = sorted(
 
 
 def observations(num_trials: int, *, num_rungs: int = 1) -> tuple[Observation, ...]:
-    """Trials with random costs, two of every three stopped at the first rung where there are several."""
+    """Trials with random costs. With several rungs, two of every three trials are stopped at the first rung."""
     rng = np.random.default_rng(0)
     found = []
     for number in range(num_trials):

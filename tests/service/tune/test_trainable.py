@@ -1,4 +1,4 @@
-"""The trial actor, called directly: what it reports of a chunk that was not scored."""
+"""The trial actor, called directly: its report of a chunk that was not scored."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from tests.service.web.made import searched_study, write_drawn
 
 @pytest.fixture(scope="module", autouse=True)
 def _page_and_browser() -> None:
-    """In CI both are there; elsewhere tests of the page are skipped without them."""
+    """Skip tests of the page without a built page or a browser, except in CI, which has both."""
     if not os.environ.get("CI"):
         if not is_built():
             pytest.skip("the web page is not built: make web")
@@ -34,7 +34,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
-    """A server that the tests of a module share; what they add to it must not disturb the others."""
+    """A server that the tests of a module share. A test that adds something must not disturb the others."""
     with ApiServer(Path(tmp_path_factory.mktemp("server"))) as server:
         yield server
 
@@ -53,7 +53,7 @@ def searched(server: ApiServer) -> JobRecord:
 
 @pytest.fixture
 def visitor(browser: Browser, server: ApiServer) -> Iterator[Visit]:
-    """A window on the server, in which nothing may go wrong."""
+    """A browser window on the server; the test fails if an error occurs in the page."""
     with visit(browser, server.url) as opened:
         yield opened
 

@@ -1,4 +1,4 @@
-"""Chromium, driven by Playwright, with what must hold at every page: no console error, no request to another origin."""
+"""Chromium driven by Playwright. Every page is checked for console errors and requests to other origins."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def press(control: Locator, key: str = "Enter") -> None:
 
 
 class Visit:
-    """A browser's window on the page of a server, and what went wrong in it.
+    """A browser window on the page of a server, with the errors that occurred in it.
 
     - `page`: the first tab
     - `context`: the browser's profile, for further tabs
@@ -126,7 +126,7 @@ def visit(
     height: int = 900,
     **options: Any,
 ) -> Iterator[Visit]:
-    """A window on the server at `url`; at its end nothing may have gone wrong in it."""
+    """A window on the server at `url`; fails at its end if an error occurred in it."""
     context = browser.new_context(
         viewport={"width": width, "height": height}, color_scheme=scheme, accept_downloads=True, **options
     )
@@ -151,7 +151,7 @@ def axe_violations(page: Page) -> list[str]:
 
 
 def check_view(browser: Browser, url: str, path: str, *, expected: tuple[str, ...] = ()) -> None:
-    """Check that a view, light and dark, violates no rule of axe, and does not scroll sideways at 320 px.
+    """Check that a view, light and dark, violates no rule of axe, and has no horizontal scroll bar at 320 px.
 
     `expected` are texts of console messages that the view provokes.
     """
@@ -173,5 +173,5 @@ def screenshot(page: Page, file: Path) -> None:
 
 
 def signed(value: float) -> str:
-    """A difference as the page writes it."""
+    """A difference in the page's format."""
     return f"{'−' if value < 0 else '+'}{abs(value):.3f}"

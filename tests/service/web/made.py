@@ -70,7 +70,7 @@ def _searched(trial: TrialRecord, rng: np.random.Generator) -> TrialRecord:
 
 
 def _rival(trial: TrialRecord, trials: Sequence[TrialRecord]) -> int | None:
-    """The trial against which a trial was stopped: the last one that its rung promoted, by the mean of the values."""
+    """Number of the trial that stopped a trial: the trial with the least mean of those promoted from its rung."""
     if trial.state is not TrialState.PRUNED:
         return None
     rung = trial.rungs[-1].rung
@@ -79,7 +79,7 @@ def _rival(trial: TrialRecord, trials: Sequence[TrialRecord]) -> int | None:
 
 
 def _configuration(rng: np.random.Generator) -> dict[str, Any]:
-    """Numbers of which one grows by decades, a category, an integer, a switch and one that never changes."""
+    """A configuration of numbers (one over decades, one constant), a category, an integer and a switch."""
     return {
         "g0.method": METHODS[rng.integers(2)],
         **{
@@ -102,13 +102,13 @@ def _full(number: int, rng: np.random.Generator) -> TrialRecord:
 
 
 def _text(position: int) -> SampleText:
-    """What a sample asks; every ninth prompt is long."""
+    """The prompt and the right answer of a sample; every ninth prompt is long."""
     examples = LONG_PROMPT if position % 9 == 4 else ""
     return SampleText(f"{examples}What is {position} plus 1?", str(position + 1))
 
 
 def write_drawn(writer: JobWriter, trial: TrialRecord) -> None:
-    """Store what a trial of the held-out stage was scored with: samples of the search and held-out ones."""
+    """Store samples of the search and held-out samples for a trial of the held-out stage."""
     for split in (Split.SEARCH, Split.HOLDOUT):
         _write_samples(writer, trial, split, timings={"score": 0.5, "swap": 0.02})
     writer.add_event(EventKind.HOLDOUT_SCORED, {"trial": trial.number})
@@ -117,7 +117,7 @@ def write_drawn(writer: JobWriter, trial: TrialRecord) -> None:
 def _write_samples(
     writer: JobWriter, trial: TrialRecord, split: Split, *, timings: Mapping[str, float] = TIMINGS
 ) -> None:
-    """Answers of a trial to sums; a wrong one gives another number."""
+    """Store the answers of a trial to sums; a wrong answer has another number."""
 
     def result(name: str, position: int, is_right: bool) -> SampleResult:
         answer = position + (1 if is_right else 2)
@@ -137,7 +137,7 @@ def _write_samples(
 
 
 def _searched_values(trial: TrialRecord) -> dict[str, list[bool]]:
-    """Right and wrong samples by objective, whose means over each rung's samples are the trial's values there."""
+    """For each objective, whether each sample is right; means over each rung's samples are the trial's values."""
     rng = np.random.default_rng((trial.number, 1))
     found: dict[str, list[bool]] = {name: [] for name in EXPERTS}
     for rung in trial.rungs:
@@ -148,7 +148,7 @@ def _searched_values(trial: TrialRecord) -> dict[str, list[bool]]:
 
 
 def _held_out_values(trial: TrialRecord) -> dict[str, list[bool]]:
-    """Right and wrong samples by objective: a recipe with more skill has more right; some are hard for all."""
+    """For each objective, whether each held-out sample is right: more often with more skill; some are hard for all."""
     rng, of_trial = np.random.default_rng(2), np.random.default_rng((trial.number, 2))
     skills = skill(trial.read_recipe())
     return {

@@ -1,4 +1,4 @@
-"""Pictures of the web page for README and docs, of a study that `mergesearch demo` has left in a directory.
+"""Pictures of the web page for README and docs, from the study of a finished `mergesearch demo`.
 
 `python -m tests.service.web.pictures runs/demo docs/pictures` writes them; `make pictures` runs the demo first.
 """
@@ -29,7 +29,7 @@ SIZE = (1280, 860)
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture of a view: its file, the address below the study, and the heading at its top."""
+    """A picture of a view: its file, the address below the study's, and the heading at the top of the view."""
 
     file: str
     address: str

@@ -1,4 +1,4 @@
-"""Users, teams, queue and audit log in the web page: what each user sees of them, and what administrators change."""
+"""Users, teams, queue and audit log on the web page: the view of each user, and changes by administrators."""
 
 from __future__ import annotations
 
@@ -254,7 +254,7 @@ def test_the_audit_log_is_filtered_and_paged(root: Visit, company: Company) -> N
 
 @pytest.fixture
 def nodes(company: Company) -> Iterator[None]:
-    """Ray's dashboard tells of a head with a GPU, and of a dead node."""
+    """Let Ray's dashboard list a head with a GPU and a dead node."""
     told = [node("head", is_head=True), node("gone", state="DEAD", gpus=None)]
     with upstream({"/nodes": {"data": {"summary": told}}}) as ray:
         before, company.server.cluster.ray = company.server.cluster.ray, ray.dashboard

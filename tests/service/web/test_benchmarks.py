@@ -1,4 +1,4 @@
-"""Results on benchmarks, compared with what the API answers, and benchmarks that are added."""
+"""Results on benchmarks, compared with the API's answers, and the addition of benchmarks."""
 
 from __future__ import annotations
 

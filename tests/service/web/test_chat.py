@@ -1,4 +1,4 @@
-"""The chat with a served study: real answers over HTTP, whose engine is the fake scorer."""
+"""The chat with a served study: real answers over HTTP, with the fake scorer as engine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def chat(server: ApiServer, study: JobRecord) -> Iterator[Served]:
 
 
 def digest(server: ApiServer, chat: Served, trial: int) -> str:
-    """The word with which the fake engine begins the answers of a trial."""
+    """The word at the beginning of the fake engine's answers for a trial."""
     return server.store.trial(chat.job.document["study"], trial).recipe.digest[:8]
 
 

@@ -1,4 +1,4 @@
-"""The comparison of two trials, and of two studies, compared with what the API answers."""
+"""Comparisons of two trials and of two studies on the page, checked against the API's answers."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_trials_without_held_out_values(visitor: Visit, study: JobRecord, http: 
 
 @pytest.fixture(scope="module")
 def other(server: ApiServer, study: JobRecord) -> JobRecord:
-    """The study with which the study is compared."""
+    """The other study of a comparison."""
     return study
 
 

@@ -1,4 +1,4 @@
-"""What holds at every address of the page: accessibility, no overflow at 320 px, no request elsewhere, a prefix."""
+"""Requirements of every address of the page: accessibility, 320 px without overflow, no other origins, a prefix."""
 
 from __future__ import annotations
 

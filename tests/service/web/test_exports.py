@@ -1,4 +1,4 @@
-"""The view of a study's exports, compared with what the API answers."""
+"""The view of a study's exports, compared with the API's answers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WEIGHTS = b"w" * 1_234_567
 
 @pytest.fixture
 def exported(server: ApiServer) -> Iterator[JobRecord]:
-    """A study with an export that is complete, and one that has failed."""
+    """A study with a complete and a failed export."""
     study = finished_study(server.store, num_trials=9)
     for trial, state, reason in ((3, ExportState.COMPLETE, None), (4, ExportState.FAIL, "models math have changed")):
         name = f"{trial}{study.id[1:]}"

@@ -1,4 +1,4 @@
-"""Fine-tunings: the list, a new one, and the page of one, compared with what the API answers."""
+"""Fine-tunings on the page: list, new one and details, compared with the API's answers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def tuned(server: ApiServer) -> JobRecord:
 
 @pytest.fixture(scope="module")
 def other(server: ApiServer) -> JobRecord:
-    """One of the same experts by another method."""
+    """A fine-tuning of the same experts by another method."""
     return finished_finetune(
         server.store,
         server.data_dir,

@@ -1,4 +1,4 @@
-"""What changes while a page is open is shown without a reload, in any number of tabs."""
+"""An open page shows changes without a reload, in any number of tabs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NUM_TABS = 10
 
 
 def begun(server: ApiServer) -> JobWriter:
-    """A driver's writer of a study that runs and has its baselines."""
+    """The writer of the driver of a running study that has its baselines."""
     record = stored_study(server.store)
     writer = server.store.open_attempt(record.id)
     writer.set_state(JobState.RUNNING)

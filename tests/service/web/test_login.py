@@ -1,4 +1,4 @@
-"""Login and logout in the web page, with tokens and an identity provider, its settings, and a server that is away."""
+"""Login and logout on the web page: with tokens and an identity provider, its settings, and an unreachable server."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_a_revoked_token_ends_the_page(visitor: Visit, company: Company) -> None
 
 @pytest.fixture
 def abroad(browser: Browser, server: ApiServer, provider: IdentityProvider) -> Iterator[Visit]:
-    """A window in which the page of the identity provider may be opened too."""
+    """A window that may also open the page of the identity provider."""
     styles = "https://cdn.jsdelivr.net/"  # of the provider's page
     with visit(browser, server.url) as opened:
         opened.context.route(f"{styles}**", lambda route: route.fulfill(body="", content_type="text/css"))

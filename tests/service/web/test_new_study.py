@@ -1,4 +1,4 @@
-"""Submission of a study from the page: text and form of one file, the server's messages, and where a file begins."""
+"""Submission of a study on the page: text and form of its file, the server's messages, and files to begin with."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def field(page: Page, name: str) -> Locator:
 
 
 def written(page: Page) -> dict[str, Any]:
-    """The content of the text."""
+    """The study file in the text field."""
     content: dict[str, Any] = yaml.safe_load(text_of(page).input_value())
     return content
 

@@ -1,4 +1,4 @@
-"""How the server sends the page: at which addresses, with which headers, and what it says if there is no page."""
+"""The server's delivery of the page: addresses, headers, and the message if the page is not built."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_sizes(http: httpx.Client) -> None:
 
 
 def scripts(*sources: str) -> set[str]:
-    """Files of scripts that the given sources load at once, with all that they import."""
+    """Files of the scripts that the given sources load at once, including all imports."""
     manifest = json.loads((STATIC / ".vite" / "manifest.json").read_text())
     found: set[str] = set()
     remaining = list(sources)
@@ -109,7 +109,7 @@ def scripts(*sources: str) -> set[str]:
 
 
 def kilobytes(http: httpx.Client, files: set[str]) -> float:
-    """Size of the files as they are sent, compressed."""
+    """Compressed size of the files in transfer, in kilobytes."""
     total = 0
     for file in files:
         with http.stream("GET", f"/{file}") as answer:

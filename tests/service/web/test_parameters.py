@@ -1,4 +1,4 @@
-"""Parallel coordinates, importances and slices of parameters, compared with what the API answers."""
+"""Parallel coordinates, importances and slices of parameters, compared with the API's answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ladders of brackets and the timeline of replicas, compared with what the API answers."""
+"""Ladders of brackets and the timeline of replicas, compared with the API's answers."""
 
 from __future__ import annotations
 

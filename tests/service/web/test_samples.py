@@ -1,4 +1,4 @@
-"""Samples of one trial, or of two side by side, compared with what the API answers."""
+"""Samples of one trial, or of two trials side by side, compared with the API's answers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ QUERY = {"split": "holdout", "objective": "math"}
 
 @pytest.fixture
 def answer(http: httpx.Client, searched: JobRecord) -> dict[str, Any]:
-    """All samples of the two trials."""
+    """The API's answer with all samples of the two trials."""
     query: dict[str, Any] = {**QUERY, "against": B, "limit": 500}
     found: dict[str, Any] = http.get(f"/v1/studies/{searched.id}/trials/{A}/samples", params=query).json()
     return found

@@ -1,4 +1,4 @@
-"""Views of studies of other shapes than most: one objective, many, a loss, held-out data of some, constraints, none."""
+"""Views of unusual studies: one or many objectives, a loss, some or no held-out data, constraints."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def shaped_study(
 
 
 def _with(trial: TrialRecord, names: Sequence[str]) -> TrialRecord:
-    """The trial with values of these objectives, which are those of the usual ones in turn."""
+    """The trial with values of these objectives, copied from the usual objectives in turn."""
 
     def renamed(values: Mapping[str, Any]) -> dict[str, Any]:
         return {name: values[EXPERTS[k % len(EXPERTS)]] for k, name in enumerate(names)} if values else {}

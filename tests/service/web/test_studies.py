@@ -1,4 +1,4 @@
-"""The list of studies and a study's overview and trials, compared with what the API answers."""
+"""The list of studies, and a study's overview and trials, compared with the API's answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of a trial, compared with what the API answers; texts to copy are run."""
+"""The page of a trial, compared with the API's answers; the test also runs the commands offered for copying."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def trial_of(http: httpx.Client, study: JobRecord, state: str) -> int:
 
 
 def copied(page: Page, form: str) -> str:
-    """The text to copy in a form."""
+    """The text that the page offers for copying in a format."""
     page.get_by_role("combobox", name="Copy as").select_option(label=form)
     return page.get_by_role("textbox", name=form).input_value()
 
@@ -254,7 +254,7 @@ def test_an_export_of_the_trial_begins(visitor: Visit, server: ApiServer, http: 
 
 @pytest.fixture(scope="module")
 def owned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Company, JobRecord]]:
-    """A server with accounts, and a study of "owner" that the team shares."""
+    """A server with accounts, and a study of "owner" that is shared with the team."""
     with ApiServer(tmp_path_factory.mktemp("company")) as server:
         company = Company.on(server)
         yield company, company.finished()

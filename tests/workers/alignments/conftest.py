@@ -1,4 +1,4 @@
-"""Inputs that alignments between two small models are learned from."""
+"""Inputs for learning alignments between two small models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The samples that alignments are learned from, and the activations of a model that reads them."""
+"""The samples from which alignments are learned, and a model's activations for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an alignment computes from a residual stream."""
+"""The values that an alignment computes from a residual stream."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Merges with alignments as checkpoints that bring their model class along."""
+"""Merges with alignments, exported as checkpoints with their own model class."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def bank(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def recipe_of(bank: Bank, scales: Sequence[float] = (1.0,)) -> Recipe:
-    """A path of four layers: a projection before the second, moments before the fourth."""
+    """A path of four layers, with a projection before the second layer and moments before the fourth."""
     steps: list[tuple[str, int] | Merge] = [("math", 0), ("text", 0), ("text", 1), ("math", 1)]
     hidden = int(bank.base.config["hidden_size"])
     kinds = ("projection", "moments")

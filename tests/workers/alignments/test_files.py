@@ -1,4 +1,4 @@
-"""Which files of alignments are accepted."""
+"""Alignment files that are accepted, and those that are refused."""
 
 from __future__ import annotations
 

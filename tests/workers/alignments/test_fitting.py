@@ -1,4 +1,4 @@
-"""Fitted maps between layers: moments by hand, and a network that is never worse."""
+"""Fitted maps between layers: moments computed by hand, and a network that is never worse."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def scale_of(aligned: FittedAlignment) -> torch.Tensor:
 
 
 def rows(num: int, channels: int, *, seed: int, mixes: float = 0.0) -> torch.Tensor:
-    """Of channels with their own mean and deviation, which go together where `mixes` is above 0."""
+    """Random activations, [num, channels], with a mean and deviation per channel; `mixes` > 0 makes them correlated."""
     generator = torch.Generator().manual_seed(seed)
     plain = torch.randn(num, channels, generator=generator)
     shared = torch.randn(num, 1, generator=generator)
@@ -83,7 +83,7 @@ SINK = 3
 
 
 def with_sink(tokens: torch.Tensor, value: float) -> torch.Tensor:
-    """First tokens of texts in a model that gives them a huge value in the channel SINK."""
+    """Activations of the first tokens of texts, in a model where the channel SINK has a huge value for them."""
     first = tokens[:12].clone()
     first[:, SINK] = value + torch.arange(12) / 10
     return first

@@ -1,4 +1,4 @@
-"""Alignments in the cache, by pair of layers."""
+"""Alignments in the cache, stored by pair of layers."""
 
 from __future__ import annotations
 

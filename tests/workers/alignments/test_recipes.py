@@ -1,4 +1,4 @@
-"""Where a recipe may have alignments, and the merges that such a recipe names."""
+"""The places in a recipe that may have alignments, and the error for others."""
 
 from __future__ import annotations
 

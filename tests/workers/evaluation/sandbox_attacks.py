@@ -1,4 +1,4 @@
-"""Attacks by programs that a model might write, and what became of them under each means of confinement.
+"""Attacks by programs that a model might write, and their outcomes under each means of confinement.
 
 `main` carries all of them out and prints the outcomes as JSON: for each means and attack the reason why it failed, null
 if it succeeded. For means that this machine does not have, it prints what is missing, as text.
@@ -47,7 +47,7 @@ class NoConfinement(Landlock):
 
 
 class LimitsAlone(Landlock):
-    """A process with limits of its resources, which may use all files and system calls."""
+    """A process with resource limits only: it may use all files and system calls."""
 
     def apply(self) -> str:
         limit_resources(self.limits())
@@ -67,9 +67,10 @@ class BubblewrapAlone(Bubblewrap):
 
 @dataclass(frozen=True)
 class BubblewrapVariant(BubblewrapAlone):
-    """Namespaces and limits of the user that starts programs, with other arguments of bwrap.
+    """Namespaces and limits of the user that starts programs, with changed arguments of bwrap.
 
-    `without` is taken out of them, and `extra` is added. If `passes_environment`, bwrap gets the environment.
+    `without` lists arguments to remove, `extra` lists arguments to add. If `passes_environment`, bwrap gets the
+    environment.
     """
 
     without: tuple[str, ...] = ()
@@ -124,7 +125,7 @@ ATTACKS = {
 
 
 def allowed(means: type[Confinement], *, is_root: bool) -> frozenset[str]:
-    """The attacks that succeed under `means`.
+    """The attacks that are expected to succeed under `means`.
 
     Landlock has no namespace in which threads could be counted. Bubblewrap alone lets programs start others, in its
     namespaces. Root's programs are in no namespace of users, in which further ones can be forbidden: the filter does.

@@ -1,4 +1,4 @@
-"""Attacks by the code of a task, or by what a model wrote and a metric executes: none works in the process of a task.
+"""Attacks by a task's code, or by model-written code that a metric executes, all fail in the task's process.
 
 Each attack works if the process is not confined, which shows that it is one.
 """
@@ -98,7 +98,7 @@ class Target:
 
 @pytest.fixture
 def target() -> Iterator[Target]:
-    """The directory is where programs have theirs, so that only the confinement keeps files from being moved."""
+    """The targets, in a directory where programs have theirs: only the confinement then prevents a move of files."""
     with (
         tempfile.TemporaryDirectory() as outside,
         socket.create_server(("127.0.0.1", 0)) as server,
@@ -260,7 +260,7 @@ time.sleep(30)
 
 @pytest.fixture(scope="module")
 def hasty(directory: Path) -> Iterator[BuiltTask]:
-    """A task of whose samples none may take longer than a second."""
+    """A task with a limit of one second per sample."""
     with opened(executing(directory), sample_limit_s=1.0) as task:
         yield task
 
@@ -338,7 +338,7 @@ KEYS = ["doc_to_text", "doc_to_target", "doc_to_choice", "process_docs", "proces
 
 
 def with_function(directory: Path, key: str) -> TaskSpec:
-    """A task with a Python function, whose module leaves the file `ran` behind when it is imported."""
+    """A task with a Python function. Its module writes the file `ran` when it is imported."""
     (directory / "code.py").write_text(
         f"open({str(directory / 'ran')!r}, 'w').close()\ndef function(*_): return 'text'\n"
     )
@@ -437,7 +437,7 @@ def process_results(doc, results):
 
 
 def render(messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
-    """A chat template."""
+    """Render messages as a chat template does."""
     return f"{[sorted(message.items()) for message in messages]} {add_generation_prompt}"
 
 

@@ -1,4 +1,4 @@
-"""Tasks in the form of HumanEval and MBPP: whether a completion is right is found by executing it with the tests."""
+"""Tasks in the form of HumanEval and MBPP: a completion is right if it passes the tests when executed."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def test_several_completions_have_unbiased_pass_at_k(tmp_path: Path) -> None:
 
 
 class Draws(KnownAnswers):
-    """A backend whose completions follow each other in a circle, and come in another order."""
+    """A backend that gives the texts in turn as completions, and finishes requests in another order."""
 
     def __init__(self, prompts: Prompts, texts: list[str]) -> None:
         super().__init__(prompts, {})

@@ -1,4 +1,4 @@
-"""Programs that a model wrote: what they can do, and that they disturb neither each other nor anything else."""
+"""Model-written programs: their possible actions, and their isolation from each other and everything else."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from workers.types import TaskSpec
 
 
 def own(means: type[Confinement]) -> type[Confinement]:
-    """`means`, if this machine has them; else the test is skipped, but for bubblewrap in CI, which installs it."""
+    """`means` if this machine has it; otherwise skips the test, except for bubblewrap in CI, which installs it."""
     lack = lack_of(means().of_program(0))
     if lack and (means is not Bubblewrap or not os.environ.get("CI")):
         pytest.skip(lack)
@@ -96,7 +96,7 @@ def test_programs_pass_or_say_why_not(executor: Executor) -> None:
 
 @pytest.fixture(scope="module", params=["this user", "an ordinary user"])
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[bool, dict[str, Any]]:
-    """Whether root attacked, and by means and attack the reason why it failed, None if it succeeded."""
+    """Whether root attacked; and, by means and attack, the reason why it failed, or None if it succeeded."""
     command = [sys.executable, "-c", f"from {main.__module__} import main; main()"]
     is_root = os.geteuid() == 0
     if request.param == "an ordinary user":

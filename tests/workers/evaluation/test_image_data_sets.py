@@ -1,4 +1,4 @@
-"""Image tasks over data sets of the hub, and the named tasks of the papers' vision tables."""
+"""Image tasks with data sets of the hub, and the named tasks of the papers' tables on vision."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def png(seed: int) -> bytes:
 
 @pytest.fixture
 def eurosat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A data set of the name and columns of EuroSAT's copy on the hub, with 30 images, in the user's own directory."""
+    """A data set in the user's own directory with 30 images, and the name and columns of EuroSAT's copy on the hub."""
     from datasets import ClassLabel, Dataset, Features, Image
 
     labels = [index % 10 for index in range(30)]

@@ -1,4 +1,4 @@
-"""Image tasks: folders and JSONL files, their order and facts, and what is wrong with them."""
+"""Image tasks: folders and JSONL files, their order and facts, and messages about mistakes in them."""
 
 from __future__ import annotations
 

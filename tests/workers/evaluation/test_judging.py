@@ -1,4 +1,4 @@
-"""What a judge reads about the samples of a task, and the verdicts in its answers."""
+"""The text that a judge reads about a task's samples, and the verdicts in its answers."""
 
 from __future__ import annotations
 

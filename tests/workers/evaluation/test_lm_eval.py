@@ -24,7 +24,7 @@ OPTIONS = EngineOptions(max_model_len=128)
 
 
 class Recorder:
-    """Answers every request with its own length and keeps what it was asked, batch by batch."""
+    """A backend that answers every request with the request's length, and records requests batch by batch."""
 
     def __init__(self) -> None:
         self.batches: list[Sequence[Generation | Continuation]] = []

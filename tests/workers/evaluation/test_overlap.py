@@ -1,4 +1,4 @@
-"""Items that two tasks have in common: equal ones, and those with 13 words in a row in common."""
+"""Items that two tasks share: equal items, and items with 13 consecutive words in common."""
 
 from __future__ import annotations
 

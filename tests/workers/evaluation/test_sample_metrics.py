@@ -1,4 +1,4 @@
-"""Metrics of single answers: their values, and which tasks have them."""
+"""Metrics of single answers: their values, and the tasks that have them."""
 
 from __future__ import annotations
 

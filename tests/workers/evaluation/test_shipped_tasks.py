@@ -1,4 +1,4 @@
-"""From where data come, and what `tasks fetch` leaves for runs without a network."""
+"""The sources of task data, and the files that `tasks fetch` stores for runs without a network."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The shipped tasks have names, and the package `datasets` has an empty cache."""
+    """Register the shipped tasks' names, and give the package `datasets` an empty cache."""
     monkeypatch.setattr(task_index, "_given", TaskIndex.build([pack_dir()], resolve_includes=False))
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "prepared")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))

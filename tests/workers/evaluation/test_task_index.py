@@ -23,7 +23,7 @@ from workers.types import TaskSpec
 
 @pytest.fixture
 def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory in the place of lm-eval's tasks, with a task, a group and a tag; and an empty cache."""
+    """A directory instead of lm-eval's tasks, with a task, a group and a tag; and an empty cache."""
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     directory = tmp_path / "shipped"
     (directory / "below").mkdir(parents=True)
@@ -34,7 +34,7 @@ def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def builds(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """When lm-eval's index was built; each takes a while."""
+    """Times at which lm-eval's index was built; a build takes a while here."""
     times: list[float] = []
     build = TaskIndex.build
 
@@ -132,7 +132,7 @@ def test_a_cache_that_cannot_be_written_is_done_without(
 
 @pytest.fixture
 def named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A shipped task of the name `shipped_choices`, in a directory of its own."""
+    """A shipped task named `shipped_choices`, in a directory of its own."""
     directory = tmp_path / "own"
     directory.mkdir()
     file = write_choices(directory, name="shipped_choices")

@@ -1,4 +1,4 @@
-"""What lm-eval may read while it builds a task: nothing outside the directories that a study may read."""
+"""The files that lm-eval may read while it builds a task: only those in directories that the study may read."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SECRET = '{"question": "SECRET", "options": ["a", "b"], "gold": 0}\n'
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    """The directory that may be read. Beside it there is one that may not, `outside`."""
+    """The directory that may be read. Beside it is the directory `outside`, which may not be read."""
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside" / "secret.jsonl").write_text(SECRET)
     (tmp_path / "place").mkdir()
@@ -75,7 +75,7 @@ def test_a_path_that_fsspec_reads_in_another_way_is_refused(place: Path) -> None
 
 @pytest.fixture
 def internal() -> Iterator[tuple[str, list[str]]]:
-    """URL of a service on this machine that no task may reach, and the paths that were asked of it."""
+    """URL of a service on this machine that no task may reach, and the paths requested from it."""
     asked: list[str] = []
 
     class Service(BaseHTTPRequestHandler):

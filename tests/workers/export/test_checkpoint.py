@@ -224,7 +224,7 @@ SHARDS = 300_000
 
 
 def killed_after(num_tensors: int, family: Family, out: Path) -> Path:
-    """What an export has written that was killed at its `num_tensors`-th tensor."""
+    """Directory of an export that was killed at its `num_tensors`-th tensor."""
     home = Path(family.base.directory).parent
     command = [sys.executable, "-c", KILLED_EXPORT, str(home), str(out), str(num_tensors + 1), str(SHARDS)]
     assert subprocess.run(command, cwd=Path(__file__).parents[3]).returncode == -signal.SIGKILL
@@ -265,7 +265,7 @@ def test_a_killed_export_goes_on_with_the_shards_that_are_whole(
 
 
 def interrupted(recipe: Recipe, bank: Bank, out: Path) -> Path:
-    """What an export has written that was interrupted in its second shard."""
+    """Directory of an export that was interrupted in its second shard."""
 
     def interrupt(progress: Progress) -> None:
         if progress.written > SHARDS:

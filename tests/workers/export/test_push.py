@@ -1,4 +1,4 @@
-"""Uploads of exports to a hub, which a local server stands in for."""
+"""Uploads of exports to a hub, with a local server as stand-in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quantised checkpoints: what is in their files, and what transformers reads from them."""
+"""Quantised checkpoints: the content of their files, and the weights that transformers reads from them."""
 
 from __future__ import annotations
 

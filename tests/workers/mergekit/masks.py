@@ -1,4 +1,4 @@
-"""mergekit with our random masks: it draws those that follow from seed, model and tensor name."""
+"""mergekit with our random masks, which follow from seed, model and tensor name."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = ["draw_our_masks", "keys_of_task_vectors"]
 def keys_of_task_vectors(
     base: Mapping[str, torch.Tensor], expert: Mapping[str, torch.Tensor], fingerprint: str
 ) -> dict[bytes, int]:
-    """The keys of an expert's masks, with seed 0, by the contents of its task vectors."""
+    """The keys of an expert's masks with seed 0; a dictionary key is the content of a task vector."""
     deltas = {name: expert[name].float() - tensor.float() for name, tensor in base.items() if name in expert}
     return {delta.numpy().tobytes(): mask_key(0, fingerprint, name) for name, delta in deltas.items()}
 
 
 def draw_our_masks(monkeypatch: pytest.MonkeyPatch, keys: Mapping[bytes, int]) -> list[int]:
-    """Make mergekit draw the masks of `keys`, which are by the task vector that is made sparse.
+    """Make mergekit draw the masks of `keys`, which it finds by the task vector that becomes sparse.
 
     The key of every mask that is drawn is appended to the result.
     """

@@ -1,4 +1,4 @@
-"""Files as mergekit's users write them, through both programs: what both merge is equal, and a refusal has a reason.
+"""Files as users of mergekit write them, through both programs: results agree, and a refusal has a reason.
 
 Written after the documentation of each feature. Models are tiny Qwen2 models in float32, dense and mixtures; mergekit
 has our random masks.
@@ -52,7 +52,7 @@ experts: stacked
 
 
 def stack(*ranges: tuple[str, int, int], **more: Any) -> str:
-    """A passthrough of slices."""
+    """YAML of a passthrough merge of slices."""
     slices = [{"sources": [{"model": model, "layer_range": [start, stop]}]} for model, start, stop in ranges]
     return yaml.safe_dump({"slices": slices, "merge_method": "passthrough", **more})
 
@@ -447,7 +447,7 @@ parameters:
     "a tokenizer that is not there": PAIR + "merge_method: linear\ntokenizer_source: what\n",
 }
 
-# What neither program merges, and why not.
+# Files that neither program merges, with the reason.
 REFUSED = {
     "card: slices without the base": "base is not among the sources of slices.0; add it, with its layer_range",
     "linear, nothing to divide by": "sum to zero; they must not, as they are divided by their sum",
@@ -466,7 +466,7 @@ REFUSED = {
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The current directory: models base, math, text and deep, adapters lora (to base) and lora_math (to math)."""
+    """The current directory: models base, math, text and deep, adapters lora (of base) and lora_math (of math)."""
     place = tmp_path_factory.mktemp("models")
     tiny_family(place, build=tiny_qwen2, experts=("math", "text"), hidden=32)
     tiny_qwen2(place / "deep", 7, layers=5, hidden=32)
@@ -487,9 +487,9 @@ def loaded(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def by_mergekit(text: str, out: Path) -> dict[str, torch.Tensor] | None:
-    """Tensors that mergekit makes of a configuration; None if it refuses the file, or if its result is not finite.
+    """Tensors by mergekit for a configuration; None if it refuses the file, or if its result is not finite.
 
-    What it writes before it fails at a configuration of another depth counts.
+    Tensors that mergekit writes before it fails at a configuration of another depth count.
     """
     from mergekit.config import MergeConfiguration
     from mergekit.merge import run_merge
@@ -775,7 +775,7 @@ def test_deviation_rows_without_a_token(home: Path, tmp_path: Path) -> None:
     assert num_tokens < len(first) == len(mine[name])
 
     def merged(num_rows: int) -> torch.Tensor:
-        """By the angle between that many rows."""
+        """SLERP of both embeddings, by the angle between their first `num_rows` rows."""
         angle = torch.arccos(torch.cosine_similarity(first[:num_rows].flatten(), second[:num_rows].flatten(), dim=0))
         found = torch.sin(0.6 * angle) * first + torch.sin(0.4 * angle) * second
         return (found / torch.sin(angle)).float()
@@ -800,7 +800,7 @@ def test_deviation_della_of_stacked_experts(home: Path, tmp_path: Path, monkeypa
     tau = expert - base
 
     def merged(dim: int) -> torch.Tensor:
-        """With ranks of magnitudes along that dimension."""
+        """The merged tensor by DELLA, with ranks of magnitudes along the dimension `dim`."""
         ranks = tau.abs().argsort(dim=dim).argsort(dim=dim).double()
         kept = keep_each(keys[tau.numpy().tobytes()], 0.1 + 0.6 * ranks / (tau.shape[dim] - 1))
         return base + 0.6 * tau * kept

@@ -1,4 +1,4 @@
-"""mergekit itself is the oracle: what we write for it must give the tensors that we give."""
+"""Our files for mergekit: mergekit's tensors for them must equal our own."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ def config_of(recipe: Recipe, bank: Bank) -> dict[str, object]:
 
 @pytest.fixture(scope="module")
 def bank(tied_family: Family, tmp_path_factory: pytest.TempPathFactory) -> Bank:
-    """Three layers, tied, biases in attention."""
+    """Sources with three layers, tied embeddings and biases in attention."""
     return Bank(tied_family, cache=tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture(scope="module")
 def untied_bank(untied_family: Family, tmp_path_factory: pytest.TempPathFactory) -> Bank:
-    """Five layers, untied, stored in bfloat16."""
+    """Sources with five layers and an untied head, stored in bfloat16."""
     return Bank(untied_family, cache=tmp_path_factory.mktemp("cache"))
 
 
@@ -219,7 +219,7 @@ def test_mergekit_gives_the_same_untied_head(untied_bank: Bank, tmp_path: Path) 
 
 
 def with_single_tensors(recipe: Recipe, bank: Bank, merge_of: Callable[[int], Merge]) -> Recipe:
-    """Every tensor but the norms of layer 1 has a merge of its own; `merge_of` gives that of the number of a tensor."""
+    """A recipe with one merge per tensor except layer 1's norms; `merge_of` gives the merge of the n-th tensor."""
     tensors = {}
     for number, (name, place) in enumerate(bank.layout.places.items()):
         if (place.layer, place.component) != (1, "norm"):
@@ -265,7 +265,7 @@ def test_mergekit_gives_the_same_layers_from_elsewhere(untied_bank: Bank, tmp_pa
 
 
 def path_of(family: Family, steps: str, embedding: str, head: str) -> Recipe:
-    """Whole layers: "m1 b0" are layer 1 of math and layer 0 of the base."""
+    """A recipe of whole layers; "m1 b0" stands for layer 1 of math and layer 0 of the base."""
     models = {model.alias[0]: model.alias for model in family.models}
     merges = [Merge("passthrough", (Source(models[step[0]], int(step[1:])),)) for step in steps.split()]
     layers = tuple(LayerRecipe(merge, merge, merge) for merge in merges)

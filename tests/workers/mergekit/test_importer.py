@@ -1,4 +1,4 @@
-"""The same YAML through mergekit and through us gives the same tensors; what we do not merge is refused by name."""
+"""mergekit and we compute the same tensors from the same YAML; methods that we lack are refused by name."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from workers.types import Family
 
 @pytest.fixture(scope="module")
 def tied(tied_family: Family, tmp_path_factory: pytest.TempPathFactory) -> Bank:
-    """Qwen2 in float32: three layers, tied, biases in attention."""
+    """Qwen2 sources in float32: three layers, tied embeddings, biases in attention."""
     return Bank(tied_family, cache=tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture(scope="module")
 def untied(untied_family: Family, tmp_path_factory: pytest.TempPathFactory) -> Bank:
-    """Llama in bfloat16: five layers, an output head of its own."""
+    """Llama sources in bfloat16: five layers and an untied output head."""
     return Bank(untied_family, cache=tmp_path_factory.mktemp("cache"))
 
 
@@ -54,7 +54,7 @@ def filled(text: str, bank: Bank) -> str:
 
 
 def mergekits(text: str, bank: Bank, directory: Path, dtype: str) -> dict[str, torch.Tensor]:
-    """What mergekit makes of it, computed in `dtype`, as float32."""
+    """Tensors by mergekit for the YAML text, computed in `dtype` and returned in float32."""
     from mergekit.config import MergeConfiguration
     from mergekit.merge import run_merge
     from mergekit.options import MergeOptions

@@ -1,4 +1,4 @@
-"""mergekit as the oracle: the same tensors through both, and every deliberate deviation with its reason.
+"""Our merge methods compared with mergekit's: the same tensors, and each deliberate deviation with its reason.
 
 All is in float32, equal to 1e-6; from bfloat16 sources both compute in float32 and round at the end. Random masks are
 ours on both sides.
@@ -39,7 +39,7 @@ def ours(name: str, base: Tensor | None, experts: Sequence[Tensor], coefficients
 
 
 def theirs(method: str, base: Tensor | None, experts: Sequence[Tensor], parameters: Mapping[str, Any]) -> Tensor:
-    """Mergekit's result; tuples in `parameters` hold one number per expert."""
+    """Result of mergekit; a tuple in `parameters` holds one number per expert."""
     from mergekit.merge_methods.api import merge_tensors as merge
 
     names = [f"m{i}" for i in range(len(experts))]
@@ -55,7 +55,7 @@ def theirs(method: str, base: Tensor | None, experts: Sequence[Tensor], paramete
 
 @pytest.fixture
 def our_masks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Mergekit's random masks, one per expert in order, are drawn as ours are."""
+    """Make mergekit draw the same random masks as we do, one per expert in order."""
     remaining = list(keys_of(3))
 
     def bernoulli(probabilities: Tensor) -> Tensor:
@@ -317,7 +317,7 @@ def test_deviation_linear_refuses_weights_that_sum_to_zero() -> None:
 
 
 def finetuned(count: int) -> tuple[Tensor, list[Tensor]]:
-    """A base and experts in bfloat16, with changes a hundredth of the weights: few distinct magnitudes."""
+    """A base and experts in bfloat16, with changes of a hundredth of the weights: few distinct magnitudes."""
     generator = torch.Generator().manual_seed(7)
     base = 0.02 * torch.randn(200, 250, generator=generator)
     experts = [base + 2e-4 * torch.randn(200, 250, generator=generator) for _ in range(count)]

@@ -27,7 +27,7 @@ NAMES = sorted(kernels.ON_CUDA)
 
 
 def merged_by(bank: Bank, recipe: Recipe, rank: int | None) -> dict[str, Any]:
-    """Merge the half of a rank, or all for None: tensors, those merged whole, numbers of elements read and of rules."""
+    """Merge a rank's half, or all for None; returns tensors, those merged whole, and counts of reads and of rules."""
     shapes = merged_names(recipe, bank)
     whole = {key: torch.empty(shape) for key, shape in shapes.items()}
     parts = whole if rank is None else {key: halves(key, tensor, rank) for key, tensor in whole.items()}
@@ -45,7 +45,7 @@ def merged_by(bank: Bank, recipe: Recipe, rank: int | None) -> dict[str, Any]:
 
 
 def main(family_file: str, directory: str, rank: str) -> None:
-    """Merge by every method with a kernel for CUDA, together with the other rank, and then alone as a single rank."""
+    """Merge by every method with a CUDA kernel: first together with the other rank, then as a single rank."""
     kernels.backend = lambda device: "cuda"
     root = Path(directory)
     node.SHARED_MEMORY = root

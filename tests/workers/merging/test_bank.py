@@ -30,7 +30,7 @@ NAME = "model.layers.1.self_attn.q_proj.weight"
 
 
 def changed(family: Family, root: Path, changes: dict[str, torch.Tensor], **config: object) -> Family:
-    """The family with its last expert replaced by a copy whose tensors and configuration differ."""
+    """The family with its last expert replaced by a copy that has other tensors and another configuration."""
     expert = family.experts[-1]
     copy = shutil.copytree(expert.directory, root / "changed")
     save_file({**load_file(copy / "model.safetensors"), **changes}, copy / "model.safetensors", {"format": "pt"})
@@ -43,7 +43,7 @@ def changed(family: Family, root: Path, changes: dict[str, torch.Tensor], **conf
 
 
 def overwrite(file: Path, *, in_place: bool = True) -> None:
-    """Other weights in a file of the same size: written into it, or as another file of its name."""
+    """Write other weights of the same size into a file, or replace it by another file of the same name."""
     contents = bytearray(file.read_bytes())
     contents[-100:] = bytes(100)
     with file.open("r+b") if in_place else (file.parent / "new").open("wb") as stream:

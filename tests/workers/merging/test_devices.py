@@ -1,4 +1,4 @@
-"""Which device computes a merged tensor, and that no method takes more memory than is planned for it."""
+"""The device that computes each merged tensor, and the limit on memory: no method takes more than planned."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ BLOCK, BLOCK_VALUES = 512, 5
 
 
 def peak_of(call: Callable[[], object]) -> int:
-    """Bytes that PyTorch's CPU allocator held at most during `call`, beyond those at its start."""
+    """Peak of the bytes that PyTorch's CPU allocator held during `call`, beyond those at its start."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as measured:
         call()
     held = most = 0
@@ -47,7 +47,7 @@ def peak_of(call: Callable[[], object]) -> int:
 
 
 def merges(num_sources: int) -> Iterator[Merge]:
-    """A few merges of every method that takes so many sources."""
+    """A few merges by every method that takes this number of sources."""
     chosen: list[Merge] = []
     for merge in chosen_merges(num_sources):
         if sum(each.method == merge.method for each in chosen) < MOST_MERGES:
@@ -86,14 +86,14 @@ def test_methods_take_the_memory_that_is_planned(monkeypatch: pytest.MonkeyPatch
 
 
 def with_all(merge: Merge, given: Operands) -> Operands:
-    """The operands with the statistics that a bank gives: a random mask changes magnitudes, so it gives none then."""
+    """The operands with a bank's statistics: no magnitudes for methods with random masks, which change them."""
     declared = METHODS[merge.method]
     magnitudes = None if declared.takes_seed else given.magnitudes
     return replace(given_to(merge, given), base=given.base if declared.needs_base else None, magnitudes=magnitudes)
 
 
 def all_of(family: Family, method: str, coefficients: dict[str, float], seed: int | None = None) -> Recipe:
-    """A recipe whose every tensor is merged by one method."""
+    """A recipe in which one method merges every tensor."""
     plain = arithmetic(family, *(0.5 for _ in family.experts))
 
     def merge(layer: int | None) -> Merge:
@@ -111,7 +111,7 @@ DELLA = ("della", {"lambda": 0.5, "density": 0.5, "epsilon": 0.1}, 3)
 
 @pytest.fixture
 def gpu_bank(untied_family: Family, tmp_path: Path) -> Bank:
-    """A bank for merges on a GPU that is not there: nothing is computed on it."""
+    """A bank for merges on a GPU that does not exist; the tests compute nothing on it."""
     bank = Bank(untied_family, cache=tmp_path)
     bank.device = torch.device("cuda", 0)
     return bank

@@ -1,4 +1,4 @@
-"""Shards of merges on a GPU, by two ranks in Triton's interpreter: the bits of one rank, each element read once."""
+"""Shards of merges on a GPU, by two ranks in Triton's interpreter: one rank's bits, and each element read once."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
 
 @pytest.fixture(scope="module")
 def ranks(family: Family, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What two ranks held, read and made by every method with a kernel for CUDA."""
+    """The values that two ranks held, read and merged, by every method with a CUDA kernel."""
     directory = tmp_path_factory.mktemp("ranks")
     (directory / "family.json").write_text(family_to_json(family))
     environment = {**os.environ, "TRITON_INTERPRET": "1"}  # read when Triton is imported

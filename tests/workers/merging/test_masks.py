@@ -14,7 +14,7 @@ KEY = mask_key(7, "5e" * 32, "model.layers.0.mlp.up_proj.weight")
 
 
 def defined_hash(key: int, i: int) -> int:
-    """The definition in the module's head, in Python's integers."""
+    """The hash defined in the docstring of `workers.merging.masks`, in Python's integers."""
     k0, k1 = key_words(key)
     x = (i * 0x9E3779B9 + k0) % 2**32
     x ^= x >> 16
@@ -85,7 +85,7 @@ def test_masks_look_independent_of_neighbours_and_of_other_masks(probability: fl
 
 
 class _Operations(TorchDispatchMode):
-    """Counts the operations that a device would be given."""
+    """Counts the operations that a device would execute."""
 
     count = 0
 

@@ -31,7 +31,7 @@ Make = Callable[[int | None], Merge]
 
 
 def recipe_of(family: Family, make: Make, **parts: Make) -> Recipe:
-    """One merge everywhere, but for the parts named: attention, mlp, norm, embedding, head."""
+    """A recipe with one merge everywhere, except in the named parts: attention, mlp, norm, embedding, head."""
 
     def part(name: str, layer: int | None) -> Merge:
         return parts.get(name, make)(layer)

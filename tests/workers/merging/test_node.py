@@ -1,4 +1,4 @@
-"""Memory and values that processes of one node share: made once, gone with their last user, however it ends."""
+"""Memory and values that processes of one node share: created once, and freed when the last user ends or dies."""
 
 from __future__ import annotations
 

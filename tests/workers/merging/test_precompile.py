@@ -1,4 +1,4 @@
-"""What is compiled at install: kernels of fused methods, in both kinds where elements may be tied."""
+"""Kernels compiled at installation: those of fused methods, in both variants if elements may be tied."""
 
 from __future__ import annotations
 

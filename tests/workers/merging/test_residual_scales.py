@@ -1,4 +1,4 @@
-"""Scales of layers: the folded weights are the scaled model.
+"""Scales of layers folded into weights: the folded model computes the same as the scaled model.
 
 For scales of the stream by the scale invariance of RMSNorm, for those of MLPs up to rounding.
 """
@@ -44,7 +44,7 @@ def unscaled(recipe: Recipe) -> Recipe:
 
 
 def scaled_model(recipe: Recipe, bank: Bank) -> Any:
-    """The model as the recipe states it.
+    """The model that the recipe describes.
 
     Every layer's output, the stream, is multiplied by the layer's scale, and the output of its MLP by the MLP's scale.
     """
@@ -67,12 +67,12 @@ def scaled_model(recipe: Recipe, bank: Bank) -> Any:
 
 
 def apart(recipe: Recipe, bank: Bank) -> float:
-    """The largest difference in log-probability between the scaled model and the folded one."""
+    """Largest difference in log-probability between the scaled model and the model with folded scales."""
     return difference(merged_model(recipe, bank, dtype="float32"), recipe, bank)
 
 
 def difference(folded: Any, recipe: Recipe, bank: Bank) -> float:
-    """The largest difference in log-probability between the model that the recipe states and `folded`."""
+    """Largest difference in log-probability between the model that the recipe describes and `folded`."""
     tokens = [7919 * i % int(bank.base.config["vocab_size"]) for i in range(40)]
     theirs = logprobs(scaled_model(recipe, bank), tokens)
     plain = logprobs(merged_model(unscaled(recipe), bank, dtype="float32"), tokens)

@@ -1,4 +1,4 @@
-"""Shards of merges against whole merges: the same bits, for every method and every way of dividing a tensor."""
+"""Shards of merges have the same bits as whole merges, for every method and every division of a tensor."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FLOAT32 = torch.float32
 
 
 def divided(whole: torch.Tensor, ranks: int) -> Iterator[torch.Tensor]:
-    """Rows, columns and both parts of a fused tensor, each divided over ranks as evenly as its size allows."""
+    """All parts of a tensor, divided over ranks along each dimension as evenly as possible."""
     for dim in range(whole.dim()):
         yield from (part for part in torch.tensor_split(whole, ranks, dim=dim) if part.numel())
 
@@ -95,7 +95,7 @@ def check_shards(merge: Merge, given: Operands, parts: Sequence[Shard], dtype: t
 
 
 def recipe_by(family: Family, name: str, seed: int = 5) -> Recipe:
-    """A merge by one method everywhere, with the examples of its coefficients."""
+    """A recipe with one method everywhere, and example values for its coefficients."""
     declared = METHODS[name]
     numbers = {c.name: EXAMPLES[c.name] for c in declared.coefficients if c.default is None}
     numbers = {key: value[:2] if isinstance(value, tuple) else value for key, value in numbers.items()}
@@ -123,7 +123,7 @@ def ranks(family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> li
 
 
 def halves(name: str, whole: torch.Tensor, rank: int) -> torch.Tensor:
-    """The part of a tensor that a rank of two holds: columns of what ends a branch, else rows; norms whole."""
+    """A rank's half of a tensor: columns of a branch's last matrix, rows of other matrices; norms are whole."""
     if whole.dim() == 1:
         return whole
     return torch.tensor_split(whole, 2, dim=1 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0)[rank]

@@ -1,4 +1,4 @@
-"""All experts of a layer merged as one tensor: as a merge of their stack, written as matrices of their own again."""
+"""All experts of a layer merged as one stacked tensor, and then written as separate matrices again."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def by_ties(family: Family, *, stacks_experts: bool) -> Recipe:
 
 
 def stacked(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors with the experts of a layer stacked, as transformers holds them."""
+    """The tensors with the experts of each layer stacked, as in transformers' models."""
     parts: dict[str, dict[int, dict[str, torch.Tensor]]] = {}
     found = dict[str, torch.Tensor]()
     for name, tensor in tensors.items():

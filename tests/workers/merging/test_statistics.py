@@ -1,4 +1,4 @@
-"""Statistics by the kernels are those that the plain methods compute for themselves, bit for bit."""
+"""The kernels' statistics equal, bit for bit, the statistics that the plain methods compute themselves."""
 
 from __future__ import annotations
 

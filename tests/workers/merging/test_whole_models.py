@@ -1,4 +1,4 @@
-"""Trimming of whole models against a plain implementation that joins all tensors of a model."""
+"""Trimming of whole models, compared with a plain implementation that joins all tensors of a model."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def ranks_of(bank: Bank, alias: str, taus: Tensors) -> dict[str, torch.Tensor]:
 def trimmed(
     bank: Bank, share: float, density: float | None = None, gamma: float = 0.0
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """The task vectors of both experts, of which a share of all elements is kept, the others set to zero."""
+    """Trimmed task vectors of both experts: a share of each model's elements is kept, the others are 0."""
     found = []
     for alias in ("math", "text"):
         taus = task_vector(bank, alias, density)

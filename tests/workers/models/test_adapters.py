@@ -1,4 +1,4 @@
-"""PEFT's LoRA adapters as experts, against peft itself."""
+"""PEFT's LoRA adapters as experts, compared with peft itself."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """GPT-2, whose layers store their weights transposed."""
+    """A GPT-2, whose layers store transposed weights."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     directory = tmp_path_factory.mktemp("gpt2") / "base"
@@ -124,9 +124,10 @@ def assert_equal(base: Path, tmp_path: Path, expected: dict[str, torch.Tensor]) 
 
 @pytest.fixture(scope="module", params=["mixtral", "qwen3_moe", "gpt_oss"])
 def mixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Directory of a mixture of experts, whose experts transformers holds as one stack.
+    """Directory of a mixture of experts, which transformers holds in memory as one stack of experts.
 
-    The three models store them one by one, under the name of another module, and as the stack, transposed.
+    The three models store experts in three forms: one by one, one by one under another module's name, and as a
+    transposed stack.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -223,7 +223,7 @@ def test_a_header_that_lies_about_sizes_is_refused(tmp_path: Path) -> None:
 
 
 def shard(directory: Path) -> Path:
-    """The checkpoint of `write` in two shards and an index."""
+    """Write the checkpoint of `write` in two shards with an index; returns the directory."""
     write(directory)
     (directory / "model.safetensors").unlink()
     found = tensors()
@@ -318,7 +318,7 @@ def test_open_family_names_places_and_contents(tmp_path: Path) -> None:
 
 @pytest.fixture
 def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache of the hub's, which cannot be reached."""
+    """An empty cache for the hub, which cannot be reached."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     return tmp_path / "hub"
 
@@ -397,7 +397,7 @@ def test_a_file_that_replaces_another_is_read_whatever_its_time(tmp_path: Path) 
 
 
 def stated(directory: Path) -> Any:
-    """The tokenizer as tokenizer.json says it."""
+    """The tokenizer according to tokenizer.json."""
     from tokenizers import Tokenizer
 
     return Tokenizer.from_file(str(directory / "tokenizer.json"))

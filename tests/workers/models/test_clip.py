@@ -1,4 +1,4 @@
-"""CLIP families: the vision tower is merged, whichever class of transformers stored it."""
+"""CLIP families: merges concern the vision tower, in any form that transformers stores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One resolved family: how often its models are located, opened and fingerprinted, and what it hands on."""
+"""A resolved family: how often its models are located, opened and fingerprinted, and the values that it passes on."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ EXPERTS = ("code", "math", "text")
 
 @pytest.fixture
 def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often each function of `OPENING` was called."""
+    """Number of calls of each function in `OPENING`."""
     found: Counter[str] = Counter()
 
     def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

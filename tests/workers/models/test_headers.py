@@ -1,4 +1,4 @@
-"""Headers that lie: whatever a file says of itself, it is read within its bounds and told about by name."""
+"""Wrong headers of files: whatever a file claims, reading stays within its bounds, and problems name the file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GOOD = {"a": F32, "b": {"dtype": "BF16", "shape": [3], "data_offsets": [16, 22]}
 
 
 def write(directory: Path, header: Any, *, num_bytes: int = 22, name: str = "model.safetensors") -> Path:
-    """A file of `num_bytes` behind `header`: JSON, or the text itself."""
+    """Write a file with `num_bytes` after `header`, which is JSON or the raw text; returns the directory."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     (directory / name).write_bytes(struct.pack("<Q", len(text)) + text + bytes(num_bytes))
     return directory / name
@@ -178,7 +178,7 @@ headers = st.one_of(
 
 @st.composite
 def packed(draw: st.DrawFn) -> dict[str, Any]:
-    """Tensors one behind the other, as they should be."""
+    """Headers of tensors that follow each other without gaps, as they should."""
     end, header = 0, {}
     for name in draw(st.lists(st.sampled_from("abcdef"), unique=True, max_size=4)):
         dtype = draw(st.sampled_from(["F32", "F16", "BF16"]))
@@ -228,7 +228,7 @@ def test_whatever_a_header_says_is_refused_or_true(
 
 
 def _declared(header: bytes) -> int:
-    """How many bytes the tensors of a readable header want, so that not every example fails by that alone."""
+    """Number of bytes that a readable header declares, so that not every example fails because of the file's size."""
     try:
         ends = [entry["data_offsets"][1] for name, entry in json.loads(header).items() if name != "__metadata__"]
         return int(max(ends, default=0)) if all(0 <= end < 500 for end in ends) else 0

@@ -1,4 +1,4 @@
-"""Models on a hub, of which nothing large is fetched before all is well."""
+"""Models on a hub: nothing large is downloaded before all checks have passed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from workers.telemetry.phases import report_to
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A base, experts of which `wide` does not fit, and one in shards; each of more than a megabyte."""
+    """A base and experts of more than a megabyte each: `wide` does not fit the base, and one has shards."""
     root = tmp_path_factory.mktemp("models")
     for seed, name in enumerate(("base", "math", "text")):
         tiny_llama(root / name, seed, hidden=128, layers=2)
@@ -42,7 +42,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def shard(directory: Path) -> None:
-    """The model in two files, and beside them a copy of it in another format."""
+    """Store the model in two files, beside a copy in another format."""
     found = load_file(directory / "model.safetensors")
     (directory / "model.safetensors").rename(directory / "consolidated.safetensors")
     names = sorted(found)
@@ -56,7 +56,7 @@ def shard(directory: Path) -> None:
 
 @pytest.fixture
 def hub(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """A hub with all of `models` under owner/NAME, which the client knows as the only one, with an empty cache."""
+    """A hub with all of `models` as owner/NAME. The client knows no other hub, and its cache is empty."""
     hub = Hub()
     for directory in models.iterdir():
         hub.push(f"owner/{directory.name}", directory)

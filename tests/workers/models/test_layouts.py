@@ -1,4 +1,4 @@
-"""Every layout of `tests.layouts`, from files to an export: places, merges, what transformers makes of the result."""
+"""Every layout of `tests.layouts`, from files to an export: places, merges, and transformers' model of the result."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def transformers_model(directory: str | Path) -> Any:
-    """The model of a folder, after a check that the folder has all it needs and no more."""
+    """The model in a folder, after a check that the folder has exactly the tensors needed."""
     from transformers import AutoModelForCausalLM
 
     model, found = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
@@ -49,7 +49,7 @@ def transformers_model(directory: str | Path) -> Any:
 
 
 def merged(family: Family, out: Path) -> dict[str, torch.Tensor]:
-    """What is exported of a merge of one expert: the order of several is that of their contents."""
+    """Exported tensors of a merge of one expert; with several, results would depend on their order."""
     bank = Bank(family, cache=out.parent / "cache")
     exported = export(arithmetic(family, 0.4, 0.0), bank, out)
     tensors: dict[str, torch.Tensor] = load_file(exported / "model.safetensors")
@@ -57,7 +57,7 @@ def merged(family: Family, out: Path) -> dict[str, torch.Tensor]:
 
 
 def layers_from(family: Family, *layers: tuple[str, int]) -> Recipe:
-    """A frankenmerge: (model, layer) for each layer, what is outside of the base."""
+    """A frankenmerge, with (model, layer) for each layer; all else is the base's."""
     merges = [Merge("passthrough", (Source(model, layer),)) for model, layer in layers]
     whole = Merge("passthrough", (Source(family.base.alias),))
     return Recipe(family.fingerprints, family.base.alias, tuple(LayerRecipe(m, m, m) for m in merges), whole, whole)
@@ -74,7 +74,7 @@ def open_family_again(family: Family, root: Path) -> Family:
 
 
 def by_class(model: Any) -> dict[str, str]:
-    """The component of every parameter by the classes of the modules that hold it, which `layout` does not see."""
+    """The component of every parameter by the classes of its modules, which `layout` does not use."""
     modules = dict(model.named_modules())
     (layers,) = (f"{name}." for name, module in modules.items() if isinstance(module, torch.nn.ModuleList))
     found = {}
@@ -92,7 +92,7 @@ def by_class(model: Any) -> dict[str, str]:
 
 
 def in_memory(name: str) -> str:
-    """The name of a stored tensor in the model that transformers builds from it, which holds all experts as one."""
+    """The name that a stored tensor has in transformers' model, where all experts are one tensor."""
     name = name.replace("block_sparse_moe", "mlp").replace("embed_out", "lm_head")
     name = re.sub(r"experts\.\d+\.(?:w1|w3|gate_proj|up_proj)\.weight", "experts.gate_up_proj", name)
     return re.sub(r"experts\.\d+\.(?:w2|down_proj)\.weight", "experts.down_proj", name)

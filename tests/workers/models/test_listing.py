@@ -1,4 +1,4 @@
-"""Models that are found in the directories that a study may read, and nothing outside of them."""
+"""Lists of models in the directories that a study may read, and of nothing outside them."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def model(num_layers: int, *, full: int) -> Any:
-    """A Qwen2 whose first `full` layers alone see the whole text."""
+    """A Qwen2 in which only the first `full` layers attend to the whole text."""
     return SimpleNamespace(
         config={
             "model_type": "qwen2",

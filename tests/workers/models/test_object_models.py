@@ -1,4 +1,4 @@
-"""Models in an object store: checked by their headers, downloaded once per machine, compared with stated hashes."""
+"""Models in an object store: checked by headers, downloaded once per machine, compared with given hashes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_sums(directory: Path) -> None:
-    """State the sha256 of all files of a directory, as `sha256sum *` does."""
+    """Write the sha256 of all files of a directory, in the format of `sha256sum *`."""
     lines = [f"{hashlib.sha256(f.read_bytes()).hexdigest()}  {f.name}\n" for f in directory.iterdir() if f.name != SUMS]
     (directory / SUMS).write_text("".join(sorted(lines)))
 
@@ -78,7 +78,7 @@ def push(directory: Path, url: str) -> None:
 
 
 def downloads(s3: S3) -> list[str]:
-    """Names of the weights that were read, by request."""
+    """Names of the files of weights that were read, one for each request."""
     return sorted(Path(path).name for method, path in s3.requests if method == "GET" and path.endswith(".safetensors"))
 
 

@@ -1,4 +1,4 @@
-"""Task files and data in an object store: the tasks that they are on disk, downloaded once per version."""
+"""Task files and data in an object store: equal to the tasks on disk, and downloaded once per version."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_what_is_no_file_is_told(url: str, name: str, message: str) -> None:
 
 @pytest.fixture
 def task(s3: S3, tmp_path: Path) -> str:
-    """URL of an lm-eval task that includes another file of its folder, which names the data beside it."""
+    """URL of an lm-eval task that includes another file of its folder; that file names the data beside it."""
     directory, url = tmp_path / "task", f"{s3.bucket()}/tasks/choices"
     directory.mkdir()
     file = write_choices(directory)

@@ -1,4 +1,4 @@
-"""Models with other tokens, brought to one vocabulary; mergekit is the oracle where its rule is ours."""
+"""Models with different tokens, brought to one vocabulary, and compared with mergekit if both have the same rule."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory with Llamas that have different vocabularies.
 
-    They are base (100 tokens), wizard (one more), tools (two more, one of them the wizard's), and padded (128 rows for
-    100 tokens).
+    The Llamas are base (100 tokens), wizard (one more), tools (two more, one of them the wizard's), and padded (128
+    rows for 100 tokens).
     """
     root = tmp_path_factory.mktemp("vocabularies")
     tiny_llama(root / "padded", tied=False)

@@ -1,4 +1,4 @@
-"""Zero-shot heads of CLIP: equal to transformers' own similarities, and to the published mean over templates."""
+"""Zero-shot heads of CLIP equal transformers' own similarities, and the published mean over templates."""
 
 from __future__ import annotations
 

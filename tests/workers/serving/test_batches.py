@@ -1,4 +1,4 @@
-"""Batches of completions in a replica, without models: who joins, who waits, and who gives way to whom."""
+"""Batches of completions in a replica, without models: requests that join, wait, or make way for others."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ STEP_S = 0.02
 
 
 def words(number: int, weight: float = 0.3, **options: Any) -> CompletionRequest:
-    """A completion of that many words."""
+    """A completion of `number` words."""
     return CompletionRequest(recipe(weight), " ".join(["a"] * (number - 1)), **{"yields": False, **options})
 
 
 class Timeline:
-    """What a replica did, in order, in steps of a fake engine."""
+    """The work of a replica in order, in steps of a fake engine."""
 
     def __init__(self, **options: Any) -> None:
         self.worker = FakeScorer(sample_delay_s=STEP_S, **options)

@@ -1,4 +1,4 @@
-"""Prompts of completions: BOS, chat templates, system messages, and the room in the model's context."""
+"""Prompts of completions: BOS, chat templates, system messages, and the limit by the model's context."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Completions by a real replica: equal to those of plain transformers, streamed, and beside the scoring of a search."""
+"""Completions by a real replica: equal to those of plain transformers, streamed, and during a search's scoring."""
 
 from __future__ import annotations
 

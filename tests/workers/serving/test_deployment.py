@@ -42,7 +42,7 @@ def request(family: Family, weight: float, stop: int = 20) -> ScoreRequest:
 
 @pytest.fixture(scope="module")
 def fake(ray_cluster: None, tied_family: Family) -> Iterator[ServeScorer]:
-    """A replica on Serve that does everything but run an engine: 0.1 s a sample, health checks every 0.5 s."""
+    """A replica on Serve with a fake engine: 0.1 s per sample, health checks every 0.5 s."""
     from ray import serve
 
     make_worker = partial(FakeScorer, sample_delay_s=0.1, fails_above=0.9)
@@ -190,7 +190,7 @@ def test_replica_that_cannot_start_says_why_and_where_its_log_is(
 
 @dataclass
 class ReadsOnce(FakeScorer):
-    """Its models have changed when it starts a second time."""
+    """A fake scorer whose models have changed when it starts a second time."""
 
     def __post_init__(self) -> None:
         assert self.log_file is not None

@@ -1,4 +1,4 @@
-"""Verification by the worker of a replica, whose engine and comparison with transformers are stand-ins."""
+"""Verification by a replica's worker, with stand-ins for the engine and for the comparison with transformers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FOUND = VerificationReport("digest", 2, 2, 0.0, 1e-3, (), 0)
 
 
 class Aligned:
-    """A recipe as far as verification reads it, of which each layer has an alignment."""
+    """A stand-in for a recipe with an alignment at each layer; it has the fields that verification reads."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.digest = recipe.digest

@@ -1,4 +1,4 @@
-"""The log of a replica that has died: it is searched on the replica's own node, and may be unreadable or late."""
+"""The log of a dead replica: it is searched on the replica's node, and may be unreadable or late."""
 
 import signal
 import subprocess
@@ -14,7 +14,7 @@ from workers.serving.fatal_errors import MAX_BYTES, fatal_error, find_report
 
 
 def ended_by(fatal: signal.Signals, log: Path) -> None:
-    """The log of a process that this signal ended."""
+    """Write the log of a process that this signal ends."""
     code = f"import faulthandler, os, sys; faulthandler.enable(); os.kill(os.getpid(), {fatal:d})"
     with log.open("wb") as file:
         assert subprocess.run([sys.executable, "-c", code], stderr=file, check=False).returncode == -fatal

@@ -1,4 +1,4 @@
-"""Verification in a process of its own, which Ray gives a GPU; here it reserves a CPU in place of one."""
+"""Verification in a process for which Ray reserves a GPU; here it reserves a CPU instead."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ HERE = "a1" * 28  # a node's id in Ray
 
 @pytest.fixture(scope="module")
 def asked(tied_family: Family, tmp_path_factory: pytest.TempPathFactory) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a verification of an export, whose samples transformers has scored."""
+    """The arguments of a verification of an export. Transformers has scored its samples."""
     root = tmp_path_factory.mktemp("verified")
     (root / "sums.jsonl").write_text("".join(f'{{"prompt": "{i}+{i}=", "answer": "{2 * i}"}}\n' for i in range(4)))
     recipe = arithmetic(tied_family, 0.3, 0.5)
@@ -111,7 +111,7 @@ def test_a_model_must_fit_into_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class _Actor:
-    """Stand-in for the handle of an actor, for its methods, and for the class that Ray makes of one."""
+    """Stand-in for an actor's handle, its methods, and Ray's class for it."""
 
     def __getattr__(self, name: str) -> _Actor:
         return self
@@ -160,7 +160,7 @@ def test_only_gpus_of_this_machine_count(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def with_ray(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    """Replace Ray by a stand-in whose actor is ready, and whose answer is `error`."""
+    """Replace Ray by a stand-in with a ready actor, whose call raises `error`."""
     actor, answers = _Actor(), iter([None, error])
 
     def get(_: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The worker of image classifiers: scores, evidence, exports with heads, and verification that sees what is wrong."""
+"""The worker of image classifiers: scores, evidence, exports with heads, and verification that finds errors."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def average(family: Family) -> Recipe:
 
 
 def top1_of(directory: Path, span: Span, head: str) -> list[float]:
-    """Whether plain transformers is right, for each sample, on a checkpoint with a head from beside it."""
+    """Whether plain transformers is right, for each sample, on a checkpoint with one of the heads beside it."""
     from PIL import Image
     from transformers import AutoImageProcessor, AutoModelForImageClassification
 

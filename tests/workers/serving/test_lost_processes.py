@@ -1,4 +1,4 @@
-"""Serve's controller and replicas lost while studies score: the controller is waited for, chunks are scored once."""
+"""Losses of Serve's controller and of replicas during scoring: the controller is awaited, chunks are scored once."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ RECOVERY_S = 60.0
 
 @dataclass
 class ConfiguresLogging(FakeScorer):
-    """It configures logging when it starts, as vLLM does: Python closes all log handlers of the process."""
+    """A fake scorer that configures logging at its start, as vLLM does, after which Python closes all log handlers."""
 
     def __post_init__(self) -> None:
         logging.config.dictConfig({"version": 1, "disable_existing_loggers": False})
@@ -39,7 +39,7 @@ class ConfiguresLogging(FakeScorer):
 
 @pytest.fixture(scope="module")
 def calls(tmp_path_factory: pytest.TempPathFactory) -> FakeScorer:
-    """A fake of this process that reads the calls of the replicas."""
+    """A fake scorer in this process that reads the calls of the replicas."""
     return FakeScorer(log_file=str(tmp_path_factory.mktemp("lost") / "calls"))
 
 

@@ -1,4 +1,4 @@
-"""Metrics in a replica, whose engine has a thread of its own: those that need a main thread have one all the same."""
+"""Metrics in a replica, whose engine has its own thread; metrics that need a main thread get one."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ OPTIONS = EngineOptions(max_model_len=512)
 
 
 class KnownEngine(KnownAnswers):
-    """What EngineWorker uses of an engine."""
+    """A stand-in with the parts of an engine that EngineWorker uses."""
 
     held_digest: str | None = None
     bank_fingerprint = dtype = sources = "known"
@@ -52,7 +52,7 @@ class KnownEngine(KnownAnswers):
 
 
 class Replica:
-    """A scoring replica over an engine that gives known answers."""
+    """A scoring replica with an engine that gives known answers."""
 
     def __init__(self, directory: str, patch: pytest.MonkeyPatch) -> None:
         self.family = Family(ModelSource("base", directory, "fingerprint"), ())
@@ -64,7 +64,7 @@ class Replica:
         self.replica = ScoringReplica(partial(engine_worker.EngineWorker, self.family, OPTIONS))
 
     def score(self, spec: TaskSpec, answers: dict[str, str]) -> dict[str, float] | Exception:
-        """The values by document, or what scoring raises."""
+        """The values by document, or the error that scoring raises."""
         self.engine.answers = answers
         span = Span("x", spec, 0, len(answers))
         request = ScoreRequest("study", base_recipe(self.family), (span,))

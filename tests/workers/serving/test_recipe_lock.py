@@ -5,7 +5,7 @@ from workers.serving.recipe_lock import RecipeLock
 
 
 def in_turn(arrivals: Sequence[str]) -> list[str]:
-    """The order in which recipes get the lock when all arrive while the first one holds it."""
+    """The order in which recipes get the lock, if all arrive while the first one holds it."""
 
     async def run() -> list[str]:
         lock, served = RecipeLock(), []

@@ -1,4 +1,4 @@
-"""Which errors end a replica, and which only fail the request. Without Ray."""
+"""Errors that end a replica, and errors that only fail the request; without Ray."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def is_healthy(replica: ScoringReplica) -> bool:
 
 @dataclass
 class FullDisk(FakeScorer):
-    """Its disk is full: verification cannot export."""
+    """A fake scorer on a full disk: verification cannot export."""
 
     def verify(self, recipe: Recipe, samples: tuple[SampleResult, ...], spans: tuple[Span, ...]) -> VerificationReport:
         raise OSError(errno.ENOSPC, "No space left on device", "model.safetensors")
@@ -49,7 +49,7 @@ class FullDisk(FakeScorer):
 
 @dataclass
 class WrongAnswers(FakeScorer):
-    """What is done with the engine's answers fails with `error`."""
+    """A fake scorer that raises `error` after the engine's answers."""
 
     error: Exception | None = None
 
@@ -131,7 +131,7 @@ def test_an_engine_that_does_not_start_in_time_is_given_up() -> None:
 
 
 def seconds_until_unhealthy(replica: ScoringReplica, wanted: ScoreRequest) -> float:
-    """Until the health check fails while the request is scored; infinity if it never does."""
+    """Seconds until the health check fails during the request's scoring; infinity if it never fails."""
 
     async def watch() -> float:
         started = time.monotonic()

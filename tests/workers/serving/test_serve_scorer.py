@@ -1,4 +1,4 @@
-"""What the death of a replica says about the chunk that was sent to it. Without Ray's processes."""
+"""The chunk in a dead replica: the conclusions about it, without Ray's processes."""
 
 from __future__ import annotations
 

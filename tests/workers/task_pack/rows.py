@@ -1,4 +1,4 @@
-"""Rows of the shape of each data set that the shipped tasks name, made by hand; stand-ins for the hub and lm-eval."""
+"""Rows in the format of each data set of the shipped tasks, made by hand, with stand-ins for the hub and lm-eval."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def _translation(i: int) -> Row:
 
 
 def compressed(content: object) -> str:
-    """Private test cases as LiveBench's data have them."""
+    """Private test cases in the format of LiveBench's data."""
     return base64.b64encode(zlib.compress(pickle.dumps(content))).decode()
 
 
 def _coding(i: int) -> Row:
-    """Rows 0 and 1 have a function, rows 2 and 3 a program; rows 1 and 3 have the beginning of a solution."""
+    """A row: 0 and 1 ask for a function, 2 and 3 for a program; 1 and 3 give the beginning of a solution."""
     is_call, is_begun = i % 4 < 2, i % 2 == 1
 
     def case(a: int, b: int) -> Row:
@@ -189,7 +189,7 @@ ROWS: Mapping[str, Callable[[int], Row]] = {
 
 
 def write_data(place: Path, parts: Mapping[str, Mapping[str, Sequence[Row]]]) -> Path:
-    """A directory as the hub has it: a Parquet file for each split, and a card that names them for each part."""
+    """Write a directory in the hub's format: a Parquet file per split, and a card that names them for each part."""
     import datasets
 
     card = []
@@ -208,7 +208,7 @@ REFERRED = "gsm8k hendrycks_math mbpp humaneval mmlu/default openbookqa piqa siq
 
 
 def shipped_index() -> dict[str, Any]:
-    """The index of the shipped tasks, and of those of lm-eval that they refer to."""
+    """The index of the shipped tasks and of the lm-eval tasks to which they refer."""
     from lm_eval.tasks._index import TaskIndex
 
     from workers.evaluation.task_index import shipped_dirs
@@ -222,7 +222,7 @@ FURTHER = 12 * 10_000  # from a row of a split to the row at its place in the ne
 
 
 def in_memory(num_rows: int, others: Mapping[str, int], *, distinct: bool = False) -> Callable[..., Any]:
-    """A stand-in for `datasets.load_dataset`: a split has `num_rows` rows, or as many as `others` says for a path.
+    """A stand-in for `datasets.load_dataset` with `num_rows` rows per split, or the number in `others` for a path.
 
     With `distinct`, no two splits of a data set have a row in common.
     """
@@ -247,7 +247,7 @@ def in_memory(num_rows: int, others: Mapping[str, int], *, distinct: bool = Fals
 
 
 def _selected(text: str, splits: Mapping[str, Sequence[Row]]) -> list[Row]:
-    """The rows of an expression such as `train[:200]+validation`, as the package `datasets` selects them."""
+    """Rows for an expression such as `train[:200]+validation`, as the package `datasets` selects them."""
     found: list[Row] = []
     for part in text.split("+"):
         match = re.fullmatch(r"(\w+)(?:\[(\d*)(%?):(\d*)(%?)\])?", part)

@@ -1,4 +1,4 @@
-"""LiveBench's coding category: solutions pass exactly if they pass all test cases, and only in the sandbox."""
+"""LiveBench's coding category: a solution passes if it passes all test cases, and it runs only in the sandbox."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_pickled_texts_are_read(text: str, protocol: int) -> None:
 
 
 def name(content: object) -> str:
-    """A test id of a pickled object that is the same in every process."""
+    """A test id for an object, equal in every process."""
     return "harm" if isinstance(content, Harm) else repr(content)
 
 

@@ -1,4 +1,4 @@
-"""The shipped tasks: each builds from rows of the right shape, with the prompts and metrics of its source."""
+"""The shipped tasks: each builds from rows in the right format, with the prompts and metrics of its source."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _index() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _data(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows in memory in the place of the hub, and code that is executed without a sandbox: it is this file's own."""
+    """Use rows in memory instead of the hub, and execute code without a sandbox, since it is this file's own code."""
     import datasets
 
     monkeypatch.setattr(datasets, "load_dataset", in_memory(NUM_ROWS, HELD_BACK))
@@ -83,7 +83,7 @@ def _code_eval(*, predictions: Sequence[Sequence[str]], references: Sequence[str
 
 
 def built(name: str, metric: str | None = None, **options: Any) -> BuiltTask:
-    """The task as its confined process builds it, in this process."""
+    """The task, built in this process as its confined process would build it."""
     spec = TaskSpec(name, metric or facts(name)["metric"], **options)
     return build(spec, prepared=prepare(spec))
 
@@ -223,7 +223,7 @@ def test_choices_are_lm_evals(name: str, original: str, metric: str) -> None:
 
 
 def published_number(completion: str) -> str | None:
-    """The rule of the published code: the number after the last "The answer is: ", or a fraction's value, rounded."""
+    """The published code's rule: the number (rounded, or a fraction's value) after the last "The answer is: "."""
     *before, last = completion.split("The answer is: ")
     match = re.search(r"[\-+]?\d*[\.,/]?\d+", last.strip()) if before else None
     if match is None:

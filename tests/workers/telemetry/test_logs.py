@@ -1,4 +1,4 @@
-"""Lines of a process's logs: one JSON object each, with the fields of the context in which they were written."""
+"""Log lines of a process: one JSON object each, with the fields of their context."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ raise ValueError("two\\nlines")
 
 
 class Log:
-    """Messages of a logger, as JSON lines."""
+    """Messages of a logger as JSON lines."""
 
     def __init__(self) -> None:
         self._text = io.StringIO()

@@ -1,4 +1,4 @@
-"""Phases of a start: those around others come back, and nobody has to listen."""
+"""Phases of a start: an outer phase returns after an inner one, and listeners are optional."""
 
 from __future__ import annotations
 

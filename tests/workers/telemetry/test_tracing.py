@@ -1,4 +1,4 @@
-"""Spans of a process: what is exported, what is in them, and that they cost nothing where nobody asked for them."""
+"""Spans of a process: the exported spans, their content, and no cost if nobody asked for them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[OtlpReceiver]:
-    """A collector that the environment names."""
+    """A collector, whose address is in the environment."""
     with otlp_receiver() as found:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", found.url)
         yield found

@@ -51,7 +51,7 @@ def tied(tied_family: Family, tasks: Mapping[str, TaskSpec]) -> CoefficientGradi
 
 
 def recipe_by(family: Family, method: str, coefficients: Mapping[str, float | tuple[float, ...]]) -> Recipe:
-    """The method in layers; outside them task arithmetic, and the base's head."""
+    """A recipe with the method in layers, task arithmetic outside them, and the base's head."""
     aliases = [expert.alias for expert in family.experts][: METHODS[method].max_sources]
 
     def merge(layer: int | None, name: str = method) -> Merge:
@@ -69,7 +69,7 @@ def arithmetic(family: Family, *lambdas: float) -> Recipe:
 
 
 def examples(method: str, count: int) -> dict[str, float | tuple[float, ...]]:
-    """Coefficients for so many sources, those per source of different sizes."""
+    """Coefficients for `count` sources; coefficients per source differ in size."""
     declared = METHODS[method].gradients_by
     numbers: dict[str, float | tuple[float, ...]] = {
         c.name: EXAMPLES[c.name] for c in METHODS[method].coefficients if c.name in EXAMPLES
@@ -78,7 +78,7 @@ def examples(method: str, count: int) -> dict[str, float | tuple[float, ...]]:
 
 
 def by_autograd(trained: CoefficientGradients, recipe: Recipe) -> tuple[float, dict[str, list[float]]]:
-    """Loss and derivatives by a single autograd graph from the coefficients to the loss.
+    """Loss and derivatives from a single autograd graph, from the coefficients to the loss.
 
     The graph has all merged tensors and transformers' model, for which models of a real size need too much memory.
     """
@@ -120,7 +120,7 @@ def negative_log_likelihood(logits: torch.Tensor, reading: Reading) -> torch.Ten
 
 
 def flat(result: GradientResult, methods: Mapping[str, str]) -> dict[str, list[float]]:
-    """The derivatives by tensor and coefficient; `methods` has a tensor's coefficient per source."""
+    """The derivatives by tensor and coefficient; `methods` has the name of each tensor's coefficient per source."""
     found = {f"{name} {methods[name]}": list(slopes.values()) for name, slopes in result.by_source.items()}
     return found | {
         f"{name} {coefficient}": [slope] for name, each in result.shared.items() for coefficient, slope in each.items()

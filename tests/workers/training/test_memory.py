@@ -1,4 +1,4 @@
-"""Freed memory that stays with the process: counted in page faults, in processes of their own."""
+"""Memory that was freed and stays with the process, measured by page faults in separate processes."""
 
 from __future__ import annotations
 

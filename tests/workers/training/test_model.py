@@ -1,4 +1,4 @@
-"""The layouts of models that gradients are computed for, and those that are refused."""
+"""The layouts of models that have gradients, and refused layouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Losses and gradients along layer paths: the model gets the path's layers, and derivatives are those of its loss."""
+"""Losses and gradients along layer paths: the model has the path's layers, and derivatives are those of its loss."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WEIGHTS = {"sums": 1.0}
 
 
 def along(family: Family, numbers: tuple[int, ...], lambdas: tuple[float, ...]) -> Recipe:
-    """Task arithmetic in each layer of a path, by the layers' numbers."""
+    """A path, given by numbers of layers, with task arithmetic in each of its layers."""
 
     def merge(layer: int | None) -> Merge:
         sources = tuple(Source(expert.alias, layer) for expert in family.experts)

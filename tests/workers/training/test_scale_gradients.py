@@ -1,4 +1,4 @@
-"""The derivatives by the scales of layers and of their weights, against differences of losses."""
+"""Derivatives by the scales of layers and of their weights, compared with differences of losses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def trained(tied_family: Family, sums: TaskSpec) -> CoefficientGradients:
 
 @pytest.fixture(scope="module")
 def scaled(tied_family: Family) -> Recipe:
-    """One expert with factors on its weights and outputs, and on the output of one MLP."""
+    """A recipe of one expert with factors on its weights and outputs, and on the output of one MLP."""
 
     def layer(index: int) -> LayerRecipe:
         norm = Merge("passthrough", (Source("math", index),))

@@ -1,8 +1,8 @@
-"""The engine of image classifiers: one module of transformers in torch, over which merges are written in place.
+"""The engine for merges of image classifiers: a PyTorch module of transformers whose weights are replaced in place.
 
-- `classifiers`: encoders without heads, as modules and by the names that files store
-- `engine`: `ImageEngine`, which holds a merge and is compared with fresh models of transformers
-- `pixels`: preprocessed images, cached within a stated memory
-- `scoring`: samples of image tasks, scored with the heads that the tasks name
-- `verification`: an export, loaded with plain transformers, compared with stored samples
+- `classifiers`: image encoders, which are classifiers without their heads
+- `engine`: `ImageEngine`, which holds one merge at a time and compares itself with transformers
+- `pixels`: preprocessed images, cached within a limit of memory
+- `scoring`: scores samples of image tasks with the classification heads that the tasks name
+- `verification`: scores stored samples again with transformers on an exported merge
 """

@@ -1,4 +1,4 @@
-"""Image classifiers of transformers without their heads, and the names by which files store their tensors."""
+"""Image encoders: transformers' image classifiers without their heads, with parameters by their names in files."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ HEAD = "classifier"
 
 
 class ImageEncoder:
-    """A classifier of transformers whose head is taken away, or the vision tower of CLIP: it computes features.
+    """An image encoder, which computes features: a classifier of transformers without its head, or CLIP's vision tower.
 
     Attributes:
-        module: The module, in evaluation mode.
-        parameters: Its parameters by the names under which files store them.
+        module: The PyTorch module, in evaluation mode.
+        parameters: The module's parameters, by the names under which checkpoint files store them.
     """
 
     def __init__(self, module: Any) -> None:
@@ -51,7 +51,7 @@ class ImageEncoder:
         return len(self._layers)
 
     def use_layers(self, count: int) -> None:
-        """Run the first `count` layers only, from 1 to `max_layers`."""
+        """Make the encoder compute with its first `count` layers only; `count` is from 1 to `max_layers`."""
         assert 1 <= count <= self.max_layers
         if len(getattr(self._parent, self._key)) != count:
             setattr(self._parent, self._key, torch.nn.ModuleList(self._layers[:count]))
@@ -84,7 +84,7 @@ def new_encoder(config: Mapping[str, Any], *, layers: int, dtype: torch.dtype, d
 
 
 def reference_encoder(recipe: Recipe, bank: Bank, *, dtype: str) -> ImageEncoder:
-    """Compute the merge of `recipe`, and load it into a fresh classifier of transformers, on CPU.
+    """Compute the merge of `recipe`, and load it into a new encoder of transformers on the CPU.
 
     The weights are rounded to `dtype`; the module computes in float32. Raises InvalidRecipe, InvalidModel or
     EvidenceMismatch if the merge cannot be computed.
@@ -105,25 +105,28 @@ def reference_encoder(recipe: Recipe, bank: Bank, *, dtype: str) -> ImageEncoder
 
 
 def _tower(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration of the encoder: of a whole CLIP model, that of its vision tower."""
+    """The configuration of the encoder: the vision tower's part of a CLIP configuration, or a copy of `config`."""
     tower = MERGED_TOWERS.get(config["model_type"])
     return dict(config) if tower is None else {**config[tower[0]], "model_type": tower[1]}
 
 
 def _is_bare(config: Mapping[str, Any]) -> bool:
-    """Whether the encoder is a tower, which has no head of its own."""
+    """Whether `config` is that of a vision tower, which has no classification head."""
     return config["model_type"] in {model_type for _, model_type in MERGED_TOWERS.values()}
 
 
 def _mapping(config: Mapping[str, Any]) -> Any:
-    """The classes of transformers that make an encoder, by the class of the configuration."""
+    """Mapping from configuration classes to model classes of transformers, for encoders with this configuration."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING, MODEL_MAPPING
 
     return MODEL_MAPPING if _is_bare(config) else MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING
 
 
 def _config(document: Mapping[str, Any]) -> Any:
-    """A configuration of transformers, read through a file, as JSON has its own spelling of infinity."""
+    """Make transformers' configuration object from `document`, the content of a config.json.
+
+    The document is written to a temporary file for this, because transformers reads infinite numbers only from files.
+    """
     from transformers import AutoConfig
 
     with TemporaryDirectory(prefix="mergesearch-config-") as directory:
@@ -132,9 +135,9 @@ def _config(document: Mapping[str, Any]) -> Any:
 
 
 def _stored_names(module: Any, names: list[str]) -> list[str]:
-    """The name under which transformers stores each of a module's parameters `names`, in their order.
+    """The name under which transformers stores each of the parameters `names` of a module, in their order.
 
-    Since version 5, modules have other names than their files.
+    Since version 5 of transformers, parameters may have other names in a module than in checkpoint files.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -146,7 +149,7 @@ def _stored_names(module: Any, names: list[str]) -> list[str]:
 
 
 def _layers_of(module: Any) -> tuple[Any, str]:
-    """The module that has the list of layers, and the list's name in it."""
+    """Find the module that contains the list of layers; return this module and the name of its attribute."""
     lists = [name for name, each in module.named_modules() if isinstance(each, torch.nn.ModuleList)]
     if len(lists) != 1:
         raise RuntimeError(f"{type(module).__name__}: expected one list of layers, found {lists}")

@@ -1,6 +1,6 @@
-"""The warm engine of image classifiers: one module whose weights are replaced by one merge after another.
+"""The warm engine for image classifiers: one PyTorch module whose weights are replaced by one merge after another.
 
-Merges are computed by the same bank and kernels as those of language models, straight into the module's parameters.
+Merges are computed by the same bank and kernels as merges of language models, directly into the module's parameters.
 The features of fixed images are compared with those of a fresh model of transformers when the engine starts, every
 CANARY_EVERY swaps, and on request. An engine that fails a check refuses all further calls.
 
@@ -47,11 +47,12 @@ FEATURE_TOLERANCE = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.3}
 
 @dataclass(frozen=True)
 class ImageSwap:
-    """Evidence and duration of writing a merge into the engine.
+    """Evidence and duration of a swap, which writes a merge into the engine.
 
-    - `weights_checksum`: the checksum of the module's parameters afterwards
-    - `swap_count`: the number of merges that were written so far
-    - `materialise_s`, `swap_s`: the seconds for computing the merge, which writes it, and for everything else
+    - `weights_checksum`: the checksum of the module's parameters after the swap
+    - `swap_count`: the number of merges that were written into the engine so far
+    - `materialise_s`: the seconds for computing the merge and writing it into the parameters
+    - `swap_s`: the seconds for all other work of the swap
     """
 
     weights_checksum: str
@@ -61,11 +62,11 @@ class ImageSwap:
 
 
 class ImageEngine:
-    """A classifier of transformers for merges of a base model and its experts; it holds one merge at a time.
+    """Engine for merges of image classifiers: a base model and its experts; it holds one merge at a time.
 
-    `family` are the models and `options` the engine's options, of which dtype and max_layers are used. `device` is the
-    device of the module; None is a GPU if this process has one, else the CPU. Raises EngineUnavailable, with the
-    reason, if the models cannot be opened, and EngineFault if the engine differs from transformers.
+    `family` has the models. Of the engine's `options`, dtype and max_layers are used. `device` is the device of the
+    engine; None means a GPU if this process has one, else the CPU. Raises EngineUnavailable, with the reason, if the
+    models cannot be opened, and EngineFault if the engine's features differ from those of transformers.
     """
 
     def __init__(
@@ -125,7 +126,7 @@ class ImageEngine:
 
     @property
     def description(self) -> str:
-        """Size of the source weights and where they are, as text for people."""
+        """Text for users with the size of the source weights, and the memory that they are in."""
         where = "in mapped files" if self.bank.placement is Placement.MAPPED else "in host memory"
         return f"{self.bank.num_bytes / 1e9:.2f} GB of sources {where}"
 
@@ -136,7 +137,7 @@ class ImageEngine:
         return self._fault
 
     def swap(self, recipe: Recipe) -> ImageSwap:
-        """Write the merge of `recipe` over the weights, unless the engine holds it already.
+        """Write the merge of `recipe` over the engine's weights, unless the engine holds this merge already.
 
         Raises TrialFailed if the merge cannot be computed, EvidenceMismatch if files of the sources have changed, and
         EngineFault if a comparison with transformers is due and fails.
@@ -159,15 +160,19 @@ class ImageEngine:
         return ImageSwap(self._checksum, self.swap_count, merging_s, swap_s)
 
     def features(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Features of preprocessed images with the merge that the engine holds, float32, on the engine's device."""
+        """Compute the features [num_images, hidden_size] of preprocessed images with the merge that the engine holds.
+
+        `pixels` is [num_images, channels, height, width]. The features are in float32 on the engine's device.
+        """
         self._refuse_after_a_fault()
         return self.encoder.features(pixels)
 
     def check(self) -> CanaryReport:
-        """Compare the engine's features of fixed images with those of a fresh model of transformers.
+        """Compare the engine's features of fixed images with the features that transformers computes for the merge.
 
-        The comparison is skipped if nothing was scored since the last one, or there is too little memory for a second
-        model. Raises EngineFault if they differ by more than rounding explains, or the parameters have changed.
+        The comparison is skipped if the engine has scored nothing since the last comparison, or if there is too little
+        memory for a second model. Raises EngineFault if the features differ by more than rounding explains, or if the
+        parameters have changed since the merge was written.
         """
         self._refuse_after_a_fault()
         if self._is_checked and self.num_passed:
@@ -198,15 +203,15 @@ class ImageEngine:
         return self.report
 
     def compute_checksum(self) -> str:
-        """Compute the checksum of the present parameters of the layers that are used."""
+        """Compute the checksum of the current parameters of the held merge; unused layers are left out."""
         used = self._parameters(self._used)
         return combined(used, {name: word_sum(parameter) for name, parameter in used.items()})
 
     @contextmanager
     def whole(self, recipe: Recipe) -> Iterator[None]:
-        """Context manager that checks that the engine holds `recipe` before and after scoring.
+        """Context manager for scoring, which checks that the engine holds `recipe` before and afterwards.
 
-        Raises EngineFault if it does not.
+        Raises EngineFault at its end if the engine held another recipe at one of these times.
         """
         before = self.held_digest
         yield
@@ -217,7 +222,7 @@ class ImageEngine:
             )
 
     def _write(self, recipe: Recipe) -> float:
-        """Write a merge into the parameters, and return the seconds of the computation."""
+        """Compute a merge, write it into the parameters, and return the seconds for computing it."""
         plan = plan_tensors(recipe, self.bank)
         if len(recipe.layers) > self.encoder.max_layers:
             raise TrialFailed(f"the merge has {len(recipe.layers)} layers; the engine has {self.encoder.max_layers}")

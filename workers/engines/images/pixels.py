@@ -1,4 +1,4 @@
-"""Preprocessed images, cached within a stated memory."""
+"""Preprocessed images, cached within a limit of memory."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ __all__ = ["Pixels"]
 
 
 class Pixels:
-    """Reads and preprocesses images with the processor of the model in `directory`.
+    """Reader of images, which preprocesses them with the image processor of the model in `directory`.
 
-    The most recently used images are kept, up to `max_bytes` of float32 values, by the hash of their files. Images are
-    decoded in `threads` threads.
+    The most recently used preprocessed images are cached by the hash of their files, up to `max_bytes` bytes of float32
+    values. Images are decoded in `threads` threads.
     """
 
     def __init__(self, directory: str, *, max_bytes: int = CACHE_BYTES, threads: int = 4) -> None:
@@ -34,9 +34,10 @@ class Pixels:
         self.num_bytes = 0
 
     def of(self, task: ImageTask, positions: Sequence[int]) -> torch.Tensor:
-        """The images at `positions` of a task's order, float32, [num_images, channels, height, width].
+        """Preprocessed images [num_images, channels, height, width] of a task, in float32.
 
-        Raises InvalidTask, which names the file, if an image cannot be read or has changed.
+        `positions` are indices in the order in which the task's samples are scored. Raises InvalidTask, with the file's
+        name, if an image cannot be read, or has changed since the task was read.
         """
         indices = [task.order[position] for position in positions]
         return torch.stack(list(self._threads.map(lambda index: self._one(task, index), indices)))

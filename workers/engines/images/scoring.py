@@ -1,7 +1,6 @@
-"""Samples of image tasks, scored with the heads that the tasks name.
+"""Scoring of image tasks: a merge computes features, and the classification head that a task names gives logits.
 
-A merge turns images into features, and the head of the model that a task names turns features into logits. The head is
-that of the source model, unchanged.
+The head is that of one of the source models, unchanged.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ NUM_SHOWN = 5  # classes with the largest logits in a response
 
 @dataclass(frozen=True)
 class Response:
-    """What a model answers to an image: the classes with the largest logits, and their log-probabilities.
+    """A model's answer to an image: the classes with the largest logits, and their log-probabilities.
 
-    It is stored as JSON: {"top": [[class, log-probability], ...]}, the likeliest first.
+    The answer is stored as JSON: {"top": [[class, log-probability], ...]}, the likeliest class first.
     """
 
     top: tuple[tuple[str, float], ...]
@@ -45,7 +44,7 @@ class Response:
 
     @classmethod
     def from_json(cls, text: str) -> Response:
-        """Read a response. Raises ValueError if the text is none."""
+        """Read a response from its JSON text. Raises ValueError if the text is not a response."""
         try:
             return cls(tuple((str(name), float(value)) for name, value in json.loads(text)["top"]))
         except (KeyError, TypeError) as error:
@@ -71,11 +70,11 @@ def entropy(logprobs: torch.Tensor) -> float:
 
 
 class ImageEvaluator:
-    """Scores samples of image tasks with `features`, and keeps the most recently used tasks and images.
+    """Evaluator that scores samples of image tasks with an engine's features and the heads of source models.
 
-    `sources` are the models, whose heads are used. `features` maps preprocessed images to features, float32,
-    [num_images, hidden_size]. `dtype` is that of the engine, to which heads are rounded; `device` is the device of the
-    features.
+    `sources` are the source models. `features` is the function of the engine that maps preprocessed images to features
+    [num_images, hidden_size] in float32; `device` is the device of the features. `pixels` reads images. `dtype` is the
+    engine's dtype, to which heads are rounded. The most recently used tasks are kept for later calls.
     """
 
     def __init__(
@@ -96,7 +95,7 @@ class ImageEvaluator:
         self._heads: OrderedDict[TaskHead, Callable[[torch.Tensor], torch.Tensor]] = OrderedDict()
 
     def _head(self, head: TaskHead) -> Callable[[torch.Tensor], torch.Tensor]:
-        """The function from features to logits that a head computes; the most recently used ones are kept."""
+        """The function by which a classification head maps features to logits; recently used functions are cached."""
         found = self._heads.get(head)
         if found is None:
             checkpoint = self._sources.checkpoints[head.alias]
@@ -107,11 +106,11 @@ class ImageEvaluator:
         return found
 
     def checkpoint_of(self, head: TaskHead) -> Checkpoint | None:
-        """The model that has `head`; None if it is the base, whose parts exports have."""
+        """The source model that has `head`; None for the base model, whose unmerged parts are in every export."""
         return None if head.alias == self._sources.base_alias else self._sources.checkpoints[head.alias]
 
     def task(self, spec: TaskSpec) -> PreparedTask:
-        """The task `spec`, read at its first use. Raises InvalidTask if it cannot be used."""
+        """The image task of `spec` with its head, read at the first use. Raises InvalidTask if it cannot be used."""
         found = self._tasks.get(spec.digest)
         if found is None:
             found = self._tasks[spec.digest] = prepared_task(spec, self._sources)
@@ -128,7 +127,7 @@ class ImageEvaluator:
         return texts_of(self.task(spec).task, start, stop)
 
     def prompts(self, span: Span) -> str:
-        """The sha256 (hex) of the hashes of all images of a span, in order."""
+        """The sha256 (hex) over the hashes of all images of a span (range of samples of one task), in order."""
         task = self.task(span.task).task
         total = hashlib.sha256()
         for index in task.order[span.start : span.stop]:
@@ -136,7 +135,7 @@ class ImageEvaluator:
         return total.hexdigest()
 
     def score(self, spans: Sequence[Span]) -> tuple[SampleResult, ...]:
-        """Score the samples of `spans`, in order.
+        """Score the samples of `spans` (each a range of samples of one task), and return the results in order.
 
         Raises InvalidTask if a task cannot be used, and TrialFailed if logits are not finite.
         """
@@ -162,7 +161,10 @@ class ImageEvaluator:
         return found
 
     def logits(self, spec: TaskSpec, positions: Sequence[int]) -> torch.Tensor:
-        """Logits of the task's classes for the images at `positions`, float32, [num_images, num_classes]."""
+        """Logits [num_images, num_classes] of a task's classes for some of its images, in float32.
+
+        `positions` are indices in the order in which the samples of the task `spec` are scored.
+        """
         prepared = self.task(spec)
         return self._head(prepared.head)(self._features(self._pixels.of(prepared.task, positions)))
 

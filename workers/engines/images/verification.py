@@ -1,8 +1,8 @@
-"""Verification of image classifiers: an export, loaded with plain transformers, compared with stored samples.
+"""Verification of image classifiers: transformers scores stored samples again, on the exported checkpoint of a merge.
 
-Users get this checkpoint with its heads and its image processor, so the comparison covers merge, swap, preprocessing,
-scoring and export. A sample is equal if the class with the largest logit is the same, and the log-probabilities of the
-stored classes agree within the tolerance for rounding.
+Users get this checkpoint, with its heads and its image processor. Therefore the comparison covers merge, swap,
+preprocessing, scoring and export. A sample is equal if the class with the largest logit is the same, and the
+log-probabilities of the stored classes agree within the tolerance for rounding.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def verify_images(
 
 
 def _loaded(directory: str | Path) -> Any:
-    """The exported model, by the class that config.json names."""
+    """Load the exported model in float32, as a CLIP model or an image classifier of transformers."""
     from transformers import AutoConfig, AutoModelForImageClassification, CLIPModel
 
     is_clip = AutoConfig.from_pretrained(directory).model_type == "clip"
@@ -92,9 +92,9 @@ def _loaded(directory: str | Path) -> Any:
 def _classifier(
     model: Any, directory: Path, head: TaskHead, evaluator: ImageEvaluator
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The function from preprocessed images to logits that the exported model and the head of a task are.
+    """Make the function that maps preprocessed images to logits, from an exported model and the head of a task.
 
-    The text tower of a zero-shot head is the export's, unless the task names the head of another model than the base.
+    The text tower of a zero-shot head is that of the export or, if the head belongs to an expert, that of the expert.
     """
     if head.templates is None:
         found = load_file(directory / HEADS_DIR / f"{head.alias}.safetensors")
@@ -127,7 +127,7 @@ def _projection(checkpoint: Checkpoint, dtype: str) -> torch.nn.Module:
 def _logprobs(
     logits: Callable[[torch.Tensor], torch.Tensor], pixels: Pixels, prepared: PreparedTask, positions: range
 ) -> torch.Tensor:
-    """Log-probabilities of the task's classes by plain transformers, [num_images, num_classes]."""
+    """Compute the log-probabilities [num_images, num_classes] of a task's classes with the function `logits`."""
     found = [torch.empty(0, prepared.head.num_classes)]
     for start in range(positions.start, positions.stop, BATCH):
         batch = pixels.of(prepared.task, range(start, min(start + BATCH, positions.stop)))
@@ -138,11 +138,11 @@ def _logprobs(
 def _compare(
     stored: SampleResult, logprobs: torch.Tensor, prepared: PreparedTask, tolerance: float
 ) -> tuple[float, SampleDifference | None]:
-    """Compare a stored sample with log-probabilities of transformers.
+    """Compare a stored sample with the log-probabilities that transformers computes for it.
 
-    Returns the largest difference of a log-probability, and the difference of the sample, or None if it is equal. A
-    class other than transformers' is explained by rounding if transformers finds both equally likely within the
-    tolerance.
+    Returns the largest difference between two log-probabilities, and a description of the sample's difference, or None
+    if the sample is equal. If the likeliest classes differ, rounding explains the difference if the log-probabilities
+    of the two classes, by transformers, differ by at most `tolerance`.
     """
     top = Response.from_json(stored.response).top
     outputs = {name: output for output, name in enumerate(prepared.names)}
@@ -177,7 +177,11 @@ def _compare(
 
 
 def _gap_at(logprobs: torch.Tensor, ranked: Sequence[int], count: int) -> float:
-    """Difference of log-probability between the last class that counts as right and the first that does not."""
+    """Gap in log-probability between the `count`-th likeliest class and the next one.
+
+    The `count` likeliest classes count as the answer, so a small gap means that rounding can change the metric.
+    `ranked` has the classes in descending order of log-probability.
+    """
     if count >= len(ranked):
         return FAR
     return float(logprobs[ranked[count - 1]] - logprobs[ranked[count]])

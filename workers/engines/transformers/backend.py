@@ -189,7 +189,7 @@ def whole_characters(text: str) -> str:
 def next_token_scores(model: Any, tokens: Sequence[int]) -> torch.Tensor:
     """A transformers model's log-probabilities [num_tokens, vocabulary] of the next token after each of `tokens`.
 
-    They are on the model's device. Raises EvidenceMismatch if logits are NaN or infinite.
+    The result is on the model's device. Raises EvidenceMismatch if logits are NaN or infinite.
     """
     logits = _checked(model(input_ids=torch.tensor([list(tokens)], device=_device_of(model))).logits[0], 1)
     return logits.float().log_softmax(-1)
@@ -201,7 +201,7 @@ def _device_of(model: Any) -> Any:
 
 
 def _last_logits_only(model: Any) -> dict[str, int]:
-    """Arguments with which a model computes logits at the last position only; none if its `forward` does not take any.
+    """Keyword arguments that make a model compute logits at the last position only; empty if it has no such option.
 
     The logits of a batch of prompts at all positions may need more memory than the weights.
     """

@@ -1,7 +1,7 @@
 """Outlines of models: the names and shapes of their tensors, computed from their configurations without weights.
 
-An outline is a metadata-only snapshot (`remote.snapshots`), so that every check of sizes works on it. Its weights
-cannot be downloaded.
+An outline is a metadata-only snapshot (`remote.snapshots`), so that every check of sizes works on it. The weights of an
+outline cannot be downloaded.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def outline(model: str) -> str:
     """Make a directory that describes a model without its weights: small files, and names and shapes of tensors.
 
     `model` is a directory or a hub id. The names and shapes follow from the model's configuration, and are stored as
-    the header of a safetensors file. Of a hub model only small files are downloaded, or taken from the hub client's
+    the header of a safetensors file. For a hub model, only small files are downloaded, or taken from the hub client's
     cache. For adapters, models in object stores, and models whose weights are on this machine, no directory is made and
     `model` itself is returned. Raises InvalidModel if the configuration is missing, or is not one of a causal language
     model or an image model that transformers knows.

@@ -23,10 +23,10 @@ NUM_DRAWS = 8
 # Random errors as a share of the root mean square of a module's output: half a unit in the last place of float32, times
 # two for sums of many terms.
 ERROR = 2.0**-23
-# A difference between two computations is explained up to so many standard deviations of one computation. On 1,752
-# tokens of a merge of SmolLM2-135M, vLLM and transformers differed by at most 12 of them.
+# Rounding explains a difference between two computations up to this number of standard deviations of one computation.
+# On 1,752 tokens of a merge of SmolLM2-135M, vLLM and transformers differed by at most 12 of them.
 TIMES = 20.0
-# No difference above this is explained, however unstable a token is.
+# Rounding explains no difference above this, however unstable a token is.
 MOST = 0.02
 # At most this share of the compared log-probabilities, or one, may be unstable: a wrong merge moves most of them.
 MOST_SHARE = 0.02

@@ -81,9 +81,9 @@ class Tolerance:
         return too_large(self.dtype, self.rounding, self.gap_rounding)
 
     def of(self, count: int) -> float:
-        """The largest difference over `count` log-probabilities, which is larger the fewer they are.
+        """The largest difference over `count` log-probabilities; the limit is larger for small counts.
 
-        Without a measurement it is `value`, whatever the count.
+        If rounding was not measured, the result is `value` for every count.
         """
         if self.rounding is None:
             return self.value
@@ -91,7 +91,7 @@ class Tolerance:
 
 
 def too_large(dtype: str, *roundings: float | None) -> str | None:
-    """Reason why a measured effect of rounding to `dtype` gives no usable tolerance, as text; None if all do.
+    """Text that says why a measured effect of rounding to `dtype` is too large for a tolerance; None if none is.
 
     `roundings` are root mean squares of changes of log-probabilities or of gaps between them, in nats, or None if they
     were not measured. One is too large if it is not finite, or if TIMES_ROUNDING times it is more than
@@ -130,7 +130,7 @@ def measured_tolerance(model: Any, texts: Iterable[Sequence[int]], *, dtype: str
 
 
 def _first(texts: Iterable[Sequence[int]]) -> Iterator[Tokens]:
-    """Yield the texts that are used, cut so that they have at most MOST_TOKENS tokens together."""
+    """Yield the first of `texts`, with at most MOST_TOKENS tokens together; the last text may be cut."""
     left = MOST_TOKENS
     for text in texts:
         if left < 2:
@@ -158,7 +158,7 @@ def _read(
 
 @contextmanager
 def _computing_in(model: Any, dtype: torch.dtype) -> Iterator[None]:
-    """Context manager in which the parameters of `model` have another dtype. Weights that lose bits are kept aside.
+    """Context manager that converts the parameters of `model` to another dtype, and restores them at the end.
 
     Buffers are not converted: transformers keeps them in float32, whatever the dtype of the weights.
     """

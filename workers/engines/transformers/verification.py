@@ -138,12 +138,12 @@ def nothing_to_compare(
 def texts_to_read(
     evaluator: TaskEvaluator, samples: Iterable[SampleResult], spans: Iterable[Span]
 ) -> tuple[Tokens, ...]:
-    """The texts, as token ids, for which engine and transformers are compared token by token.
+    """Select the texts, as token ids, for comparing the engine with transformers token by token.
 
     There is a text for each of the first TEXTS_READ samples of each of `spans` (ranges of samples of one task); tasks
     with random completions are left out. The text is the sample's prompt with the completion that the engine gave in
-    `samples`, or with the sample's first option in a multiple choice. It is cut to the length that the engine reads.
-    `evaluator` provides the samples' prompts and options.
+    `samples`, or with the sample's first option in a multiple choice. The text is cut to the length that the engine
+    reads. `evaluator` provides the samples' prompts and options.
     """
     known = {(sample.objective, sample.position): sample for sample in samples}
     room = evaluator.lm.max_length - 1  # the engine always generates one token
@@ -160,7 +160,7 @@ def texts_to_read(
 
 @dataclass(frozen=True)
 class _Pair:
-    """One sample as the engine scored it (`stored`) and as transformers scores it (`expected`).
+    """One sample with two results: that of the engine (`stored`) and that of transformers (`expected`).
 
     `requests` are the sample's tokenized requests. A request is a prompt to complete, or one option of a multiple
     choice with its prompt.
@@ -245,7 +245,8 @@ class _Comparison:
         """Compare the log-probabilities of all samples together, if the engine computes in 16 bits.
 
         The root mean square of many differences varies less by chance than that of a single sample, so its tolerance is
-        smaller. If it is exceeded, the samples that are further apart than this tolerance are those that differ.
+        smaller. If the root mean square exceeds the tolerance, each sample whose own difference exceeds this tolerance
+        counts as different.
         """
         if not self._all:
             return
@@ -318,7 +319,8 @@ class _Comparison:
 
         `prompt` and `completion` are token ids. For each token of `completion`, the gap is the log-probability (natural
         log) of the likeliest token minus that of this token, by transformers. The result is the largest gap, but at
-        most FAR, a very large number. It is FAR if the completion has a token that the exported model lacks.
+        most FAR, a very large number. The result is also FAR if the completion has a token that the exported model
+        lacks.
         """
         if max(completion) >= self.reference.model.get_input_embeddings().num_embeddings:
             return FAR
@@ -336,7 +338,7 @@ class _Comparison:
 
 
 def _mixed(texts: Iterable[Tokens], pairs: Sequence[_Pair]) -> list[Tokens]:
-    """`texts`, reordered so that the objectives of the samples that they belong to take turns."""
+    """Reorder `texts` so that texts of different objectives take turns; `pairs` has the sample of each text."""
     by_objective: dict[str, list[Tokens]] = {}
     for text in texts:
         by_objective.setdefault(_pair_of(text, pairs).stored.objective, []).append(text)
@@ -357,7 +359,8 @@ def _finite(difference: float) -> float:
 def _legible(text: str) -> str:
     """Remove replacement characters (U+FFFD) from `text`.
 
-    They stand for bytes that are not a character. Two programs may decode the same tokens to different numbers of them.
+    Replacement characters stand for bytes that are not a character. Two programs may decode the same tokens to
+    different numbers of such characters.
     """
     return text.replace("\ufffd", "")
 

@@ -1,9 +1,9 @@
 """The canary: a regular check that an engine computes correctly, by comparing its log-probabilities with transformers'.
 
-Both compute the log-probabilities of fixed prompts for the same merge. A wrong swap (writing of a merge into the
-engine) gives wrong scores without any error, and only this comparison detects it. The tolerance is measured for each
-model, once on a machine. It follows from how much rounding to the engine's dtype changes the base model's
-log-probabilities in transformers.
+The engine and transformers compute the log-probabilities of fixed prompts for the same merge. A wrong swap (writing of
+a merge into the engine) gives wrong scores without any error, and only this comparison detects it. The tolerance is
+measured for each model, once on a machine. The tolerance follows from the change of the base model's log-probabilities,
+in transformers, when weights are rounded to the engine's dtype.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ NUM_PROMPTS = 4
 CANARY_TOKENS = 48
 GIB = 1 << 30
 
-# How far the base model's share in the engine's log-probabilities may be from 0: rounding is not quite independent of
-# the merge (shares of up to 0.007 were seen), and the estimate has a standard error.
+# The largest distance from 0 that the base model's share in the engine's log-probabilities may have: rounding is not
+# quite independent of the merge (shares of up to 0.007 were seen), and the estimate has a standard error.
 LEAST_SHARE = 0.02
 MAX_STANDARD_ERRORS = 5.0
 
@@ -113,9 +113,9 @@ class Calibration:
 
         `ours` are the engine's log-probabilities, `theirs` those of transformers for the same tokens. `of` names the
         compared texts in the message. `bounds` returns the largest change of each token's log-probability that rounding
-        explains (`rounding_bounds`). It is called only for "float32", if a difference is larger than the tolerance. The
-        returned difference (`typical_difference`) is the largest one in float32, and a root mean square in other
-        dtypes.
+        explains (`rounding_bounds`). This function is called only for "float32", if a difference is larger than the
+        tolerance. The returned difference (`typical_difference`) is the largest one in float32, and a root mean square
+        in other dtypes.
         """
         difference = typical_difference(ours, theirs, dtype=self.dtype)
         if bounds is not None and self.dtype == "float32" and self.tolerance < difference < MOST:
@@ -247,7 +247,7 @@ class Canary:
         return self._calibration.check(ours, theirs, of=f"recipe {recipe.digest[:12]}", bounds=bounds)
 
     def _calibration_key(self) -> str:
-        """Key of the calibration in the cache of this machine, which depends on all that determines it."""
+        """Cache key of the calibration on this machine; it depends on all inputs of the calibration."""
         libraries = [version(name) for name in ("torch", "transformers", "mergesearch")]
         return f"canary {digest_of([self._base.digest, self._dtype, self._prompts, libraries])}"
 

@@ -1,8 +1,8 @@
-"""Engine for one checkpoint as vLLM itself loads it, quantised ones included, and the scores of tasks with it.
+"""Engine for one checkpoint, which may be quantised, as vLLM itself loads it; and scores of tasks with this engine.
 
-It has no sources and merges nothing. `python -m workers.engines.vllm.checkpoint_engine JOB RESULT` scores spans in a
-process of its own, because a process can have one engine only: JOB and RESULT are files with pickled objects of the
-caller.
+This engine has no source models and merges nothing. `python -m workers.engines.vllm.checkpoint_engine JOB RESULT`
+scores spans (ranges of samples) in a separate process, because a process can have only one engine: JOB and RESULT are
+files with pickled objects of the caller.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class CheckpointEngine(Engine):
         )
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Answer the only call that generation makes of the extension for merges: it counts no bad logits."""
+        """Replace calls of the worker extension for merges, which this engine lacks: report that no logits are bad."""
         if method == "mergesearch_bad_rows":
             return [0, 0]
         raise NotImplementedError(method)
@@ -94,7 +94,7 @@ class CheckpointEngine(Engine):
 def scores_of(
     directory: str | Path, options: EngineOptions, spans: Sequence[Span], *, limit_s: float | None = None
 ) -> tuple[SampleResult, ...]:
-    """Score samples of tasks with the checkpoint in `directory`, in a process of its own, and return the samples.
+    """Score samples of tasks with the checkpoint in `directory`, in a separate process, and return the samples.
 
     `options` are the options of the engine, and `spans` the ranges of samples. Raises EngineUnavailable, with the end
     of its output, if the process fails, or if it runs for more than `limit_s` seconds: by default an hour, and two
@@ -116,7 +116,7 @@ def scores_of(
 
 
 def _run(command: Sequence[str], log: Path, limit_s: float) -> int | None:
-    """Run a command whose output goes to the file `log`; return its exit status, or None if it took too long.
+    """Run a command, and write its output to the file `log`; return its exit status, or None if it took too long.
 
     After `limit_s` seconds, and if this process is interrupted, the command's processes are killed, also those that it
     has started itself, as vLLM does.

@@ -233,8 +233,8 @@ class Engine:
     def bank_summary(self) -> dict[str, Any]:
         """Description of where the source models' weights (the bank) are kept, and of their size.
 
-        It was made when a merge was last written into the engine. It has the keys of `bank.Bank.summary`, and the key
-        "reason": why the weights are in GPU memory, host memory or files.
+        The description was made when a merge was last written into the engine. Its keys are those of
+        `bank.Bank.summary`, and "reason": why the weights are in GPU memory, host memory or files.
         """
         return dict(self._state["bank"])
 
@@ -250,8 +250,7 @@ class Engine:
     def fault(self, reason: str) -> EngineFault:
         """Declare the engine faulty, so that it refuses all further calls, and return the EngineFault to raise.
 
-        `reason` says how the engine's weights or results differ from what was expected. It becomes part of the error's
-        message.
+        `reason`, a part of the error's message, says how the engine's weights or results are wrong.
         """
         self._fault = EngineFault(f"engine {self.name}: {reason}", self.name, self.canary.num_passed)
         log.error("%s; this engine is not used again", self._fault)
@@ -265,10 +264,10 @@ class Engine:
     def _failing_for_good(self) -> Iterator[None]:
         """Context manager around calls of the engine that declares the engine faulty if a check fails.
 
-        A failed check is an EvidenceMismatch: the engine's weights or results are not those of the requested recipe. It
-        is raised as an EngineFault, and the engine refuses all later calls. There is one exception: if files of the
-        source models have changed, the engine is not at fault, and the error is raised as an EvidenceMismatch. If the
-        engine has failed a check before, EngineFault is raised before the context is entered.
+        A failed check is an EvidenceMismatch: the engine's weights or results are not those of the requested recipe.
+        The failed check is raised as an EngineFault, and the engine refuses all later calls. There is one exception: if
+        files of the source models have changed, the engine is not at fault, and the error is raised as an
+        EvidenceMismatch. If the engine has failed a check before, EngineFault is raised before the context is entered.
         """
         self._refuse_after_a_fault()
         try:
@@ -484,7 +483,7 @@ class Engine:
         return [[logprob for logprob, _ in tokens] for tokens in scored]
 
     def _scored(self, continuations: Sequence[Continuation]) -> list[list[Scored]]:
-        """For each of `continuations`, a pair (log-probability, is likeliest) for each scored token.
+        """A list for each of `continuations`, with a pair (log-probability, is likeliest) for each scored token.
 
         A continuation is a text whose beginning is given and whose other tokens are scored. The second value says
         whether the token is the likeliest in its place. Raises TrialFailed if the model's logits were NaN or infinite.

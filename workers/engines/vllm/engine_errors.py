@@ -17,7 +17,7 @@ def engine_errors() -> Iterator[None]:
     """Context manager around calls of vLLM that raises EngineCrashed if vLLM fails.
 
     This project's own errors are raised unchanged. So are errors of reading or writing a file (OSError), because the
-    engine can go on after them: after a failed write of a merge it holds no recipe, and the next write covers all
+    engine can continue after them: after a failed write of a merge it holds no recipe, and the next write covers all
     weights. ConnectionError is an OSError, too, but raises EngineCrashed, because it shows that a process of the engine
     has ended.
     """

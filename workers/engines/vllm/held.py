@@ -66,13 +66,13 @@ class HeldWeights:
     def __init__(self, model: Any, dtype: torch.dtype) -> None:
         self.model = model
         self.dtype = dtype
-        # How each tensor was computed, and the sum of each parameter; empty if not known.
+        # The way in which each tensor was computed, and the sum of each parameter; empty if not known.
         self._computations: dict[str, Hashable] = {}
         self._sums: dict[str, int] = {}
         self._devices: dict[str, str] = {}  # the type of device that each tensor was computed on
-        # Where a merge of each tensor can be written directly; None if only vLLM's loader can write it.
+        # The place to which a merge of each tensor can be written directly; None if only vLLM's loader can write it.
         self.destinations: dict[str, Destination | None] = {}
-        # Why a tensor of which this rank holds a shard was merged as a whole, by tensor name.
+        # By tensor name, the reason why a tensor was merged as a whole although this rank holds only a shard of it.
         self.whole_because: dict[str, str] = {}
         self._unwritten: dict[str, torch.Tensor] = {}  # filled with NaN, and not written since
         self._random_buffers: frozenset[str] = frozenset()  # of these
@@ -163,10 +163,10 @@ class HeldWeights:
         return dict(self.model.named_parameters())
 
     def _needed(self, parameters: Iterable[str]) -> Collection[str]:
-        """Select those names in `parameters` whose parameters must be written before the model can be used.
+        """Select the parameters, by the names `parameters`, that must be written before the model can be used.
 
-        In this class, these are all of them. Writing a merge fails if one of them was written neither by this swap nor
-        by an earlier one.
+        This class selects all names. Writing a merge fails if a selected parameter was never written, neither by this
+        swap nor by an earlier one.
         """
         return set(parameters)
 
@@ -203,7 +203,7 @@ class HeldWeights:
         return Writing(len(changed), materialise_s, repack_s)
 
     def _num_of_shards(self, names: Collection[str]) -> dict[str, int]:
-        """The number of elements that this rank holds of each tensor in `names` of which it computes only these."""
+        """Number of elements in this rank's shard of each tensor in `names` that the rank does not compute whole."""
         return {
             name: place.shard.num_elements
             for name in names
@@ -226,8 +226,8 @@ class HeldWeights:
         - `into`: a function (name, shape) that returns memory for computing a tensor
 
         If vLLM's weight loader only copies a tensor's elements, the tensor is written to the same place without the
-        loader. Of such a tensor, only the shard that this rank holds is computed. The loader writes the other tensors.
-        Returns the names of the written parameters, and the seconds for computing the tensors.
+        loader, and only the shard that this rank holds is computed. The loader writes all other tensors. Returns the
+        names of the written parameters, and the seconds for computing the tensors.
         """
         from workers.merging.materialize import merge_into, merged_tensors
         from workers.merging.plan import merged_names
@@ -338,7 +338,7 @@ def _comparable(packed: Mapping[str, torch.nn.Module]) -> frozenset[str]:
 
 
 def _derive_of(module: torch.nn.Module) -> Any:
-    """Find the method by which an attention module updates its kernel's copies of weights.
+    """Find the method of an attention module that updates its kernel's copies of weights.
 
     Some attention kernels compute with a copy of weights in another dtype, which must follow when the weights change.
     The method takes the dtype, and updates the copies in place. Returns None for modules without it.

@@ -84,7 +84,7 @@ class LoadObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def destinations(self) -> dict[str, Destination | None]:
-        """For each tensor, the part of a parameter's memory into which vLLM's weight loader has copied it.
+        """The part of a parameter's memory into which vLLM's weight loader has copied each tensor, by the tensor.
 
         The value is None for a tensor that only the loader can write, because it does more than copy the elements to
         one part.

@@ -34,14 +34,15 @@ GB = 1e9
 
 MAX_NUM_SEQS = 256  # texts that an engine serves at once, at most
 
-# vLLM's default. It reserves this share of a GPU's total memory, and fails if that much is not free; the rest is for
-# what it does not count: the context, communication, and the log-probabilities of prompts.
+# vLLM's default. vLLM reserves this share of a GPU's total memory, and fails if less is free. The rest is for uses that
+# vLLM does not count: the context, communication, and the log-probabilities of prompts.
 USABLE_SHARE = 0.92
 CONTEXT_BYTES = 1 << 30
-# What an engine needs besides weights, keys and values: activations of a full batch, captured graphs.
+# Memory of an engine besides weights, keys and values: activations of a full batch, captured graphs.
 ACTIVATION_BYTES = 2 << 30
-# How many texts of TEXT_TOKENS tokens an engine should serve at once. Below MANY_TEXTS it decodes so much more slowly
-# that swapping from host memory costs less; below FEW_TEXTS even swapping from mapped files does.
+# The number of texts of TEXT_TOKENS tokens that an engine should serve at once. With fewer than MANY_TEXTS, decoding is
+# so much slower that swapping from host memory costs less; with fewer than FEW_TEXTS, even swapping from mapped files
+# costs less.
 TEXT_TOKENS = 512
 MANY_TEXTS, FEW_TEXTS = 128, 16
 # The largest share of the free host memory for all copies of a bank on a machine, with their statistics.

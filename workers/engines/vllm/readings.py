@@ -1,4 +1,4 @@
-"""Planning of the prompts from which an engine computes the log-probabilities of continuations.
+"""Choice of the prompts that an engine must read to compute the log-probabilities of continuations.
 
 One prompt gives the log-probabilities of its last tokens, and of tokens that may follow it. A token that may follow
 needs only one row of logits, and the prompt's beginning comes from the prefix cache. Therefore all options of one token
@@ -135,9 +135,9 @@ class ReadingPlan:
         """Plan prompts that give the log-probabilities of all tokens in `tails`; every tail follows `prompt`.
 
         A tail is (index of a continuation, its tokens that are not planned yet). The first planned prompt is `prompt`
-        itself. It gives the log-probabilities of its own tokens from `start` on, and of the first token of each tail.
-        Each further prompt is `prompt` with tokens of one or several tails. It ends where these tails differ, before
-        the last token of a tail, or after MAX_ROWS tokens.
+        itself. This prompt gives the log-probabilities of its own tokens from `start` on, and of the first token of
+        each tail. Each further prompt is `prompt` with tokens of one or several tails. A further prompt ends where
+        these tails differ, before the last token of a tail, or after MAX_ROWS tokens.
         """
         rests: dict[int, list[Tail]] = {}
         for index, tail in tails:

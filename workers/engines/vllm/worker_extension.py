@@ -47,7 +47,7 @@ class MergeExtension:
     _mergesearch_weights: HeldWeights
     _mergesearch_digest: str | None
     _mergesearch_scratch: dict[torch.device, Scratch]
-    # Why the GPU has too little memory to merge in; "" if it has enough, or the engine has no GPU.
+    # The reason why the GPU has too little memory for merging; "" if it has enough, or if the engine has no GPU.
     _mergesearch_lack: str
 
     def mergesearch_open(
@@ -258,7 +258,7 @@ class MergeExtension:
 def _room(device: torch.device) -> int:
     """Bytes of memory that this process can allocate now on the GPU `device`.
 
-    They are the GPU's free memory and the memory that torch has reserved but does not use.
+    The result is the sum of the GPU's free memory and the memory that torch has reserved but does not use.
     """
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -276,7 +276,7 @@ def open_bank(
     is_shared: bool = False,
     max_recent_bytes: int | None = None,
 ) -> Bank:
-    """Open the source weights of a base model and its experts (a family); the object that holds them is the bank.
+    """Open the source weights of a base model and its experts (a family); return the bank, the object that holds them.
 
     `family` is the description of these models, as JSON in the form of `family_to_json`. A process has one bank, for
     the family that was opened last. If this family is open already, its bank is returned. In a process that has an

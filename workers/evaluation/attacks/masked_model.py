@@ -190,8 +190,8 @@ def _most_probable(log_probabilities: torch.Tensor, *, limit: int) -> list[tuple
     """The most probable token sequences with one token for each position, the most probable first.
 
     `log_probabilities` has the shape [num_places, vocabulary]. The logarithm of a sequence's probability is the sum of
-    its tokens' log-probabilities. At most `limit` sequences are returned. They are built place by place, from the
-    `limit` best beginnings; no other beginning can lead to one of the best sequences.
+    its tokens' log-probabilities. At most `limit` sequences are returned. Sequences are built position by position from
+    the `limit` best beginnings, because no other beginning can lead to one of the best sequences.
     """
     best: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
     for row in log_probabilities:

@@ -1,13 +1,14 @@
-"""Search for the prompt template with which a model's metric is lowest, as in PromptBench.
+"""Search for the prompt template on which a model's metric is lowest, as in PromptBench.
 
-A search is a generator: it yields templates, and receives the model's metric with each of them. So it can be stopped at
-any template and repeated later with the same values. It depends only on the template, the option `attack`, the seed,
-and the words that a fill-mask model proposes.
+A search is a generator: it yields templates, and receives the model's metric with each of them. Therefore a search can
+be stopped at any template and repeated later with the same values. The search depends only on the template, the option
+`attack`, the seed, and the words that a fill-mask model proposes.
 
 StressTest's sentences (Naik et al., 2018, "Stress Test Evaluation for Natural Language Inference") are tried one by
 one. The attacks on words are greedy. Each word in turn is replaced by "[UNK]"; the losses that this causes give the
-order in which words are changed, the largest loss first. Of the changes of a word, the worst is kept if it is worse
-than what was found so far (Jin et al., 2019, "Is BERT Really Robust?"; TextAttack and PromptBench search in this way).
+order in which words are changed, the largest loss first. Then each word is changed in several ways. The change with the
+lowest metric is kept if the metric is lower than that of the present template (Jin et al., 2019, "Is BERT Really
+Robust?"; TextAttack and PromptBench search in this way).
 """
 
 from __future__ import annotations
@@ -93,8 +94,9 @@ def search(
     """Search for the template with the lowest metric; larger values of the metric are better for the model.
 
     A template is the text from which a task's prompts are made. The result is a generator that does not call the model
-    itself: it yields templates, expects the caller to send the model's metric with each of them, and returns what was
-    found. The search ends when no template can be worse, or `attack.option.max_queries` templates were scored.
+    itself: it yields templates, expects the caller to send the model's metric with each of them, and returns the
+    template that it has found. The search ends when no template can be worse, or `attack.option.max_queries` templates
+    were scored.
 
     Args:
         attack: The task's template, and the options of the attack.
@@ -157,7 +159,7 @@ class _Queries:
     ) -> Generator[tuple[str, ...], Sequence[float], list[tuple[Template, float]]]:
         """Generator that asks for the metric of each candidate (changed template), up to the limit of scored templates.
 
-        It yields the texts of the candidates within the limit, and is sent their metrics. It returns the pairs
+        The generator yields the texts of the candidates within the limit, receives their metrics, and returns the pairs
         (candidate, metric).
         """
         allowed = candidates if self.most is None else candidates[: self.most - self.count]

@@ -24,7 +24,7 @@ _PLACEHOLDER = re.compile(
     re.DOTALL,
 )
 _WORD = re.compile(r"[^\W_]+(?:['\u2019_-]+[^\W_]+)*")
-# What a placeholder is for the models that read templates, as in PromptBench.
+# The text that models read in place of a template's placeholder, as in PromptBench.
 _READ_AS = "{content}"
 
 

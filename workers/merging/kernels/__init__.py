@@ -1,7 +1,7 @@
 """Fused merge kernels: for CPU (Numba) of most methods, for CUDA (Triton) of the methods that searches use most.
 
-On the same kind of device, they give the same bits as the plain methods of `workers.merging.methods`. They need one
-pass over the sources in their stored dtype, or two if coefficients depend on the elements that a method drops. The
+On the same kind of device, they give the same bits as the plain methods of `workers.merging.methods`. A kernel needs
+one pass over the sources in their stored dtype, or two if coefficients depend on the elements that a method drops. The
 result is rounded once and written to its destination. Kernels receive the sources' statistics as arguments.
 
 - `lowering`: the rule of each fused method, from its coefficients and operands.

@@ -70,7 +70,7 @@ def merge(
 
 
 def launching_on(device: torch.device) -> AbstractContextManager[Any]:
-    """Context manager in which Triton launches kernels on `device`; nothing changes for a device other than CUDA's.
+    """Context manager that makes Triton launch kernels on `device`; it has no effect for other devices than CUDA's.
 
     Triton launches on the process's current device, which need not be that of the operands.
     """

@@ -1,4 +1,4 @@
-"""The CPU formulas of the merge rules, each of which computes one merged element.
+"""The CPU formulas of the merge rules; a formula computes one merged element.
 
 A formula computes element i from `value(base[i])` and the sources' `value(xs[s][i])`.
 The type of the rule selects its formula, which becomes part of the compiled pass.

@@ -1,4 +1,4 @@
-"""Operations on single elements from which the formulas of merge rules are built; Numba compiles them into kernels.
+"""Operations on single elements, the building blocks of the formulas of merge rules; Numba compiles them into kernels.
 
 This module does not import Numba, so that a rule can be defined beside the method that uses it (`lowering`) without
 loading the compiler at start-up. `elements` has the compiled form of each operation.

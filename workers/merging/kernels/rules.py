@@ -1,4 +1,4 @@
-"""Rules: the formulas with which kernels on every device compute each element of a merge, as plain data.
+"""Rules: formulas of merges as plain data; kernels on every device compute each element by a rule.
 
 All methods that have a kernel reduce to these few rules. A rule consists of plain numbers; a few rules also have
 tensors. Numbers for each source are tuples in the order of the sources. theta_s is source s, b is the base, and tau_s
@@ -334,7 +334,7 @@ class Variable(NamedTuple):
 class VariableElection(NamedTuple):
     """Rule for a merge kernel of SCE as in mergekit: a weighted mean of task vectors at the most variable elements.
 
-    It differs from the rule `Variable` at sums of zero and for small weights. The rule is computed for each element. If
+    The rule differs from `Variable` at sums of zero and for small weights. The rule is computed for each element. If
     the variance of the element between the task vectors is below a threshold, the result is the base. Otherwise the
     result is the base plus the mean, with the weights `weights`, of the task vectors that have the elected sign. The
     elected sign is the sign of the sum of all task vectors; it is positive if this sum is zero. The divisor of the mean

@@ -98,10 +98,10 @@ def ranks_in_rows(source: torch.Tensor, base: torch.Tensor, factor: int, ranks: 
 def selected_magnitudes(source: torch.Tensor, base: torch.Tensor, factor: int) -> Selection:
     """Make an object that finds the n-th largest of the magnitudes |source - base| of two CPU tensors, for any n.
 
-    The n-th largest magnitude is the threshold of merge methods that keep the n largest elements. It is found without
-    sorting, by passes over all elements at each call. Equal magnitudes are ordered by the marks of their elements. A
-    mark is a hash of the element's index, multiplied modulo 2^32 by `factor`, an odd number that differs between
-    tensors (`TieOrder.factor`).
+    The n-th largest magnitude is the threshold of merge methods that keep the n largest elements. The object finds it
+    without sorting, by passes over all elements at each call. Equal magnitudes are ordered by the marks of their
+    elements. A mark is a hash of the element's index, multiplied modulo 2^32 by `factor`, an odd number that differs
+    between tensors (`TieOrder.factor`).
     """
     return _selection(_Magnitude(as_array(source), as_array(base), U32(factor)))
 
@@ -110,7 +110,7 @@ def selected_variances(sources: Sequence[torch.Tensor], base: torch.Tensor, fact
     """Make an object that finds the n-th largest of the variances of elements between task vectors, for any n.
 
     Task vectors are the differences of `sources` from `base`, on CPU. The n-th largest variance is the threshold of the
-    merge method SCE, which keeps the n elements that vary most. It is found without sorting, by passes over all
+    merge method SCE, which keeps the n elements that vary most. The object finds it without sorting, by passes over all
     elements at each call. Equal variances are ordered by the marks of their elements. A mark is a hash of the element's
     index, multiplied modulo 2^32 by `factor`, an odd number that differs between tensors (`TieOrder.factor`).
     """
@@ -303,9 +303,9 @@ def _digit_counts(numbers: Any, prefix: Any, shift: Any, start: int, stop: int) 
     """Count the elements whose sort keys begin with the bits `prefix`, by the digit that follows the prefix.
 
     `numbers` computes the number by which each element is sorted, such as its magnitude. A sort key ("word") has 64
-    bits: this number, then the element's tie-breaking mark. It consists of the prefix, a digit of LOWER bits, and
-    `shift` further bits. Only the elements from `start` to `stop` - 1 are counted. Returns a count for each value of
-    the digit.
+    bits: this number, then the element's tie-breaking mark. A counted key consists of the prefix, a digit of LOWER
+    bits, and `shift` further bits. Only the elements from `start` to `stop` - 1 are counted. Returns a count for each
+    value of the digit.
     """
     counts, mask = np.zeros(1 << LOWER, np.int64), U64((1 << LOWER) - 1)
     above = shift + U64(LOWER)

@@ -47,7 +47,7 @@ def weighted_sum(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> t
 
 
 def total(function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> float:
-    """The sum, in float64, of a function applied to tensors element by element.
+    """Apply a function to tensors element by element, and return the sum of its results in float64.
 
     `function` receives chunks of the tensors, converted to float64, one argument per tensor.
     """

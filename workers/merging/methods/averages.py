@@ -47,15 +47,15 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-# Beyond this |cos| SLERP interpolates straight, see `slerp`. The value is the usual one.
+# Above this |cos|, SLERP interpolates linearly (see `slerp`). The value is the usual one.
 COLLINEAR = 0.9995
-# NuSLERP is linear only beyond this, where line and circle are equal in float32, see `nuslerp`.
+# NuSLERP is linear only above this |cos|, where line and circle are equal in float32 (see `nuslerp`).
 NUSLERP_COLLINEAR = 1 - 1e-7
-# For weights that sum to less, the share of each is undefined.
+# If the weights sum to less, their shares are undefined.
 NO_WEIGHT = 10.0**-COEFFICIENT_DECIMALS
 # Below this denominator 1 + (N - 1) cos Model Stock has no finite ratio: the result is the base.
 SINGULAR = 1e-6
-# What rounding may add to a ratio at the ends of its range.
+# The largest error that rounding may add to a ratio at the ends of its range.
 STOCK_ROUNDING = 1e-6
 
 

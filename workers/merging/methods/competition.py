@@ -60,10 +60,10 @@ def sce(
       elements.
     - Erase: in each tau_t, elements whose sign differs from the sign of the sum of the task vectors become zero.
 
-    The result is theta_pre + sum_t w_t tau_t / sum_t w_t over the elements that are left. It is the base for elements
-    that are not selected, and where the sum of the task vectors is zero. `variances` is a precomputed table of the
-    elements' variances, from which the selection takes its threshold; with None, the threshold is searched for. `order`
-    is the rule that breaks ties between elements of equal variance.
+    The result is theta_pre + sum_t w_t tau_t / sum_t w_t over the elements that are left. For elements that are not
+    selected, and where the sum of the task vectors is zero, the result is the base. `variances` is a precomputed table
+    of the elements' variances, from which the selection takes its threshold; with None, the threshold is searched for.
+    `order` is the rule that breaks ties between elements of equal variance.
     """
     taus = [tensor - base for tensor in tensors]
     if select_topk < 1:
@@ -176,8 +176,8 @@ def pcb(
     `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. theta_pre is the base,
     tau_i the task vector of model i, N the number of models, and Norm scales a tensor linearly to [0, 1]. The weights
     of model i are beta_i = Softmax(N Norm(tau_i^2)) * sum_j Softmax(Norm(tau_i tau_j)), with each Softmax over the
-    whole tensor. Of each beta_i, the share `density` of largest elements is kept, and the others are set to zero. The
-    result is theta_pre + lambda sum_i beta_i tau_i / sum_i beta_i. For elements for which all beta_i are zero, the
+    whole tensor. The largest elements of each beta_i, the share `density`, are kept, and the others are set to zero.
+    The result is theta_pre + lambda sum_i beta_i tau_i / sum_i beta_i. For elements for which all beta_i are zero, the
     result is the base. `orders` has, for each model, the rule that breaks ties between equal elements of beta_i.
     """
     taus = [tensor - base for tensor in tensors]
@@ -333,7 +333,7 @@ def variance(tensors: Sequence[torch.Tensor], base: torch.Tensor) -> torch.Tenso
 def _most_variable(taus: Sequence[torch.Tensor], share: float, order: TieOrder, known: Ranked | None) -> torch.Tensor:
     """Mask (bool) of the elements with the largest variances across the task vectors `taus`.
 
-    Of the elements whose variance is not zero, the share `share` is selected. `order` is the rule that breaks ties
+    The share `share` is counted among the elements whose variance is not zero. `order` is the rule that breaks ties
     between elements of equal variance. `known` is a precomputed table of the variances, from which the threshold is
     taken; with None, the threshold is searched for.
     """
@@ -380,7 +380,7 @@ def ramplus_factor(r: float, alpha: float, num_changed: int, num_alone: int) -> 
 
     `num_changed` is the number of elements that the model changed, and `num_alone` the number of these that no other
     model changed. With shared = `num_changed` - `num_alone` and alone = `num_alone`, the factor is 1 + r min(alpha,
-    shared / alone). It is 1 if alone is 0.
+    shared / alone). The factor is 1 if alone is 0.
     """
     return 1 + r * min(alpha, (num_changed - num_alone) / num_alone) if num_alone else 1.0
 

@@ -38,7 +38,7 @@ class Importance:
     threshold: float
 
 
-# Returns the importances at given indices, from 0, of their ascending order; the third tensor is `rows`.
+# A function that returns the importances at the given indices (from 0) in ascending order; its third tensor is `rows`.
 ImportancesAt = Callable[[Sequence[int], torch.Tensor, torch.Tensor, torch.Tensor], Sequence[torch.Tensor]]
 
 

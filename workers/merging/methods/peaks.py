@@ -1,7 +1,7 @@
 """Memory that a merge method's PyTorch function takes while it computes, in addition to its operands.
 
-Numbers are those of PyTorch's allocator, per element of the merged tensor, for every choice of coefficients. They were
-measured on CPU, and compared with a GPU (`tests/gpu`).
+Numbers are those of PyTorch's allocator, per element of the merged tensor, for every choice of coefficients. The
+numbers were measured on CPU, and compared with a GPU (`tests/gpu`).
 """
 
 from __future__ import annotations

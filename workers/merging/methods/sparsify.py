@@ -36,11 +36,11 @@ NO_NORM = 1e-7
 def trimmed(tau: torch.Tensor, k: float, order: TieOrder, magnitudes: Ranked | None = None) -> torch.Tensor:
     """Set all but the largest-magnitude elements of a task vector to zero (TIES, arXiv:2306.01708).
 
-    The share `k` of the n elements of `tau`, as `num_kept` rounds it, is kept; this is equation 6 of "Automated Model
-    Merging". `order` is the rule that breaks ties between equal magnitudes. `magnitudes` is a precomputed table of the
-    magnitudes, from which the threshold is taken; with None, the threshold is searched for. In a merge that trims whole
-    models, the table is that of the model's whole task vector, and n is the number of its elements. `tau` may be
-    modified.
+    The function keeps `num_kept(k, n)` of the n elements of `tau`, about the share `k`; this is equation 6 of
+    "Automated Model Merging". `order` is the rule that breaks ties between equal magnitudes. `magnitudes` is a
+    precomputed table of the magnitudes, from which the threshold is taken; with None, the threshold is searched for. In
+    a merge that trims whole models, the table is that of the model's whole task vector, and n is the number of its
+    elements. `tau` may be modified.
     """
     num_elements = tau.numel() if magnitudes is None else magnitudes.num_elements
     rank = num_kept(k, num_elements)
@@ -56,12 +56,12 @@ def cut_both_ends(
 ) -> torch.Tensor:
     """Set the elements of largest and of smallest magnitude in a task vector to zero (Model Breadcrumbs).
 
-    The method is that of arXiv:2312.06795. Of the n elements of `tau`, the floor(gamma n) largest magnitudes are
-    dropped, and the floor(density n) largest of the others are kept. The paper's two percentiles are 1 - gamma and 1 -
-    gamma - density. `order` is the rule that breaks ties between equal magnitudes. `magnitudes` is a precomputed table
-    of the magnitudes, from which thresholds are taken; with None, the thresholds are searched for. In a merge that
-    trims whole models, the table is that of the model's whole task vector, and n is the number of its elements. `tau`
-    may be modified.
+    The method is that of arXiv:2312.06795. `tau` has n elements. The floor(gamma n) largest magnitudes are dropped, and
+    the floor(density n) largest of the others are kept. The paper's two percentiles are 1 - gamma and 1 - gamma -
+    density. `order` is the rule that breaks ties between equal magnitudes. `magnitudes` is a precomputed table of the
+    magnitudes, from which thresholds are taken; with None, the thresholds are searched for. In a merge that trims whole
+    models, the table is that of the model's whole task vector, and n is the number of its elements. `tau` may be
+    modified.
     """
     ranks = cut_ranks(density, gamma, tau.numel() if magnitudes is None else magnitudes.num_elements)
     if ranks is None:
@@ -95,9 +95,9 @@ def cut_ranks(density: float, gamma: float, num_elements: int) -> CutRanks | Non
     """The ranks of the largest and the smallest magnitude that `cut_both_ends` keeps; None if it keeps all elements.
 
     Rank 1 is the largest of `num_elements` magnitudes. `cut_both_ends` divides the elements in descending order of
-    magnitude into three parts. It drops the first part, the share `gamma` of all elements. It keeps the second part,
-    the share `density` of all elements, and drops the rest. If the two shares sum to more than 1, the first part is
-    made smaller.
+    magnitude into three parts. The first part, the share `gamma` of all elements, is dropped. The second part, the
+    share `density` of all elements, is kept. The rest is dropped. If the two shares sum to more than 1, the first part
+    is made smaller.
     """
     count = share_of(density, num_elements)
     num_cut = min(share_of(gamma, num_elements), num_elements - count)
@@ -160,10 +160,10 @@ def magnitude_sampled(
 
 
 def row_width(tensor: torch.Tensor) -> int:
-    """Length of the rows of a tensor within which MagPrune ranks elements.
+    """Length of a tensor's rows; MagPrune ranks the elements within each row.
 
-    It is the last dimension of `tensor`; a tensor with fewer than two dimensions is one row. MagPrune is a method that
-    drops elements of task vectors at random, smaller ones of a row more often.
+    A row is a vector along the last dimension of `tensor`; a tensor with fewer than two dimensions is one row. MagPrune
+    is a method that drops elements of task vectors at random, smaller ones of a row more often.
     """
     return tensor.numel() if tensor.dim() < 2 else tensor.shape[-1]
 

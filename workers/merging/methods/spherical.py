@@ -161,11 +161,11 @@ def karcher(
     """The Karcher (Riemannian) mean of the tensors' directions on the unit sphere, times the mean norm of the tensors.
 
     u_t are the directions of the tensors and w_t their weights. The mean direction is the m with sum_t w_t log_m(u_t) =
-    0, where exp_m and log_m map between the sphere and its tangent space at m. It is found by iteration: m begins as
-    the normalised mean, and each step replaces it by exp_m(sum_t w_t log_m(u_t)). The iteration ends after `max_iter`
-    steps, or before a step shorter than `tol`. Tensors with a norm of at most `tol` count in the mean norm, but not in
-    the direction. A single tensor is returned unchanged. `products` are the precomputed inner products of the tensors;
-    None computes them. The paper is arXiv:2603.04972; its weights are equal.
+    0, where exp_m and log_m map between the sphere and its tangent space at m. The mean direction is found by
+    iteration: m begins as the normalised mean, and each step replaces it by exp_m(sum_t w_t log_m(u_t)). The iteration
+    ends after `max_iter` steps, or before a step shorter than `tol`. Tensors with a norm of at most `tol` count in the
+    mean norm, but not in the direction. A single tensor is returned unchanged. `products` are the precomputed inner
+    products of the tensors; None computes them. The paper is arXiv:2603.04972; its weights are equal.
     """
     if len(tensors) == 1:
         return tensors[0]
@@ -184,8 +184,8 @@ def karcher_weights(
     """The factor of each tensor in `karcher`, from the weights and the inner products of the tensors.
 
     `karcher` computes the mean direction of the tensors by iteration. `products` has the inner products of all pairs of
-    tensors. They are sufficient, because the mean direction is at every step a weighted sum of the tensors' directions.
-    There are at most `max_iter` steps, none shorter than `tol`.
+    tensors. Inner products are sufficient, because the mean direction is at every step a weighted sum of the tensors'
+    directions. There are at most `max_iter` steps, none shorter than `tol`.
     """
     if len(products) == 1:
         return [1.0]

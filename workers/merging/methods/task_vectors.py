@@ -209,9 +209,9 @@ def m3_ties(
 
     `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. Trimming keeps the share k
     of each task vector's elements. The elected sign of an element is the sign of the sum of the trimmed task vectors,
-    and elements with another sign are dropped. An element that several task vectors have after this is interpolated
-    with their weights; an element that only one task vector has is used without a weight. The result is multiplied by
-    lambda and added to the base.
+    and elements with another sign are dropped. If several task vectors keep an element, it is interpolated with their
+    weights. If only one task vector keeps the element, it is used without a weight. The result is multiplied by lambda
+    and added to the base.
 
     The paper merges two models with weights w and 1 - w. With more models, the weights of the models that keep an
     element are divided by their sum. Where this sum is zero, the result is the base. Therefore the result is not
@@ -607,8 +607,8 @@ def breadcrumbs_ties(
 ) -> torch.Tensor:
     """Weighted TIES of task vectors without their largest and smallest elements (mergekit's breadcrumbs_ties).
 
-    `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. Of each task vector, the
-    largest elements (the share gamma) and the smallest elements are set to zero, so that the share density is left.
+    `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. The largest elements (the
+    share gamma) and the smallest elements of each task vector are set to zero, so that the share density is left.
     `densities` and `gammas` have these shares for each model. With `rescale`, the remaining elements are scaled to the
     sum of magnitudes of the whole task vector. Then, for each element, the task vectors that have the sign of their
     weighted sum are averaged with `weights`. The mean is multiplied by lambda and added to the base. Without

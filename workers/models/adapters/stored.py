@@ -15,7 +15,7 @@ __all__ = ["Matrices", "Parts", "parts_of", "unexpected"]
 PREFIX = "base_model.model."
 
 LORA = re.compile(r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<side>[AB])(?P<weight>\.weight)?")
-# Where peft keeps a module that it wraps.
+# The name under which peft keeps a module that it wraps.
 WRAPPERS = re.compile(r"\.(?:base_layer|modules_to_save)(?=\.)")
 
 

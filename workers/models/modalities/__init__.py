@@ -1,8 +1,8 @@
-"""Modalities: what kinds of data models read, each declared once (text, images).
+"""Modalities: the kinds of data that models read, text and images, with one declaration for each.
 
-A modality states which model types belong to it, how their tensors are laid out, which of them are task heads, which
-files besides weights define a model, and which worker and which reader of tasks serve it. All other code asks the
-declaration, and does not ask for a modality by its name.
+A declaration states the model types of the modality, the layout of their tensors, the tensors of task heads, the files
+besides weights that define a model, the worker that scores models, and the reader of evaluation tasks. All other code
+uses the declaration, and does not compare a modality's name.
 
 - `base`: `Modality`, the declaration
 - `text`: decoder-only language models
@@ -43,7 +43,10 @@ def modality_at(directory: str | Path) -> Modality:
 
 
 def modality_of_task(task: str | Mapping[str, Any]) -> Modality:
-    """The modality of an evaluation task, by the key under which its description names the data; text for a name."""
+    """The modality of an evaluation task, which is a registered name (always text) or a description.
+
+    In a description, the key that names the data determines the modality.
+    """
     if isinstance(task, str):
         return TEXT
     return next((each for each in MODALITIES.values() if each.task_key is not None and each.task_key in task), TEXT)

@@ -1,4 +1,4 @@
-"""The declaration of a modality: what is specific to models that read one kind of data."""
+"""The declaration of a modality: the properties that only models of one kind of data, such as images, have."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ __all__ = ["Modality"]
 
 @dataclass(frozen=True)
 class Modality:
-    """Declaration of a modality, such as text: its models' layout, heads and files, and what scores them.
+    """Declaration of a modality, such as text: layout, heads and files of its models, and the code that scores them.
 
     Objects in packages above `workers.models` are named as "module:attribute", and imported when they are used.
 
     - `name`: the modality's name, such as "image"
-    - `model_types`: values of `model_type` in config.json that belong to it; the modality of all others is text
-    - `auto_class`: the class of transformers that loads its models
-    - `files`: names of files besides weights and config.json that define how a model reads data
+    - `model_types`: the values of `model_type` in config.json for models of this modality; the modality of models with
+      an undeclared type is text
+    - `auto_class`: the class of transformers that loads the models
+    - `files`: names of the files besides weights and config.json that define how a model reads data
     - `structure`: fields of the configuration, in addition to those of all models, that must be equal for merging
     - `has_vocabulary`: whether models have an embedding with a row for each token, and prompts of tokens
     - `runs_on_vllm`: whether engines of vLLM score the models
-    - `copies_on_cpu`: copies of a merge's weights in the host memory of an engine on CPU
-    - `cache_bytes`: bytes of data that an engine caches besides
-    - `layout`: assigns each tensor to a layer and component. Arguments are the configuration with common names and
-      the tensors' names. Tensors of task heads are in `Layout.task_heads`, and are never merged
-    - `canonical`: the name of a stored tensor in the layout, from the configuration and the name in the file; None for
-      a tensor that no task needs
-    - `problems`: yields reasons why a single model cannot be used, from its settings, layout and tensors
-    - `differences`: yields reasons why two models' files differ so that they cannot be merged, from the directories of
-      the base and the expert
-    - `check_files`: checks the files of the model in a directory; raises InvalidModel
-    - `task_key`: the key under which a task's description in a study file names the data; None if tasks have several
-      forms
-    - `tasks`: the `workers.evaluation.task_reader.TaskReader` of its tasks
+    - `copies_on_cpu`: the number of copies of a merge's weights in host memory if an engine runs on the CPU
+    - `cache_bytes`: the number of bytes that an engine needs in addition, for cached data
+    - `layout`: a function that assigns each tensor to a layer and component. Arguments are the configuration with
+      common names and the tensors' names. Tensors of task heads are in `Layout.task_heads`, and are never merged.
+    - `canonical`: a function that returns the name of a stored tensor in the layout, from the configuration and the
+      name in the file; None for a tensor that no task needs
+    - `problems`: a function that yields reasons why a model cannot be used, from its settings, layout and tensors
+    - `differences`: a function that yields reasons why a base and an expert cannot be merged, from differences between
+      the files in their directories
+    - `check_files`: a function that checks the files of the model in a directory; raises InvalidModel
+    - `task_key`: the key that names the data in a task's description, in a study file; None if tasks have several forms
+    - `tasks`: the reader of evaluation tasks (`workers.evaluation.task_reader.TaskReader`)
     - `worker`: the class of the worker in a replica (`workers.serving.replica.Worker`)
     - `training`: how its models are fine-tuned (`workers.training.finetuning.modality.TrainingModality`)
     - `losses`: the class of the losses by which coefficients have gradients (`workers.training.task_losses.TaskLosses`)
@@ -72,7 +72,7 @@ class Modality:
         return _loaded(self.tasks)
 
     def training_module(self) -> Any:
-        """How the modality's models are fine-tuned (`workers.training.finetuning.modality.TrainingModality`)."""
+        """The implementation of fine-tuning for the modality (`workers.training.finetuning.modality`)."""
         return _loaded(self.training)
 
     def losses_class(self) -> Any:

@@ -1,12 +1,12 @@
 """Images: classifiers with an encoder of layers (ViT, CLIP), an image processor, and a head for each task.
 
-The tensors of the encoder are merged. The head, which maps features to the classes of one task, belongs to the model
-that has it: a merge is scored on a task with the task's own head. Names of tensors are those that transformers stores
-for a classifier (`ViTForImageClassification`); an encoder that was stored alone (`ViTModel`) has the same names without
-a prefix, which is added.
+The tensors of the encoder are merged. Heads are not merged: a head maps features to the classes of one task, and a
+merge is scored on a task with the head that the task names. Names of tensors are those that transformers stores for a
+classifier (`ViTForImageClassification`). An encoder that was stored alone (`ViTModel`) has the same names without a
+prefix; the prefix is added.
 
-Of a whole CLIP model the vision tower is merged. Its zero-shot heads need the projection of images, the text tower and
-the tokenizer of the model that a task names as its head; these are not merged.
+In a whole CLIP model, the vision tower is merged. A zero-shot head needs three more parts of the model that a task
+names as its head: the projection of images, the text tower and the tokenizer. These parts are not merged.
 """
 
 from __future__ import annotations
@@ -102,7 +102,10 @@ def _layout(config: Mapping[str, Any], names: Iterable[str]) -> Layout:
 
 
 def _component(suffix: str) -> Component | None:
-    """Component of a tensor of an encoder layer; None if no module's name indicates one."""
+    """Component (attention, MLP, norm) of a tensor of an encoder layer, by module names; None if no name indicates one.
+
+    `suffix` is the tensor's name within its layer.
+    """
     modules = suffix.split(".")[:-1]
     if any(NORM.search(module) for module in modules):
         return "norm"

@@ -1,13 +1,13 @@
-"""Models and task files on the hub and in object stores: located, checked without weights, and downloaded.
+"""Models and task files on the hub and in object stores: location, checks before the download, and download.
 
-- `locations`: `locate`: the directory of a model; the commit of the hub model in a directory
-- `snapshots`: metadata-only snapshots: small files, and headers in place of weights
-- `model_files`: the files that a model consists of
-- `downloads`: the weights that are missing, their disk space, and their download
-- `hub`: the hub as the origin of models
-- `objects`: object stores as the origin of models
-- `files`: files in object stores, downloaded once
-- `task_files`: `local_file`: task files and data in object stores
+- `locations`: finds the directory of a model on this machine; the commit of the hub model in a directory
+- `snapshots`: metadata-only snapshots, which have a model's small files, and headers in place of its weights
+- `model_files`: selects a model's files from a list of file names
+- `downloads`: downloads missing weights, after a check of disk space
+- `hub`: the hub as a place from which models are downloaded
+- `objects`: object stores as a place from which models are downloaded
+- `files`: downloads files from object stores, each file once
+- `task_files`: downloads task files and their data from object stores
 - `reachability`: checks whether the hub answers, to avoid long waits
 - `errors`: messages with the reason why a hub model cannot be used
 """

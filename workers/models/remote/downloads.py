@@ -49,7 +49,7 @@ class Origin(Protocol):
         """
 
     def choose(self, record: SnapshotRecord) -> None:
-        """Note that the downloaded model that `record` describes is that of the requested revision."""
+        """Record, in the cache, that the downloaded model `record` is the requested revision (branch or tag)."""
 
     def reason(self, error: Exception, record: SnapshotRecord) -> str:
         """One-line text that says why the download of the model `record` failed with `error`."""

@@ -18,7 +18,7 @@ from workers.models.remote.snapshots import SnapshotRecord, has_size, make_snaps
 
 __all__ = ["COMMIT", "INTERVAL_S", "Hub", "cached", "hub_cache", "looked_up"]
 
-# The id of a commit, which never changes its content.
+# The id of a commit; a commit's content never changes.
 COMMIT = re.compile("[0-9a-f]{40}")
 
 # Seconds that a request waits for the hub.

@@ -11,12 +11,12 @@ from workers.models.modalities import MODALITIES
 
 __all__ = ["NEEDED_FILES", "SMALL_FILES", "pickles", "weight_files"]
 
-# What the names of the files of whole models and of adapters begin with.
+# The beginnings of file names of whole models and of adapters.
 STEMS = ("model", "adapter_model")
 
 INDEX = "{}.safetensors.index.json"
 
-# What is downloaded of a model besides its weights: no pickles and no code.
+# The files of a model that are downloaded besides its weights. They are neither pickles nor code.
 NEEDED_FILES = (
     "config.json",
     "generation_config.json",

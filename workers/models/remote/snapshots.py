@@ -48,7 +48,7 @@ FIRST_BYTES = 2**16
 # Headers that are requested at once.
 CONNECTIONS = 8
 
-# The URL of an object store, where it is part of the path of a directory.
+# The URL of an object store that is part of a directory's path.
 _URL_IN_PATH = re.compile(r"\b(s3|gs):/(?=[^/])")
 
 

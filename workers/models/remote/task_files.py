@@ -27,13 +27,13 @@ __all__ = ["local_file"]
 
 YAML = (".yaml", ".yml")
 
-# Parts that no path of a downloaded file has: it could lead out of the directory.
+# Parts that a downloaded file's path must not have, because it could lead out of the directory.
 UNSAFE = {"", ".", ".."}
 
 # Most bytes that the folder of a task file may have, since all of it is downloaded.
 MAX_FOLDER_BYTES = 4 * 2**30
 
-# Seconds after which versions are deleted that no process has asked for since.
+# A version is deleted if no process has used it for this many seconds.
 UNUSED_S = 7 * 24 * 3600.0
 
 # The end of the name of a version's directory.
@@ -75,8 +75,8 @@ def local_file(name: str | Path) -> Path:
 def _downloaded(folder: str, file: str, of: str) -> Path:
     """Download a file of an object-store folder, alone or with the whole folder, and return its path on this machine.
 
-    `folder` is the URL of the folder, and `file` the path of the file in the folder. `of` is the URL of what is
-    downloaded: `folder` for the whole folder, or the URL of the file for the file alone.
+    `folder` is the URL of the folder, and `file` the path of the file in the folder. If `of` equals `folder`, the whole
+    folder is downloaded. If `of` is the URL of the file, the file alone is downloaded.
     """
     objects = ObjectStore(folder)
     listed = objects.list() if of == folder else {file: objects.info(file)}

@@ -1,6 +1,6 @@
 """lm-eval filters that extract the program from a completion, by the published rules of LFS, DIS and M3.
 
-They run in the confined process of the task.
+The filters run in the confined process of the task.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ __all__ = ["functions", "programs"]
 
 FENCED = re.compile(r"```python(.*?)(?:\n```|\Z)", re.DOTALL)
 
-# What begins after a program: its test, or an example.
+# Texts that begin a test or an example after a program.
 ENDS = ('if __name__ == "__main__":', "# Example usage", "# Test examples")
 
-# Words of models that explain their program: it stands between the first and the second.
+# Texts around a program in answers that explain it: the first stands before the program, the second after it.
 BEFORE, AFTER = ("The solution is:", "The answer is:"), "\n\nThe answer is:"
 
 

@@ -17,10 +17,10 @@ from typing import Any
 
 __all__ = ["passes"]
 
-TEST_S = 6  # published; there seconds, here seconds of processor time
+TEST_S = 6  # seconds of processor time; LiveBench has 6 s of elapsed time
 PROGRAM = Path(__file__).with_name("livebench_program.py")
 
-# The only opcodes of a pickled text: texts, and those that frame and remember it.
+# The only opcodes of a pickled text: the opcodes of the text itself, and those around it.
 TEXTS = {"SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "UNICODE"}
 FRAMES = {"PROTO", "FRAME", "MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT", "STOP"}
 

@@ -1,4 +1,4 @@
-"""Program that runs one test case of LiveBench's coding category on a solution. It is executed in the sandbox only.
+"""Program that runs one test case of LiveBench's coding category on a solution, inside the sandbox.
 
 `livebench_coding` appends a call of `check_call` or `check_output` to the text of this file. The program runs to its
 end if the solution passes. A solution runs in the same environment as in LiveBench's published code (April 2025 and
@@ -28,7 +28,7 @@ PRELUDE = "\n".join(
     + [f"import {name}" for name in OPEN if name not in ("builtins", "typing")]
     + ["sys.setrecursionlimit(50_000)\n"]
 )
-MAX_DIGITS = 50_000  # of a number that is written or read as text
+MAX_DIGITS = 50_000  # of a number that is converted from or to text
 MAIN = "__name__ == '__main__'"
 
 
@@ -36,7 +36,7 @@ def check_call(code: str, name: str, given: str, wanted: str) -> None:
     """Raise an error unless the function `name` in `code`, a model's program, returns the expected value.
 
     `name` may also be a method of the class `Solution` in the program. Each line of `given` is one of the arguments,
-    and `wanted` is what it must return, all in JSON.
+    and `wanted` is the expected return value, all in JSON.
     """
     sys.set_int_max_str_digits(MAX_DIGITS)
     module = _executed(PRELUDE + code)
@@ -88,12 +88,12 @@ def _in_function(code: str) -> ast.Module:
 
 
 def _give(text: str) -> None:
-    """Make `text` the standard input of a model's program, which may use it as `sys.stdin` or by the name `stdin`.
+    """Make `text` the standard input of a model's program, under both names: `sys.stdin` and `stdin`.
 
-    `sys.stdin` becomes a stream of text. It has no attribute `buffer`, so the program cannot read bytes. The module of
-    the program has run `from sys import *` before this call, and may have imported `stdin` itself. In such a program
-    the name `stdin` stands for the earlier stream, so the read methods of this stream are replaced by ones that read
-    `text`.
+    `sys.stdin` becomes a stream of text. This stream has no attribute `buffer`, so the program cannot read bytes. The
+    module of the program has run `from sys import *` before this call, and may have imported `stdin` itself. In such a
+    program the name `stdin` stands for the earlier stream, so the read methods of this stream are replaced by ones that
+    read `text`.
     """
     lines = iter(text.split("\n"))
     vars(sys.stdin).update(read=lambda *_: text, readline=lambda *_: next(lines), readlines=lambda *_: text.split("\n"))

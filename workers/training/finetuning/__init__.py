@@ -2,10 +2,10 @@
 
 - `spec`: the specification file as validated models; imports nothing heavy
 - `fleet`: one file for several experts, one per task, and the study that merges them
-- `modality`: what the models of a modality must offer to be trained
+- `modality`: interface for fine-tuning the models of one modality, which text models and image classifiers implement
 - `text`: fine-tuning of text models
 - `images`: fine-tuning of image classifiers
-- `document_attention`: attention within the documents of packed rows
+- `document_attention`: attention that stays within each document of a packed row
 - `data`: tokenized documents, packed into rows of one length, with a mark for each token whose loss counts
 - `methods`: the optimizers by name
 - `sharding`: shards of the weights, the gradients and the optimizer's state on each rank

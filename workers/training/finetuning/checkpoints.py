@@ -122,7 +122,7 @@ def latest(directory: Path) -> Path | None:
 
 
 def step_of(checkpoint: Path | None) -> int:
-    """Number of updates after which a checkpoint was written; 0 if `checkpoint` is None."""
+    """Number of updates of the training when the checkpoint was written; 0 if `checkpoint` is None."""
     return 0 if checkpoint is None else int(checkpoint.name.removeprefix(PREFIX))
 
 
@@ -178,7 +178,7 @@ def _check_names(checkpoint: Path, names: Any, trained: Mapping[str, torch.Tenso
 
 
 def _places(stored: Mapping[str, torch.Tensor], trained: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Make tensors, into which an optimizer's state can be loaded from a checkpoint.
+    """Make tensors that an optimizer's state can be loaded into from a checkpoint.
 
     `stored` has the tensors of the checkpoint by name, of which only shapes and dtypes are used. The keys of the result
     are the same names. `trained` are the trained parameters. A tensor with the shape of its parameter is sharded as the

@@ -1,9 +1,9 @@
-"""Attention within the documents of packed rows, in time that grows with the documents' lengths and not the rows'.
+"""Attention that stays within each document of a packed row, and skips all pairs of tokens of different documents.
 
-Otherwise transformers makes a mask [rows, 1, length, length], and computes all of it. On a GPU in 16 bits, PyTorch's
-variable-length attention computes all documents in one launch. On CPU, each document is computed by itself. A model
-keeps its own attention if its layers attend in another way: with a window shorter than a row, with caps on scores, or
-with biases.
+Without this module, transformers makes a mask [rows, 1, length, length], and computes the attention of every pair of
+tokens. On a GPU in 16 bits, PyTorch's variable-length attention computes all documents in one launch. On the CPU, each
+document is computed separately. A model keeps its own attention if its layers have a window shorter than a row, caps on
+scores, or biases.
 """
 
 from __future__ import annotations
@@ -41,12 +41,13 @@ _makes_no_mask: ContextVar[bool] = ContextVar("makes_no_mask", default=False)
 def use_document_attention(
     model: Any, *, max_length: int, device: torch.device, dtype: torch.dtype, called: Any = None
 ) -> bool:
-    """Make `model` use this attention where its inputs have the bounds of documents, and say whether it does.
+    """Replace the attention of `model` by attention within documents if that gives the same logits; return if it does.
 
-    Calls without bounds, such as evaluations, are not changed. `model` is a transformers or peft model. `max_length` is
-    the largest number of tokens of a row, `device` is where the model computes, and `dtype` the dtype of activations.
-    `called` is called in place of the model, if it has shards. The logits of a row of two documents must be those of
-    the model's own attention, up to rounding; otherwise, or if the attention fails, the model keeps its own.
+    The replacement is used in calls whose inputs have the bounds of documents (`document_bounds`); other calls, such as
+    evaluations, are not changed. `model` is a transformers or peft model. `max_length` is the largest number of tokens
+    of a row, `device` is the model's device, and `dtype` the dtype of activations. If the model has shards, `called` is
+    the adapter that is called in its place. The logits of a row of two documents are compared with those of the model's
+    own attention. If they differ by more than rounding, or the new attention fails, the model keeps its own.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
@@ -84,9 +85,10 @@ def use_document_attention(
 
 
 def _check_kernel(config: Any, device: torch.device, dtype: torch.dtype) -> None:
-    """Compare outputs and gradients of PyTorch's kernel with those of one document after the other.
+    """Compare PyTorch's variable-length attention of several documents with the attention of each document alone.
 
-    `config` has the numbers and the size of heads. Raises RuntimeError if they differ by more than rounding.
+    Outputs and gradients are compared. `config`, the model's configuration, has the number and the size of attention
+    heads. Raises RuntimeError if the results differ by more than rounding.
     """
     heads, groups = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -118,9 +120,10 @@ def _check_kernel(config: Any, device: torch.device, dtype: torch.dtype) -> None
 def _probe(
     called: Any, config: Any, device: torch.device, dtype: torch.dtype, *, has_bounds: bool
 ) -> tuple[torch.Tensor, float]:
-    """The logits of a row of two documents of different lengths, and their standard deviation.
+    """Compute the logits of a row of two documents of different lengths, and the standard deviation of the logits.
 
-    `called` is the model, whose configuration is `config`. `has_bounds` says whether it gets the bounds of documents.
+    `called` is the model, whose configuration is `config`. `has_bounds` says whether the model gets the bounds of the
+    documents, and so computes attention within documents.
     """
     tokens = torch.arange(3 * PROBE, device=device)[None] % config.get_text_config().vocab_size
     positions = torch.cat([torch.arange(PROBE), torch.arange(2 * PROBE)]).to(device)[None]
@@ -134,7 +137,7 @@ def _probe(
 
 
 def _lack(config: Any, *, max_length: int, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Reason why a model with the configuration `config` keeps its own attention, as text; None if it need not."""
+    """Reason why a model with the configuration `config` cannot use attention within documents; None if it can."""
     if config._attn_implementation != DEFAULT:
         return f"its attention is {config._attn_implementation}"
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"]) - {"full_attention", "sliding_attention"}
@@ -155,11 +158,13 @@ def _lack(config: Any, *, max_length: int, device: torch.device, dtype: torch.dt
 
 
 def document_bounds(positions: torch.Tensor) -> dict[str, Any]:
-    """Inputs for a model with the bounds of the documents in `positions` [rows, length], which restart with each one.
+    """Find the bounds of the documents in packed rows, as inputs for a transformers model.
 
-    Rows follow each other. The padding at the end of a row counts as a document. The names are those that transformers
-    has for variable-length attention: `cu_seq_lens_q` and `cu_seq_lens_k` are the starts of the documents and the
-    number of all tokens (int32), `max_length_q` and `max_length_k` the number of tokens of the longest document.
+    `positions` [rows, length] has the positions of the tokens, which restart at 0 with each document. The rows are
+    joined to one sequence of tokens. The padding at the end of a row counts as a document. The keys of the result are
+    transformers' names for variable-length attention. `cu_seq_lens_q` and `cu_seq_lens_k` are the starts of the
+    documents, followed by the number of all tokens (int32). `max_length_q` and `max_length_k` are the number of tokens
+    of the longest document.
     """
     starts = (positions.flatten() == 0).nonzero()[:, 0]
     bounds = torch.cat([starts, starts.new_tensor([positions.numel()])]).to(torch.int32)
@@ -169,7 +174,7 @@ def document_bounds(positions: torch.Tensor) -> dict[str, Any]:
 
 @contextmanager
 def within_documents() -> Iterator[None]:
-    """Context manager in which models that use this attention make no masks; their inputs must have the bounds."""
+    """Context manager for calls with bounds of documents, in which models with this attention make no masks."""
     token = _makes_no_mask.set(True)
     try:
         yield
@@ -187,9 +192,10 @@ def _attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention in the form of transformers: tensors [rows, heads, length, size] to [rows, length, heads, size].
+    """Attention function in transformers' form, which computes attention within documents if `kwargs` has bounds.
 
-    Without bounds of documents in `kwargs` it is transformers' own.
+    Without bounds, transformers' own function is called. `query`, `key` and `value` are [rows, heads, length, size];
+    the output is [rows, length, heads, size].
     """
     bounds = kwargs.get("cu_seq_lens_q")
     if bounds is None:
@@ -217,7 +223,11 @@ def _in_one_launch(
     dropout: float,
     scaling: float | None,
 ) -> torch.Tensor:
-    """Causal attention of all documents, in tensors [tokens, heads, size], by PyTorch's variable-length attention."""
+    """Causal attention within all documents in one launch, by PyTorch's variable-length attention.
+
+    The tensors are [tokens, heads, size]. `bounds` are the starts of the documents, followed by the number of tokens;
+    `longest` is the number of tokens of the longest document.
+    """
     from torch.nn.attention.varlen import varlen_attn
 
     is_grouped = query.shape[1] != key.shape[1]
@@ -247,7 +257,11 @@ def _one_by_one(
     dropout: float,
     scaling: float | None,
 ) -> torch.Tensor:
-    """Causal attention of each document, in tensors [tokens, heads, size]."""
+    """Causal attention within each document, computed one document after the other.
+
+    The tensors are [tokens, heads, size]. `bounds` are the starts of the documents, followed by the number of tokens;
+    `longest` is the number of tokens of the longest document.
+    """
     sizes = bounds.diff().tolist()
     parts = zip(*(torch.split(tensor.transpose(0, 1), sizes, dim=1) for tensor in (query, key, value)), strict=True)
     is_grouped = query.shape[1] != key.shape[1]

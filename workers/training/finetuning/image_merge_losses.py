@@ -1,6 +1,6 @@
-"""Losses and accuracies of merges of trained image experts, each on its own tasks with its own head.
+"""Losses and accuracies of merges of trained image experts, on each expert's tasks with this expert's head.
 
-It measures for image classifiers what `merge_losses` measures for text models: the loss is the cross-entropy of the
+This module does for image classifiers the work of `merge_losses` for text models. The loss is the cross-entropy of the
 right class, in nats per image.
 """
 
@@ -59,7 +59,7 @@ class ImageMergeLosses:
         return MergeReport(losses, {alias: value for alias, (_, value) in found.items()})
 
     def _half(self, task: TaskSpec, samples: int) -> int:
-        """The number of a task's images for choosing coefficients."""
+        """Number of images of a task for choosing coefficients: `samples`, but at most half of the task's images."""
         count = len(self._evaluator.task(task).task.order)
         if count < 2:
             where = self._evaluator.task(task).task.images.where

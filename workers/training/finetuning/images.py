@@ -1,8 +1,8 @@
 """Fine-tuning of image classifiers: images with labels, cross-entropy, and the head of the task.
 
-A head maps features to the classes of one task, and is not merged. It stays as it is in training, so that features of
-merges remain those that the head reads; a new head, for a task that no model has one for, is trained. Images are
-prepared by the base's own processor, without augmentations.
+A head maps features to the classes of one task, and is not merged. An existing head is frozen in training, so that it
+also fits the features of merges. For a task without a head in any model, a new head is trained. Images are prepared by
+the base's own processor, without augmentations.
 """
 
 from __future__ import annotations
@@ -62,9 +62,10 @@ class ClassLoss(torch.nn.Module):
         self.model = model
 
     def forward(self, labels: torch.Tensor | None = None, **inputs: torch.Tensor) -> Any:
-        """Sum of the losses of the images whose `labels` [images] are not IGNORED; the model's outputs without labels.
+        """Sum of the losses of the images whose `labels` [images] are not IGNORED.
 
-        `inputs` has `pixel_values` [images, channels, height, width].
+        `inputs` has `pixel_values` [images, channels, height, width]. Without `labels`, the result has the outputs of
+        the model instead.
         """
         outputs = self.model(**inputs)
         if labels is None:
@@ -74,9 +75,10 @@ class ClassLoss(torch.nn.Module):
 
 
 class ImageExamples:
-    """Images and the outputs of the head that are right for them (`workers.training.finetuning.modality.Examples`).
+    """Training images with their right classes; implements the interface `modality.Examples`.
 
-    `images` are the training data, `order` has the head's output for each class, and `processor` prepares images.
+    `images` are the training data. `order` has, for each class, the index of its output of the classification head.
+    `processor` converts images to the model's input.
     """
 
     unit = "images"
@@ -104,7 +106,7 @@ class ImageExamples:
         return nullcontext()
 
     def _pixels(self, row: int) -> torch.Tensor:
-        """Prepared image of a row. Raises InvalidTask, which names the file, if it cannot be decoded."""
+        """The image of a row as the model's input. Raises InvalidTask, with the file's name, if decoding fails."""
         if row not in self._kept:
             found = _prepared(self._images, row, self._processor)
             size = found.numel() * found.element_size()
@@ -116,13 +118,13 @@ class ImageExamples:
 
 
 class ImageEvaluator:
-    """Scorer of evaluation objectives on the model in training (`workers.training.finetuning.modality.ModelScorer`).
+    """Scorer of a fine-tuning's evaluation tasks on the image classifier in training (`modality.ModelScorer`).
 
     - `spec`: the specification, with the section `evaluation`
-    - `head`: the head of the model
-    - `processor`: prepares images
+    - `head`: the classification head of the model
+    - `processor`: converts images to the model's input
     - `model`: the model in training
-    - `called`: what is called in place of `model`
+    - `called`: the callable that computes the outputs: `model` itself, its linearization, or an adapter for shards
     - `access`: limits the files that tasks may use; None means no limit
 
     Raises InvalidTask if a task cannot be used, or is scored with the head of another model.
@@ -171,7 +173,7 @@ class ImageEvaluator:
 
 
 class ImageTraining:
-    """Fine-tuning of image classifiers (`workers.training.finetuning.modality.TrainingModality`)."""
+    """Fine-tuning of image classifiers; implements the interface `modality.TrainingModality`."""
 
     reads_by_unit = False
 
@@ -226,7 +228,7 @@ class ImageTraining:
         return ClassLoss(model)
 
     def prepare(self, spec: FinetuneSpec, model: TrainedModel, examples: Any, device: torch.device) -> None:
-        """Images of a batch do not see each other, whatever the model is."""
+        """Do nothing: no model mixes the images of a batch, so nothing must be checked or adapted."""
 
     def linearized(self, tangent: TangentModel) -> TangentModel:
         return tangent
@@ -268,7 +270,7 @@ IMAGE_TRAINING = ImageTraining()
 
 @contextmanager
 def _without_report() -> Iterator[None]:
-    """Context manager in which transformers does not warn that a head is missing or has another size."""
+    """Context manager that hides transformers' warnings about a missing head or a head of another size."""
     logger = logging.getLogger("transformers.modeling_utils")
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -279,7 +281,7 @@ def _without_report() -> Iterator[None]:
 
 
 def _description(spec: FinetuneSpec) -> dict[str, Any]:
-    """The training data as the description of an image task."""
+    """Describe the training data of the fine-tuning `spec` as an image task of a study file."""
     data = spec.data
     found = {
         "images": data.images,
@@ -307,10 +309,10 @@ def _model_of_head(spec: FinetuneSpec, base: Path) -> Checkpoint:
 
 
 def _head(spec: FinetuneSpec, base: Path, images: ImageSet) -> TaskHead:
-    """The head that an expert is trained with: the base's, that of the model `data.head`, or a new one.
+    """Find the head with which an expert is trained: that of the base or of the model `data.head`, or a new head.
 
-    Raises InvalidModel if the model has none, or one for another encoder, and InvalidTask if the number of classes
-    cannot be known.
+    Raises InvalidModel if the model has no head, or a head for features of another size, and InvalidTask if the number
+    of classes of a new head is not known.
     """
     if spec.data.head == NEW_HEAD:
         if images.classes is None:
@@ -334,7 +336,7 @@ def _head(spec: FinetuneSpec, base: Path, images: ImageSet) -> TaskHead:
 
 
 def _order(images: ImageSet, head: TaskHead) -> tuple[int, ...]:
-    """The head's output for each label of `images`. Raises InvalidTask if the head is one for other classes."""
+    """Index of the head's output for each label of `images`. Raises InvalidTask if the head has other classes."""
     if images.classes is None:
         highest = max(sample.label for sample in images.samples)
         if highest >= head.num_classes:
@@ -344,7 +346,7 @@ def _order(images: ImageSet, head: TaskHead) -> tuple[int, ...]:
 
 
 def _prepared(images: ImageSet, index: int, processor: Any) -> torch.Tensor:
-    """One image as the model reads it, [channels, height, width]. Raises InvalidTask, which names a broken file."""
+    """One image as the model's input [channels, height, width]. Raises InvalidTask if the file is broken."""
     sample = images.samples[index]
     try:
         return pixels_of(processor, [decoded(images.read(sample), str(sample.file))])[0]

@@ -1,6 +1,6 @@
 """Plan of the memory that a fine-tuning takes on each of its workers, from the headers of the base model's files.
 
-The sizes of weights, gradients and the optimizer's state are exact. Those of activations and gathered weights are
+The sizes of weights, gradients and the optimizer's state are exact. The sizes of activations and gathered weights are
 estimates.
 """
 
@@ -43,8 +43,8 @@ class TrainingMemory:
     """Bytes of memory that a training takes on each of its workers.
 
     - `weights`, `gradients`, `optimizer`: the weights, the gradients and the optimizer's state in this worker's shard
-    - `offset`: the additional memory of the training method: a copy of the weights and the task vectors (MergOPT), what
-      is added to the weights for the second gradient (SAM), or the original weights (tangent)
+    - `offset`: the additional memory of the training method: a copy of the weights, and the task vectors (MergOPT); the
+      offset of the weights for the second gradient (SAM); or the original weights (tangent)
     - `gathered`: weights and gradients that are gathered from all shards while a unit of the model, such as a layer,
       computes
     - `activations`: the activations, including logits

@@ -44,7 +44,7 @@ def fitted_scale(method: Method, base: Path) -> Fit | None:
 def read_task_vectors(
     method: Method, base: Path, model: torch.nn.Module, moved: Sequence[torch.nn.Parameter] | None = None
 ) -> TaskVectors | None:
-    """Read the task vectors of the experts in `method.fit_to`, from which MergOPT computes its offsets.
+    """Read the task vectors of the experts in `method.fit_to`; MergOPT computes its offsets from them.
 
     MergOPT adds an offset to the parameters while the gradient is computed, to simulate a later merge. Returns None if
     the method is not MergOPT, or if the offsets are random noise. `base` is the directory of the base model. `model` is

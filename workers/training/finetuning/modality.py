@@ -1,7 +1,8 @@
-"""What a modality must offer for its models to be fine-tuned: training data, the model with its loss, evaluation.
+"""TrainingModality: interface for fine-tuning the models of one modality, such as text models or image classifiers.
 
-The trainer, optimizers, checkpoints and history are the same for all modalities. A modality names its implementation in
-its declaration (`workers.models.modalities`).
+An implementation provides training data, the model with its loss, and evaluation. The trainer, optimizers, checkpoints
+and history are the same for all modalities. The declaration of a modality (`workers.models.modalities`) names its
+implementation.
 """
 
 from __future__ import annotations
@@ -29,20 +30,20 @@ IGNORED = -100
 
 
 class Examples(Protocol):
-    """Training data as numbered rows, from which the batches of updates are made.
+    """Interface of training data: numbered rows, from which the batches of updates are made.
 
-    A row is what a forward pass reads at one place of the batch: a line of packed documents, or an image.
+    A row is one entry of a batch: a sequence of packed documents, or an image.
     """
 
     unit: str
     """What a target is, in the plural, such as "tokens"; the key under which the history counts targets."""
 
     def __len__(self) -> int:
-        """The number of rows."""
+        """The number of rows of the training data."""
         ...
 
     def num_targets(self, row: int) -> int:
-        """The number of outputs of a row whose loss counts."""
+        """The number of targets of a row: tokens or images whose loss counts."""
         ...
 
     def origins(self, row: int) -> Sequence[str]:
@@ -57,12 +58,12 @@ class Examples(Protocol):
         ...
 
     def forward_pass(self) -> AbstractContextManager[None]:
-        """Context manager for forward passes with these inputs."""
+        """Context manager in which the model is called with inputs from the method `inputs`."""
         ...
 
 
 class ModelScorer(Protocol):
-    """Scorer of the evaluation objectives on the model in training."""
+    """Interface of an object that scores a fine-tuning's evaluation objectives on the model in training."""
 
     def values(self) -> dict[str, float]:
         """Score the model with its current weights, and return the mean metric of each objective."""
@@ -81,7 +82,7 @@ class MergeReport(NamedTuple):
 
 
 class MergeMeasurement(Protocol):
-    """Measurement of losses and metrics of merges of trained experts, on each expert's tasks."""
+    """Interface for measuring losses and metrics of merges of trained experts, on each expert's tasks."""
 
     def of(self, merge: Merge) -> Mapping[str, float]:
         """Measure a merge's mean loss on each merged expert's tasks, with the samples for choosing coefficients."""
@@ -93,13 +94,13 @@ class MergeMeasurement(Protocol):
 
 
 class TrainingModality(Protocol):
-    """Fine-tuning of the models of one modality."""
+    """Interface for fine-tuning the models of one modality, such as text models or image classifiers."""
 
     reads_by_unit: bool
     """Whether ranks may read the base's weights unit by unit, where no rank has memory for the whole model."""
 
     def check(self, spec: FinetuneSpec, base: Path, access: FileAccess | None) -> None:
-        """Check data and base model without reading weights.
+        """Check the training data and the base model of the fine-tuning `spec` without reading weights.
 
         `base` is the directory of the base model. `access` limits the files that data may name; None is no limit.
         Raises InvalidModel for problems of the base, and InvalidTask for problems of the data.
@@ -107,13 +108,13 @@ class TrainingModality(Protocol):
         ...
 
     def examples(self, spec: FinetuneSpec, base: Path, access: FileAccess | None) -> Examples:
-        """Read the training data. Raises InvalidTask, which names the place of the problem."""
+        """Read the training data. Raises InvalidTask, with the place in the data, if they cannot be used."""
         ...
 
     def network(
         self, spec: FinetuneSpec, base: Path, access: FileAccess | None, options: Mapping[str, Any]
     ) -> torch.nn.Module:
-        """Load the transformers model that is trained; parameters that stay frozen need no gradient.
+        """Load the transformers model that is trained; its frozen parameters have `requires_grad` False.
 
         `options` are passed to `from_pretrained`. Raises InvalidModel if the model cannot be loaded.
         """
@@ -128,14 +129,15 @@ class TrainingModality(Protocol):
         ...
 
     def prepare(self, spec: FinetuneSpec, model: Any, examples: Any, device: torch.device) -> None:
-        """Check a loaded model (`models.TrainedModel`) for the options of `spec`; fit it and its data to each other.
+        """Check that a loaded model supports the options of `spec`, and adapt the model and its data to each other.
 
-        `examples` are those of this modality, and `device` is where the model computes. Raises InvalidModel.
+        `model` is a `models.TrainedModel`, `examples` are the training data, and `device` is the model's device. Raises
+        InvalidModel if the model does not support an option.
         """
         ...
 
     def linearized(self, tangent: TangentModel) -> Any:
-        """Wrap the linearization that the method tangent trains in what `evaluation` calls in place of the model."""
+        """Wrap a linearized model, which the method tangent trains, as the argument `called` of `evaluation`."""
         ...
 
     def adapter_options(self) -> Mapping[str, Any]:
@@ -143,24 +145,24 @@ class TrainingModality(Protocol):
         ...
 
     def tokens_of_row(self, spec: FinetuneSpec, settings: Mapping[str, Any]) -> int:
-        """The number of positions that a row has in the model at most, by the model's configuration `settings`."""
+        """The largest number of tokens of a row; `settings` is the model's configuration."""
         ...
 
     def evaluation(
         self, spec: FinetuneSpec, base: Path, model: Any, called: Any, access: FileAccess | None
     ) -> ModelScorer:
-        """The scorer of `spec.evaluation`, which must be given.
+        """Make the scorer of the evaluation objectives in `spec.evaluation`, which must not be None.
 
-        `model` is the model in training, and `called` what is called in its place. Raises InvalidTask if a task cannot
-        be built.
+        `model` is the model in training. `called` is the callable that computes its outputs: `model` itself, its
+        linearization, or an adapter for shards. Raises InvalidTask if a task cannot be built.
         """
         ...
 
     def lack_of_losses(self, spec: FinetuneSpec, task: TaskSpec) -> str | None:
-        """Reason why losses of merges of an expert cannot be measured on one of its evaluation tasks, or None.
+        """Reason why merge losses cannot be measured on one of an expert's evaluation tasks; None if they can.
 
-        The text continues a sentence about the task: "has no reference answers ...".
-        Raises InvalidTask if the task cannot be used.
+        The text is the end of a sentence about the task, such as "has no reference answers". Raises InvalidTask if the
+        task cannot be used.
         """
         ...
 
@@ -173,18 +175,22 @@ class TrainingModality(Protocol):
         samples: int,
         is_linearized: bool,
     ) -> MergeMeasurement:
-        """Prepare to measure merges of trained experts, whose directories and evaluation tasks are given by alias.
+        """Prepare to measure losses and metrics of merges of trained experts, on each expert's tasks.
 
-        `samples` of each task are for choosing coefficients, and as many others for reports. `is_linearized` says
-        whether merges are those of linearizations of the base. Raises InvalidModel and InvalidTask.
+        `directories` and `tasks` have each expert's directory and evaluation tasks, by alias. `samples` samples of each
+        task are for choosing coefficients, and as many other samples for reports. `is_linearized` says whether the
+        experts are linearizations of the base. Raises InvalidModel or InvalidTask if a model or a task cannot be used.
         """
         ...
 
     def data_digest(self, spec: FinetuneSpec) -> str | None:
-        """Digest (hex) of the training data; None if they are not in files that are named."""
+        """Digest (hex) of the training data; None if the data are not in files that `spec` names."""
         ...
 
 
 def training_of(base: Path) -> TrainingModality:
-    """The fine-tuning of models like the one in the directory `base`. Raises InvalidModel if it cannot be read."""
+    """The implementation for the modality of the base model in the directory `base`.
+
+    Raises InvalidModel if the base model cannot be read.
+    """
     return cast("TrainingModality", open_checkpoint(base).modality.training_module())

@@ -18,7 +18,7 @@ from workers.training.mergopt.tangent import TangentModel
 
 __all__ = ["TrainedModel", "check_packing", "computes_in", "load_model"]
 
-# Tokens of each document with which it is checked that documents in a row do not see each other.
+# Tokens per document in the check that documents in one row do not see each other.
 PROBE = 8
 
 # The largest difference that rounding may make in a logit, relative to the standard deviation of logits. It was 1e-6 in

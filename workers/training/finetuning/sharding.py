@@ -136,7 +136,7 @@ def shard(
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a tensor that this rank holds. It shares the memory of `tensor`.
+    """The part of a tensor that this rank holds, which shares the memory of `tensor`.
 
     The result is the whole tensor if it is not sharded.
     """

@@ -50,7 +50,7 @@ Count = Annotated[int, Field(ge=1)]
 
 
 class Data(Section):
-    """Training data: a JSONL file (`file`), a dataset (`dataset`) or, for models that read images, `images`."""
+    """Training data: a JSONL file (`file`), a dataset (`dataset`) or, for image classifiers, images (`images`)."""
 
     file: Line | None = None
     """A JSONL file with one object on each line, which has `messages` of a chat, `prompt` and `completion` as lists of
@@ -245,7 +245,7 @@ def parse_spec(document: Mapping[str, Any], directory: Path | None = None) -> Fi
 
 
 def task_of(objective: ObjectiveSpec, *, seed: int, access: FileAccess | None = None) -> TaskSpec:
-    """Convert an evaluation objective to the specification of its task, from which training builds the task.
+    """Convert an evaluation objective to the specification of its task (TaskSpec).
 
     `seed` determines the order of the task's samples. `access` limits the files that the task may use; None means no
     limit.

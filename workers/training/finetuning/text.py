@@ -34,7 +34,7 @@ __all__ = ["TEXT_TRAINING", "TextExamples", "TextTraining", "pad_token"]
 
 
 class TextExamples:
-    """Rows of packed documents (`workers.training.finetuning.modality.Examples`).
+    """Training rows of packed documents; implements the interface `modality.Examples`.
 
     `rows` are the rows of the whole training data; each row consists of one or several documents. `pad` is the id of
     the token with which rows are padded. `has_bounds` says whether the model's attention takes the bounds of documents
@@ -66,7 +66,7 @@ class TextExamples:
 
 
 class TextTraining:
-    """Fine-tuning of decoder-only language models (`workers.training.finetuning.modality.TrainingModality`)."""
+    """Fine-tuning of decoder-only language models; implements the interface `modality.TrainingModality`."""
 
     reads_by_unit = True
 
@@ -169,7 +169,7 @@ TEXT_TRAINING = TextTraining()
 
 
 def pad_token(spec: FinetuneSpec, tokenizer: Any, base: Path) -> int:
-    """Id of the token with which rows are padded: the one that `spec` names, else the pad token of `tokenizer`.
+    """Id of the padding token of rows: the token that `spec` names, else the pad token of `tokenizer`.
 
     Raises InvalidModel if there is no such token. `base` is the directory of the base model, for the message.
     """
@@ -185,7 +185,7 @@ def pad_token(spec: FinetuneSpec, tokenizer: Any, base: Path) -> int:
 
 
 def _prompts(spec: FinetuneSpec, base: Path) -> Prompts:
-    """Tokenizer of the base. Raises InvalidTask if the training data are images, which a text model does not read."""
+    """Tokenizer of the base model, and options of prompts. Raises InvalidTask if the training data are images."""
     if spec.data.images is not None:
         raise InvalidTask(f"data.images: {base} reads text; give file or dataset, or a model that reads images")
     return Prompts(str(base), EngineOptions(max_model_len=spec.data.max_length))

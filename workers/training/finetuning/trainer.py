@@ -195,10 +195,10 @@ def _weights(
 ) -> AbstractContextManager[dict[str, torch.Tensor] | None]:
     """Context manager that yields the trained expert's weights by name, for writing them to its checkpoint.
 
-    It gives None if each rank holds the whole model, because the weights are then in the model. If the model is
+    The result is None if each rank holds the whole model, because the weights are then in the model. If the model is
     sharded, the weights are gathered from all ranks into files below `directory`, which exist while the context is
-    open. They have the dtype that `spec` names; those of an adapter are float32. A rank whose `directory` is None gets
-    an empty dict.
+    open. The weights have the dtype that `spec` names; the weights of an adapter are float32. A rank whose `directory`
+    is None gets an empty dict.
     """
     if not model.is_sharded:
         return nullcontext()
@@ -210,8 +210,8 @@ def _weights(
 def noise_seed(spec: FinetuneSpec) -> int:
     """Seed of the random noise of the optimizer MergOPT, made from an expert's seed and name in `spec`.
 
-    All experts of a fleet (experts that one specification file defines) have the same seed in the specification. Their
-    names differ, and so do the results. Their random draws are therefore independent.
+    All experts of a fleet (experts that one specification file defines) have the same seed in the specification. The
+    experts' names differ, and so the results differ. Therefore the random draws of the experts are independent.
     """
     digest = hashlib.blake2b(f"{spec.seed}\x1f{spec.name}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little")
@@ -342,8 +342,8 @@ class _Passes:
         """Context manager that makes backward passes add up this rank's gradients without averaging them over ranks.
 
         The context is used for each micro-batch of a batch except the last, so that gradients are averaged once for
-        each update. It has no effect if gradients are sharded: shards are averaged after each micro-batch, because no
-        rank has room for whole gradients.
+        each update. The context has no effect if gradients are sharded: shards are averaged after each micro-batch,
+        because no rank has room for whole gradients.
         """
         if isinstance(self._loss, DistributedDataParallel):
             context: AbstractContextManager[Any] = self._loss.no_sync()

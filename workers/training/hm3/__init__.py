@@ -1,10 +1,10 @@
-"""The lower level of HM3: an actor-critic that learns which layer of which model comes next in a layer path.
+"""The lower level of HM3: an actor-critic that learns to choose the next layer of a layer path.
 
 The paper is "HM3: Hierarchical Multi-Objective Model Merging for Pretrained Models" (arXiv:2409.18893). A layer path is
 a sequence of steps, each of which is a layer of one of several models. The state is the path so far. An action is the
 next layer, or the end of the path. A policy may first draw a proto-action, which is a point in the space of the steps'
 embeddings, and then choose a step near it. The reward is known once the whole path is scored. The package needs torch
-only. It does not depend on how paths are scored, or where scores are stored.
+only. The package does not depend on how paths are scored, or where scores are stored.
 
 The parts have RLlib's names: a module of networks, a runner that builds episodes with the networks, and a learner that
 improves them. RLlib's own Learner would fit. tests/benchmarks/bench_hm3_rllib.py compares it with the learner of this

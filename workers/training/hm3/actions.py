@@ -74,14 +74,15 @@ def distribution(
 
 
 def followed(proto_BD: Tensor, taken_BE: Tensor, places_B: Tensor) -> Tensor:
-    """Proto-actions [B, D] with which a policy would have taken one given step in each of B episodes.
+    """Proto-actions [B, D] for one given step in each of B episodes, as if the policy had chosen the steps itself.
 
-    In an episode, a policy builds a layer path (sequence of layers of a new model) step by step. From the result a
-    policy learns a path that was given to it. A proto-action is a point in the E-dimensional space of the steps'
-    embeddings; here it is the embedding of the given step, in `taken_BE`. If layers have scales, a proto-action has one
-    more number (D = E + 1, otherwise D = E): the scale of the path's last layer, as a position in the range of scales.
-    `places_B` has this position, or NaN if no scale was given; then the number in `proto_BD` is used, the proto-action
-    that the policy drew itself.
+    In an episode, a policy builds a layer path (sequence of layers of a new model) step by step. Some paths are given
+    instead, and the policy learns from them by these proto-actions. A proto-action is a point in the E-dimensional
+    space of the steps' embeddings. Here the point is the embedding of the given step, in `taken_BE`.
+
+    If layers have scales, a proto-action has one more number (D = E + 1, otherwise D = E): the scale of the path's last
+    layer, as a position in the range of scales. `places_B` has this position. If it is NaN, because no scale was given,
+    the number is copied from `proto_BD`, the policy's own proto-action.
     """
     own = proto_BD[:, taken_BE.shape[1] :]
     return torch.cat([taken_BE, torch.where(places_B[:, None].isnan(), own, places_B[:, None])], dim=1)
@@ -93,7 +94,7 @@ def given_places(paths: LayerPaths, scales: Sequence[Sequence[float]], length: i
     A layer path is the sequence of layers of a new model, and a layer scale is a factor on the residual stream after a
     layer. `scales` has the scales of each path's layers, one for each step. The result has the shape [paths, length]. A
     policy gives the scale of a step's layer together with the next step, so column t of the result has the scale of
-    step t - 1. It is NaN where no scale is given. If `scales` is empty, the result has no rows.
+    step t - 1. A number is NaN where no scale is given. If `scales` is empty, the result has no rows.
     """
     found = torch.full((len(scales), length), torch.nan)
     for row, given in enumerate(scales):

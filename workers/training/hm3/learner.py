@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import io
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -99,14 +100,14 @@ class UpdateStatistics:
     policy_steps: int | None = None
 
 
-class BaseLearner:
+class BaseLearner(ABC):
     """Base class of learners, which improve a policy's networks by the episodes of this policy.
 
     A learner has the networks, the number of their updates, and a replay buffer: the remembered episodes, from which
-    the value network learns. It computes on the CPU in float32. In an episode, a policy builds one layer path, a
-    sequence of layers of several models; `paths` has these models. `descriptors` are statistics of the layers' weights,
-    or None. `networks` are the options of the networks, and `options` those of the learner. `seed` determines the
-    learner's random numbers. Subclasses implement `_learn` with their own optimizers.
+    the value network learns. The learner computes on the CPU in float32. In an episode, a policy builds one layer path,
+    a sequence of layers of several models; `paths` has these models. `descriptors` are statistics of the layers'
+    weights, or None. `networks` are the options of the networks, and `options` those of the learner. `seed` determines
+    the learner's random numbers. Subclasses implement `_learn` with their own optimizers.
     """
 
     def __init__(
@@ -138,8 +139,8 @@ class BaseLearner:
     def ideal(self) -> Tensor | None:
         """The ideal point [objectives], the best known outcome in each objective of the remembered episodes.
 
-        An episode is a sequence of layers (layer path) that a policy has built for a new model, and an outcome is what
-        this model scores. Tchebycheff's function measures the distance of outcomes from this point (`scalarisation`).
+        An episode is a sequence of layers (layer path) that a policy has built for a new model, and an outcome is a
+        score of this model. Tchebycheff's function measures the distance of outcomes from the point (`scalarisation`).
         If no episode is remembered, each number is 1, the best possible outcome. The result is None if outcomes are
         combined by weighted sums.
         """
@@ -207,6 +208,7 @@ class BaseLearner:
 
     # -- what a version of the learner defines ---------------------------------------------------------------------
 
+    @abstractmethod
     def _learn(self, batch: EpisodeBatch, memory: Memory, order: torch.Generator) -> UpdateStatistics:
         """Learn from the episodes of one iteration (`batch`) and from all remembered episodes (`memory`).
 
@@ -214,21 +216,20 @@ class BaseLearner:
         of episodes between two updates. `memory` contains the episodes of `batch` too. `order` is the random number
         generator that draws mini-batches. Returns the losses and policy changes of this update.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def _state(self) -> dict[str, Any]:
         """State of a subclass, such as its optimizers, which is saved together with the state of this base class.
 
         The keys are those in the saved state.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def _restore(self, state: Mapping[str, Any]) -> None:
         """Restore the state of a subclass, such as its optimizers, from the saved state of a learner.
 
         `state` has the entries of the saved state by key.
         """
-        raise NotImplementedError
 
     # -- for all versions ------------------------------------------------------------------------------------------
 

@@ -87,11 +87,11 @@ class Networks(nn.Module):
 
     @torch.no_grad()
     def measure(self, outcomes_BK: Tensor) -> None:
-        """Set the mean and standard deviation of outcomes, to which the value network's outputs are scaled.
+        """Set the mean and the standard deviation of outcomes; the value network's outputs are scaled to them.
 
-        The value network predicts outcomes: what the layer path (sequence of layers) of an episode scores in each
-        objective. `outcomes_BK` [episodes, objectives] are the first known outcomes, of which the mean and the standard
-        deviation are computed for each objective.
+        The value network predicts outcomes: the scores of an episode's layer path (sequence of layers) in each
+        objective. `outcomes_BK` [episodes, objectives] are the first known outcomes; their mean and standard deviation
+        are computed for each objective.
         """
         self.centre.copy_(outcomes_BK.mean(dim=0))
         self.spread.copy_(outcomes_BK.std(dim=0, unbiased=False).clamp(min=SMALLEST_SPREAD))
@@ -137,7 +137,7 @@ class Networks(nn.Module):
     def outcomes(self, states: Tensor, preference_K: Tensor) -> Tensor:
         """Predict the outcome of the complete layer path from the path so far, by objective: [..., objectives].
 
-        A layer path is the sequence of layers of a new model, and an outcome is what the finished path scores in an
+        A layer path is the sequence of layers of a new model, and an outcome is the score of the finished path in an
         objective, minus a price for the path's length. `states` [..., H] are the encoder's states of the paths so far,
         with H numbers each. `preference_K` has the weight of each objective, which the network sees as an input if the
         options say so.

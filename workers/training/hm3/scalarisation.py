@@ -17,7 +17,7 @@ __all__ = ["Scalarisation", "scalarised"]
 class Scalarisation(StrEnum):
     """The function by which an episode's outcomes in several objectives are combined into one outcome.
 
-    An outcome is what the layer path of an episode scores in an objective. The function takes the outcomes and a
+    An outcome is the score of an episode's layer path in an objective. The function takes the outcomes and a
     preference vector, which has the weight of each objective.
 
     - WEIGHTED_SUM: the sum of the weighted outcomes

@@ -6,9 +6,9 @@ episodes of one iteration can be scored while the episodes of the next iteration
 preference vector, the policies take turns, one iteration each. A policy that is conditioned on the vector takes all
 vectors in each iteration, one after the other.
 
-A search may begin with given policies. They have no warm-up. From the beginning, they explore as rarely as a search
-does at its end. If given policies do not learn, the first episode of each preference vector is the path that the policy
-prefers, without noise.
+A search may begin with given policies. Given policies have no warm-up. From the beginning, they explore as rarely as
+other policies do at the end of a search. If given policies do not learn, the first episode of each preference vector is
+the path that the policy prefers, without noise.
 """
 
 from __future__ import annotations
@@ -144,11 +144,10 @@ class PolicyTraining:
     def num_needed(self, number: int) -> int:
         """Number of iterations whose outcomes must be known before episode `number` can be built.
 
-        An iteration is a group of episodes (sequences of layers that a policy builds). All iterations are needed from
-        which the policy that builds the episode has learned by then. If there is a single policy, these are all
-        iterations before the previous one, because the policy builds episodes before it has learned from the previous
-        iteration. If several policies take turns, these are the iterations up to the last one that the same policy
-        built. The result is 0 if policies do not learn.
+        An iteration is a group of episodes (sequences of layers that a policy builds). The policy must first have
+        learned from the needed iterations. A single policy needs all iterations before the previous one; it learns from
+        the previous iteration later. If several policies take turns, the needed iterations end with the last earlier
+        iteration of the same policy. The result is 0 if policies do not learn.
         """
         if not self.options.learns:
             return 0
@@ -179,18 +178,18 @@ class PolicyTraining:
     def is_learned_from(self, iteration: int) -> bool:
         """Whether a policy learns from the outcomes of its episodes in an iteration.
 
-        An iteration is a group of episodes (sequences of layers that the policy builds), and an outcome is what such a
-        sequence scores as a model. The result is False if learning is switched off. A policy that begins untrained does
-        not learn from its first iterations, the warm-up, either.
+        An iteration is a group of episodes (sequences of layers that the policy builds), and an outcome is the score of
+        a sequence as a model. The result is False if learning is switched off, and in the first iterations (warm-up) of
+        a policy that begins untrained.
         """
         return self.options.learns and (bool(self._start) or self.turn_of(iteration) >= self.options.warm_up)
 
     def source_of(self, iteration: int, *, newest: int) -> int | None:
         """Last iteration, up to `newest`, that the policy of `iteration` has learned from; None if there is none.
 
-        An iteration is a group of episodes (sequences of layers that the policy builds), after which the policy that
-        built them is updated and saved as a checkpoint. The checkpoint saved after the resulting iteration is the
-        policy's state after iteration `newest`. A policy does not learn from the iterations of its warm-up.
+        An iteration is a group of episodes (sequences of layers that the policy builds). After an iteration, the policy
+        learns from its episodes and is saved as a checkpoint, except during its warm-up. Therefore the checkpoint of
+        the resulting iteration is the policy's state after iteration `newest`.
         """
         last = newest - (newest - iteration) % self.num_policies
         return last if last >= 0 and self.is_learned_from(last) else None

@@ -21,9 +21,9 @@ def add_noise(flat: torch.Tensor, quantiles: torch.Tensor, *, key: int, start: i
     """Add MergOPT's noise to the contiguous CUDA tensor `flat` in place, without synchronising with the device.
 
     The optimizer MergOPT computes gradients at parameters with noise. The noise of an element is one of `quantiles`,
-    the 2^16 quantiles (float32, on the device of `flat`) of the noise's distribution. It is chosen by a hash of `key`,
-    the seed of the random numbers, and of the element's index. `start` is the index of the first element of `flat`
-    among the elements of all parameters.
+    the 2^16 quantiles (float32, on the device of `flat`) of the noise's distribution. The quantile is chosen by a hash
+    of `key`, the seed of the random numbers, and of the element's index. `start` is the index of the first element of
+    `flat` among the elements of all parameters.
     """
     if size := flat.numel():
         numbers = torch.tensor([*key_words(key), start], dtype=torch.int64, device=flat.device)

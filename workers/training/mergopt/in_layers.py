@@ -1,10 +1,10 @@
-"""Noise of MergOPT that layers see when they read their weights; parameters stay unchanged and need no copy.
+"""Noise of MergOPT, added where layers read their weights; the parameters themselves stay unchanged and need no copy.
 
 While a module computes, a tensor with noise replaces a parameter. Autograd does not save that tensor, but a description
 from which it can be recomputed. Therefore the tensor is freed when the module is done, and the backward pass recomputes
-the tensors, one at a time. At most one layer's tensors exist at once; with activation checkpointing, those of a
-checkpointed part. Of sharded parameters (FSDP2), the gathered parameter gets the noise that an unsharded one gets; if
-it is gathered in bfloat16, the noise is added after rounding to bfloat16.
+the tensors, one at a time. At most the tensors of one layer exist at once or, with activation checkpointing, the
+tensors of one checkpointed part of the model. A sharded parameter (FSDP2) gets the same noise as an unsharded one,
+after it is gathered. If it is gathered in bfloat16, the noise is added after rounding to bfloat16.
 
 A parameter that is read by another module than the one that owns it has no noise in that module. Autocast keeps casts
 of weights, as it does without noise.

@@ -1,4 +1,4 @@
-"""Sharpness-aware minimization (SAM and ASAM), with which the method SAFT-Merge trains experts for merging.
+"""Sharpness-aware minimization (SAM and ASAM); the method SAFT-Merge uses it to train experts for merging.
 
 A step computes two gradients: g at the parameters theta, then another one at theta plus an offset, where the loss is
 higher. The second gradient updates theta. With rho as the size of the offset and eta as a small constant:
@@ -48,9 +48,9 @@ class SharpnessAware(OptimizerWrapper):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make one update by sharpness-aware minimisation (SAM), and return the loss.
 
-        `closure` clears the gradients, computes the loss and its gradients, and returns the loss. It is called twice:
-        at the parameters, and at the parameters plus an offset in whose direction the loss rises. The update uses the
-        gradients of the second call; the result is the loss of the first. Raises ValueError without a closure.
+        `closure` clears the gradients, computes the loss and its gradients, and returns the loss. The closure is called
+        twice: at the parameters, and at the parameters plus an offset in whose direction the loss rises. The update
+        uses the gradients of the second call; the result is the loss of the first. Raises ValueError without a closure.
         """
         if closure is None:
             raise ValueError("sam: step() needs a closure, which it calls at two points")

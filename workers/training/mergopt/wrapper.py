@@ -43,7 +43,7 @@ class OptimizerWrapper(Optimizer):
     def _share(self) -> None:
         """Let this wrapper use the parameter groups and the state of the wrapped optimizer as its own.
 
-        This is repeated after loading a state, because loading replaces groups and state.
+        The method must be called again after loading a state, because loading replaces groups and state.
         """
         self.param_groups = self.optimizer.param_groups
         self.state = self.optimizer.state

@@ -11,7 +11,7 @@ from service.store.column_types import BIG_NUMBER, string
 revision = "0001"
 down_revision = None
 
-# What programs from before the migrations look for; they refuse a database with any other number.
+# The number that programs from before the migrations look for; they refuse a database with any other number.
 SCHEMA_VERSION = 2
 
 

@@ -1,4 +1,4 @@
-"""Migration: adds tables that store samples in chunks, apart from the names of their documents and their responses.
+"""Migration: adds tables of samples in chunks, with separate tables for names of documents and for responses.
 
 Samples in the table of earlier versions are moved later, while the server runs. Programs from before the migrations
 cannot read chunks, so they must refuse the database.

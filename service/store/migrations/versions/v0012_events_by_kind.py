@@ -1,4 +1,4 @@
-"""Migration: adds an index of events by kind, for counts of them and for the last one of a kind."""
+"""Migration: adds an index of events by kind, for counts of events and for the last event of a kind."""
 
 from alembic import op
 

@@ -1,4 +1,4 @@
-"""Migration: requests for evaluations may have a recipe or a configuration of their own, in place of a trial's."""
+"""Migration: a request for an evaluation may have its own recipe or configuration instead of naming a trial."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""Migration: adds notices of changes of jobs, webhooks and e-mail addresses that receive them, and jobs that wait."""
+"""Migration: adds tables of job changes, of webhooks and mail addresses that receive them, and of waiting jobs."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""Migration: adds the place in a trace of the request that created a job."""
+"""Migration: adds the position, in an OpenTelemetry trace, of the request that created a job."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""Fine-tunings are refused when their experts would take more than is left; what is stored is never removed for it."""
+"""Fine-tunings whose experts would exceed the limit on artifacts are refused; stored artifacts are never removed."""
 
 from __future__ import annotations
 

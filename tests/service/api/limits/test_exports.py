@@ -1,4 +1,4 @@
-"""Exports are removed when they have expired, and the oldest first when there is no room; never one in progress."""
+"""Exports are removed when they expire, and the oldest first if room is needed; exports in progress are kept."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_what_is_written_takes_room_and_stays() -> None:
 
 
 def stored_export(server: ApiServer, study: str, name: str, *, days: float, num_bytes: int = 10) -> Path:
-    """A complete export that was written so many days ago; returns its directory."""
+    """A complete export written `days` ago; returns its directory."""
     record = ExportRecord(name * 32, study, 1, "float32", ExportState.COMPLETE, created_at=1.0)
     server.store.add_export(record)
     directory: Path = server.app.state.services.exports.directory(record)

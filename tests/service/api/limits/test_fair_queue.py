@@ -1,4 +1,4 @@
-"""Turns at a few places: no client waits for another one's queue."""
+"""Turns of requests at a few places: no client waits for the queue of another client."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from service.api.problems import Unavailable
 
 
 class Scene:
-    """Requests that hold their turn until they are let go; `begun` has their names in the order of their turns."""
+    """Requests that hold their turn until the test releases them; `begun` has their names in the order of turns."""
 
     def __init__(self, num_places: int = 2, *, max_waiting: int = 10, max_clients: int = 10) -> None:
         self.queue = FairQueue(num_places, max_waiting=max_waiting, max_clients=max_clients)
@@ -22,7 +22,7 @@ class Scene:
         self.tasks: dict[str, asyncio.Task[None]] = {}
 
     async def send(self, *names: str) -> None:
-        """Requests named by their client and a digit: "a1"."""
+        """Send requests. Each name is a client and a digit, such as "a1"."""
         for name in names:
             self.ends[name] = asyncio.Event()
             self.tasks[name] = asyncio.create_task(self._request(name))

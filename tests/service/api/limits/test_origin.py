@@ -49,7 +49,7 @@ def test_names_that_only_look_alike_are_refused(http: httpx.Client, host: str) -
 
 @pytest.fixture
 def behind_proxy(server: ApiServer, tmp_path: Path) -> Iterator[str]:
-    """The same application, which may also be called studies.example."""
+    """The same application behind a second server, which may also be called by the name studies.example."""
     app = create_app(
         server.store,
         cluster=server.cluster,

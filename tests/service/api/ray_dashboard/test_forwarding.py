@@ -1,4 +1,4 @@
-"""Ray's dashboard under the server's login: what Ray gets, what the user gets, and who is a user."""
+"""Ray's dashboard under the server's login: requests to Ray, answers to users, and the check of users."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def ray() -> Iterator[Upstream]:
 
 @pytest.fixture
 def asked(ray: Upstream, server: ApiServer) -> Upstream:
-    """The dashboard that the server uses, as nobody has asked it anything yet."""
+    """The server's dashboard, without requests so far."""
     server.cluster.ray = ray.dashboard
     ray.requests.clear()
     ray.answers = dict(ANSWERS)

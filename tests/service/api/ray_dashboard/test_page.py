@@ -73,7 +73,7 @@ def script(text: str) -> Any:
 
 @pytest.fixture
 def attacked(tmp_path: Path) -> Iterator[ApiServer]:
-    """A server without accounts, so that what a page cannot read is not refused for want of a token."""
+    """A server without accounts, so that requests of the page's scripts are not refused for lack of a token."""
     answers = {"/": lambda _: HTMLResponse(PAGE), "/static/js/main.js": script(ATTACK), "/api/jobs/": ["mine"]}
     answers["/static/js/worker.js"] = script("postMessage('works')")
     with upstream(answers) as found, ApiServer(tmp_path) as server:

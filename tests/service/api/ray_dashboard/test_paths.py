@@ -1,4 +1,4 @@
-"""Requests that are forwarded to Ray's dashboard, and a check that every route of the installed Ray is sorted."""
+"""Requests that are forwarded to Ray's dashboard. Each route of the installed Ray must be in a list of decisions."""
 
 from __future__ import annotations
 

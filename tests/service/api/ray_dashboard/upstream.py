@@ -1,4 +1,4 @@
-"""A dashboard that answers over HTTP what a test says, and records what it was asked."""
+"""A dashboard over HTTP that gives the answers of a test, and records its requests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PAGE = """<!doctype html><html><head><script defer="defer" src="./static/js/main
 
 @dataclass
 class Upstream:
-    """The dashboard: `answers` by path, a function of the request or a JSON document; others are 404."""
+    """The dashboard. `answers` has by path a JSON document or a function of the request; other paths give 404."""
 
     answers: dict[str, Any] = field(default_factory=dict)
     requests: list[Request] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Devices of a training's workers, on clusters that are only numbers here."""
+"""Devices of a training's workers, on clusters given only by numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stored fine-tuning and its driver: the expert as an artifact, events, and how it ends; without Ray."""
+"""A stored fine-tuning and its driver, without Ray: the expert as an artifact, events, and the end."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def no_scorer(*_: Any) -> Any:
 
 
 def with_fit(fit: Any) -> Resources:
-    """Resources without Ray, whose trainings are those of `fit`."""
+    """Resources without Ray, which train by the function `fit`."""
     session = RaySession(is_own=True, dashboard_url=None)
     return Resources(
         ray=lambda: nullcontext(session), scorer=no_scorer, fit=fit, cluster=lambda: {"CPU": 4.0}, completers=no_scorer

@@ -1,4 +1,4 @@
-"""What follows when an engine cannot use what preflight has accepted, or fails a check before a study's end."""
+"""The end of an attempt whose engine cannot use models that preflight accepted, or fails a check."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_prompts_of_benchmarks_are_stored(record: JobRecord, preflight: Prefligh
 
 @dataclass
 class CountsTexts(FakeScorer):
-    """Remembers which texts were asked for."""
+    """A fake scorer that records the samples whose texts were requested."""
 
     asked: list[tuple[int, int]] = field(default_factory=list)
 
@@ -186,7 +186,7 @@ def test_the_driver_builds_no_task(
 
 @dataclass
 class FirstFails(FakeScorer):
-    """The first of the processes that share `directory` fails its check; the others are well."""
+    """A fake scorer: the first process among those with the same `directory` fails its check."""
 
     directory: str = ""
 

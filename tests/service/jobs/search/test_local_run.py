@@ -1,4 +1,4 @@
-"""Studies of earlier programs that are continued in their directory."""
+"""Studies of earlier versions of the program that are continued in their directory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a driver says while engines start."""
+"""A driver's reports while engines start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An attempt's verification: the attempt, the store and the results are the real ones, the scorer is the fake.
+"""Verification in an attempt with a real store and real results, but a fake scorer.
 
 The search itself runs without Ray.
 """
@@ -43,10 +43,10 @@ NUM_VERIFIED = 3  # trials, by default
 
 @dataclass
 class Verifier(FakeScorer):
-    """Scorer that records which recipes it verifies.
+    """A fake scorer that records the recipes which it verifies.
 
-    It reports one differing sample for recipes in `disagreeing`. `cannot_verify` is the reason why it compares nothing,
-    `fails_with` the error that it raises.
+    The scorer reports one differing sample for recipes in `disagreeing`. `cannot_verify` is a reason to compare
+    nothing, `fails_with` an error to raise.
     """
 
     disagreeing: set[str] = field(default_factory=set)
@@ -78,7 +78,7 @@ class Study:
         ).id
 
     def attempt(self, scorer: FakeScorer, *, max_trials: int | None = None, max_samples: int | None = None) -> JobState:
-        """The study's state after one more attempt."""
+        """Run one more attempt, and return the study's state."""
         preflight = self.preflight
         if max_trials is not None:
             search = preflight.study.search.model_copy(update={"max_trials": max_trials})

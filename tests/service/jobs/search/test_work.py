@@ -1,4 +1,4 @@
-"""How a study's driver ends: what may come back is waited for, what cannot ends the study."""
+"""The end of a study's driver: it waits after transient problems, and other problems end the study."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 @pytest.fixture
 def study(store: Store, models: Path, tmp_path: Path) -> str:
-    """Accepted, and worked on for 100 s."""
+    """A study that was accepted, and on which drivers have worked for 100 s."""
     parsed = parse_study(sums_study(models, data_dir=tmp_path))
     resolved = examine(parsed).resolved()
     record = store.create_job(kind="search", name="sums", document=parsed.canonical(), accepted=resolved.to_json())
@@ -47,7 +47,7 @@ def study(store: Store, models: Path, tmp_path: Path) -> str:
 
 
 def with_scorer(scorer: Any) -> Resources:
-    """Resources with this scorer, and no Ray."""
+    """Resources with this scorer and without Ray."""
     session = RaySession(is_own=True, dashboard_url=None)
     return Resources(
         ray=lambda: nullcontext(session), scorer=scorer, fit=lambda *_: None, cluster=dict, completers=scorer
@@ -55,7 +55,7 @@ def with_scorer(scorer: Any) -> Resources:
 
 
 def ends_waiting(store: Store, study: str, tmp_path: Path, resources: Resources | None = None) -> str:
-    """The driver's exit code asks for another one, and no time was used up. Returns what is waited for."""
+    """Check that the exit code asks for another driver, and no time was used up. Returns the reason for waiting."""
     assert drive(store, study, work_dir=tmp_path / "work", resources=resources) == 1
     record = store.job(study)
     assert record.state is JobState.STOPPED

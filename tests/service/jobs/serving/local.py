@@ -1,4 +1,4 @@
-"""Replicas in this process that complete prompts without models, and a served study whose driver uses them."""
+"""Replicas in this process that complete prompts without models, and a served study with a driver that uses them."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class LocalCompleters:
 
 @dataclass
 class Served:
-    """A served study and what its driver consists of."""
+    """A served study with the parts of its driver."""
 
     job: JobRecord
     gate: Gate

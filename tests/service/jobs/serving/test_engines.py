@@ -1,4 +1,4 @@
-"""The engine that completes prompts: no search is slowed unless an administrator says so."""
+"""The choice of the engine that completes prompts: it slows a search only if an administrator allows it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The driver of a served study, with replicas in this process in place of Ray Serve's."""
+"""The driver of a served study, with replicas in this process instead of Ray Serve's."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Driver:
             time.sleep(0.05)
 
     def ask(self, **body: Any) -> httpx.Response:
-        """A completion through the server."""
+        """Request a completion through the server."""
         url = f"{self.site.url}/v1/served/{self.job.id}/openai/v1/completions"
         return httpx.post(url, json={"model": "0", "prompt": "one two", **body}, timeout=30)
 

@@ -1,4 +1,4 @@
-"""Attacked prompts in the report, in the summary and at the command: the same numbers, beside the original ones."""
+"""Attacked prompts in the report, the summary and the command: the same numbers, beside those of original prompts."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ document.getElementById('wrong').textContent = JSON.stringify(wrong);
 
 
 def wrong_in(document: str, directory: Path, *, width: int) -> list[str]:
-    """What is wrong with the layout of an HTML document in a window of this width, as sentences."""
+    """Descriptions of problems in the layout of an HTML document, in a window of this width."""
     frame = (
         f'<iframe id="frame" width="{width}" height="900" style="border:0" srcdoc="{html.escape(document)}"></iframe>'
     )

@@ -1,4 +1,4 @@
-"""report.html: one file, whole, safe, and true to the records."""
+"""report.html: a single file, complete, safe, and in agreement with the records."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ VOID = {"meta", "br", "col", "link", "img", "input", "hr"}
 
 
 class Page(HTMLParser):
-    """Collects tags and texts, and fails on tags that do not close."""
+    """A parser that collects tags and texts, and fails if a tag is not closed."""
 
     def __init__(self, html: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Charts: found without a list, and the same series in the report and in the API's JSON."""
+"""Charts: discovered without a list, and with the same series in the report and in the API's JSON."""
 
 from __future__ import annotations
 

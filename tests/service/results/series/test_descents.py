@@ -1,4 +1,4 @@
-"""The losses of descents, in numbers."""
+"""The losses of descents as numbers."""
 
 from __future__ import annotations
 

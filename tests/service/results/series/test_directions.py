@@ -25,7 +25,7 @@ MODELS = SearchedModels(base="base", experts=EXPERTS, fingerprints=FINGERPRINTS,
 
 @pytest.fixture(scope="module")
 def run() -> RunRecord:
-    """A study whose proposals are drawn from the space m3; its values are those of the made-up study."""
+    """A study with proposals from the space m3; its values are those of the made-up study."""
     usual = run_record(num_trials=60)
     space, rng = M3Section(kind="m3").build(MODELS), np.random.default_rng(0)
     trials = []

@@ -20,7 +20,7 @@ NAMES = ("math", "text")
 
 
 def trial(number: int, math: float, text: float, *, scored: int = 20, copy_of: int | None = None) -> TrialRecord:
-    """At full budget, with a recipe of its own."""
+    """A trial at full budget with these values, and a recipe of its own unless it is a copy."""
     full = next(found for found in RUN.whole_trials if found.state is TrialState.COMPLETE)
     recipe = RUN.whole_trials[number if copy_of is None else copy_of].recipe
     values = {"math": math, "text": text}

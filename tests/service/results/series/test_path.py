@@ -26,7 +26,7 @@ def step(model: str, layer: int, scale: float = 1.0, weights: float = 1.0) -> La
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> RunRecord:
-    """A study whose best trial repeats a layer, uses another model's, and has scales."""
+    """A study whose best trial repeats a layer, uses a layer of another model, and has scales."""
     found = run_record(*paths_study(tmp_path_factory.mktemp("paths")))
     best = best_of(found)
     layers = (step("math", 0, 0.75), step("math", 1), step("text", 1, 1.5), step("text", 2), step("math", 3))

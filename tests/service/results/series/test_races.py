@@ -1,4 +1,4 @@
-"""Who was stopped when, and by which rule."""
+"""The trials that a race stopped, when, and by which rule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The series of a recipe: runs of layers that are merged alike, and every model's share."""
+"""The series of a recipe: runs of layers with equal merges, and every model's share."""
 
 from __future__ import annotations
 

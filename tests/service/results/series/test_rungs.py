@@ -1,4 +1,4 @@
-"""What became of the trials at each rung of each bracket."""
+"""The outcomes of trials at each rung of each bracket."""
 
 from __future__ import annotations
 

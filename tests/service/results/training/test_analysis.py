@@ -1,4 +1,4 @@
-"""The analysis of fleets in the report: every picture and table, also of losses that are not finite."""
+"""The analysis of fleets in the report: every picture and table, also with losses that are not finite."""
 
 from __future__ import annotations
 

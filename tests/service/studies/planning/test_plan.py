@@ -1,4 +1,4 @@
-"""Plans of studies of 7B to 70B models, from configurations alone: what fits where, and what would change that."""
+"""Plans of studies of 7B to 70B models, from configurations alone: whether they fit, and changes that would help."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Planned = Callable[..., CheckedPlan]
 
 @pytest.fixture(scope="module")
 def planned(tmp_path_factory: pytest.TempPathFactory) -> Planned:
-    """Plans an example with some of its fields changed; equal plans are made once."""
+    """Function that plans an example with some fields changed; equal plans are computed once."""
     known: dict[str, CheckedPlan] = {}
 
     def plan(name: str, **changes: Any) -> CheckedPlan:

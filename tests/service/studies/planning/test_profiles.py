@@ -1,4 +1,4 @@
-"""Profiles of machines by name and from files, and what is refused."""
+"""Profiles of machines by name and from files, and refused profiles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Seconds of a study's phases: cases computed by hand, and what must never make a phase faster or slower."""
+"""Seconds of a study's phases: cases computed by hand, and changes that must never speed up or slow down a phase."""
 
 from __future__ import annotations
 

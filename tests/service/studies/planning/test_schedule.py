@@ -1,4 +1,4 @@
-"""How long studies will take: tokens and depths counted right, and the time of a study that was measured."""
+"""Estimated durations of studies: correct tokens and depths, and the time of a study that was measured."""
 
 from __future__ import annotations
 

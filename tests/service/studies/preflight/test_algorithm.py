@@ -1,4 +1,4 @@
-"""Which searcher a study gets, and the message where the one that it names cannot work."""
+"""The choice of a study's searcher, and the message if the named searcher cannot search the study."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attacks of benchmarks in preflight: what is refused before a study starts, and what attacks may cost."""
+"""Attacks of benchmarks in preflight: refused settings, and the limit on their cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The contamination guard: what is refused, what is allowed, and what a study that continues keeps."""
+"""The contamination guard: refused and allowed overlaps, and the decision kept by a study that continues."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def entry(directory: Path, name: str, numbers: Iterable[int], file: str) -> dict
 
 @pytest.fixture
 def document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Held-out sums of which 2 of 40 are searched, and a benchmark of which 10 of 20 are."""
+    """A study that searches 2 of its 40 held-out sums, and 10 of the 20 sums of its benchmark."""
     monkeypatch.setenv("MERGESEARCH_CACHE", str(tmp_path / "cache"))
     return {
         **study_document(),

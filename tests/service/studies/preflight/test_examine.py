@@ -1,4 +1,4 @@
-"""What an examination of a good study finds, and that it counts samples and memory right."""
+"""The result of preflight for a valid study: correct numbers of samples and bytes of memory."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ HOLDOUT = 20
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Models and data of the studies here."""
+    """Directory with the models and data of this module's studies."""
     directory = tmp_path_factory.mktemp("preflight")
     tiny_family(directory, experts=("math", "text"), layers=3)
     sizes = {**SIZES, **{f"{name}_holdout": HOLDOUT for name in SIZES}}
@@ -67,7 +67,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def study_of(root: Path, **sections: Any) -> Study:
-    """Two objectives, rungs of 4, 12 and 36 samples, 14 configurations."""
+    """A study with two objectives, rungs of 4, 12 and 36 samples, and 14 configurations."""
     document = {
         "name": "small",
         "models": {"base": "base", "experts": {"math": "math", "text": "text"}},
@@ -114,7 +114,7 @@ def config_of(directory: str | Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def layouts(root: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Family]:
-    """A family of each, about all of which vLLM was asked at once, and about a classifier."""
+    """A family of each layout. vLLM was asked about all of them at once, and about a classifier."""
     directory = tmp_path_factory.mktemp("layouts")
     families = {name: layout_family(directory / name, name, hidden=HIDDEN) for name in LAYOUTS}
     configs = [config_of(family.base.directory) for family in families.values()]
@@ -330,7 +330,7 @@ def test_staleness_follows_replicas(
 
 
 def study_in(root: Path, replicas: int, max_staleness: int | None) -> Study:
-    """The study of `examined` with another number of replicas, which this machine has no room for."""
+    """The study of `examined` with this number of replicas, for which this machine has no room."""
     study = examined(root).study
     search = study.search.model_copy(update={"max_staleness": max_staleness})
     return study.model_copy(update={"search": search, "engine": study.engine.model_copy(update={"replicas": replicas})})

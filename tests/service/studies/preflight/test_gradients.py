@@ -1,4 +1,4 @@
-"""Where gradients are computed, on machines that are only numbers here."""
+"""The place where gradients are computed, on machines given only by numbers."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def study(**engine: Any) -> Any:
 
 
 def placed(*machines: EngineMachines, replicas: int = 1, host: int = TB) -> tuple[GradientPlace | None, str]:
-    """Where gradients of Llama-3-8B are computed beside engines that need 100 GB of the host's memory."""
+    """The place of gradients of Llama-3-8B, and a message. Engines need 100 GB of the host's memory beside them."""
 
     def plan(place: GradientPlace | None) -> MemoryPlan:
         gradients = 0 if place is None else GB if place.device == "cuda" else 35 * GB

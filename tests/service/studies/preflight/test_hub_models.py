@@ -1,4 +1,4 @@
-"""Studies of models on a hub: what is reported before their weights are here, and after."""
+"""Studies of models on a hub: reports before and after the download of their weights."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def hub(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
 
 
 def study_of(root: Path) -> Study:
-    """The base is here, the experts are not."""
+    """A study whose base is on this machine, and whose experts are not."""
     document: dict[str, Any] = {
         "name": "small",
         "models": {"base": str(root / "base"), "experts": {name: f"owner/{name}" for name in EXPERTS}},

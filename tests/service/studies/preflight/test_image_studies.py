@@ -1,4 +1,4 @@
-"""Preflight of studies of image classifiers: what is planned, and what is wrong with models, heads and tasks."""
+"""Preflight of studies of image classifiers: plans, and problems with models, heads and tasks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OTHERS = ("no", "yes")
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Models and data of the studies here."""
+    """Directory with the models and data of this module's studies."""
     place = tmp_path_factory.mktemp("images")
     tiny_vit(place / "base", 0, classes=None)
     tiny_vit(place / "shape", 1)

@@ -1,4 +1,4 @@
-"""Judges of benchmarks in preflight: what is planned, and what is refused before a study starts."""
+"""Judges of benchmarks in preflight: plans, and studies that are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What preflight says of studies whose merges have layers of any number and order."""
+"""Preflight of studies whose merges have layers in any number and order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Given recipes: read from documents and mergekit configurations, and checked against the study's models."""
+"""Given recipes: read from documents and mergekit configurations, and compared with the study's models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What preflight tells a search space of the models, and that its coefficients are those of the merged tensors."""
+"""A search space's facts about models, from preflight: its coefficients are those of the merged tensors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def space_of(family: Family, kind: str = "layerwise", **options: Any) -> SearchS
 
 
 def assert_slots_are_the_coefficients(space: SearchSpace, family: Family, *, seed: int) -> None:
-    """Every merged tensor is the base plus the experts' task vectors times the parameters that its slots name."""
+    """Check that each merged tensor is the base plus task vectors times the parameters that the space's slots name."""
     assert isinstance(space, DifferentiableSpace)
     configuration = space.parameters.sample(np.random.default_rng(seed))
     bank = Bank(family)

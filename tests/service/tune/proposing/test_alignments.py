@@ -1,4 +1,4 @@
-"""Alignments learned by Ray tasks: once for each pair, and what the same formulas give in this process."""
+"""Alignments learned by Ray tasks: once for each pair of layers, and equal to the formulas' result in this process."""
 
 from __future__ import annotations
 

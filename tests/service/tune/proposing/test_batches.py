@@ -1,4 +1,4 @@
-"""Batches of proposals, which know the same results: one fit, and configurations computed before they are asked for."""
+"""Batches of proposals with the same known results: one fit, and configurations computed in advance."""
 
 from __future__ import annotations
 

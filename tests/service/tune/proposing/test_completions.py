@@ -1,4 +1,4 @@
-"""Which of the sources' stored samples are references."""
+"""The choice of the sources' stored completions that become references."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 
 def score(writer: JobWriter, number: int, values: Values, *, split: Split = Split.SEARCH, full: bool = True) -> None:
-    """Trial `number`: base, math, text, then published recipes."""
+    """Store values of trial `number`. The trials are base, math, text, then published recipes."""
     known = all_baselines(base="base", experts=("math", "text"), fingerprints=FINGERPRINTS, num_layers=4)
     origin, label, recipe = known[number]
     writer.add_trial(TrialRecord(number, Origin(origin), label, TrialState.WAITING, recipe))

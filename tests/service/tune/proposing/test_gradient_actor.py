@@ -1,4 +1,4 @@
-"""The gradient actor: from derivatives by coefficients to those by the parameters of a space."""
+"""The gradient actor: derivatives by coefficients become derivatives by the parameters of a space."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a searcher knows of the trials that its proposal may use."""
+"""A searcher's knowledge of the trials that its proposal may use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps in a study: stored before they are used, computed once, and the same whatever dies."""
+"""Steps in a study: stored before use, computed once, and the same after any kill."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ def _text_inputs(untied_family: Family, tmp_path: Path) -> GradientInputs:
 def steps_and_proposals(
     inputs: GradientInputs, *, kill_after: int | None = None, before: Sequence[Step] = (), completions: Any = None
 ) -> tuple[list[Any], list[dict[str, Any]]]:
-    """Two proposals of a study with the steps `before`; the gradient actor is killed after so many more."""
+    """Steps and two proposals of a study that has the steps `before`. The actor is killed after `kill_after` steps."""
     proposer = RayProposer(
         algorithm="gradient",
         parameters=parameters_of(inputs),
@@ -437,7 +437,7 @@ def test_the_gradient_is_that_of_finite_differences(inputs: GradientInputs) -> N
 def policy_proposals(
     directory: Path, *, kill_after: int | None = None, learning_rate: float = 3e-3
 ) -> tuple[list[Any], list[dict[str, Any]]]:
-    """The first proposals of a policy's search; its process is killed after so many steps."""
+    """The first proposals of a policy's search; its process is killed after `kill_after` steps."""
     family = replace(models(experts=NAMES, num_layers=4), fingerprints=FINGERPRINTS)
     parameters = SPACES["hm3"](kind="hm3").build(family).parameters
     options = PolicyOptions(episodes=3, mini_batches=1, epochs=1, learning_rate=learning_rate)

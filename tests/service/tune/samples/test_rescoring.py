@@ -1,4 +1,4 @@
-"""An engine fails a check: what it scored is scored again in every study, and compared."""
+"""An engine fails a check: the samples that it scored are scored again in every study, and compared."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SIZES = (14, 9)
 
 
 class Replicas:
-    """Fake replicas of which the first scores; one that fails a check is replaced by the next, as Serve does it."""
+    """Fake replicas; the first one scores. A replica that fails a check is replaced by the next, as Serve does."""
 
     def __init__(self, *replicas: FakeScorer) -> None:
         self.replicas = list(replicas)
@@ -104,7 +104,7 @@ def undisturbed(directory: Path) -> list[list[tuple[Any, ...]]]:
 
 
 def step(coordinator: Coordinator, scorer: Any) -> bool:
-    """One evaluation. False if there is none."""
+    """Score one evaluation; False if there is none."""
     evaluation = coordinator.next_evaluation()
     chunk = 0
     while evaluation is not None and not coordinator.on_outcome(evaluation, score(scorer, evaluation, chunk)):
@@ -113,7 +113,7 @@ def step(coordinator: Coordinator, scorer: Any) -> bool:
 
 
 def drive_together(coordinators: Iterable[Coordinator], scorer: Any) -> dict[int, str]:
-    """Each coordinator in turn, to its end. Returns the reasons of those that failed, by their index."""
+    """Run coordinators in turn to their ends; returns the reasons of failed ones by their index."""
     failed: dict[int, str] = {}
     running = dict(enumerate(coordinators))
     while running:
@@ -287,7 +287,7 @@ def test_what_could_not_be_checked_is_counted_as_not_checked(studies: tuple[Stor
 
 
 def complete(store: Store, study: str, scorer: Any, *, max_trials: int) -> None:
-    """As an attempt ends that cannot check its engine any more."""
+    """Run a study to its end, as an attempt that cannot check its engine any more."""
     coordinator = coordinator_of(store, study, max_trials=max_trials)
     drive(coordinator, scorer)
     coordinator._writer.set_state(JobState.COMPLETE, "the space is exhausted")

@@ -1,4 +1,4 @@
-"""Which samples are still to be scored: what nobody has, in chunks that are no larger than the plan allows."""
+"""The samples still to be scored: those without values, in chunks within the plan's limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How often the bound stops a candidate that is not worse, and how soon one that is."""
+"""The share of candidates that the bound stops wrongly, and the time until it stops a worse one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ERROR_RATE = 0.2
 
 
 def population(better: int, worse: int, *, size: int = POPULATION) -> NDArray[np.float64]:
-    """Differences of right and wrong answers: `worse` samples on which the candidate alone is wrong."""
+    """Differences of answers per sample: 1.0 on `worse` samples where only the candidate is wrong, -1.0 on `better`."""
     return np.array([1.0] * worse + [-1.0] * better + [0.0] * (size - better - worse))
 
 
@@ -56,7 +56,7 @@ def test_the_capital_is_that_of_the_bets_by_hand() -> None:
 
 
 def race(costs: NDArray[np.float64], *, error_rate: float | None) -> dict[int, tuple[int, str]]:
-    """Rung at which each stopped trial was, and the reason, by trial number.
+    """For each stopped trial, by number: its rung and the reason.
 
     `costs` [trials, samples] are those of one baseline, then of the proposed trials. Without an error rate, every trial
     that is behind is stopped.
@@ -88,7 +88,7 @@ def race(costs: NDArray[np.float64], *, error_rate: float | None) -> dict[int, t
 
 
 def wrong_studies(num_studies: int, *, error_rate: float | None) -> float:
-    """The share of studies of which a trial is stopped, though all six are as good as the baseline."""
+    """Share of studies in which a trial is stopped, although all six trials are as good as the baseline."""
     rng = np.random.default_rng(1)
     answers = (np.arange(POPULATION) % 2).astype(float)
     studies = (np.stack([rng.permutation(answers) for _ in range(7)]) for _ in range(num_studies))

@@ -1,4 +1,4 @@
-"""Who goes on in a race, against whom, and that a resumed race ends as it did."""
+"""Races: the trials that continue, their rivals, and the same end after a resumption."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def race(*, baselines: int = 2, max_staleness: int = 1, max_trials: int = 10, **
 
 
 def scored_in_full(table: RacingTable, number: int, *costs: float) -> None:
-    """A baseline with these costs at the looks."""
+    """Add a baseline with these costs at the looks."""
     table.know(number, {rung: (cost,) for rung, cost in enumerate(costs[:-1])})
     table.record(number, LOOKS - 1, (costs[-1],))
 

@@ -1,4 +1,4 @@
-"""The order of promotion that is kept up gives what sorting all candidates anew gives."""
+"""The order of promotion is updated incrementally, with the same result as sorting all candidates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is evaluated next, who is promoted, and what a proposal may know: the table alone, without store or searcher."""
+"""The rung table alone, without store or searcher: next evaluations, promotions, and results that a proposal knows."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ def propose(table: RungTable) -> int | None:
 
 
 def filled(size: int, **settings: Any) -> RungTable:
-    """A table whose first bracket has its `size` trials, none evaluated."""
+    """A table whose first bracket has its `size` trials, none of them evaluated."""
     table = table_of(max_trials=size, max_staleness=size, **settings)
     assert [propose(table) for _ in range(size)] == list(range(size))
     return table
 
 
 def decisions(table: RungTable, outcomes: list[float | None], rung: int) -> list[tuple[Decision, ...]]:
-    """What is decided as trial i's cost, or its failure, is recorded, in order."""
+    """Decisions after the cost (or failure) of each trial was recorded, in order."""
     return [
         table.fail(number) if cost is None else table.record(number, rung, (cost,))
         for number, cost in enumerate(outcomes)
@@ -71,7 +71,7 @@ def decisions(table: RungTable, outcomes: list[float | None], rung: int) -> list
 
 
 def play(table: RungTable, cost: Callable[[int], float] = float) -> list[Decision]:
-    """Propose and evaluate, one at a time, until the table is finished."""
+    """Propose and evaluate trials one at a time until the table is finished; returns its decisions."""
     decided: list[Decision] = []
     while not table.is_finished:
         while propose(table) is not None:
@@ -322,7 +322,7 @@ def test_bracket_opens_after_two_closed() -> None:
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_a_searcher_that_waits_for_baselines_knows_all_of_them(scheduler: Scheduler) -> None:
     def first_known(waits_for_baselines: bool) -> tuple[int, Proposal]:
-        """How many baselines have ended when the first proposal may be asked for."""
+        """Number of ended baselines when the first proposal may be requested, and that proposal."""
         table = table_of(
             max_trials=4, scheduler=scheduler, baselines=5, max_staleness=3, waits_for_baselines=waits_for_baselines
         )
@@ -470,7 +470,7 @@ def test_one_rung_needs_no_promotion_and_no_waiting_for_brackets(scheduler: Sche
 
 
 def asha_of(size: int, **settings: Any) -> RungTable:
-    """An ASHA table with all its `size` trials proposed, none evaluated."""
+    """An ASHA table with `size` proposed trials, none of them evaluated."""
     return filled(size, scheduler="asha", **settings)
 
 

@@ -1,4 +1,4 @@
-"""A worker of CLIP models: zero-shot heads, merges of vision towers, exports as whole models, verification."""
+"""A worker for CLIP models: zero-shot heads, merges of vision towers, exports as whole models, verification."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def family(place: Path) -> Family:
-    """A whole model as base, and experts as towers in the two forms in which transformers stores them."""
+    """A whole model as base, and experts that are towers, one in each of the forms that transformers stores."""
     experts = {"bare": tiny_clip(place / "bare", 1, kind="CLIPVisionModel"), "whole": tiny_clip(place / "whole", 2)}
     return open_family(tiny_clip(place / "base"), experts)
 

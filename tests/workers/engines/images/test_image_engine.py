@@ -1,4 +1,4 @@
-"""The torch engine of image classifiers: merges in place, evidence, canaries, and what breaks them."""
+"""The torch engine for image classifiers: merges in place, evidence, canaries, and faults that they find."""
 
 from __future__ import annotations
 

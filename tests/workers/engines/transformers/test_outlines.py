@@ -1,4 +1,4 @@
-"""Outlines: the shapes that a configuration gives are those of the weights."""
+"""Outlines (shapes computed from a configuration) equal the shapes of the weights."""
 
 from __future__ import annotations
 

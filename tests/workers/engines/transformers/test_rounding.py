@@ -1,4 +1,4 @@
-"""Unstable tokens: rounding explains what another order of sums changes, and nothing that another merge changes."""
+"""Unstable tokens: rounding explains the effect of another order of sums, but not of another merge."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 
 
 def unstable(model: Any, *, by: float) -> Any:
-    """The model with queries so large that attention chooses between nearly equal keys: rounding errors grow."""
+    """The model with scaled queries, so that attention chooses between nearly equal keys and rounding errors grow."""
     found = copy.deepcopy(model)
     with torch.no_grad():
         for layer in found.model.layers:
@@ -44,7 +44,7 @@ def unstable(model: Any, *, by: float) -> Any:
 
 
 def in_other_order(model: Any, seed: int) -> Any:
-    """The same function, computed in another order of the sums over the MLP's columns and within attention heads."""
+    """A model of the same function with another order of sums over the MLP's columns and within attention heads."""
     found = copy.deepcopy(model)
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -120,7 +120,7 @@ def test_another_merge_is_not_explained(reference: Reference, change: str) -> No
 
 
 def verified(reference: Reference, file: Path, *, off: float, at: int) -> VerificationReport:
-    """Verification of completions of which the engine has another log-probability of one token."""
+    """Verification report for completions in which the engine's log-probability of one token differs by `off`."""
     file.write_text("\n".join(json.dumps({"prompt": f"{i}+{i}={'x' * 30}", "answer": "?"}) for i in range(8)))
     spec = TaskSpec({"file": str(file), "max_tokens": 5}, "exact_match")
     spans = (Span("sums", spec, 0, 8),)

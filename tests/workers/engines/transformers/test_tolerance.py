@@ -30,7 +30,7 @@ TEXTS = [tuple(range(3, 60)), tuple(range(40, 90))]
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    """A model whose weights are bfloat16, as those of an export, in float32."""
+    """A model in float32 whose weights have bfloat16 values, as in an export."""
     reference = Reference(str(tiny_llama(tmp_path_factory.mktemp("llama"), 4)), OPTIONS)
     for parameter in reference.model.parameters():
         parameter.data = parameter.data.bfloat16().float()

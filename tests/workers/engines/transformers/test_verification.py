@@ -86,7 +86,7 @@ def test_differences_have_margins(reference: Reference, tmp_path: Path, choices:
 
 
 class Scored:
-    """Twelve completions and twelve choices, stored as by an engine that computes exactly as transformers.
+    """Scores of twelve completions and twelve choices, from an engine that computes exactly as transformers.
 
     `verify` compares them after `change`, and with log-probabilities that are off by `nats`.
     """

@@ -1,4 +1,4 @@
-"""What the canary sees: merges of the shipped models in bfloat16, by an engine that missed some of their tensors.
+"""The canary's detection of merged tensors that an engine did not write, on the shipped models in bfloat16.
 
 Transformers, computing in bfloat16, stands in for the engine.
 """
@@ -52,7 +52,7 @@ def calibration(shipped: Family, bank: Bank) -> Calibration:
 def check(
     recipe: Recipe, family: Family, bank: Bank, calibration: Calibration, *, missed: Callable[[str], bool]
 ) -> float:
-    """The canary of an engine in bfloat16 that holds the base's tensors where it `missed` those of the merge."""
+    """The canary's value for an engine in bfloat16 that has the base's tensors instead of those in `missed`."""
     model = merged_model(recipe, bank, dtype="bfloat16")
     theirs = read(model, PROMPTS)
     held: dict[str, Any] = dict(model.named_parameters())

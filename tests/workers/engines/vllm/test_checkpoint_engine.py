@@ -1,4 +1,4 @@
-"""The process that scores a checkpoint, whose program is replaced."""
+"""The process that scores a checkpoint, with a stand-in for its program."""
 
 from __future__ import annotations
 

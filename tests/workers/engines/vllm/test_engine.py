@@ -102,7 +102,7 @@ def test_cached_prefixes_do_not_outlive_a_swap(engine: Engine, untied_family: Fa
 
 
 def options_of_questions(engine: Engine) -> list[Continuation]:
-    """Options of one and of several tokens, some the likeliest, after prompts below and beyond a block of the cache."""
+    """Options of one or more tokens, after prompts shorter and longer than a cache block. Some are the likeliest."""
     draw = random.Random(7)
     shots = (1, *draw.choices(range(4, 99), k=150))
     contexts = [(*shots, *draw.choices(range(4, 99), k=9), question) for question in (3, 4)] + [shots[:20]]
@@ -147,7 +147,7 @@ def test_a_question_with_letters_is_one_prompt(engine: Engine, monkeypatch: pyte
 class CachingVLLM:
     """A made-up model of three tokens in the place of vLLM, with a prefix cache of blocks of four tokens.
 
-    Of cached tokens it has no rows: vLLM's model runners either leave them out, or leave whatever memory contained.
+    The model has no rows for cached tokens: vLLM's model runners either omit these rows or return uninitialised memory.
     """
 
     def __init__(self, *, leaves_out: bool) -> None:
@@ -176,7 +176,7 @@ class CachingVLLM:
 
 
 def made_up(before: Sequence[int], token: int) -> tuple[float, bool]:
-    """Log-probability of a token after others, and whether it is the likeliest."""
+    """Log-probability of a token after the tokens `before`, and whether it is the likeliest."""
     return -float(hash((*before, token)) % 1000), sum(before) % 3 == token
 
 
@@ -223,7 +223,7 @@ def test_rows_of_logits_are_bounded(engine: Engine, untied_family: Family, monke
 
 
 def generations(engine: Engine) -> list[Generation]:
-    """Twelve requests of different lengths, two of them equal."""
+    """Twelve requests of different lengths, of which two are equal."""
     prompts = [engine.prompts.encode("ab" * (1 + index % 5)) for index in range(11)]
     requests = [Generation(tuple(p), max_tokens=4 + 11 * (index % 4)) for index, p in enumerate(prompts)]
     return [*requests, requests[3]]
@@ -313,7 +313,7 @@ def test_infinite_logits_fail_a_candidate_and_masked_ones_do_not(
 
     @contextmanager
     def first_token(value: float) -> Iterator[None]:
-        """The logit of token 0, the padding, which no prompt holds."""
+        """Context in which token 0, the padding, has this logit; no prompt contains it."""
 
         def change(module: Any, arguments: Any, logits: torch.Tensor) -> None:
             logits[..., 0] = value
@@ -340,7 +340,7 @@ def test_engine_that_does_not_hold_what_it_says_is_caught(engine: Engine, untied
 
 @pytest.fixture
 def faulty(engine: Engine) -> Iterator[Engine]:
-    """The engine, to be damaged: afterwards it is as if it had never failed."""
+    """An engine for a test to damage. Afterwards it is in the state of an engine without faults."""
     yield engine
     engine._fault = None
     engine._call("mergesearch_forget")  # the next swap writes every tensor
@@ -348,7 +348,7 @@ def faulty(engine: Engine) -> Iterator[Engine]:
 
 
 def damage(model: Any) -> None:
-    """Other weights in one layer than the engine says."""
+    """Change the weights of one layer behind the engine's back."""
     layer = model.model.layers[1].mlp.down_proj
     with torch.inference_mode():
         layer.weight.mul_(1.5)

@@ -1,4 +1,4 @@
-"""Where vLLM's loaders write, as seen without copying, for each way in which ranks divide a tensor."""
+"""The places that vLLM's loaders write to, found without copying, for each way in which ranks divide a tensor."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VOCABULARY = 125  # is padded
 
 
 def layers() -> dict[str, tuple[Callable[[], Any], dict[Any, tuple[int, ...]]]]:
-    """Layers of vLLM, with the tensors that fill each: a shape for each part, or for the whole parameter (None)."""
+    """Layers of vLLM, each with the shapes of its source tensors by part; the part None is the whole parameter."""
     from vllm.model_executor.layers.linear import (
         ColumnParallelLinear,
         MergedColumnParallelLinear,
@@ -47,7 +47,7 @@ def layers() -> dict[str, tuple[Callable[[], Any], dict[Any, tuple[int, ...]]]]:
 
 @pytest.fixture
 def as_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, int], None]]:
-    """Sets the rank, and the number of ranks, that vLLM's layers are made for."""
+    """Function that sets the rank and the number of ranks for which vLLM's layers are built."""
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers import linear, vocab_parallel_embedding
 

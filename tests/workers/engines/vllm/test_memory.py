@@ -1,4 +1,4 @@
-"""What goes where, on machines that are only numbers here."""
+"""The places of models in memory, on machines given only by numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a packed copy holds the plain weights."""
+"""The check that a packed copy of weights agrees with the plain weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from workers.engines.vllm.plugin import _bits, _gives_its_columns
 
 
 def layer(dtype: torch.dtype) -> Any:
-    """A linear layer, [rows, columns], that multiplies by a copy of its weights, as if they were packed."""
+    """A linear layer, [rows, columns], that multiplies by a copy of its weights, like a layer with packed weights."""
     weight = torch.randn(24, 40, generator=torch.Generator().manual_seed(0)).to(dtype)
     copy = weight.clone()
     return SimpleNamespace(weight=weight, cpu_linear=lambda x, weight, bias: torch.nn.functional.linear(x, copy, bias))

@@ -11,12 +11,12 @@ BLOCK = 4
 
 
 def scored(before: Sequence[int], token: int) -> Scored:
-    """A made-up model: any function of a text and the token after it."""
+    """Score by a made-up model: an arbitrary function of a text and the next token."""
     return float(hash((*before, token)) % 1000), (sum(before) + token) % 2 == 0
 
 
 def read_with_cache(plan: ReadingPlan, *, block: int) -> list[Read]:
-    """What an engine with a prefix cache reads; a row of a cached token is missing."""
+    """The rows that an engine with a prefix cache returns; rows of cached tokens are missing."""
     cache: set[tuple[int, ...]] = set()
     results = []
     for reading in plan.readings:

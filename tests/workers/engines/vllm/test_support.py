@@ -1,4 +1,4 @@
-"""What vLLM says of models by their configurations alone; it is asked once here, about all of them."""
+"""vLLM's answers about models from their configurations alone; this module asks once about all of them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def vllm() -> str:
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What vLLM said is remembered there."""
+    """Cache directory with vLLM's answers."""
     directory = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(support, "COMMAND", OWN_COMMAND)

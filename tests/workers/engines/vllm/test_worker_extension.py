@@ -1,4 +1,4 @@
-"""The worker extension on a plain transformers model: what is written, and that the evidence says so."""
+"""The worker extension on a plain transformers model: the tensors that it writes, and its evidence."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_a_recipe_that_cannot_be_merged_writes_nothing(extension: Extension, tie
 
 @pytest.fixture
 def own_family(tied_family: Family, tmp_path: Path) -> Family:
-    """A copy of the family whose files a test may change."""
+    """A copy of the family, whose files a test may change."""
     copies = {
         model.alias: str(shutil.copytree(model.directory, tmp_path / model.alias)) for model in tied_family.models
     }
@@ -295,7 +295,7 @@ def test_a_copy_that_is_not_packed_again_is_seen_at_the_swap(extension: Extensio
 
 @pytest.fixture
 def gpu(extension: Extension, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Moves the bank of `extension` into the memory of a GPU that is a stand-in on the CPU.
+    """Moves the bank of `extension` into the memory of a GPU, which is simulated on the CPU.
 
     The weights stay on the CPU. `is_full` says whether merging on the GPU fails, `free` is the GPU's free memory, and
     `devices` has the devices on which merges began.

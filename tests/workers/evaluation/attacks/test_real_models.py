@@ -35,7 +35,7 @@ def test_bert_attacks_a_llama(tmp_path: Path) -> None:
     asked: dict[str, float] = {}
 
     def margin(template: str) -> float:
-        """The mean log-likelihood of the right option beside the others, which each change of a prompt changes."""
+        """Mean log-likelihood of the right option above the mean of all; each change of a prompt changes it."""
         if template in asked:
             return asked[template]
         scored = evaluator.score([Span("x", replace(spec, template=template), 0, 12)]).samples

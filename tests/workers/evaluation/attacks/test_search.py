@@ -13,7 +13,7 @@ BUG = DeepWordBugAttack(kind="deepwordbug")
 
 
 class Dictionary:
-    """Proposes the same words for every word."""
+    """A source of replacements that proposes the same words for every word."""
 
     def __init__(self, *words: str) -> None:
         self.known = words
@@ -25,7 +25,7 @@ class Dictionary:
 def attacked(
     option: AttackSpec, score: Callable[[str], float], *, text: str = TEXT, seed: int = 0, words: Sequence[str] = ()
 ) -> tuple[Attacked, list[str]]:
-    """The result of an attack, and the templates that were scored."""
+    """The result of an attack, and the templates that it scored."""
     asked: list[str] = []
 
     def noted(template: str) -> float:

@@ -1,4 +1,4 @@
-"""Compiled code on disk is used only while every source that is compiled in is the same."""
+"""Compiled code on disk is used only while all its sources are unchanged."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ COMPILERS = ("numba", "llvmlite", "workers.merging.kernels.compilation")
 
 
 def module_file(name: str) -> Path | None:
-    """The file of a module of this project; None for a package, another project's module or a name in a module."""
+    """The file of a module of this project; None for a package, a module of another project, or a name in a module."""
     path = ROOT.joinpath(*name.split(".")).with_suffix(".py")
     return path if path.is_file() else None
 
 
 def imported_by(source: Path) -> dict[str, set[str]]:
-    """The modules that a file imports anywhere, with the names that it takes from each."""
+    """The modules that a file imports anywhere, each with the imported names."""
     found: dict[str, set[str]] = {}
     for node in ast.walk(ast.parse(source.read_text())):
         if isinstance(node, ast.Import):

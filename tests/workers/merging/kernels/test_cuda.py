@@ -1,4 +1,4 @@
-"""The Triton kernels against the plain methods in Triton's interpreter; `tests/gpu` has the tests on a device."""
+"""The Triton kernels compared with the plain methods in Triton's interpreter; `tests/gpu` has the tests on a GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from workers.merging.shards import Shard
 
 
 def check_all(sizes: tuple[int, ...], device: str) -> int:
-    """Compare every fused method, for each size and dtype; returns how many comparisons were made."""
+    """Compare every fused method for each size and dtype; returns the number of comparisons."""
     from tests.workers.merging.kernels.test_kernels import bits, given_to, merges, operands
     from workers.merging.kernels import FUSED, ON_CUDA, cuda
     from workers.merging.methods.plain import PLAIN
@@ -56,7 +56,7 @@ def check_all(sizes: tuple[int, ...], device: str) -> int:
 
 
 def check_shards(shape: tuple[int, ...], device: str) -> int:
-    """Compare shards by every kernel with the same elements of whole merges; returns how many were compared.
+    """Compare shards by every kernel with the same elements of whole merges; returns the number of comparisons.
 
     The operands are whole tensors, and then only the elements of the shard.
     """
@@ -128,7 +128,7 @@ def test_kernels_are_launched_on_the_device_of_their_operands(monkeypatch: pytes
 
 
 def interpreted(call: str) -> int:
-    """The number that a call of one of this module's functions returns in Triton's interpreter."""
+    """The number that a call of one of this module's functions returns under Triton's interpreter."""
     code = f"from tests.workers.merging.kernels.test_cuda import check_all, check_shards; print({call})"
     environment = {**os.environ, "TRITON_INTERPRET": "1"}  # read when Triton is imported
     finished = subprocess.run(

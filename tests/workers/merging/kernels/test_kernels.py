@@ -1,4 +1,4 @@
-"""The fused kernels against the plain methods: the same bits, whatever the operands."""
+"""The fused kernels give the same bits as the plain methods, for any operands."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SOME = (*IN_BFLOAT16, *IN_FLOAT16, *OF_TWO)
 
 
 def merges(num_sources: int) -> Iterator[Merge]:
-    """Every fused method, those that no case was chosen for with their examples."""
+    """Merges by every fused method: the chosen ones, and the others with their example coefficients."""
     yield from chosen_merges(num_sources)
     for name in FUSED.keys() - {merge.method for merge in chosen_merges(2)}:
         declared = METHODS[name]
@@ -51,7 +51,7 @@ def merges(num_sources: int) -> Iterator[Merge]:
 
 
 def chosen_merges(num_sources: int) -> Iterator[Merge]:
-    """Merges by fused methods; by those that keep a share with few, many and all."""
+    """Merges with chosen coefficients. Methods with a density are tried with few, many and all elements kept."""
     sources = tuple(Source(f"m{i}") for i in range(num_sources))
     numbers = LAMBDAS[:num_sources]
     yield Merge("linear", sources, {"weight": numbers})
@@ -108,7 +108,7 @@ def chosen_merges(num_sources: int) -> Iterator[Merge]:
 
 
 def operands(shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], seed: int = 0) -> Operands:
-    """A base and experts near it, `dtypes` being those of the base and of each expert, with all statistics."""
+    """A base and experts near it with all statistics; `dtypes` are those of the base and of each expert."""
     generator = torch.Generator().manual_seed(seed)
     base = torch.randn(shape, generator=generator)
     tensors = tuple((base + 0.05 * torch.randn(shape, generator=generator)).to(dtype) for dtype in dtypes[1:])
@@ -129,7 +129,7 @@ def with_statistics(tensors: tuple[torch.Tensor, ...], base: torch.Tensor) -> Op
 
 
 def given_to(merge: Merge, stored: Operands) -> Operands:
-    """With the inner products that the method takes: of task vectors where it needs the base."""
+    """The operands with inner products for the method: of task vectors if the method needs the base."""
     tensors = [tensor.float() for tensor in stored.tensors]
     if METHODS[merge.method].needs_base and stored.base is not None:
         tensors = [tensor - stored.base.float() for tensor in tensors]
@@ -138,7 +138,7 @@ def given_to(merge: Merge, stored: Operands) -> Operands:
 
 
 def plain(merge: Merge, given: Operands, dtype: torch.dtype) -> torch.Tensor:
-    """By the plain method, which sorts for itself."""
+    """The merged tensor by the plain method, which sorts for itself instead of using statistics."""
     alone = Operands(
         given_to(merge, given).tensors, given.base, keys=given.keys, orders=given.orders, order=given.order
     )

@@ -1,4 +1,4 @@
-"""Fused rules belong to declared methods, one to each at most."""
+"""Every fused rule belongs to a declared method, and every method has at most one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernels' reductions against exact sums of float64 terms, and bit for bit against those of the plain methods."""
+"""The kernels' reductions compared with exact sums of float64 terms and, bit by bit, with the plain methods'."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def two_threads() -> Iterator[None]:
 
 
 def tensors_near(size: int, dtypes: Sequence[torch.dtype], seed: int = 0) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """A base of the first dtype, and sources of the others."""
+    """A base of the first dtype, and sources of the other dtypes."""
     generator = torch.Generator().manual_seed(seed)
     base = torch.randn(size, generator=generator)
     sources = [(base + 0.05 * torch.randn(size, generator=generator)).to(dtype) for dtype in dtypes[1:]]
@@ -44,7 +44,7 @@ def tensors_near(size: int, dtypes: Sequence[torch.dtype], seed: int = 0) -> tup
 
 
 def check_sum(found: float, terms: torch.Tensor) -> None:
-    """`found` is the sum of `terms`, float64, but for the error of the order of summation."""
+    """Check that `found` is the sum of the float64 `terms`, up to the error of the order of summation."""
     exact = terms.flatten().tolist()
     assert abs(found - math.fsum(exact)) <= ERROR * math.fsum(map(abs, exact))
 

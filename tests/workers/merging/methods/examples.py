@@ -1,4 +1,4 @@
-"""Coefficients with which every merge method can be tried, for three models."""
+"""Example coefficients of every merge method, for three models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Karcher mean's iteration on whole vectors in float64, as arXiv:2603.04972 and mergekit write it."""
+"""The Karcher mean's iteration on whole vectors in float64, as in arXiv:2603.04972 and mergekit."""
 
 from __future__ import annotations
 

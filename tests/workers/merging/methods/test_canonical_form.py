@@ -1,4 +1,4 @@
-"""The canonical form of a merge gives the same tensor: what it leaves out has no influence, and no order has any."""
+"""A merge and its canonical form give the same tensor: omitted values and the order of sources have no effect."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def example(name: str, count: int) -> Numbers:
 
 
 def changes(name: str, numbers: Numbers, count: int) -> Iterator[Numbers]:
-    """Each coefficient at 0 and 1: of all sources, of one, and of all but one."""
+    """Changes of coefficients: each to 0 and 1, for all sources, for one, and for all but one."""
     yield {}
     for coefficient in METHODS[name].coefficients:
         yield from ({coefficient.name: number} for number in (0.0, 1.0))
@@ -70,7 +70,7 @@ def changes(name: str, numbers: Numbers, count: int) -> Iterator[Numbers]:
 
 
 def merges(name: str) -> Iterator[Merge]:
-    """Valid merges by the method: of three models if it takes so many, of one model only, and with the base."""
+    """Valid merges by the method: of three models (or as many as it takes), of a single model, and with the base."""
     declared = METHODS[name]
     count = declared.max_sources or len(EXPERTS)
     numbers = example(name, count)
@@ -87,7 +87,7 @@ def merges(name: str) -> Iterator[Merge]:
 
 
 def canonical(merge: Merge, order: Sequence[str]) -> Merge:
-    """The canonical form of the merge where models are sorted in this order."""
+    """The canonical form of the merge if models are sorted in this order."""
     fingerprints = {alias: f"{order.index(alias)}" for alias in COARSE}
     copied = Merge("passthrough", (Source("base", 0),))
     layer = LayerRecipe(copied, copied, copied)
@@ -96,7 +96,7 @@ def canonical(merge: Merge, order: Sequence[str]) -> Merge:
 
 
 def merged(merge: Merge, models: Mapping[str, Tensor]) -> Tensor:
-    """By the plain method, of these sources in this order."""
+    """The merged tensor by the plain method, with sources in the given order."""
     declared = METHODS[merge.method]
     keys = tuple(mask_key(merge.seed or 0, source.model, "weight") for source in merge.sources)
     tensors = tuple(models[source.model] for source in merge.sources)

@@ -1,4 +1,4 @@
-"""Gradients by coefficients: those of the plain functions against differences of their results, in float64."""
+"""Gradients of the plain functions by coefficients, compared with differences of their results in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plain methods are the reference for the kernels, so they run where no compiler can be imported."""
+"""The plain methods are the reference for the kernels; they run without any compiler."""
 
 from __future__ import annotations
 

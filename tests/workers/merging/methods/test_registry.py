@@ -1,4 +1,4 @@
-"""What holds for every merge method."""
+"""Requirements of every merge method."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def merged(
 
 
 def models(name: str, *shape: int, seed: int = 0) -> tuple[Tensor, list[Tensor]]:
-    """A base and as many models near it as the method takes."""
+    """A base, and as many models near it as the method takes."""
     generator = torch.Generator().manual_seed(seed)
     base = torch.randn(*shape, generator=generator)
     return base, [base + 0.1 * torch.randn(*shape, generator=generator) for _ in range(num_sources(name))]

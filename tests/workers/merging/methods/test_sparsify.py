@@ -31,7 +31,7 @@ def test_breadcrumbs_of_format_1_keep_all_that_equal_the_ends() -> None:
 
 
 def coarse(size: int, num_distinct: int = 9) -> torch.Tensor:
-    """Few distinct magnitudes, as in bfloat16."""
+    """Random values of few distinct magnitudes, as in bfloat16."""
     generator = torch.Generator().manual_seed(size)
     return torch.randn(size, generator=generator).mul_(num_distinct / 3).round().div_(num_distinct)
 

@@ -1,4 +1,4 @@
-"""Signs and sums by hand: base [10, 20, 30, 40], task vectors as in each test."""
+"""Signs and sums computed by hand: the base is [10, 20, 30, 40], and each test has its own task vectors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trainings on several ranks (gloo), for tests of shards: one process imports the trainer, and forks into ranks.
+"""Trainings on several ranks (gloo), for tests of shards: one process imports the trainer and forks into ranks.
 
 Run as `python -m tests.workers.training.finetuning.ranks DIRECTORY`, where DIRECTORY has a base model, an expert of it,
 data, and a ViT with images. The results of training NAME on N ranks are in the directory NAME-N. No test is here.
@@ -36,7 +36,7 @@ OBJECTIVE = {"name": "sums", "task": {"file": "data.jsonl", "max_tokens": 4}, "m
 SHORT = {"steps": 3, "checkpoint_every": 3}
 LORA: dict[str, Any] = {"adapter": {"rank": 4}, "training": {**SHORT, "precision": "bfloat16"}}
 
-# What is trained on one and on two ranks, as differences from `spec_of`'s document.
+# Trainings on one and on two ranks, as differences from the document of `spec_of`.
 TRAININGS: dict[str, dict[str, Any]] = {
     "mergopt": {"evaluation": {"every": 2, "samples": 4, "objectives": [OBJECTIVE]}},
     "in_layers": {"method": {"in_layers": True}, "training": {**SHORT, "gradient_checkpointing": True}},
@@ -63,7 +63,7 @@ KILLED_AT = 5
 
 
 def spec_of(place: Path, **changes: Any) -> FinetuneSpec:
-    """A training of 6 updates of 5 rows each, which are not divided evenly over two ranks."""
+    """A training of 6 updates of 5 rows each, which two ranks cannot share evenly."""
     document: dict[str, Any] = {
         "name": "sums",
         "base": "base",
@@ -78,7 +78,7 @@ def spec_of(place: Path, **changes: Any) -> FinetuneSpec:
 
 
 def fork(place: Path, size: int, work: Callable[[int], Any], *, fails: bool = False) -> None:
-    """Call `work` with the rank in `size` new processes of a process group; one that dies ends the others.
+    """Call `work` with the rank in `size` new processes of a process group; if one dies, the others end.
 
     Raises RuntimeError if a process fails and `fails` is False, or if none fails and it is True.
     """
@@ -111,7 +111,7 @@ def fork(place: Path, size: int, work: Callable[[int], Any], *, fails: bool = Fa
 
 
 def run(place: Path, trainings: Mapping[str, Mapping[str, Any]], size: int, *, killed: bool = False) -> None:
-    """Train on `size` ranks, one training after the other; `killed`: the last rank is killed at step KILLED_AT."""
+    """Run trainings one after another on `size` ranks; with `killed`, kill the last rank at step KILLED_AT."""
 
     def work(rank: int) -> None:
         def report(line: Mapping[str, Any]) -> None:
@@ -128,10 +128,10 @@ def run(place: Path, trainings: Mapping[str, Mapping[str, Any]], size: int, *, k
 
 
 def measure(place: Path, size: int) -> None:
-    """Write the bytes by which two updates of the model `large` raised each rank's memory.
+    """Write the bytes of memory that two updates of the model `large` took in each rank.
 
-    The first number is that of its own memory with weights, gradients and moments, the second the highest of all,
-    with the mapped files of the base model.
+    The first number is the rank's own memory: weights, gradients and moments. The second number is the peak of all
+    memory, with the mapped files of the base model.
     """
 
     def work(rank: int) -> None:
@@ -159,7 +159,7 @@ def _memory() -> dict[str, int]:
 
 
 def dtypes(place: Path) -> None:
-    """Write the dtypes of the weights of a LoRA training on two ranks: of trained ones, and of the others."""
+    """Write the dtypes of trained and of other weights, in a LoRA training on two ranks."""
 
     def work(rank: int) -> None:
         model = load_model(spec_of(place, **LORA), place / "base", torch.device("cpu"), is_sharded=True)
@@ -172,7 +172,7 @@ def dtypes(place: Path) -> None:
 
 
 def warm_up(place: Path) -> None:
-    """Import what trainings import, once for all ranks; without a backward pass, after which torch cannot fork."""
+    """Import the modules of trainings once for all ranks, without a backward pass, after which torch cannot fork."""
     import torch._dynamo
 
     import workers.training.mergopt.kernel  # noqa: F401

@@ -1,4 +1,4 @@
-"""Training data: where the loss is, rows that keep documents apart, and what is refused, with its line."""
+"""Training data: tokens with a loss, rows that keep documents apart, and refused data with their lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention within the documents of packed rows gives the losses and gradients of rows of one document each."""
+"""Attention within the documents of packed rows gives the same losses and gradients as one document per row."""
 
 from __future__ import annotations
 

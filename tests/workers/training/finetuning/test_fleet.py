@@ -1,4 +1,4 @@
-"""Fleets and pipelines: sections laid over each other, and every mistake named with its place."""
+"""Fleets and pipelines: sections that override each other, and mistakes reported with their places."""
 
 from __future__ import annotations
 

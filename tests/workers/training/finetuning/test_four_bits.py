@@ -1,4 +1,4 @@
-"""LoRA over a base in 4 bits: what is in memory, what is learned, and what is refused. Needs bitsandbytes."""
+"""LoRA with a base in 4 bits: memory, trained weights, and refused settings. Needs bitsandbytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Losses of merges of image experts are those of plain transformers, on the two halves of each task."""
+"""Losses of merges of image experts equal those of plain transformers, on both halves of each task."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def losses(place: Path, *, samples: int = 4) -> ImageMergeLosses:
 
 
 def plain(place: Path, weights: dict[str, float], name: str, start: int, stop: int) -> tuple[float, float]:
-    """Mean loss and accuracy of base + sum of weighted task vectors, with the expert's head, in plain transformers."""
+    """Mean loss and accuracy, in plain transformers, of the base plus weighted task vectors with the expert's head."""
     base = ViTForImageClassification.from_pretrained(place / "base").state_dict()
     experts = {alias: ViTForImageClassification.from_pretrained(place / alias).state_dict() for alias in weights}
     model = ViTForImageClassification.from_pretrained(place / name).eval()

@@ -1,4 +1,4 @@
-"""Fine-tuning of image classifiers: which head an expert has, what is trained, and data that cannot be used."""
+"""Fine-tuning of image classifiers: each expert's head, the trained weights, and refused data."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ HEAD = ("classifier.bias", "classifier.weight")
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An encoder without a head, two models with heads, and images as a folder and as lines."""
+    """An encoder without a head, two models with heads, and images as a folder and as a JSONL file."""
     directory = tmp_path_factory.mktemp("images")
     tiny_vit(directory / "base", classes=None, initializer_range=0.02)
     tiny_vit(directory / "with_head", seed=1, initializer_range=0.02)

@@ -1,4 +1,4 @@
-"""The memory plan of a training: Llama-3-8B from its configuration, and what is said if it does not fit."""
+"""The memory plan of a training: Llama-3-8B from its configuration, and the message if it does not fit."""
 
 from __future__ import annotations
 

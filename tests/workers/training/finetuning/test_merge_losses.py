@@ -1,4 +1,4 @@
-"""Histograms hold what task vectors are, landscapes and tables what is measured, and losses are those of the model."""
+"""The analysis of experts: histograms of task vectors, measured landscapes and tables, and the model's losses."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ITEMS = 6
 
 @pytest.fixture(scope="module")
 def family(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A base, two experts at Laplace noise from it, and a task for each."""
+    """A base, two experts with Laplace noise added to it, and a task for each."""
     root = tmp_path_factory.mktemp("family")
     tiny_llama(root / "base")
     for number, name in enumerate(("math", "text")):
@@ -205,7 +205,7 @@ def test_an_expert_without_evaluation_is_named(family: Path) -> None:
 
 
 def bowl(merge: Merge) -> Mapping[str, float]:
-    """Losses whose best coefficients are 0.4 for one expert, and 0.6 for the other."""
+    """Losses that are least at coefficient 0.4 for one expert, and 0.6 for the other."""
     value = merge.coefficients.get("lambda", 1.0)
     first, second = value if isinstance(value, tuple) else (value, value)
     assert isinstance(first, float)

@@ -1,4 +1,4 @@
-"""Shards over ranks (FSDP2): a training gives what it gives on one rank, in less memory, also after a kill."""
+"""Shards over ranks (FSDP2): a training has the result of one rank, in less memory, also after a kill."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loss over target tokens: in chunks it is the loss of all logits at once, in less memory."""
+"""The loss over target tokens: computed in chunks, it equals the loss of all logits, in less memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training: it learns, goes on after a kill to the same bits, and stops at what is not a number."""
+"""Training: it learns, continues after a kill with the same bits, and stops at values that are not finite."""
 
 from __future__ import annotations
 
@@ -228,7 +228,7 @@ def test_only_the_named_layers_are_trained(place: Path, tmp_path: Path) -> None:
 
 
 def moved_by(spec: FinetuneSpec, place: Path) -> set[str]:
-    """The names of the weights that get MergOPT's offset in a training, seen within a step of it."""
+    """Names of the weights that MergOPT offsets in a training, found within a step."""
     model = load_model(spec, place / "base", torch.device("cpu"))
     optimizer = make_optimizer(
         spec.method, model.trained.values(), learning_rate=0.1, seed=3, model=model.module, moved=model.moved
@@ -411,7 +411,7 @@ def test_tangent_experts_are_scored_as_trained_and_as_exported(place: Path, tmp_
 
 
 def chat_model(directory: Path) -> Path:
-    """A base whose tokenizer has a chat template, with data in which questions are answered by 7, other texts by 3."""
+    """A base whose tokenizer has a chat template, and data: questions in chats are answered by 7, other texts by 3."""
     base = tiny_llama(directory / "base")
     template = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}|{% endfor %}"
     (base / "chat_template.jinja").write_text(template + "{% if add_generation_prompt %}a:{% endif %}")

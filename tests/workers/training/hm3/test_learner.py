@@ -1,4 +1,4 @@
-"""The trust region of a policy: ratios that begin at one, the end of its epochs, and what the encoder's learning moves.
+"""A policy's trust region: ratios that begin at one, the end of its epochs, and the effect of the encoder's learning.
 
 The learner of version 1, which has none of these, is beside it where it differs.
 """
@@ -41,7 +41,7 @@ def outcomes_of(episodes: list[Episode]) -> torch.Tensor:
 
 
 def updated(own: BaseLearner, times: int) -> list[Episode]:
-    """Let a learner learn as in a search: from episodes that the networks before the last update have built."""
+    """Let a learner learn as in a search: from episodes built by the networks before the last update."""
     waiting = episodes_of(own)
     for turn in range(1, times + 1):
         following = episodes_of(own, first=12 * turn)

@@ -1,4 +1,4 @@
-"""From paths to states and steps: Wolpertinger by hand, episodes that keep to the limits, gradients that arrive."""
+"""From paths to states and steps: Wolpertinger by hand, episodes within the limits, and gradients of all networks."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def test_a_preference_is_seen_only_where_it_is_an_input() -> None:
 
 @pytest.fixture(params=[FirstLearner, Learner])
 def kind(request: pytest.FixtureRequest) -> type[BaseLearner]:
-    """The learner of version 1 of the searcher, and that of new studies."""
+    """The learner of the searcher's version 1, and the learner of new studies."""
     found: type[BaseLearner] = request.param
     return found
 

@@ -1,4 +1,4 @@
-"""PPO's formulas, by numbers computed by hand."""
+"""PPO's formulas, compared with numbers computed by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scalarisations of outcomes by objective, and policies that learn by Tchebycheff's function."""
+"""Scalarisations of outcomes by objective, and policies that learn with the Tchebycheff function."""
 
 from __future__ import annotations
 

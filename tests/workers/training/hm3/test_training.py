@@ -1,4 +1,4 @@
-"""Whole trainings of HM3's policy: which networks play what, and any number of runners.
+"""Whole trainings of HM3's policy: the networks that play each episode, and any number of runners.
 
 Some are on the toy environment with its deceptive optimum.
 """
@@ -57,7 +57,7 @@ def outcome(path: tuple[int, ...]) -> list[float]:
 
 
 def paths_of(own: PolicyTraining, num: int, *, runners: int = 1, restarts: bool = False) -> list[tuple[int, ...]]:
-    """The paths of a search whose episodes arrive in an order of their own, as of several runners."""
+    """The paths of a search whose episodes arrive in random order, as from several runners."""
     found: dict[int, tuple[int, ...]] = {}
     num_finished = 0
     draw = random.Random(runners)
@@ -112,7 +112,7 @@ def test_searches_of_version_1_continue_as_they_began(is_conditioned: bool) -> N
 
 
 def first_numbers(*, seed: int, policy: int, version: int = 3) -> tuple[float, ...]:
-    """The first numbers of the networks of a policy, of its episodes and of its drawn paths."""
+    """The first random numbers of a policy's networks, of its episodes and of its drawn paths."""
     own = training(draws_paths=True, version=version)
     own = PolicyTraining(PATHS, own.options, seed=seed, preferences=VECTORS)
     built = own._new(policy).networks.start[0].item()

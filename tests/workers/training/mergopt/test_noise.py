@@ -1,4 +1,4 @@
-"""Noise by counter: the definition by independent arithmetic, one result on every path, and the right distribution."""
+"""Noise by counter: its definition by independent arithmetic, the same result on every device, its distribution."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_compiled_code_gives_the_bits_of_torch(dtype: torch.dtype, start: int) -
 
 
 def check_cuda_kernel(device: str) -> int:
-    """Compare the kernel with torch on one device, for parts across the limits of 32 bits; returns how many parts."""
+    """Compare the kernel with torch on one device, for parts across 32-bit limits; returns the number of parts."""
     from workers.training.mergopt import cuda_kernel
 
     compared = 0

@@ -1,4 +1,4 @@
-"""MergOPT: the update by hand, theta bit for bit, one draw a step, and the same in both modes."""
+"""MergOPT: the update by hand, theta restored bit for bit, one draw per step, and the same in both modes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from workers.training.mergopt.optimizer import COEFFICIENTS, MAX_MODELS, MergOPT
 
 
 def network(seed: int = 0, *, dtype: torch.dtype = torch.float32) -> nn.Sequential:
-    """An embedding, whose weight is that of the head too, a norm, and layers with biases."""
+    """An embedding that shares its weight with the head, a norm, and layers with biases."""
     torch.manual_seed(seed)
     embedding = nn.Embedding(11, 8)
     model = nn.Sequential(embedding, nn.LayerNorm(8), nn.Linear(8, 6), nn.GELU(), nn.Linear(6, 8))

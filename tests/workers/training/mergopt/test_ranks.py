@@ -1,4 +1,4 @@
-"""Two processes (gloo): data-parallel replicas and shards of parameters have the draw that one process has."""
+"""Two processes (gloo): data-parallel replicas and shards of parameters get the draw of a single process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROWS = torch.arange(40).view(8, 5) % 11
 
 
 def trained(model: nn.Module, inner: nn.Module, rows: torch.Tensor, *, offsets: list[torch.Tensor]) -> None:
-    """STEPS updates on `rows`, the whole model's loss being `model`'s; notes the parameters of the first draw."""
+    """Train for STEPS updates on `rows` by the loss of `model`; `offsets` gets the parameters during the first draw."""
     optimizer = MergOPT(torch.optim.AdamW(inner.parameters(), lr=1e-2), noise=Laplace(0.05), seed=4)
     for _ in range(STEPS):
         optimizer.zero_grad()

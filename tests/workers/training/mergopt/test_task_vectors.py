@@ -1,4 +1,4 @@
-"""Offsets of task vectors: merges by equation 5 by hand, parts of real vectors, and states of other experts."""
+"""Offsets of task vectors: merges by equation 5 by hand, parts of real vectors, and other experts' states."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Writing of merges into an engine for layer paths, as paths through a pool of layers, in vLLM's worker.
+"""HeldPath: the weights in vLLM's worker of an engine for layer paths, and the writing of merges over them.
 
-A layer of the pool holds a merged layer without its scale. Therefore one copy is used at every hop (step of a path) and
-with every scale.
+The engine has a pool of layers, and a merge is a path through the pool. A layer of the pool is stored without its
+scale. Therefore one copy of it serves every hop (step of a path), with any scale.
 """
 
 from __future__ import annotations
@@ -136,8 +136,8 @@ class HeldPath(HeldWeights):
 
         `plan` lists tensors of the merge of `recipe`: those outside layers (embedding, final norm and output head), and
         those of the layers to write. `bank` has the weights of the source models. `into(name, shape)` returns memory
-        for computing a tensor. Returns what was written. After a failure, the contents of all layers of the engine
-        count as unknown.
+        for computing a tensor. Returns the number of written tensors, with timings. After a failure, the contents of
+        all layers of the engine count as unknown.
         """
         try:
             done = self._write(plan, bank, into)
@@ -281,7 +281,7 @@ class _Aligned:
 def _digest_of(alignment: Alignment) -> str:
     """Checksum of an alignment (a map of the residual stream), as a sha256 in hex.
 
-    It covers the name, type, shape and 64-bit sum of each of the alignment's tensors.
+    The checksum covers the name, type, shape and 64-bit sum of each of the alignment's tensors.
     """
     return checksum(alignment.tensors())
 
@@ -353,8 +353,8 @@ def _by_layer(plan: TensorPlan, bank: Bank) -> tuple[list[MergedTensor], list[Ha
     engine applies scales when it computes. Returns three values:
 
     - the tensors outside layers: embedding, final norm and output head
-    - for each layer, a description of what it contains: a value that is equal for layers whose tensors are computed in
-      the same way
+    - for each layer, a description of its content: a value that is equal for layers whose tensors are computed in the
+      same way
     - the tensors of each layer
     """
     from workers.merging.plan import computations

@@ -35,8 +35,8 @@ GENERIC = "Transformers"
 class WeightContents:
     """Start options and memory sizes of an engine whose merges have as many layers as the base model.
 
-    `sources` are the base model and its experts. `prompts` has what prompts depend on, such as the model's
-    configuration, and `options` are the engine's options. `dtype` is the engine's dtype; the option "auto" means
+    `sources` are the base model and its experts. `prompts` has the properties on which prompts depend, such as the
+    model's configuration. `options` are the engine's options. `dtype` is the engine's dtype; the option "auto" means
     "float32" on CPU and "bfloat16" on a GPU. `aligns` says whether merges may have alignments (maps of the residual
     stream between layers). `most_engines` is the largest number of equal engines in the cluster; None means as many as
     there are GPUs. The method `options_by_device` raises EngineUnavailable if the model does not fit into a

@@ -51,9 +51,9 @@ def free_gpu_bytes(
     """Wait for GPU memory to become free, and return (free, total) bytes, the smallest over the first `num_gpus` GPUs.
 
     An engine that was just killed may still hold GPU memory. Therefore the function checks every `poll_s` seconds
-    whether the share MOSTLY_FREE of the memory is free, and returns if it is. It waits for at most `wait_s` seconds, or
-    for `leaving_wait_s` seconds while processes of a killed engine still run: a process of an engine on several GPUs
-    ends only after the merge that it is computing. `leaving` returns descriptions of these processes
+    whether the share MOSTLY_FREE of the memory is free, and returns if it is. The function waits for at most `wait_s`
+    seconds, or for `leaving_wait_s` seconds while processes of a killed engine still run: a process of an engine on
+    several GPUs ends only after the merge that it is computing. `leaving` returns descriptions of these processes
     (`engine_leftovers` by default). A log message says what the function waits for. Raises EngineUnavailable if the
     memory cannot be read.
     """
@@ -77,7 +77,8 @@ def engine_leftovers() -> tuple[str, ...]:
     """Engine processes of this user that still run although their parent process has ended.
 
     Each is a text "process PID (NAME)". Only the processes of engines on several GPUs are found, because vLLM gives
-    them a title. They are recognised by their parent, which is process 1 or Ray's raylet.
+    them a title. When the parent of a process ends, process 1 or Ray's raylet becomes its parent, which the function
+    checks.
     """
     found = []
     for process in psutil.process_iter():

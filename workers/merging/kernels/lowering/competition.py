@@ -57,7 +57,7 @@ def _consensus_ties(merge: Merge, stored: Operands) -> Rule:
 
 
 def _variable_squares(merge: Merge, stored: Operands) -> tuple[tuple[Comparison, float, int, int], list[float]]:
-    """Find SCE's variance threshold, and sum each task vector's squares over the elements that reach it.
+    """Find the variance threshold of the method SCE, and sum the squares of each task vector's selected elements.
 
     SCE (arXiv:2408.07990) selects the elements with the largest variance between the task vectors. `merge` has the
     share to select, and `stored` the operands with their statistics. The first result describes the threshold, in the

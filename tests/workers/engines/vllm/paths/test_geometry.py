@@ -15,7 +15,7 @@ from workers.types import Family
 
 
 def changed(family: Family, alias: str, **fields: Any) -> ResolvedFamily:
-    """The family after the configuration of one of its models was changed."""
+    """The family after a change of the configuration of one of its models."""
     models = {model.alias: Path(model.directory) for model in family.models}
     file = models[alias] / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))

@@ -1,4 +1,4 @@
-"""What a path engine says about the merge that it holds."""
+"""A path engine's statement of the merge that it holds."""
 
 from __future__ import annotations
 

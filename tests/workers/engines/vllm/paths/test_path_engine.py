@@ -1,4 +1,4 @@
-"""Merges of other depths in a live engine, against transformers on what is exported."""
+"""Merges of other depths in a live engine, compared with transformers on their exports."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def exported(engine: Engine, recipe: Recipe, directory: Path) -> str:
 
 
 def some_path(family: Family, seed: int, *, merges: float = 0.0, scales_mlps: bool = False) -> Recipe:
-    """A random path: any length, layers of other models, repeats, scales from 0.5 to 1.5.
+    """A random path: any length, layers of several models, repeated layers, scales from 0.5 to 1.5.
 
     A share `merges` of its layers are merges of two models. With `scales_mlps`, MLPs have scales from 0 to 2 too.
     """
@@ -84,7 +84,7 @@ def test_random_paths_agree_with_export(path_engine: Engine, tmp_path: Path) -> 
 
 
 def with_alignments(engine: Engine, seed: int) -> Recipe:
-    """A random path with an alignment before one layer of two, a projection or moments."""
+    """A random path with alignments (projections or moments) before some of its layers."""
     draw = random.Random(seed)
     hidden = int(engine.prompts.config["hidden_size"])
     while len((recipe := some_path(engine.family, draw.randrange(10**6))).layers) < 4:
@@ -202,7 +202,7 @@ def test_layers_in_the_pool_are_not_written_again(path_engine: Engine, monkeypat
 
 @pytest.fixture
 def faulty(path_engine: Engine) -> Iterator[Engine]:
-    """The engine, to be damaged: afterwards it is as if it had never failed."""
+    """An engine for a test to damage. Afterwards it is in the state of an engine without faults."""
     yield path_engine
     path_engine._fault = None
     path_engine._call("mergesearch_forget")  # the next swap writes every tensor
