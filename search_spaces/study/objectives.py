@@ -112,8 +112,9 @@ class InlineTask(DescribedTask):
 class ImageTask(DescribedTask):
     """A task of images with labels: a folder, a JSONL file or a hub data set, scored with the head of a source model.
 
-    The metric acc is the share of images whose class has the largest logit; acc_top5, of those whose class is among the
-    five largest; entropy is the mean entropy of the predicted classes, which needs no labels.
+    A head maps an image's features to classes. The metric `acc` is the share of images whose right class has the
+    largest logit. The metric `acc_top5` is the share of images whose right class is among the five largest logits. The
+    metric `entropy`, which needs no labels, is the mean entropy of the predicted classes.
     """
 
     images: Line

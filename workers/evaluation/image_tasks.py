@@ -90,9 +90,9 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 class ImageSample:
     """One image file and its label.
 
-    `name` is the path within the task's data, by which the sample is called. The images of a data set have no files of
-    their own: `row` is the number of the row, and `file` a name for messages. `label` is an index in the set's
-    `classes` or, without classes, the head's output; NO_LABEL if the image has none.
+    `name` is the sample's path within the task's data. An image of a hub data set has no file of its own: `row` is then
+    the number of its row, and `file` is only a name for messages. `label` is an index in the set's `classes` or,
+    without classes, the index of an output of the classification head; NO_LABEL if the image has no label.
     """
 
     file: Path
@@ -195,7 +195,10 @@ class ImageTask:
 
     @property
     def num_largest(self) -> int:
-        """The number of largest logits among which the right class must be; the metric must not be the entropy."""
+        """The number k of the metric, top-k accuracy: the right class must be among the k largest logits.
+
+        The metric must not be the entropy.
+        """
         return IMAGE_METRICS[self.spec.metric]
 
     @property
@@ -208,8 +211,8 @@ class ImageTask:
 class PreparedTask:
     """An image task with the classification head that scores it.
 
-    `outputs` has the head's output for the class of each sample, in the order of scoring, or NO_LABEL; `names` has the
-    name of each output.
+    `outputs` has, for each sample in the order of scoring, the index of the head's output for the right class, or
+    NO_LABEL. `names` has the name of each output.
     """
 
     task: ImageTask
@@ -327,7 +330,7 @@ def prepared_task(spec: TaskSpec, sources: ResolvedFamily) -> PreparedTask:
 
 @dataclass(frozen=True)
 class ImageFacts:
-    """Number of images in a folder or JSONL file, and the number for each class by its name or index.
+    """Number of images in a folder or JSONL file: in total, and in each class (by its name or index).
 
     `classes` is empty if the images have no labels.
     """

@@ -72,7 +72,7 @@ def algorithm_of(
     searcher or a search space that uses them.
 
     `losses` says which loss each objective has (`fitted_losses`). `lack_of_room` is the reason why no device has enough
-    memory for gradients. It is "" if a device has enough, or if the space has no gradients.
+    memory for gradients. `lack_of_room` is "" if a device has enough memory, or if the space has no gradients.
     """
     if study.search.recipes:
         return Algorithm("random", "the study scores given recipes and searches nothing")

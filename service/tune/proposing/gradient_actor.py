@@ -33,8 +33,8 @@ class GradientInputs:
     parameter. If `space` is None, `use_coefficients` must set the coefficients before the first request. `device` is
     the device on which the actor computes ("cpu" or "cuda"). `recomputes` says whether the actor computes activations
     twice to save memory. `num_gpus` is the number of GPUs of one machine over which the model's layers are divided, and
-    `tokens` the largest number of tokens of a pass; None is the default. `entropies` are the objectives whose loss is
-    the entropy of predictions.
+    `tokens` is the largest number of tokens of a pass; None is the default. `entropies` are the objectives whose loss
+    is the entropy of predictions.
     """
 
     family: Family

@@ -29,7 +29,8 @@ class Descent:
     - `preference`: the preference vector, the importance of each objective
     - `neighbours`: the numbers of earlier descents, the one with the most similar preference vector first
     - `num_steps`: the number of gradient steps
-    - `num_points`: the number of points that become trials; they are evenly spaced, and the last one is the end
+    - `num_points`: the number of points that become trials; these points are evenly spaced, and the last point is the
+      end of the descent
     - `learning_rate`: the learning rate of the first step
     - `is_constant`: whether the learning rate of all steps is that of the first; otherwise it falls linearly
     """

@@ -58,7 +58,10 @@ class ImageEncoder:
 
     @torch.inference_mode()
     def features(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Features of images, float32, [num_images, hidden_size]; `pixels` is [num_images, channels, height, width]."""
+        """Compute the features [num_images, hidden_size] of images, in float32.
+
+        `pixels` [num_images, channels, height, width] are the preprocessed images.
+        """
         return self.differentiable_features(pixels)
 
     def differentiable_features(self, pixels: torch.Tensor) -> torch.Tensor:
@@ -70,7 +73,7 @@ class ImageEncoder:
 
 
 def new_encoder(config: Mapping[str, Any], *, layers: int, dtype: torch.dtype, device: torch.device) -> ImageEncoder:
-    """Make an encoder with weights that are NaN, for a model's configuration, with `layers` layers.
+    """Make an encoder with `layers` layers for the model configuration `config`; its weights are NaN at first.
 
     Nothing in it is random, not in training mode either: rates of dropout are 0.
     """
