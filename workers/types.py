@@ -208,6 +208,7 @@ class TaskInfo:
     - `template`: the Jinja template of the prompts; "" if the prompts come from a function or a column of the data, or
       if the task consists of lm-eval tasks with different templates
     - `options`: the options of a multiple-choice task, if all samples have the same options; otherwise empty
+    - `value_range`: the metric's lowest and highest value, if the task states them; otherwise None
     """
 
     num_samples: int
@@ -220,6 +221,7 @@ class TaskInfo:
     categories: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     template: str = ""
     options: tuple[str, ...] = ()
+    value_range: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)

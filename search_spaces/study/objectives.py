@@ -118,12 +118,13 @@ class ImageTask(DescribedTask):
     """A task of images with labels: a folder, a JSONL file or a hub data set, scored with the head of a source model.
 
     A head maps an image's features to classes. The metric `acc` is the share of images whose right class has the
-    largest logit. The metric `acc_top5` is the share of images whose right class is among the five largest logits.
+    largest logit. The metric `acc_top5` is the share of images whose right class is among the five largest logits. The
+    metric `entropy`, which needs no labels, is the mean entropy of the predicted classes.
     """
 
     images: Line
     """A folder with a directory of images for each class, a JSONL file whose lines name an image and its label, or a
-    data set of the hub, as hub:OWNER/NAME.
+    data set of the hub, as hub:OWNER/NAME. Without labels: a folder of images, or lines without a label.
     """
     split: Line | None = None
     """The split of a data set of the hub, in the notation of the package datasets, such as test[:70%]."""

@@ -18,10 +18,14 @@ from service.jobs.search.verification import verify_trials
 from service.results.load import run_record
 from service.results.report import render_report
 from service.store import Store
+from service.store.steps import GradientStep, Step
 from service.studies.preflight.examine import examine
 from service.studies.preflight.result import PreflightResult
 from service.tune.coordinator import Coordinator
+from service.tune.proposing.completions import SourceCompletions
+from service.tune.proposing.gradient_actor import GradientActor
 from service.types import Origin, TrialState
+from tests.benchmarks.search_runs import InProcess
 from tests.end_to_end.studies import HEADS, image_entries, image_study, write_image_models
 from tests.service.tune.harness import InlineProposer, Killed, drive, killer, trial_list
 from workers.evaluation.image_pictures import picture_of
@@ -73,12 +77,18 @@ class Run:
         self.id = job.id
 
     def drive(self, scorer: Scorer, **options: Any) -> None:
+        proposer: Any = InlineProposer(self.preflight.space, seed=self.preflight.study.search.seed)
+        if self.preflight.algorithm.name == "gradient":
+            inputs = self.preflight.gradient_inputs()
+            assert inputs is not None
+            completions = SourceCompletions(self.store, self.id, self.preflight.tasks.objectives)
+            proposer = InProcess(self.preflight, GradientActor(inputs), completions, self.store.steps(self.id))
         coordinator = Coordinator(
             self.preflight.plan(self.id, self.resolved),
             space=self.preflight.space,
             store=self.store,
             writer=self.store.open_attempt(self.id),
-            proposer=InlineProposer(self.preflight.space, seed=self.preflight.study.search.seed),
+            proposer=proposer,
             **options,
         )
         drive(coordinator, scorer)
@@ -189,6 +199,47 @@ def test_killed_studies_continue(root: Path, scorers: dict[int, Scorer], tmp_pat
     assert len({json.dumps(trial[7][-1].values) for trial in whole.trials}) > 3, "scores tell the trials apart"
     whole.store.close()
     killed.store.close()
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "entropy"])
+def test_killed_descents_continue(loss: str, root: Path, scorers: dict[int, Scorer], tmp_path: Path) -> None:
+    """A study by gradients that is killed between its steps has the steps and trials of an undisturbed one."""
+    search = {**SHORT, "algorithm": "gradient", "max_trials": 4}
+    search["gradient"] = {"loss": loss, "steps": 4, "batch": 6, "points": 2, "learning_rate": 0.1}
+    fidelity = {"scheduler": "none", "max_samples": 36}
+    preflight = preflight_of(root, SPACES["layerwise"], search=search, fidelity=fidelity)
+    assert preflight.entropies == (HEADS if loss == "entropy" else ())
+    scorer = scorer_of(preflight, scorers)
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "killed").mkdir()
+    whole, killed = Run(preflight, tmp_path / "whole"), Run(preflight, tmp_path / "killed")
+    whole.drive(scorer)
+    num_kills = 0
+    while True:
+        try:
+            killed.drive(scorer, observer=killer(1 + num_kills % 2))
+            break
+        except Killed:
+            num_kills += 1
+    assert num_kills > 4
+    steps = [
+        [step.request for step in run.store.steps(run.id)] + [step_gradient(step) for step in run.store.steps(run.id)]
+        for run in (whole, killed)
+    ]
+    assert steps[0] == steps[1]
+    assert [request.kind for request in steps[0][:8]] == ["losses"] * 3 + ["note"] + ["gradient"] * 4
+    assert killed.trials == whole.trials
+    points = [trial for trial in whole.store.trials(whole.id) if trial.origin is Origin.SEARCH][:2]
+    assert points[0].configuration != points[1].configuration
+    writer = whole.store.open_attempt(whole.id)
+    trials = whole.store.trials(whole.id)
+    assert verify_trials(whole.store, writer, preflight, scorer, trials, note=lambda _: None) is None
+    whole.store.close()
+    killed.store.close()
+
+
+def step_gradient(step: Step) -> Any:
+    return step.result.gradient if isinstance(step, GradientStep) else None
 
 
 def test_a_wrong_score_fails_the_study(root: Path, scorers: dict[int, Scorer], tmp_path: Path) -> None:

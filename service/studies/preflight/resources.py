@@ -234,7 +234,7 @@ def _plan_on(
         engine_bytes=weights + processes * (statistics + ENGINE_OVERHEAD_BYTES) + modality.cache_bytes,
         replicas=replicas,
         available_bytes=machines.memory_bytes,
-        gradient_bytes=model + GRADIENT_OVERHEAD_BYTES if gradients_on else 0,
+        gradient_bytes=model + GRADIENT_OVERHEAD_BYTES + modality.cache_bytes if gradients_on else 0,
         statistics_bytes=processes * statistics,
         gpu_weight_bytes=on_gpu if machines.num_gpus and not max_layers else 0,
         gpu_bytes=machines.gpu_bytes,

@@ -25,7 +25,7 @@ from workers.merging.bank import Bank
 from workers.merging.materialize import operands_of
 from workers.merging.methods.plain import PLAIN
 from workers.merging.plan import plan_as_stated
-from workers.training import gradients
+from workers.training import gradients, text_losses
 from workers.training.gradients import MAX_TOKENS, CoefficientGradients
 from workers.training.losses import minibatches, sample_losses
 from workers.training.memory import activation_bytes, reduction_bytes
@@ -381,7 +381,7 @@ def test_a_full_gpu_gets_smaller_passes(
             raise torch.OutOfMemoryError("CUDA out of memory")
         return found
 
-    monkeypatch.setattr(gradients, "sample_losses", losses)
+    monkeypatch.setattr(text_losses, "sample_losses", losses)
     found = saving.loss_and_gradient(recipe, BATCH, WEIGHTS)
     assert saving._recomputes == (most_tokens == 30)
     assert found.losses == pytest.approx(expected.losses, rel=1e-5)
@@ -391,7 +391,7 @@ def test_a_full_gpu_gets_smaller_passes(
     once = len(sizes)
     assert saving.loss_and_gradient(recipe, BATCH, WEIGHTS).losses == found.losses, "the smaller passes are kept"
     assert max(sizes[once:]) <= 100
-    monkeypatch.setattr(gradients, "sample_losses", no_memory)
+    monkeypatch.setattr(text_losses, "sample_losses", no_memory)
     with pytest.raises(InvalidModel, match="too little memory for forward passes of 75 tokens with recomputed"):
         saving.losses(recipe, BATCH)
 

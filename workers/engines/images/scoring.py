@@ -6,6 +6,7 @@ The head is that of one of the source models, unchanged.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,11 +23,29 @@ from workers.models.family import ResolvedFamily
 from workers.models.task_heads import TaskHead, logits_of
 from workers.types import SamplePictures, SampleResult, SampleTexts, Span, TaskInfo, TaskSpec
 
-__all__ = ["BATCH", "ImageEvaluator"]
+__all__ = ["BATCH", "ImageEvaluator", "largest_entropy", "value_of"]
 
 BATCH = 64  # images at a time: bounds memory, not speed
 MOST_TASKS = 16  # tasks whose files and labels are kept
 NUM_SHOWN = 5  # classes with the largest logits in a response
+
+
+def value_of(prepared: PreparedTask, position: int, logprobs: torch.Tensor) -> float:
+    """The metric of the sample at `position`, from the log-probabilities of all classes, [num_classes]."""
+    if prepared.task.is_entropy:
+        return entropy(logprobs) / largest_entropy(len(logprobs))
+    ranked: Any = torch.sort(logprobs, descending=True, stable=True)  # equal logits: the first output counts
+    return float(prepared.outputs[position] in ranked.indices[: prepared.task.num_largest].tolist())
+
+
+def largest_entropy(num_classes: int) -> float:
+    """Entropy of `num_classes` equally likely classes, in nats; for a single class, that of two classes."""
+    return math.log(max(2, num_classes))
+
+
+def entropy(logprobs: torch.Tensor) -> float:
+    """Entropy of predicted classes, in nats, from their log-probabilities."""
+    return max(0.0, -float((logprobs.exp() * logprobs).sum()))
 
 
 class ImageEvaluator:
@@ -132,16 +151,14 @@ class ImageEvaluator:
         return self._head(prepared.head)(self._features(self._pixels.of(prepared.task, positions)))
 
     def _result(self, span: Span, prepared: PreparedTask, position: int, logprobs: torch.Tensor) -> SampleResult:
-        count = min(max(NUM_SHOWN, prepared.task.num_largest), len(prepared.names))
         order: Any = torch.sort(logprobs, descending=True, stable=True)  # equal logits: the first output counts
-        outputs = order.indices[:count].tolist()
-        is_right = prepared.outputs[position] in outputs[: prepared.task.num_largest]
+        outputs = order.indices[:NUM_SHOWN].tolist()
         shown = [(prepared.names[output], float(logprobs[output])) for output in outputs[:NUM_SHOWN]]
         sample = prepared.task.images.samples[prepared.task.order[position]]
         return SampleResult(
             objective=span.objective,
             position=position,
             document=sample.name,
-            value=float(is_right),
+            value=value_of(prepared, position, logprobs),
             response=Response(tuple(shown)).to_json(),
         )

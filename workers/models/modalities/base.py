@@ -44,7 +44,8 @@ class Modality:
     - `task_key`: the key that names the data in a task's description, in a study file; None if tasks have several forms
     - `tasks`: the reader of evaluation tasks (`workers.evaluation.task_reader.TaskReader`)
     - `worker`: the class of the worker in a replica (`workers.serving.replica.Worker`)
-    - `training`: the implementation of fine-tuning (`workers.training.finetuning.modality.TrainingModality`)
+    - `training`: how its models are fine-tuned (`workers.training.finetuning.modality.TrainingModality`)
+    - `losses`: the class of the losses by which coefficients have gradients (`workers.training.task_losses.TaskLosses`)
     """
 
     name: str
@@ -63,6 +64,7 @@ class Modality:
     tasks: str
     worker: str
     training: str
+    losses: str
     copies_on_cpu: int = 1
     cache_bytes: int = 0
     has_pictures: bool = False
@@ -74,6 +76,10 @@ class Modality:
     def training_module(self) -> Any:
         """The implementation of fine-tuning for the modality (`workers.training.finetuning.modality`)."""
         return _loaded(self.training)
+
+    def losses_class(self) -> Any:
+        """The class of the losses by which coefficients have gradients (`workers.training.task_losses.TaskLosses`)."""
+        return _loaded(self.losses)
 
     def worker_class(self) -> Any:
         """The class of the worker that scores the modality's models in a replica."""
