@@ -144,9 +144,9 @@ def gpu_need() -> GpuNeed:
 
 
 def runs_on_gpus(*, on_vllm: bool = True) -> bool:
-    """Whether the engines of this installation run on GPUs, of this machine or of others.
+    """Whether the engines of this installation run on GPUs, of this machine or of other machines.
 
-    `on_vllm` says whether vLLM runs the models. Other engines run on the CPU if there is no GPU, whatever the build of
+    `on_vllm` says whether vLLM runs the models. Other engines run on the CPU if there is no GPU, with any build of
     PyTorch.
 
     Inside a context of `planned_for`, the result is whether the machines given to that context have GPUs. Otherwise,

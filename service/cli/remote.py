@@ -256,7 +256,7 @@ class ServerVerbs:
         return self._show_queue(self._client.move(self._client.find(reference), before=other, reason=reason))
 
     def cluster(self) -> int:
-        """Print the nodes of the server's Ray cluster with what is used of each, and return the exit code."""
+        """Print the nodes of the server's Ray cluster and the use of their resources, and return the exit code."""
         from service.cli.tables import cluster_table, used_text
 
         document = self._client.cluster()

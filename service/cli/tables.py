@@ -421,7 +421,7 @@ def queue_table(document: QueueDocument) -> Table:
 
 
 def cluster_table(nodes: Sequence[NodeDocument]) -> Table:
-    """Build a table of the nodes of a Ray cluster: processors, memory, disk and GPUs, with what is used of each."""
+    """Build a table of the nodes of a Ray cluster, with the use of their processors, memory, disk and GPUs."""
     table = titled("Nodes of the Ray cluster")
     for name in ("host", "address", "state"):
         table.add_column(name, overflow="fold")
@@ -445,7 +445,7 @@ def _gpu_text(gpu: GpuDocument) -> str:
 
 
 def used_text(used: BytesUsedDocument) -> str:
-    """Text of what is used, such as "24.0 of 64.0 GiB"; empty if the total is unknown."""
+    """Text of the used and the total bytes, such as "24.0 of 64.0 GiB"; empty if the total is unknown."""
     return f"{gib(used['used']).removesuffix(' GiB')} of {gib(used['total'])}" if used["total"] else ""
 
 

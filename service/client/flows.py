@@ -146,7 +146,7 @@ def begin_study(configuration: Path | str | Mapping[str, Any], *, name: str = "m
     objectives, and submit the study.
 
     Args:
-        configuration: Path of a mergekit file, or the content of one.
+        configuration: Path of a mergekit file, or the content of such a file.
         name: Name of the study and of the merge.
 
     Returns:
@@ -154,7 +154,7 @@ def begin_study(configuration: Path | str | Mapping[str, Any], *, name: str = "m
 
     Raises:
         InvalidStudy: `configuration` is the path of a malformed file.
-        RequestRefused: It is no mergekit configuration, or a study cannot have its models (status 422).
+        RequestRefused: `configuration` is no mergekit configuration, or a study cannot have its models (status 422).
 
     Examples:
         >>> study = client.begin_study("mergekit.yml", name="math-code")["study"]

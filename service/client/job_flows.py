@@ -323,9 +323,9 @@ def resume(job: Reference, *, reason: str | None = None) -> Flow[JobDocument]:
 
 
 def cluster() -> Flow[ClusterDocument]:
-    """Return the nodes of the Ray cluster with what is used of each, the server's disk, and versions of its parts.
+    """Return the nodes of the Ray cluster and their use, the server's disk, and the versions of the server's parts.
 
-    On a server with accounts only administrators may do this.
+    On a server with accounts only administrators may call this method.
 
     Returns:
         The server's document of the cluster.

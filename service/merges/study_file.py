@@ -21,9 +21,9 @@ BASE = "base"
 
 
 def study_of_file(file: Path, *, name: str, warn: Callable[[str], None]) -> dict[str, Any]:
-    """Begin a study file with the mergekit configuration in `file`: see `study_from_mergekit`.
+    """Begin a study file with the mergekit configuration in `file`, by `study_from_mergekit`.
 
-    Raises InvalidStudy if the file cannot be read as YAML, besides the errors of `study_from_mergekit`.
+    Raises InvalidStudy if the file cannot be read as YAML, and the errors of `study_from_mergekit`.
     """
     return study_from_mergekit(read_document(file), name=name, warn=warn)
 

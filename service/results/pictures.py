@@ -1,8 +1,8 @@
-"""Held-out samples with pictures that the chosen merge gets right and a rival wrong, and the reverse.
+"""Held-out samples with pictures on which either the chosen merge or a rival is right, but not both trials.
 
 The chosen merge is the one with which held-out results are compared; its rivals are the best single model and the best
-published recipe. Samples are those at the first positions in the order of scoring, so that nothing selects the
-pictures besides the two results.
+published recipe. Samples with the first positions in the order of scoring are shown, so that only the two results
+select the pictures.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class PicturedSample:
         label: The right class; None if it is not stored.
         chosen: The likeliest class for the chosen merge; None if its response is not stored.
         rival: The likeliest class for the rival; None if its response is not stored.
-        picture: A WebP file; None if there is none to show.
-        is_left_out: Whether a picture is stored, and left out because of MAX_BYTES.
+        picture: A WebP file; None if no picture is shown.
+        is_left_out: Whether a stored picture is left out because of the limit MAX_BYTES.
     """
 
     position: int
@@ -84,7 +84,8 @@ class Contrast:
         rival: Number of the rival's trial.
         kind: What the rival is, such as "single model".
         num_chosen, num_rival: Numbers of samples that the chosen merge alone, and the rival alone, has right.
-        only_chosen, only_rival: The first of these samples, at most MAX_SHOWN.
+        only_chosen, only_rival: The first samples that the chosen merge alone, and the rival alone, has right; at most
+            MAX_SHOWN samples each.
     """
 
     objective: str
@@ -113,7 +114,7 @@ def section_of(file: Study, split: Split) -> Sequence[ScoredTask]:
 
 
 def predictions(response: str) -> tuple[Prediction, ...]:
-    """Classes that a stored response to an image has, the likeliest first; none if it is no such response."""
+    """Read the classes in a stored response to an image, the likeliest class first; empty for any other text."""
     try:
         top = Response.from_json(response).top
     except ValueError:
@@ -170,7 +171,7 @@ def contrasts(
 
 
 class _Reader:
-    """Reader of samples with pictures, which have at most MAX_BYTES together."""
+    """Reader of samples with pictures; all pictures together have at most MAX_BYTES bytes."""
 
     def __init__(self, store: Store, study_id: str) -> None:
         self._store = store

@@ -771,7 +771,7 @@ class BegunStudyDocument(TypedDict):
 
 
 class BytesUsedDocument(TypedDict):
-    """Bytes that are used, of all that there are."""
+    """Number of used bytes, and total number of bytes."""
 
     used: Annotated[int, Field(ge=0)]
     total: Annotated[int, Field(ge=0, description="0 if unknown.")]
@@ -786,7 +786,7 @@ class GpuDocument(TypedDict):
 
 
 class NodeDocument(TypedDict):
-    """A node of the Ray cluster, and what is used of its machine."""
+    """A node of the Ray cluster, and the use of its machine's resources."""
 
     id: str
     host: str

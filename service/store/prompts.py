@@ -98,9 +98,9 @@ def read_prompts(
 
 
 def read_picture(connection: sa.Connection, study: str, split: Split, objective: str, position: int) -> bytes | None:
-    """Read the picture of a sample, a WebP file; None if none is stored.
+    """Read the picture of a sample, a WebP file; None if no picture is stored.
 
-    The arguments are those of `read_prompts`.
+    The arguments have the same meaning as in `read_prompts`.
     """
     table = schema.pictures
     where = _is_of(study, split, objective) & (table.c.position == position)
@@ -110,9 +110,9 @@ def read_picture(connection: sa.Connection, study: str, split: Split, objective:
 def picture_positions(
     connection: sa.Connection, study: str, split: Split, objective: str, positions: Collection[int]
 ) -> set[int]:
-    """Select those of `positions` at which a sample has a stored picture.
+    """Select the `positions` at which a sample has a stored picture.
 
-    The arguments are those of `read_prompts`.
+    The arguments have the same meaning as in `read_prompts`.
     """
     if not positions:
         return set()

@@ -1157,16 +1157,16 @@ class Store:
             return read_prompts(connection, study_id, split, objective, positions)
 
     def picture(self, study_id: str, split: Split, objective: str, position: int) -> bytes | None:
-        """Read the small picture of a sample, a WebP file; None if none is stored.
+        """Read the small picture of a sample, a WebP file; None if no picture is stored.
 
-        `split` is the search data, the holdout data or the benchmarks, and `objective` the objective's name. A
+        `split` is the search data, the holdout data or the benchmarks, and `objective` is the objective's name. A
         position is a sample's index in the order in which the objective's samples are scored.
         """
         with self._reads.connect() as connection:
             return read_picture(connection, study_id, split, objective, position)
 
     def picture_positions(self, study_id: str, split: Split, objective: str, positions: Collection[int]) -> set[int]:
-        """Select those of `positions` at which a sample has a stored picture; the arguments are those of `prompts`."""
+        """Select the `positions` at which a sample has a stored picture; the arguments are as in `prompts`."""
         with self._reads.connect() as connection:
             return picture_positions(connection, study_id, split, objective, positions)
 

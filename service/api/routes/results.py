@@ -506,7 +506,7 @@ def _described(
 
     `digests` has the digest of each trial's recipe (merge). `split` says whether samples of search data, held-out data
     or benchmarks are described; `objective` is the objective or benchmark. A few samples are read from the database at
-    a time. If `are_images` is True, they have links to stored pictures, and predicted classes.
+    a time. If `are_images` is True, the samples have links to stored pictures, and predicted classes.
     """
     best = best_value(objective)
     of_task = f"{SEARCH.path_of(study.id)}/pictures/{split}/{objective.name}"
@@ -582,8 +582,8 @@ async def get_picture(
 ) -> Response:
     """A small picture of a sample that is an image.
 
-    Pictures were stored when the search ended; the server reads no file of the task. Trials share them, and they do not
-    change.
+    Pictures were stored when the search ended; the server reads no file of the task. All trials share a sample's
+    picture, and pictures do not change.
     """
 
     def read() -> Response:

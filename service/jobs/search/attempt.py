@@ -377,7 +377,7 @@ def _texts(scorer: Scorer, task: TaskSpec, count: int) -> list[SampleText]:
 def _with_pictures(scorer: Scorer, task: TaskSpec, texts: list[SampleText]) -> list[SampleText]:
     """Add small pictures to the texts of a task's samples, if the task's modality has pictures.
 
-    Pictures are added from the first sample on, as long as they have at most MAX_PICTURE_BYTES together.
+    Pictures are added from the first sample on. All added pictures together have at most MAX_PICTURE_BYTES bytes.
     """
     if not modality_of_task(task.task).has_pictures:
         return texts

@@ -68,7 +68,7 @@ def _unit(run: RunRecord) -> str:
 
 
 def _loss(run: RunRecord) -> str:
-    """What the descents minimise, as text: the losses that the study file asks for."""
+    """Text about the loss that the descents minimise, which the study file selects."""
     asked = run.study.document.get("search", {}).get("gradient", {}).get("loss")
     return "the entropy of predictions" if asked == "entropy" else "the loss on reference answers"
 

@@ -106,9 +106,10 @@ def _intervals(trial: TrialResult, run: RunRecord) -> dict[str, Bounds]:
 
 
 def _interval_of_mean(trial: TrialResult, intervals: Mapping[str, Bounds], names: Sequence[str]) -> Interval | None:
-    """Ends of the 95 % interval of the mean of the objectives `names`; None if there are fewer than two.
+    """Ends of the 95 % interval of the mean of the objectives `names`; None for fewer than two objectives.
 
-    `intervals` has the ends of the interval of each objective, of which those of the mean follow (`mean_of`).
+    `intervals` has the ends of each objective's interval, from which the ends of the mean's interval are computed
+    (`mean_of`).
     """
     if len(names) < 2:
         return None

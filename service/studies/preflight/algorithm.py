@@ -39,10 +39,11 @@ class Algorithm:
 
 @dataclass(frozen=True)
 class FittedLosses:
-    """The losses of a study's objectives by which coefficients have gradients.
+    """The losses of a study's objectives, from which gradients with respect to coefficients can be computed.
 
-    `entropies` are the objectives whose loss is the entropy of predictions; that of all others is the cross-entropy of
-    reference answers. `lack` is the reason why an objective has no loss, or None if all have one.
+    `entropies` are the objectives whose loss is the entropy of predictions; the loss of all other objectives is the
+    cross-entropy of reference answers. `lack` is the reason why an objective has no loss, or None if all objectives
+    have a loss.
     """
 
     entropies: tuple[str, ...] = ()
@@ -50,7 +51,7 @@ class FittedLosses:
 
     @property
     def description(self) -> str:
-        """What the objectives have, for messages."""
+        """Text for messages: which objectives have which loss."""
         if not self.entropies:
             return "all objectives have reference answers"
         return f"the entropy of predictions is the loss of {', '.join(self.entropies)}"
@@ -262,10 +263,11 @@ def check_refinement(study: Study, losses: FittedLosses, problems: list[Problem]
 
 
 def fitted_losses(study: Study, tasks: Mapping[str, TaskSpec], problems: list[Problem]) -> FittedLosses:
-    """Find the loss of each objective of a study by which coefficients would have gradients.
+    """Find the loss of each objective of a study from which gradients with respect to coefficients can be computed.
 
-    `tasks` has the objectives' tasks by name. The option `search.gradient.loss` chooses the loss. The entropy of
-    predictions is added to `problems` where a task has none, because the study file asks for it.
+    `tasks` has the objectives' tasks by name. The option `search.gradient.loss` of the study file chooses the loss. If
+    the study file chooses the entropy of predictions, and a task does not have this loss, a problem is added to
+    `problems`.
     """
     from workers.evaluation.references import lack_of_entropy, lack_of_references
 
@@ -288,7 +290,7 @@ def fitted_losses(study: Study, tasks: Mapping[str, TaskSpec], problems: list[Pr
 
 
 def _lack_by(reason: Callable[[TaskSpec], str | None], spec: TaskSpec) -> str | None:
-    """The reason that `reason` gives for a task, or that the task cannot be used."""
+    """The reason that `reason` gives for a task, or the message of the error if the task cannot be used."""
     try:
         return reason(spec)
     except InvalidTask as error:

@@ -45,7 +45,7 @@ def point_after(
 
     A point has one value for each of the search space's `parameters`, and is kept within their ranges after each step.
     `num_steps` is the number of steps of the whole descent. The learning rate is `learning_rate` at the first step, and
-    falls linearly with the steps, unless `is_constant`.
+    falls linearly with the steps, unless `is_constant` is True.
     """
     numbers = numbers_of(parameters)
     low, high = np.array([p.low for p in numbers]), np.array([p.high for p in numbers])

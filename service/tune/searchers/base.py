@@ -77,8 +77,8 @@ class SearchSetting:
     - `observed`: results of an earlier study, which come before the results of the study's own trials; trials of the
       earlier study have negative numbers and count as not proposed
     - `version`: the version of the searcher that the study was created with; None for the newest version
-    - `experts`: the experts whose coefficients are parameters, which have the expert's alias as their role; empty in
-      spaces without such parameters
+    - `experts`: the experts whose coefficients are parameters, whose role is the expert's alias; empty in spaces
+      without such parameters
     - `has_completions`: whether models answer by completions, which may serve as reference answers
     """
 

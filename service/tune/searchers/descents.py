@@ -33,7 +33,8 @@ class Descent:
     - `num_points`: the number of points that become trials; these points are evenly spaced, and the last point is the
       end of the descent
     - `learning_rate`: the learning rate of the first step
-    - `is_constant`: whether the learning rate of all steps is that of the first; otherwise it falls linearly
+    - `is_constant`: whether all steps have the learning rate of the first step; otherwise, the learning rate falls
+      linearly from step to step
     """
 
     preference: tuple[float, ...]

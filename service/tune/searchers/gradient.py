@@ -2,8 +2,8 @@
 
 The loss is the cross-entropy of reference answers (`workers.training.gradients`): a few forward and backward passes
 improve all coefficients at once. AdaMerging (Yang et al., "AdaMerging: Adaptive Model Merging for Multi-Task Learning",
-ICLR 2024, arXiv 2310.02575) also learns coefficients by gradients, but of the entropy of predictions, which needs no
-labels. Tasks of images may have this loss (`GradientOptions.loss`).
+ICLR 2024, arXiv 2310.02575) also learns coefficients by gradients, but the gradients are of the entropy of predictions,
+which needs no labels. Tasks of images may have this loss (`GradientOptions.loss`).
 
 First, `loss_comparison` decides whether gradients are used. If they are not used, SMAC proposes all trials. If they are
 used, a descent starts at the defaults of the space's parameters, and some of its points become trials. A local search
