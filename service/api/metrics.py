@@ -48,8 +48,8 @@ Samples: TypeAlias = Iterator[tuple[Labels, float | Histogram]]
 class Stored:
     """Data that one scrape (a request by Prometheus for the metrics) reads from the database.
 
-    `counts` has the number of jobs by kind and state. `shown` has the jobs with metrics of their own: those that have
-    not ended, and those that ended less than SHOWN_AFTER_END_S seconds ago. `setbacks` has the numbers of events that
+    `counts` has the number of jobs by kind and state. `shown` has the jobs with metrics of their own: jobs that have
+    not ended, and jobs that ended less than SHOWN_AFTER_END_S seconds ago. `setbacks` has the numbers of events that
     tell of a failure, such as a crash, as job id -> kind of event -> number. `num_engine_faults` is the number of
     inference engines that have failed a check, over all jobs. `waits` has, for each job in `shown`, its last wait for a
     driver. `now` is the time of the scrape by the database's clock.

@@ -48,7 +48,7 @@ class Host:
     def not_ready(self, *, may_start: bool = True) -> str | None:
         """Start Ray if it is not running, and return the reason why Ray is not ready yet; None if Ray is ready.
 
-        If `may_start` is False, this method does not start Ray, because another server on the machine does so.
+        If `may_start` is False, this method does not start Ray, because another server on the machine starts Ray.
         """
         record = read_host(self._data_dir)
         started = self._process.pid if self._process is not None else None

@@ -41,7 +41,7 @@ def reference_of(constraint: Constraint, objective: Objective, trials: Sequence[
     """Find the trial of the source model that a constraint's bound refers to.
 
     The bound may be relative to the best expert. This is the expert with the best value of the objective; among experts
-    with equal values it is the first.
+    with equal values, it is the first expert.
 
     Args:
         constraint: A constraint of `objective`.

@@ -55,7 +55,7 @@ def accuracy_objectives(objectives: Sequence[Objective]) -> tuple[str, ...]:
 class Criteria:
     """Texts that describe how a study selects trials.
 
-    `best` describes which trial is the best. `promotion` describes which trials are promoted to the next rung (a larger
+    `best` describes which trial is best. `promotion` describes which trials are promoted to the next rung (a larger
     number of samples). `difference` says why the two choices can differ.
     """
 

@@ -326,7 +326,8 @@ class AttackDocument(TypedDict):
 class JudgedDocument(TypedDict):
     """Verdicts of a judge, a language model, on one trial's completions.
 
-    The judge compares each completion with a reference answer twice: once as the first of the two, once as the second.
+    The judge compares each completion with a reference answer twice: once as the first answer, once as the second
+    answer.
     """
 
     models: Annotated[list[str], Field(description="Models that judged, as the endpoint named them.")]

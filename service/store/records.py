@@ -83,7 +83,7 @@ class EvidenceRecord:
         recipe_digest: Digest of the recipe (merge) that the engine held.
         bank_fingerprint: Fingerprint of the weights of the source models.
         prompts: Hashes of the scored prompts. The keys are "split objective[start:stop]", with the position of the
-            first sample and the position after the last.
+            first sample and the position after the last sample.
         weights_checksum: Checksum of the engine's weights after the merge was written into them.
         replica: Id of the engine's replica.
         swap_count: Number of merges that had been written into the engine when it scored the samples.

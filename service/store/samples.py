@@ -328,7 +328,7 @@ def _void(query: sa.Select[Any], of: sa.ColumnElement[int]) -> sa.Select[Any]:
 
 
 def read_void_samples(connection: sa.Connection, study: str) -> tuple[VoidSample, ...]:
-    """Read the void samples of a study: those that must be scored again, because their engine later failed a check.
+    """Read the void samples of a study: samples that must be scored again because their engine later failed a check.
 
     The samples are ordered by the digest of the recipe (merge), by split (search data, holdout data or benchmarks), by
     objective and by position.

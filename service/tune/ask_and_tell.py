@@ -138,7 +138,7 @@ class AskAndTell:
                 self._trials.finish(pruned, TrialState.PRUNED, reason, rival=decision.rival)
 
     def _know_lower_rungs(self, trial: TrialRecord) -> None:
-        """Record a baseline's costs at every rung below the last, where other trials are compared with it.
+        """Record a baseline's costs at every rung below the last rung, where other trials are compared with it.
 
         A rung is a number of samples at which trials are compared. A baseline is scored only once, on all samples of
         the last rung. Each lower rung has a part of these samples; the costs are computed from this part. The method

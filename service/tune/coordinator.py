@@ -278,7 +278,7 @@ class Coordinator:
         """End the search and the refinement because of `reason`, once the running evaluations have finished.
 
         The refinement improves coefficients of the Pareto front's trials after the search. All trials that are not
-        being evaluated are pruned, except those that users have requested. Held-out data and benchmarks are scored
+        being evaluated are pruned, except trials that users have requested. Held-out data and benchmarks are scored
         afterwards as always. The running evaluations are stored, so that a driver that resumes the study finishes them.
         Calling the method again changes nothing.
         """

@@ -8,7 +8,7 @@
 - `results`: trials, recipes, front, summary, report and plots of a study
 - `exports`: merged models to download
 - `queue`: the jobs that run and wait, and moves of waiting jobs
-- `served`: prompts that trials of a study complete, at routes like those of OpenAI's API
+- `served`: prompts that trials of a study complete, at routes like the routes of OpenAI's API
 - `accounts`: users, teams, tokens, the sender's own account, and the audit log
 - `notifications`: webhooks and e-mail addresses that are notified of jobs
 - `login`: logins of browsers with an identity provider, and their sessions

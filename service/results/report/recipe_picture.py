@@ -108,8 +108,8 @@ def _contributions(recipe: Recipe) -> Iterator[tuple[str, Mapping[str, float]]]:
     """Yield each part of a recipe, and each model's mean share of the merges in this part, by the model's name.
 
     The parts are all layers together, each component of layers (attention, MLP, norms), the embedding, the head, and
-    the single tensors that differ from their component. The mean is over the merges of the part, such as those of its
-    layers. The shares of a part sum to 1; they follow from the coefficients (`model_shares`).
+    the single tensors that differ from their component. The mean is over the merges of the part, such as the merges of
+    its layers. The shares of a part sum to 1; they follow from the coefficients (`model_shares`).
     """
 
     def mean(merges: Sequence[Merge]) -> dict[str, float]:

@@ -221,8 +221,8 @@ def _landscape(found: Mapping[str, Any], low: float, high: float) -> Any:
     """Draw the losses of merges of two experts as a heatmap over the experts' coefficients.
 
     `found` is the entry of these losses in the analysis. Rows are coefficients of the first expert, the largest at the
-    top; columns are coefficients of the second. The colours are on a logarithmic scale from `low` to `high`, the lowest
-    and the highest loss in all landscapes of the report.
+    top; columns are coefficients of the second expert. The colours are on a logarithmic scale from `low` to `high`, the
+    lowest and the highest loss in all landscapes of the report.
     """
     first, second = found["experts"]
     width = math.log(high / low) or 1.0

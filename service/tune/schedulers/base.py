@@ -195,10 +195,10 @@ class RungTable(ABC):
         """Let the searcher use the higher-rung results that proposal `number` needs; return whether all of them exist.
 
         A rung is a number of samples at which trials are compared; the higher rungs of a trial are all its rungs except
-        the first. Each subclass defines which of these results a proposal needs, and calls the method `_see` for each
-        of them. `bracket` is the number of the proposal's bracket (ladder of rungs). If a result does not exist yet,
-        the method returns False, and the proposal waits for it. A result that one proposal may use can be used by all
-        later proposals too.
+        the first rung. Each subclass defines which of these results a proposal needs, and calls the method `_see` for
+        each of them. `bracket` is the number of the proposal's bracket (ladder of rungs). If a result does not exist
+        yet, the method returns False, and the proposal waits for it. A result that one proposal may use can be used by
+        all later proposals too.
         """
 
     @abstractmethod

@@ -10,8 +10,8 @@ used, a descent starts at the defaults of the space's parameters, and some of it
 from the best trial follows.
 
 A study with preference vectors has a descent for each vector (`descents`). After the descents, points halfway between
-trials of the front are proposed (`midpoints`). When no midpoint would add to the front, a local search follows for one
-vector after the other.
+trials of the front are proposed (`midpoints`). When no midpoint would add to the front, a local search follows for each
+vector in turn.
 """
 
 from __future__ import annotations

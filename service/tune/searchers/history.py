@@ -37,8 +37,8 @@ def thinned(context: ProposalContext, *, max_numbers: int, max_rows: int = 10**9
     The table of observations [num_observations, num_parameters] may have `max_numbers` numbers and `max_rows` rows. If
     it is larger, trials are left out:
 
-    - Half of the trials that are kept are the newest.
-    - The other half are the best of the earlier trials. Trials that were scored on more samples count as better; among
+    - Half of the trials that are kept are the newest trials.
+    - The other half are the best earlier trials. Trials that were scored on more samples count as better; among
       trials with equal numbers of samples, the order of promotion decides.
     - The number of best trials and the number of earlier trials are multiples of `group`, which is the size of a
       generation for searchers that divide the trials into generations.

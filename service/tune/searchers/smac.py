@@ -209,7 +209,7 @@ class SmacSearcher:
     ) -> Rows:
         """Candidates for the next configuration, as encoded rows, sorted by expected improvement, the largest first.
 
-        The candidates are random rows, drawn with `rng`, and random changes (mutants) of those rows of `observed` that
+        The candidates are random rows, drawn with `rng`, and random changes (mutants) of the rows of `observed` that
         the forest predicts to be best. `acquisition` computes the expected improvement of rows, and `encoding` draws
         and changes them. With probability `tied_share`, only rows are used in which all parameters with the same role
         (a meaning that parameters of different layers share) have the same value.
