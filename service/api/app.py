@@ -226,7 +226,7 @@ def _application(lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]
 
 @cache
 def _router() -> APIRouter:
-    """Router of all API routes except those of the documentation.
+    """Router of all API routes except the routes of the documentation.
 
     It is created once per process, because its creation takes 0.2 s.
     """

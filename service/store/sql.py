@@ -995,7 +995,7 @@ class Store:
         state: TrialState | None = None,
         limit: int | None = None,
     ) -> tuple[TrialRecord, ...]:
-        """Read the trials of a study with numbers from `start` up to but not including `stop` (None: to the last).
+        """Read the trials of a study with numbers from `start` to `stop` (exclusive; None: no end).
 
         If `state` is not None, only trials in this state are returned. At most `limit` trials are returned, in the
         order of their numbers; None means all.

@@ -112,7 +112,7 @@ def merge_rows(document: AnalysisDocument) -> list[tuple[str, int, list[str]]]:
 
 
 def has_values(document: AnalysisDocument) -> bool:
-    """Whether the analysis `document` has metrics of merges besides losses; analyses of old versions have none."""
+    """Whether the analysis `document` has metrics of merges besides losses, which analyses of old versions lack."""
     return any(row.get("value") is not None for fleet in document["fleets"] for row in fleet["merges"])
 
 

@@ -478,7 +478,7 @@ class RungTable(ABC):
         return entry.is_evaluated(rung)
 
     def _see_ended(self, last: int) -> None:
-        """Let searchers use the results of the trials up to number `last` at all their rungs, not only at the first.
+        """Let searchers use the results of the trials up to number `last` at all rungs, not only at the first rung.
 
         A rung is a number of samples at which trials are compared. The trials must have ended, and their first results
         must be visible to searchers already (`_see_first`).
