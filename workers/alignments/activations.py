@@ -34,8 +34,8 @@ class Activations:
 
     `before` [L + 1, N tokens, D channels] has the input of each layer, then the output of the last layer, without the
     first token of each text. `first` [L + 1, texts, D] has the activations of these first tokens. `is_held_out` [N] is
-    true for the tokens of held-out texts: alignments are not learned from these tokens, but the quality of alignments
-    is measured on them.
+    true for the tokens of held-out texts, which measure the quality of alignments. Alignments are learned from the
+    other tokens.
     """
 
     before: Tensor

@@ -63,8 +63,8 @@ def read_alignment(directory: str | Path, digest: str, *, layer: int, hidden_siz
 
     An alignment is a map of the residual stream, and its digest the sha256 of its file. `directory` may be the URL of
     an object store. `layer` is the index of the layer after which recipes state the alignment; error messages name it.
-    Raises InvalidRecipe, with the layer and the file, if the file is missing, its content has another digest, or it is
-    not an alignment of `hidden_size` channels.
+    Raises InvalidRecipe, with the layer and the file, if the file is missing, has another digest, or is not an
+    alignment of `hidden_size` channels.
     """
     try:
         return _read(directory, digest, hidden_size)

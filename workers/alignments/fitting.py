@@ -1,8 +1,8 @@
 """Fitting of the alignment between two layers to the layers' activations.
 
-A pair is (the layer before the alignment, the layer after it). X [N, D] is the output of the first in its own model, Y
-[N, D] the input of the second in its own model, over the same texts. The map gives X the distribution of Y; activations
-are not compared token by token.
+A pair is (the layer before the alignment, the layer after it). X [N, D] is the output of the first layer in its own
+model, and Y [N, D] is the input of the second layer in its own model, both for the same texts. The map gives X the
+distribution of Y; activations are not compared token by token.
 
 - `moments`: y = scale * x + shift for each channel, so that mean and variance are equal.
 - `mlp`: y = P x + shift, where P = diag(scale) + U V^T is the output of a light network with two hidden layers, given
@@ -171,9 +171,9 @@ def fit_alignment(
 
     The kind `moments` scales and shifts each channel; the kind `mlp` is a matrix and a shift that a small network
     computes. Rows of `x_ND` and `y_ND` are tokens, columns are channels; row n of both is the same token. `is_held_out`
-    [N] is true for the rows of held-out texts, which are not used for fitting, only to measure the `discrepancy` and,
-    for the kind `mlp`, to choose the epoch. `first` has the activations of the texts' first tokens in x and in y, which
-    are not among the rows. `options` are for the kind `mlp`.
+    [N] is true for the rows of held-out texts. The map is not fitted to these rows: they measure the `discrepancy`, and
+    the kind `mlp` keeps the epoch with the smallest `discrepancy`. `first` has the activations of the texts' first
+    tokens in x and in y, which are not among the rows. `options` are for the kind `mlp`.
     """
     train = (x_ND[~is_held_out], y_ND[~is_held_out])
     out = (x_ND[is_held_out], y_ND[is_held_out])

@@ -69,7 +69,7 @@ class Subtask:
 class Document:
     """One sample of a task, in lm-eval's terms: its requests (`Instance` objects, in order), and its right answers.
 
-    The right answers are found when `right` is called.
+    The function `right` finds the right answers when it is called.
     """
 
     instances: tuple[Any, ...]
@@ -129,7 +129,7 @@ class TaskCode(Protocol):
     def forget(self) -> None:
         """Drop all pending computations: those begun by `begin` without a result from `values` yet.
 
-        The caller has no further use for them, for example because the scoring of another sample has failed.
+        The results are no longer needed, for example because the scoring of another sample has failed.
         """
         ...
 
@@ -147,9 +147,9 @@ class TaskCode(Protocol):
 class BuiltTask:
     """A task that is ready to be scored, and the order of its samples.
 
-    `order[position]` is the sample that is scored as number `position`: (index of its lm-eval task among `subtasks`,
-    index of the document in this task), all counted from 0. `code` is the sandboxed process that computes the metric;
-    None if the task runs no code of its own and no completions.
+    `order[position]` is the sample that is scored at `position`: (index of its lm-eval task among `subtasks`, index of
+    the document in this task). All indices begin with 0. `code` is the sandboxed process that computes the metric; None
+    if the task neither has its own code nor executes completions.
     """
 
     spec: TaskSpec
@@ -201,11 +201,11 @@ class BuiltTask:
 
 
 def permutation(sizes: Mapping[str, int], *, seed: int) -> tuple[tuple[int, int], ...]:
-    """Random order of all samples; every beginning of the order has all groups in proportion to their sizes.
+    """Random order of all samples; every prefix of the order has all groups in proportion to their sizes.
 
     `sizes` maps a group's name to its number of samples. The result has a pair (index of the group, index of the sample
-    in the group) for each sample. In every beginning, groups of equal size differ by at most one sample. The order
-    depends on names, sizes and seed only, not on the version of a random generator.
+    in the group) for each sample. In every prefix, the counts of samples of two groups of equal size differ by at most
+    one. The order depends only on names, sizes and seed, not on the version of a random generator.
     """
 
     def draw(name: str, index: int) -> bytes:
@@ -239,7 +239,7 @@ def documents_here(task: BuiltTask, settings: PromptSettings) -> tuple[tuple[Doc
 
 
 def lack_of_references(task: BuiltTask, num_documents: int) -> str | None:
-    """Reason why losses cannot be computed on a task, as text; None if they can.
+    """Reason why losses cannot be computed on a task; None if they can be computed.
 
     Losses need right answers. The reason names a document without a right answer on which a model's loss can be
     computed. The first `num_documents` documents (samples) of each of the task's lm-eval tasks are checked.

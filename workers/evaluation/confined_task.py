@@ -217,7 +217,7 @@ class ConfinedTask(TaskProcess):
     def _answer(self, question: Mapping[str, Any]) -> object:
         """Answer a question of the sandboxed process: render chat messages, or execute programs.
 
-        The process asks for these because it has no tokenizer and may start no processes. The question has the key
+        The process has no tokenizer and may start no processes, so it asks this process. The question has the key
         "render", with (messages, whether a prompt for the answer is added), or "execute", with the programs. Returns
         the rendered text, or the outcomes of the programs.
         """

@@ -93,7 +93,7 @@ class Confinement(ABC):
         From then on the process
 
         - reads the files in `readable`, `writable` and some devices only, and writes those in `writable` only
-        - lists these directories and those in `listable` only
+        - lists only the directories among these paths and the directories in `listable`
         - has no network, starts no process and no program, and sends signals to itself only
         - neither reads other processes nor changes their priority, affinity or limits
         - changes no owners, modes, times or attributes of files, mounts nothing, and enters no namespace

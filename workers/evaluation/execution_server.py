@@ -71,10 +71,10 @@ def serve() -> None:
     has the programs' sandbox and the number of programs that run at a time. The reply to it has the names of the
     mechanisms of the sandbox ("enforced"), or the reason why there is none ("error").
 
-    Each further message is a list of programs (texts) or None. Programs are started as soon as a processor is free. The
-    reply to None comes when all programs have ended. This reply has the key "reasons", with an entry for each program
-    since the last reply: null if the program ran to its end, else the reason why it did not. If a program could not be
-    put into its sandbox, this process replies with the reason ("failed"), and ends.
+    Each further message is a list of programs (texts), which are started as soon as processors are free, or None, which
+    asks for the outcomes. The reply to None comes when all programs have ended. This reply has the key "reasons", with
+    an entry for each program since the last reply: null if the program ran to its end, else the reason why it did not.
+    If a program could not be put into its sandbox, this process replies with the reason ("failed"), and ends.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

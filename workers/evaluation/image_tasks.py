@@ -163,7 +163,7 @@ class ImageSet:
 class ImageTask:
     """An image task whose data have been read: its specification, its images, and the order of scoring.
 
-    Every beginning of the order has all classes in proportion to their numbers of images.
+    Every prefix of the order has all classes in proportion to their numbers of images.
     """
 
     spec: TaskSpec

@@ -316,8 +316,8 @@ class TaskEvaluator:
     def sample_texts(self, spec: TaskSpec, start: int, stop: int) -> SampleTexts:
         """Prompt and right answer of the samples [start, stop) of the task `spec`, in the order of scoring.
 
-        The prompt has the system prompt and the chat template, if there are any. Raises InvalidTask if the task must be
-        built and cannot be.
+        The prompt includes the system prompt, and is rendered by the chat template, if the options have them. Raises
+        InvalidTask if the task cannot be built.
         """
         prepared = self._prepare(spec)
         self._forget_all_but({spec.digest})

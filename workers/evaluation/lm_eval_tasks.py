@@ -422,8 +422,8 @@ def _subtask(name: str, task: Any, spec: TaskSpec) -> Subtask:
 def _check_metric(task: Any, spec: TaskSpec, where: str) -> None:
     """Raise InvalidTask if the metric of `spec` is unknown to `task`, or is not a mean over samples.
 
-    `where` begins the message. A multiple choice that does not list the accuracy among its metrics can be scored by it
-    nevertheless: the accuracy is then added to `task`.
+    `where` begins the message. If the metric is the accuracy of a multiple choice and `task` does not list it, the
+    accuracy is added to `task`.
     """
     from lm_eval.api.registry import AGGREGATION_REGISTRY
 

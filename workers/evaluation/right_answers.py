@@ -27,9 +27,9 @@ class RightAnswer:
 def right_answer(task: Any, document: Any) -> RightAnswer:
     """The right answers of a document of an lm-eval task.
 
-    If they are not usable for computing losses, the result has the reason (`RightAnswer.lack`). A multiple choice needs
-    a right option among several options. A generating task needs a target that is a text, or a list of texts, none of
-    them empty.
+    If losses cannot be computed on the right answers, the result has the reason (`RightAnswer.lack`). A multiple choice
+    needs a right option among several options. A generating task needs a target that is a text, or a list of texts,
+    none of them empty.
     """
     try:
         if task.OUTPUT_TYPE == "multiple_choice":

@@ -9,7 +9,7 @@ that papers report, with values from 0 to 1, and `length`:
 - `sari`: SARI (Xu et al., "Optimizing Statistical Machine Translation for Text Simplification", 2016)
 - `contains`: whether the answer contains a right answer, as LiveBench judges corrected typing errors
 - `edit_similarity`: similarity of lines of code, as CodeXGLUE judges py150
-- `length`: number of characters of the answer, which no limit bounds
+- `length`: the number of characters of the answer, which may exceed 1
 - `acc`: accuracy of a multiple choice, for tasks that list only F1 or the correlation
 """
 

@@ -64,7 +64,7 @@ def model_card(
     `family` is the base model and its experts, with their directories. `dtype` is the dtype of the tensors. `scores`
     maps an objective to its value on held-out samples. `study` is the name of the study, or None if the export is not
     of a study. `mergekit` is the mergekit configuration, or the reason why there is none. `loading` says how the model
-    is loaded; "" if as any other.
+    is loaded; "" if it is loaded like any other model.
     """
     held = {model.fingerprint: model for model in family.models}
     sources = [(alias, Path(held[content].directory), content) for alias, content in recipe.models.items()]

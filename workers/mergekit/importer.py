@@ -125,9 +125,9 @@ class _Builder:
     def _with_all_inputs(self, slice_: Slice) -> Slice:
         """Copy a slice of a mergekit file, and add the base model to its inputs where mergekit does so.
 
-        The base is that of the slice or, if the slice names none, of the file. If the file lists `models`, a base that
-        is not among them is added. If the file lists `slices`, nothing is added; if the method uses a base, each slice
-        must list it. Problems with the slice's models and layer ranges are added to `problems`.
+        The base is the slice's base model or, if the slice names none, the file's base model. If the file lists
+        `models`, a base that is not among them is added. If the file lists `slices`, nothing is added; if the method
+        uses a base, each slice must list it. Problems with the slice's models and layer ranges are added to `problems`.
         """
         where = f"{slice_.place}.base_model" if slice_.base else "base_model"
         base = slice_.base or self._configuration.base_model
@@ -178,10 +178,10 @@ class _Builder:
     def _component(self, name: str, slice_: Slice, *, offset: int | None, index: int | None, t: float) -> Merge:
         """Find the merge of most tensors in one component, such as "mlp", of one merged layer.
 
-        `name` is the component. `index` is the index of the merged layer, and `offset` its index within the slice. `t`
-        is its relative place in the slice, from 0 to 1, at which parameters that vary over the slice's layers are
-        interpolated. `index` and `offset` are None for the embedding and the head. The component's tensors with other
-        merges are added to the recipe's merges of single tensors.
+        `name` is the component. `index` is the index of the merged layer, and `offset` is the layer's index within the
+        slice. `t` is the layer's relative place in the slice, from 0 to 1; parameters that vary over the slice's layers
+        are interpolated there. `index` and `offset` are None for the embedding and the head. The component's tensors
+        with other merges are added to the recipe's merges of single tensors.
         """
         layers = [None if offset is None else self._range(source)[0] + offset for source in slice_.inputs]
         merges = {

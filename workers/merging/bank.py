@@ -556,8 +556,8 @@ class Bank:
     def keep_ranks(self) -> None:
         """Enable caching, in host memory, of the magnitude ranks that the method `ranks` computes.
 
-        The method DELLA needs these ranks, which say where each magnitude is in its row. Ranks take two bytes for each
-        element of a source, or four bytes in rows longer than 65536.
+        The method DELLA needs these ranks, which say where each magnitude is in its row. A rank takes two bytes, or
+        four bytes in rows longer than 65536.
         """
         self._keeps_ranks = True
 

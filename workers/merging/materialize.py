@@ -111,7 +111,7 @@ def is_small(recipe: Recipe | TensorPlan, bank: Bank) -> bool:
     A process that computes only this merge needs more time to load the kernels than they save. A merge is small if it
     is computed on the CPU, and all operands together have few elements: at most `SMALL`, or `SMALL_SUM` if the method
     is a weighted sum. `recipe` is the recipe of the merge, or a plan made from it; `bank` has the weights of its
-    models. Raises InvalidRecipe, InvalidModel or EvidenceMismatch if they do not fit together.
+    models. Raises InvalidRecipe, InvalidModel or EvidenceMismatch if the recipe cannot be merged from these models.
     """
     share = 0.0
     for tensor in plan_tensors(recipe, bank).tensors:
@@ -190,7 +190,7 @@ def _copy(merged: torch.Tensor, destination: torch.Tensor, shard: Shard | None) 
 
 
 def _whole_because(tensor: MergedTensor, plan: TensorPlan, bank: Bank, dtype: torch.dtype) -> str:
-    """Reason why parts (shards) of a merged tensor cannot be computed alone, as text; "" if they can.
+    """Reason why parts (shards) of a merged tensor cannot be computed alone, as text; "" if they can be.
 
     `plan` lists the tensors of the merge, among them `tensor`; `bank` has the weights of its sources. `dtype` is the
     dtype of the result.
@@ -227,7 +227,8 @@ def sources_of(
 def _keys_of(tensor: MergedTensor, plan: TensorPlan, bank: Bank) -> tuple[tuple[Key, ...], Key | None]:
     """Names of the tensors that a merged tensor is computed from, as the pair (names of the sources, name of the base).
 
-    A name is (alias of the model in `bank`, name of the tensor). The base's is None if the method needs no base.
+    A name is (alias of the model in `bank`, name of the tensor). The name of the base is None if the method needs no
+    base.
     """
 
     def key(source: Source) -> Key:
@@ -444,8 +445,8 @@ class _ShardComputation:
         """The kernel rule of the merge: the numbers of its formula, with exact thresholds.
 
         The whole tensors of the sources are read if a number, such as a threshold, depends on elements outside the
-        shard. `bank` has the weights of the source models. The processes of a node share such a rule, so that one of
-        them computes it, except for methods that use ranks.
+        shard. `bank` has the weights of the source models. One process of a node computes such a rule and shares it
+        with the others, except for methods that use ranks.
         """
         merge = self.tensor.merge
         uses = PLAIN[merge.method].uses

@@ -141,8 +141,8 @@ def _compare(
     """Compare a stored sample with the log-probabilities that transformers computes for it.
 
     Returns the largest difference between two log-probabilities, and a description of the sample's difference, or None
-    if the sample is equal. If the likeliest classes differ, rounding explains the difference if the log-probabilities
-    of the two classes, by transformers, differ by at most `tolerance`.
+    if the sample is equal. The engine and transformers may find different classes likeliest. Rounding explains this if
+    transformers' log-probabilities of the two classes differ by at most `tolerance`.
     """
     top = Response.from_json(stored.response).top
     outputs = {name: output for output, name in enumerate(prepared.names)}

@@ -213,9 +213,9 @@ def _last_logits_only(model: Any) -> dict[str, int]:
 def _checked(logits: torch.Tensor, num_prompts: int) -> torch.Tensor:
     """Return `logits` unchanged; raise EvidenceMismatch if they contain NaN or are infinite.
 
-    transformers has computed the logits of a merge that an engine has scored. An engine refuses to score if its own
-    logits are NaN or infinite. If those of transformers are, the engine must therefore have had other weights.
-    `num_prompts`, the number of prompts, is for the message.
+    The logits are those of a merge that an engine has scored. The engine would have refused to score a merge with
+    logits that are NaN or infinite, so the engine must have had other weights. `num_prompts`, the number of prompts, is
+    for the message.
     """
     if any(rows := bad_rows(logits).tolist()):
         raise EvidenceMismatch(

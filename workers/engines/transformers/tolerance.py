@@ -54,7 +54,8 @@ class Tolerance:
     - `dtype`: the engine's dtype
     - `rounding`: root mean square by which a token's log-probability changes when transformers computes in `dtype`
       instead of float32; None if it was not measured
-    - `gap_rounding`: the same for the gap between the log-probabilities of the two likeliest tokens
+    - `gap_rounding`: root mean square by which the gap between the log-probabilities of the two likeliest tokens
+      changes; None if it was not measured
     """
 
     dtype: str
@@ -81,9 +82,10 @@ class Tolerance:
         return too_large(self.dtype, self.rounding, self.gap_rounding)
 
     def of(self, count: int) -> float:
-        """The largest difference over `count` log-probabilities; the limit is larger for small counts.
+        """Largest `typical_difference` of `count` log-probabilities that rounding explains.
 
-        If rounding was not measured, the result is `value` for every count.
+        The result is larger for small counts, because the root mean square of few differences varies more by chance. If
+        rounding was not measured, the result is `value` for every count.
         """
         if self.rounding is None:
             return self.value
@@ -91,11 +93,11 @@ class Tolerance:
 
 
 def too_large(dtype: str, *roundings: float | None) -> str | None:
-    """Text that says why a measured effect of rounding to `dtype` is too large for a tolerance; None if none is.
+    """Reason why a measured effect of rounding to `dtype` is too large for a tolerance; None if no effect is too large.
 
     `roundings` are root mean squares of changes of log-probabilities or of gaps between them, in nats, or None if they
-    were not measured. One is too large if it is not finite, or if TIMES_ROUNDING times it is more than
-    MOST_TIMES_CONSTANT times LOGPROB_TOLERANCE.
+    were not measured. A root mean square is too large if it is NaN, or larger than LOGPROB_TOLERANCE[dtype] *
+    MOST_TIMES_CONSTANT / TIMES_ROUNDING.
     """
     most = MOST_TIMES_CONSTANT * LOGPROB_TOLERANCE[dtype] / TIMES_ROUNDING
     for rounding in roundings:
@@ -110,10 +112,10 @@ def too_large(dtype: str, *roundings: float | None) -> str | None:
 def measured_tolerance(model: Any, texts: Iterable[Sequence[int]], *, dtype: str) -> Tolerance:
     """Measure how rounding to `dtype` changes the log-probabilities of `texts`, and return the tolerances.
 
-    `model` is a transformers model in float32, whose weights are converted to `dtype` and back: afterwards they are the
-    same. `texts` are lists of token ids, of which the first up to 1,024 tokens (MOST_TOKENS) are used. The tolerances
-    are constants for "float32", without texts, and if transformers cannot compute in `dtype`. Measured ones may be too
-    large to find wrong merges with them (`Tolerance.too_large`).
+    `model` is a transformers model in float32. Its weights are converted to `dtype` and restored at the end. `texts`
+    are lists of token ids; at most MOST_TOKENS tokens are read. The tolerances are constants if `dtype` is "float32",
+    if there are no texts, or if transformers cannot compute in `dtype`. Measured tolerances may be too large to find
+    wrong merges (`Tolerance.too_large`).
     """
     chosen = list(_first(texts))
     if dtype == "float32" or not chosen:

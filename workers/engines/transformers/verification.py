@@ -262,14 +262,13 @@ class _Comparison:
     def difference(self, pair: _Pair) -> SampleDifference | None:
         """Difference between the engine's and transformers' answers to one sample; None if the answers are equal.
 
-        `pair` has both answers to the sample. The method `read` must have been called before. The field `is_beyond` of
-        the result is True if the difference is larger than rounding explains. This is so in three cases:
+        The method `read` must have been called before. The field `is_beyond` of the result is True if the difference is
+        larger than rounding explains. There are three such cases:
 
         - the log-probabilities differ by more than the tolerance
-        - the completions differ although transformers' choice was clear: a token of the engine is less likely than
-          transformers' choice, or the second likeliest token than the likeliest, by a gap of log-probabilities above
-          the tolerance
-        - the tokens of the completions are equal, but their text or metric differs
+        - the completions differ where transformers' choice was clear: the gap of log-probabilities that the method
+          `_parting` returns is above the tolerance
+        - the tokens of the completions are equal, but their texts or their metrics differ
         """
         apart = self.apart.get(pair.key, 0.0)
         is_apart = pair.key in self._is_apart

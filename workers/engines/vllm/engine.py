@@ -66,9 +66,9 @@ class SwapReport:
     - `repack_s`: the seconds for packing weights, that is, copying them to the layout of vLLM's CPU kernels
     - `is_new`: whether the merge was written; false if the engine already held the recipe and nothing was done
     - `canary`: the report of the comparison with transformers after the swap; None if no comparison was due
-    - `off_device`: text that says which part of the merge was computed on another device than the engine's; "" if none
-      was
-    - `whole`: text that says how many tensors a rank computed as a whole, and why; "" if there are none. A rank is a
+    - `off_device`: text that says which part of the merge was not computed on the engine's device; "" if every part was
+      computed there
+    - `whole`: text that says how many tensors a rank computed as a whole, and why; "" if no tensor was. A rank is a
       process of a tensor-parallel engine, and usually computes only the elements that it holds.
     - `elements_read`: the number of elements of the sources that all ranks together read
     """
@@ -404,10 +404,10 @@ class Engine:
     def stream(self, take: Callable[[bool], Sequence[Stream]]) -> None:
         """Generate completions, and pass their texts on after each step of the engine, until no completion is left.
 
-        `take` is called before each step. Its argument says whether completions are being generated; it returns the
-        completions that begin with this step. If it raises an error, all completions end, and the error is raised.
-        Raises TrialFailed if the model's logits were NaN or infinite at any step; this is checked whenever a completion
-        ends.
+        `take` is called before each step, and returns the completions that begin with this step. The argument of `take`
+        says whether completions are being generated. If `take` raises an error, all completions end, and the error is
+        raised. Raises TrialFailed if the model's logits were NaN or infinite at any step; this is checked whenever a
+        completion ends.
         """
         from vllm import TokensPrompt
         from vllm.sampling_params import RequestOutputKind
@@ -466,8 +466,9 @@ class Engine:
     def loglikelihoods(self, requests: Sequence[Continuation]) -> list[tuple[float, bool]]:
         """Score one batch of continuations, and return (log-likelihood, is greedy) for each of `requests`.
 
-        The log-likelihood is that of a text's end given its beginning. The second value says whether greedy decoding
-        gives this end. Raises TrialFailed if the model's logits were NaN or infinite at any step.
+        A continuation is a text whose beginning is given and whose end is scored. The log-likelihood is that of the
+        end. The second value says whether greedy decoding would generate this end. Raises TrialFailed if the model's
+        logits were NaN or infinite at any step.
         """
         return [
             (sum(logprob for logprob, _ in tokens), all(is_likeliest for _, is_likeliest in tokens))

@@ -107,8 +107,8 @@ def divide_memory(
 
     The sources are kept in the first of these places that is possible:
 
-    - on the GPU, if that leaves memory for an engine that serves many texts at once, or a few texts if the host has too
-      little memory
+    - on the GPU, if enough GPU memory remains for keys and values of many texts at once; if the host has too little
+      memory for the sources, memory for a few texts is enough
     - in host memory, if the sources and statistics of all processes fit into a part of it
     - in files mapped into memory
 

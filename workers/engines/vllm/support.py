@@ -47,8 +47,8 @@ EXAMPLES = "LlamaForCausalLM, Qwen3ForCausalLM or MistralForCausalLM"
 class Capability:
     """Whether and how vLLM can run a model, with messages for users.
 
-    `problem` is the reason why no engine can run the model; "" if an engine can. `note` is a message for users about
-    how the model runs; "" if there is none.
+    `problem` is the reason why no engine can run the model; "" if an engine can run it. `note` is a message for users
+    about how the model runs; "" if there is no message.
     """
 
     problem: str = ""
@@ -117,8 +117,8 @@ class CapabilityProbe:
     def _finish(self, process: subprocess.Popen[bytes]) -> str:
         """Wait for vLLM's answers, and store them in the cache.
 
-        `process` is the separate process that queries vLLM. Returns "" on success. If there are no answers, the result
-        is the reason, as a text for users.
+        `process` is the separate process that queries vLLM. Returns "" on success, else the reason why there are no
+        answers, as a text for users.
         """
         self._process = None
         root = Path(self._directory.name)

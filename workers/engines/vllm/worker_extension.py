@@ -148,7 +148,7 @@ class MergeExtension:
     def mergesearch_apply(self, recipe_json: str) -> dict[str, Any]:
         """Write the merge of a recipe over the engine's weights in place; addresses and CUDA graphs stay valid.
 
-        `recipe_json` is the recipe as JSON. Tensors that are the same in the merge that the engine holds are not
+        `recipe_json` is the recipe as JSON. A tensor that is equal in the merge that the engine already holds is not
         written again. If a GPU has too little memory for merging, the merge is computed on the CPU. From the beginning
         of the write until it has succeeded, the engine reports no digest.
 

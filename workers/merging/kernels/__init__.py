@@ -127,9 +127,9 @@ def for_each(function: Callable[[T], None], items: Sequence[tuple[int, T]], devi
     """Call `function` for each of several merged tensors: in parallel on a CPU, and in any order.
 
     `items` are pairs (number of elements of the tensor, item); `function` gets only the item. If `device` is a CPU,
-    several threads each process one item at a time. There are two exceptions, which are processed one after another:
-    the largest items, because each of them uses all threads, and the smallest, because waiting for Python's interpreter
-    lock would take longer than their work.
+    several threads each process one item at a time. Two kinds of items are processed one after another instead. The
+    largest items use all threads each. For the smallest items, waiting for Python's interpreter lock would take longer
+    than their work.
     """
     if device.type != "cpu":
         for _, item in items:

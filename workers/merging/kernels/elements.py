@@ -211,7 +211,7 @@ def variance_of(base: Any, xs: Any, i: Any) -> Any:
 
 @numba.njit(**IN_PLACE)
 def either(first: Any, second: Any) -> Any:
-    """Logical or of two flags, each 1 (SOME) or 0 (NONE) with 32 bits; the result is such a flag, too.
+    """Logical or of two flags; flags and result are 1 (SOME) or 0 (NONE) with 32 bits.
 
     Numba's operator `|` gives 64 bits, and a vectorised loop with a number of 64 bits handles only half as many
     elements at a time.
@@ -294,9 +294,9 @@ def turned_mark(i: Any, factor: Any) -> Any:
     """The tie-breaking mark of element i as a signed number, so that AVX2 can compare marks.
 
     A mark is an unsigned number that orders elements of equal magnitude: a hash of i, multiplied by `factor`, an odd
-    number that differs between tensors. AVX2 compares only signed numbers. With the top bit flipped, signed numbers
-    have the order of the marks. Because `factor` is odd, the bit can be flipped before the multiplication, once for all
-    sources.
+    number that differs between tensors. AVX2 compares only signed numbers. Therefore the result is the mark with its
+    top bit flipped: read as signed numbers, such results have the order of the marks. Because `factor` is odd, the bit
+    of the hash can be flipped before the multiplication, once for all sources.
     """
     return I32(U32(U32(hashed(i, U32(0), U32(0)) ^ TOP) * factor))
 

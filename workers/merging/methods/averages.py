@@ -233,10 +233,10 @@ def model_stock(
     `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. The factor is t = N cos /
     (1 + (N - 1) cos), with N the number of models and cos the mean cosine between the task vectors of this tensor. A
     task vector of norm at most 1e-8 counts as orthogonal to the others. If the denominator is zero, the result is the
-    base. Near this pole, the magnitude of t is large. If t is below -N or above 1, InvalidRecipe is raised or, with
-    `unbounded`, a warning is logged. The message names the tensor by `name`. The bound is -N because there the result
-    is already as far from the base as the models, if these are at equal distances from it. `products` are the
-    precomputed inner products of the task vectors; None computes them.
+    base. If the denominator is near zero, the magnitude of t is large. If t is below -N or above 1, InvalidRecipe is
+    raised or, with `unbounded`, a warning is logged. The message names the tensor by `name`. The lower bound is -N
+    because, for models at equal distances from the base, the result with t = -N is as far from the base as the models
+    are. `products` are the precomputed inner products of the task vectors; None computes them.
     """
     taus = [tensor - base for tensor in tensors]
     weights = model_stock_weights(products or inner_products(taus), unbounded=unbounded, name=name)

@@ -134,8 +134,8 @@ def num_selected(select_topk: float, num_variable: int) -> int:
 def sce_weights(squares: Sequence[float]) -> list[float]:
     """The weight of each model in `sce`, from the sum of squares of its selected elements.
 
-    SCE selects the elements that vary most between the task vectors. `squares` has this sum for each model. The sums
-    are divided by their total. All weights are zero if all sums are zero.
+    SCE selects the elements that vary most between the task vectors. `squares` has the sum of squares for each model.
+    The weights are these sums divided by their total. All weights are zero if all sums are zero.
     """
     whole = math.fsum(squares)
     return [square / whole if whole else 0.0 for square in squares]
@@ -315,9 +315,9 @@ def wudi(
 def sce_mergekit_weights(squares: Sequence[float], num_elements: int) -> list[float]:
     """The weight of each model in `sce_mergekit`, from the sum of squares of its selected elements.
 
-    The merge method selects the elements that vary most between the task vectors. `squares` has this sum for each
-    model. The sums are divided by their total. The weights are equal if the total is less than 1e-6 times the tensor's
-    number of elements, `num_elements`.
+    The merge method selects the elements that vary most between the task vectors. `squares` has the sum of squares for
+    each model. The weights are these sums divided by their total. The weights are equal if the total is less than 1e-6
+    times the tensor's number of elements, `num_elements`.
     """
     whole = math.fsum(squares)
     if whole / max(1, num_elements) < NO_SQUARES:

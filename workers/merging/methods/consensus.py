@@ -130,9 +130,9 @@ def disjoint_majority_interpolation(
     The elected sign is the sign of the sum of all task vectors `taus`. If this sum is zero, the elected sign is the
     sign of `majority` or, if it is None, the sign that most elements of the sum have. The share of a task vector is its
     weight divided by the sum of all weights. The shares of the task vectors that do not have the elected sign are
-    divided equally among the task vectors that have it. Therefore, if two task vectors have the elected sign, they are
-    interpolated by their shares. If only one task vector has the elected sign, the result is this task vector. The
-    result is continuous in `weights`. Equal weights give the mean. The interpolation is that of M3, appendix H.
+    divided equally among the task vectors that have it. If only one task vector has the elected sign, the result is
+    this task vector. The result is continuous in `weights`. Equal weights give the mean. The interpolation is that of
+    M3, appendix H.
     """
     elected = _elected_or_majority(taus, majority)
     shares = [weight / fsum(weights) for weight in weights]

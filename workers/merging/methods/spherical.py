@@ -165,7 +165,7 @@ def karcher(
     iteration: m begins as the normalised mean, and each step replaces it by exp_m(sum_t w_t log_m(u_t)). The iteration
     ends after `max_iter` steps, or before a step shorter than `tol`. Tensors with a norm of at most `tol` count in the
     mean norm, but not in the direction. A single tensor is returned unchanged. `products` are the precomputed inner
-    products of the tensors; None computes them. The paper is arXiv:2603.04972; its weights are equal.
+    products of the tensors; None computes them. The paper is arXiv:2603.04972; it uses equal weights.
     """
     if len(tensors) == 1:
         return tensors[0]

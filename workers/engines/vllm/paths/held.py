@@ -300,8 +300,8 @@ def _of(recipe: Recipe) -> Hashable:
     """The settings of a recipe that affect all merged tensors: (base model, `keeps_equal`, `trim`).
 
     `keeps_equal` and `trim` are settings of methods that keep only the largest elements of task vectors. `keeps_equal`
-    says whether elements of equal magnitude at the threshold are all kept, and `trim` whether elements are selected in
-    each tensor or in the whole model.
+    says whether elements of equal magnitude at the threshold are all kept. `trim` says whether the largest elements are
+    selected in each tensor or in the whole model.
     """
     return recipe.base, recipe.keeps_equal, recipe.trim
 
