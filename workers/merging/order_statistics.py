@@ -138,10 +138,11 @@ class Trim:
     """Lower and upper bound (`low`, `high`) of the magnitude threshold that keeps a given number of elements.
 
     Elements are ordered by magnitude, and equal magnitudes by a mark, a number that breaks ties. To keep n elements,
-    the threshold is the magnitude and the mark of the n-th largest one. If the bounds are equal, they are the
-    threshold. Otherwise the threshold is at one of the elements strictly between the bounds, which are fewer than
-    `SPACING`. `num_smaller` is the number of elements between the bounds that are smaller than the threshold's element.
-    `is_tied` is true if more than `MOST_LEFT` elements may have magnitudes from that of `low` to that of `high`.
+    the threshold is the magnitude and the mark of the n-th largest element. If the bounds are equal, they are the
+    threshold. Otherwise the threshold is that of one of the elements strictly between the bounds; there are fewer than
+    `SPACING` such elements. `num_smaller` is the number of elements between the bounds that are smaller than the
+    threshold's element. `is_tied` is true if more than `MOST_LEFT` elements may have magnitudes from that of `low` to
+    that of `high`.
     """
 
     low: Threshold
@@ -208,10 +209,10 @@ class Ranked(Protocol):
 
 @dataclass(frozen=True)
 class Selection:
-    """The magnitudes of a tensor's elements, with a selection algorithm that finds the one of a given rank.
+    """The magnitudes of a tensor's elements, with a selection algorithm that finds the element of a given rank.
 
-    `select(n)` returns the element that n others precede in ascending order of magnitude, so `select(0)` is the
-    smallest one. `num_zeros()` counts the elements that are zero, and `num_elements` is the number of all.
+    `select(n)` returns the element that n others precede in ascending order of magnitude, so `select(0)` returns the
+    smallest element. `num_zeros()` counts the elements that are zero, and `num_elements` is the number of all elements.
     """
 
     num_elements: int
@@ -318,7 +319,7 @@ class MagnitudeTable:
 
         `first` and `last` are indices of entries. The table has an entry for every 128th element only. If two adjacent
         entries have the same magnitude, all elements between them have it, too. Therefore the result is True if the
-        entry before `first` has the magnitude of `first`, or the entry after `last` that of `last`.
+        entry before `first` has the magnitude of `first`, or if the entry after `last` has the magnitude of `last`.
         """
         sizes = self._magnitudes
         return bool(

@@ -48,7 +48,7 @@ def merged_names(recipe: Recipe | TensorPlan, bank: Bank) -> dict[str, tuple[int
     """The name and shape of every merged tensor, in the order of `materialize.merged_tensors`.
 
     `recipe` is the recipe of the merge, or a plan made from it; `bank` has the weights of its models. Raises
-    InvalidRecipe, InvalidModel or EvidenceMismatch if they do not fit together (`plan_tensors`).
+    InvalidRecipe, InvalidModel or EvidenceMismatch if the recipe cannot be merged from these models (`plan_tensors`).
     """
     return {name: shape for tensor in plan_tensors(recipe, bank).tensors for name, shape in tensor.shapes().items()}
 

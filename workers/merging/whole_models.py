@@ -148,9 +148,11 @@ def balance_of(tensors: Sequence[ModelTensor], shares: Sequence[float], known: S
     """Number of elements of one tensor with a positive elected sign, minus the number with a negative one.
 
     The elected sign of an element is the sign of the sum of the experts' trimmed task vectors. Trimming keeps the
-    largest elements of each expert's whole task vector. Each argument has an entry for each expert: `tensors` this
-    tensor of the expert, `shares` the share of the whole task vector to keep, and `known` the magnitude threshold that
-    follows from the share.
+    largest elements of each expert's whole task vector. Each argument has an entry for each expert:
+
+    - `tensors`: this tensor of the expert, and the same tensor of its base
+    - `shares`: the share of the whole task vector that trimming keeps
+    - `known`: the magnitude thresholds of this tensor that follow from the share
     """
     each = zip(tensors, shares, known, strict=True)
     return elected_balance([trimmed(of.task_vector(), share, of.order, table) for of, share, table in each])

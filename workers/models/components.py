@@ -181,7 +181,7 @@ def layout(config: Mapping[str, Any], names: Iterable[str]) -> Layout:
 
 
 def _assign_final_norm(places: dict[str, TensorPlace]) -> None:
-    """Assign norms outside layers to the head, if their names have assigned all of them to the embedding.
+    """Assign all norms outside layers to the head, if by their names all of them were assigned to the embedding.
 
     `places` has the part of the model that each tensor was assigned to, by the tensor's name; it is changed in place.
     Every decoder ends in a norm, which belongs to the head even if its name looks like a part of the embedding.

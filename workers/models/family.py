@@ -100,8 +100,8 @@ class ResolvedFamily:
     def new_tokens(self, alias: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Tokens of the model `alias` that the base lacks.
 
-        The first tuple has the tokens that have a row in the model's embedding, and the second tuple those without a
-        row. The tokens of a tuple are in the order of their ids.
+        The first tuple has the tokens that have a row in the model's embedding, and the second tuple has the tokens
+        without a row. The tokens of a tuple are in the order of their ids.
         """
         known = token_ids(self.checkpoints[self.base_alias].tokenizer_dir) or {}
         checkpoint = self.checkpoints[alias]
@@ -285,10 +285,12 @@ class ResolvedFamily:
 class LocatedFamily:
     """The places where a base model and its experts were found, before the models are opened.
 
-    All fields are by alias; the first alias of `given` is that of the base. `given` has the directory or hub id by
-    which the caller named each model, `directories` the directory of each model that was found, and `problems` the
-    reasons why the others were not found. `adapted` has an entry for each adapter that changes another model than the
-    base: the directory of that model.
+    All fields are by alias; the first alias of `given` is that of the base.
+
+    - `given`: the directory or hub id by which the caller named each model
+    - `directories`: the directory of each model that was found
+    - `problems`: for each other model, the reasons why it was not found
+    - `adapted`: for each adapter that changes another model than the base, the directory of that model
     """
 
     given: Mapping[str, str]

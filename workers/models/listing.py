@@ -35,7 +35,7 @@ class FoundModel:
     - `name`: the name of the model in a study file: ID@COMMIT for a model in the hub's cache, else the directory
     - `architecture`: the class of the model, or its type if no class is stated; None for an adapter
     - `num_bytes`: the size of the model's safetensors files
-    - `base`: the base model that an adapter states; None if it states no base model, and for a checkpoint
+    - `base`: the base model that an adapter states; None for a checkpoint, and for an adapter that states no base model
     """
 
     directory: str

@@ -145,10 +145,10 @@ def align(models: Mapping[str, Vocabulary], tokenizer: str, options: VocabularyO
     """Align the embeddings and output heads of `models` to one vocabulary.
 
     The models are by alias, the base first. `tokenizer` selects the vocabulary: BASE, UNION (the base's tokens and the
-    tokens that others added) or the alias of the model whose vocabulary is used. `options` are further options, such as
-    the sources of single rows. A model without a tokenizer.json that has as many rows as the base is assumed to have
-    the tokens of the base. The result has the size of the vocabulary, the tokens that are added, and the embeddings and
-    output heads that change. Raises InvalidModel with every problem.
+    tokens that other models added) or the alias of the model whose vocabulary is used. `options` are further options,
+    such as the sources of single rows. A model without a tokenizer.json that has as many rows as the base is assumed to
+    have the tokens of the base. The result has the size of the vocabulary, the tokens that are added, and the
+    embeddings and output heads that change. Raises InvalidModel with every problem.
     """
     base, *_ = models
     tokens, problems = _tokens_with_rows(models)

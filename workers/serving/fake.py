@@ -55,16 +55,16 @@ class FakeScorer:
     - `sample_delay_s`, `swap_delay_s`: seconds to wait for each sample, and for each change of the recipe (swap)
     - `failing`: digests of recipes for which TrialFailed is raised
     - `fails_above`: TrialFailed is also raised for every recipe with a coefficient above this number
-    - `exits_at_call`: the call of `score` that ends the process without clean-up, counted from 1 over all processes
-      that share `log_file`, if there is one
+    - `exits_at_call`: the call of `score` that ends the process without clean-up, counted from 1; with a `log_file`,
+      the calls of all processes that share the file are counted
     - `unavailable_calls`: the number of calls that raise EngineUnavailable before the first success
     - `crashing`, `crash_by`: digests of recipes that crash the engine, and how: by an error, a signal, the end of the
       process, or a hang
-    - `garbles`: the values are right, but the responses and tokens are wrong, which `verify` detects
+    - `garbles`: whether completions and their tokens are wrong although the values are right; `verify` detects this
     - `fails_canary_at`: the swap at which the engine fails a canary (a comparison with transformers); the engine
       refuses all later calls
     - `wrong_since`: the swap since which the engine gives wrong values, and `check` fails
-    - `skips_canaries`: the reason why `check` compares nothing, if it should not
+    - `skips_canaries`: the reason why `check` compares nothing; "" if it compares
     - `replica`: the name of the replica in results; the default is a name for each process
     - `bank_fingerprint`: the fingerprint of the source weights in results
     - `seed`: the seed of the pseudorandom numbers from which values are computed

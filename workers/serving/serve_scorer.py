@@ -120,8 +120,9 @@ class ServeScorer:
     def _known_replicas(self) -> Counter[str]:
         """Number of replicas in each state ("RUNNING", ...), once Serve's controller knows all of them.
 
-        A controller that was restarted must find its replicas again first. This method waits for it, at most
-        `deadline_s` seconds. Raises ServeUnavailable if the controller does not answer within that time.
+        A controller that was restarted must first find its replicas again. This method waits for at most `deadline_s`
+        seconds until the controller has found them. Raises ServeUnavailable if the controller does not answer within
+        that time.
         """
         deadline = time.monotonic() + self.deadline_s
         while True:

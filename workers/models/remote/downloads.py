@@ -58,7 +58,7 @@ class Origin(Protocol):
 def absent_bytes(directories: Iterable[Path]) -> int:
     """Number of bytes that must still be downloaded for the models in `directories`.
 
-    Models whose metadata are on this machine, but not their weights, count. A directory that is given twice counts
+    A model counts if its metadata are on this machine and its weights are not. A directory that is given twice counts
     once.
     """
     return sum(
@@ -71,9 +71,10 @@ def absent_bytes(directories: Iterable[Path]) -> int:
 def fetched(directories: Sequence[Path], *, note: Callable[[str], None] = log.info) -> tuple[Path, ...]:
     """Download the weights of models in `directories` if only the models' metadata are on this machine.
 
-    Returns the directories in the same order, with the downloaded models in place of those without weights, at the same
-    commits. Complete files are kept if a download is interrupted. `note` is called with lines about the progress.
-    Raises InvalidModel if a download fails, or if the cache's disk is too small, in which case nothing is downloaded.
+    Returns the directories in the same order. A directory without weights is replaced by the directory of the
+    downloaded model at the same commit. Complete files are kept if a download is interrupted. `note` is called with
+    lines about the progress. Raises InvalidModel if a download fails, or if the cache's disk is too small, in which
+    case nothing is downloaded.
     """
     if lack := lack_of_space(directories):
         raise InvalidModel((lack,))
