@@ -228,9 +228,9 @@ class _TaskSamples:
     def of(cls, task: TaskSpec, references: References, samples: int) -> _TaskSamples:
         """Divide the samples of a task into a part for choosing coefficients and a part for reporting merges.
 
-        Each part has `samples` samples, or about half of the task's samples if the task has fewer than twice as many.
-        `references` computes the reference answers of the samples. Raises InvalidTask if the task has fewer than two
-        samples.
+        Each part has `samples` samples, or about half of the task's samples if the task has fewer than twice `samples`
+        samples. `references` computes the reference answers of the samples. Raises InvalidTask if the task has fewer
+        than two samples.
         """
         targets = tuple(references.targets(task))
         if len(targets) < 2:
@@ -292,12 +292,12 @@ def losses_of_experts(
 ) -> MergeMeasurement:
     """Prepare to measure the losses and metrics of merges of a fleet's trained experts.
 
-    A fleet consists of the experts that one fine-tuning trains. `experts` has the specification, and `directories` the
-    directory, of each expert by alias. Coefficients are chosen on `samples` samples of each task of an expert's
-    evaluation, and merges are reported on the next `samples` samples. `is_linearized` says whether the experts were
-    trained as linearizations of the base model (method `tangent`). `access` limits the files that tasks may use; None
-    means no limit. Raises InvalidTask if an expert has no evaluation or a sample no reference answer, and InvalidModel
-    if a model cannot be used.
+    A fleet consists of the experts that one fine-tuning trains. `experts` has the specification of each expert, and
+    `directories` has the directory of each expert, both by alias. Coefficients are chosen on `samples` samples of each
+    task of an expert's evaluation, and merges are reported on the next `samples` samples. `is_linearized` says whether
+    the experts were trained as linearizations of the base model (method `tangent`). `access` limits the files that
+    tasks may use; None means no limit. Raises InvalidTask if an expert has no evaluation or a sample has no reference
+    answer, and InvalidModel if a model cannot be used.
     """
     tasks = {}
     for alias, spec in experts.items():
@@ -429,7 +429,7 @@ def _rows(
     """Yield one row of measurements for each merge method, averaged over several sets of merged experts.
 
     `sets` has the aliases of the experts in each set; all sets have the same number of experts. `measure` returns the
-    loss by which the best coefficient is chosen, and `report` the losses and metrics that the row has. `seed`
+    loss by which the best coefficient is chosen, and `report` returns the losses and metrics that the row has. `seed`
     determines the random masks of DARE. With `wudi`, WUDI-Merging is one of the methods.
     """
     found: dict[str, list[tuple[float, tuple[Candidate, ...]]]] = {}

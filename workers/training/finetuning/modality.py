@@ -30,7 +30,7 @@ IGNORED = -100
 
 
 class Examples(Protocol):
-    """Interface of training data: numbered rows, from which the batches of updates are made.
+    """Interface of training data: numbered rows. Each update of the weights uses a batch of rows.
 
     A row is one entry of a batch: a sequence of packed documents, or an image.
     """
@@ -178,8 +178,9 @@ class TrainingModality(Protocol):
         """Prepare to measure losses and metrics of merges of trained experts, on each expert's tasks.
 
         `directories` and `tasks` have each expert's directory and evaluation tasks, by alias. `samples` samples of each
-        task are for choosing coefficients, and as many other samples for reports. `is_linearized` says whether the
-        experts are linearizations of the base. Raises InvalidModel or InvalidTask if a model or a task cannot be used.
+        task are for choosing coefficients, and `samples` other samples are for reports. `is_linearized` says whether
+        the experts are linearizations of the base. Raises InvalidModel or InvalidTask if a model or a task cannot be
+        used.
         """
         ...
 

@@ -1,8 +1,9 @@
 """Training loop on one or several ranks; the number of ranks changes the results only by rounding.
 
 Ranks share each batch's rows. Each rank holds a shard of the weights, of the gradients and of the optimizer's state
-(FSDP2). With the method tangent, each rank holds all of them (DDP). The loss of an update is the mean over the targets
-of the whole batch. Therefore the number of workers, and the number of rows in a forward pass, change only rounding. A
+(FSDP2). With the fine-tuning method `tangent`, which trains a linearization (a model that is linear in its weights),
+each rank holds the whole model instead (DDP). The loss of an update is the mean over the targets of the whole batch.
+Therefore the number of ranks, and the number of rows in a forward pass, change results only by rounding errors. A
 training that was killed continues from its last checkpoint, which all ranks share, on the same or another number of
 ranks.
 """
@@ -71,12 +72,12 @@ def train(
     """Train an expert according to `spec` in the directory `out`, or continue its training from a checkpoint.
 
     No other training may use `out`. The function runs on every rank of the process group, if there is one. Each rank
-    calls `report` with the numbers of every update and evaluation, as the training's history lists them (`history`).
-    `device` is this rank's device; by default it is a GPU if there is one. `access` limits the files that training data
-    and evaluation tasks may name, or is None for no limit. Returns facts about the training, such as the number of
-    steps, the last loss, and the values of the last evaluation. Raises InvalidModel if the base model cannot be used,
-    InvalidTask if the data or an evaluation task cannot be used, and TrainingFailed if a loss or a gradient is NaN or
-    infinite.
+    calls `report` with the metrics of every update, such as the loss, and with the values of every evaluation, in the
+    form of the training's history (`history`). `device` is this rank's device; by default it is a GPU if there is one.
+    `access` limits the files that training data and evaluation tasks may name, or is None for no limit. Returns facts
+    about the training, such as the number of steps, the last loss, and the values of the last evaluation. Raises
+    InvalidModel if the base model cannot be used, InvalidTask if the data or an evaluation task cannot be used, and
+    TrainingFailed if a loss or a gradient is NaN or infinite.
     """
     ranks = _Ranks.here(device)
     base = locate(spec.base)

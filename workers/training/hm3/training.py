@@ -37,18 +37,18 @@ class PolicyTrainingOptions:
     """Options of the training of a search's policies.
 
     - `episodes`: the number of episodes in an iteration
-    - `warm_up`: the number of a policy's first iterations in which nothing is learned, and every step is drawn from all
-      allowed ones
+    - `warm_up`: the number of a policy's first iterations in which nothing is learned, and every step is drawn at
+      random from all allowed steps
     - `k`: the number of candidates for each step of a layer path
     - `exploration`, `explored`: the probability of drawing a step at random decreases linearly from 1 to `exploration`
       over the `explored` iterations of a policy after its warm-up
-    - `draws_paths`: whether random choices are made for whole paths. All paths of the warm-up are then drawn at random
-      from the search space, and afterwards a share that decreases to zero over the `explored` iterations. In all other
-      paths, single steps are drawn at random with the probability `exploration`.
+    - `draws_paths`: whether random choices are made for whole paths. If so, all paths of the warm-up are drawn at
+      random from the search space; afterwards the share of such paths decreases to zero over the `explored` iterations.
+      In all other paths, single steps are drawn at random with the probability `exploration`.
     - `is_conditioned`: whether a single policy has the preference vector (weights of the objectives) as an input;
       otherwise there is a policy for each vector
-    - `learns`: if false, the policies with which the search began build all episodes, for each preference vector in
-      turn
+    - `learns`: whether policies learn; otherwise the policies with which the search began build all episodes, for each
+      preference vector in turn
     - `version`: the version of the searcher `hm3` with which the search was begun. Policies of version 1 learn by
       `FirstLearner`, and policies of different searches may have the same random numbers.
     """
@@ -208,9 +208,9 @@ class PolicyTraining:
     def play(self, number: int) -> Episode:
         """Build the layer path of episode `number`, in one batch with all other episodes of its iteration.
 
-        An episode is the building of one layer path, the sequence of layers of a new model, by a policy, and an
-        iteration a group of episodes after which the policy is updated. Raises KeyError if the policy's checkpoint that
-        these episodes need is not saved.
+        In an episode, a policy builds one layer path, the sequence of layers of a new model. An iteration is a group of
+        episodes after which the policy is updated. Raises KeyError if the policy's checkpoint that these episodes need
+        is not saved.
         """
         iteration = self.iteration_of(number)
         source = self.source_of(iteration, newest=iteration - 2) if self.options.learns else None
