@@ -76,10 +76,16 @@ def baseline_labels(chosen: BaselineGroup | Sequence[str], experts: Sequence[str
     """Names of the baselines that `chosen` selects, in the order of `all_baselines`.
 
     A baseline is a model or a published merge that is scored for comparison. `chosen` is the value of the study file's
-    `search.baselines`. The word "sources" selects the study's models, "published" well-known merges, "all" both of
-    these, "none" nothing, and "m3" the merges of the paper on Mixup Model Merge. A list has such words, except "all"
-    and "none", or names of single baselines. `experts` are the aliases of the study's experts; names that are not
-    baselines of such a study are ignored.
+    `search.baselines`, one of these words:
+
+    - "sources": the study's models
+    - "published": well-known merges
+    - "all": the study's models and well-known merges
+    - "none": nothing
+    - "m3": the merges of the paper on Mixup Model Merge
+
+    `chosen` may also be a list of names of single baselines and of these words, except "all" and "none". `experts` are
+    the aliases of the study's experts; names that are not baselines of such a study are ignored.
     """
     names = {chosen} if isinstance(chosen, str) else {*chosen}
     groups = {*names, *(BY_DEFAULT if ALL in names else ())}

@@ -124,9 +124,9 @@ def hyperband_brackets(num_rungs: int, eta: int) -> tuple[Bracket, ...]:
 def bracket_cycle(scheduler: Scheduler, *, num_rungs: int, eta: int, max_trials: int) -> tuple[Bracket, ...]:
     """The brackets (groups of configurations for successive halving) that a search repeats, in order.
 
-    With the scheduler hyperband they are the brackets of one Hyperband iteration. With racing, each configuration has a
-    separate bracket. With asha and none, and with hyperband on a single rung, one bracket has all `max_trials`
-    configurations. `num_rungs` is the number of rungs, and one configuration in `eta` is promoted.
+    With the scheduler `hyperband`, the result has the brackets of one Hyperband iteration. With `racing`, each
+    configuration has a separate bracket. With `asha` or `none`, or with `hyperband` on a single rung, one bracket has
+    all `max_trials` configurations. `num_rungs` is the number of rungs, and one configuration in `eta` is promoted.
     """
     if scheduler == "racing":
         return (Bracket(1, first_rung=0, num_rungs=num_rungs, eta=eta),)

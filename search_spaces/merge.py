@@ -77,7 +77,8 @@ class Merge:
     def per_source(self, name: str) -> tuple[float, ...]:
         """The values of the coefficient `name`, one for each source; a number that all sources share is repeated.
 
-        A coefficient that the merge does not state has its default. Raises InvalidRecipe if there is no default either.
+        A coefficient that the merge does not state has its default. Raises InvalidRecipe if the coefficient is not
+        stated and has no default.
         """
         value = self.coefficients[name] if name in self.coefficients else self._default(name)
         if value is None:

@@ -87,7 +87,7 @@ class Objective:
         """The cost of a value: 0 at the better end of the range, 1 at the worse end.
 
         Costs are not clipped to [0, 1], so they keep the order of values outside the range. Raises InvalidStudy if no
-        range is stated and `value` is outside [0, 1], ValueError if `value` is not finite.
+        range is stated and `value` is outside [0, 1], and ValueError if `value` is not finite.
         """
         if not math.isfinite(value):
             raise ValueError(f"objective {self.name!r}: {self.metric}={value} is not a finite number")

@@ -165,10 +165,10 @@ class Structure(Protocol):
 class Parameters:
     """The parameters of a search space, an ordered and immutable collection.
 
-    A parameter may exist only if another one, its parent, has certain values; parents come before such parameters.
-    Parameters with the same role have the same meaning in different places, for example the coefficient of TIES in each
-    layer group. Searchers may start with configurations in which all parameters of a role have the same value. A
-    parameter may have no role.
+    A parameter may exist only if another parameter, its parent, has certain values. A parent comes before the
+    parameters that depend on it. Parameters with the same role have the same meaning in different places, for example
+    the coefficient of TIES in each layer group. Searchers may start with configurations in which all parameters of a
+    role have the same value. A parameter may have no role.
     """
 
     def __init__(
@@ -253,7 +253,7 @@ class Parameters:
                 )
 
     def sample(self, rng: np.random.Generator) -> dict[str, Any]:
-        """A random configuration, drawn by the rules in the space's `structure`, or uniformly if there are none.
+        """A random configuration, drawn by the rules in the space's `structure`, or uniformly without a `structure`.
 
         `rng` gives the random numbers. A parameter is drawn after the parameters that decide whether it exists. The
         same generator state gives the same configuration.

@@ -198,11 +198,12 @@ class TaskInfo:
     - `higher_is_better`: whether larger values of the metric are better
     - `output_type`: lm-eval's output type, such as "generate_until" or "multiple_choice"
     - `num_truncated`: the number of prompts that were cut to the engine's `max_model_len`
-    - `groups`: the number of samples of each group (usually an lm-eval task); every beginning of the scoring order
-      contains all groups in proportion to these numbers
+    - `groups`: the number of samples of each part of the task, such as one of its lm-eval tasks, or a class of images;
+      every prefix of the scoring order contains all parts in proportion to these numbers
     - `filters`: the names of the filters, if the task, or one of the lm-eval tasks of which it consists, has several
       filters; otherwise empty
-    - `categories`: the lm-eval tasks of each group within an lm-eval group, such as `mmlu_stem` of `mmlu`
+    - `categories`: for a task that consists of named categories, such as `mmlu` with `mmlu_stem`: the lm-eval tasks of
+      each category
     - `confined_by`: the sandbox of the process that runs the task's own code; "" if the task has no code
     - `template`: the Jinja template of the prompts; "" if the prompts come from a function or a column of the data, or
       if the task consists of lm-eval tasks with different templates
@@ -244,8 +245,9 @@ class ScoreRequest:
     first scores one sample with the base model, which shows whether the engine works at all. If `crashes` is None, the
     scorer itself sends the request again after a crash.
 
-    `trial` is the number of the trial that the request is for, which logs name; None if it is for none. `traceparent`
-    is the place in its trace of the span that sends the request; None if it is not traced.
+    `trial` is the number of the trial that the request is for, which logs name; None if the request is for no trial.
+    `traceparent` identifies the trace span that sends the request, as in the W3C header; None if the request is not
+    traced.
     """
 
     study: str
@@ -470,9 +472,9 @@ class Scorer(Protocol):
     def sample_texts(self, task: TaskSpec, start: int, stop: int) -> SampleTexts:
         """Return the prompt and the right answer of the samples [start, stop) of a task, in the order of scoring.
 
-        The prompt is the text that engines get, with system prompt and chat template if there are any. The right answer
-        is None if the task does not state it as text. There are fewer samples if the task has fewer. An engine that has
-        scored the task does not build it again.
+        The prompt is the text that engines get, with the system prompt and the chat template if the engine's options
+        have them. The right answer is None if the task does not state it as text. The result is shorter if the task has
+        fewer than `stop` samples. An engine that has scored the task does not build it again.
 
         Raises:
             InvalidTask: The task cannot be built.
@@ -483,7 +485,7 @@ class Scorer(Protocol):
     def verify(self, recipe: Recipe, samples: tuple[SampleResult, ...], spans: tuple[Span, ...]) -> VerificationReport:
         """Score samples again with plain transformers on the recipe's exported checkpoint, and compare with `samples`.
 
-        `spans` are the ranges of samples to compare, and `samples` the engine's stored results for these. If nothing
+        `spans` are the ranges of samples to compare, and `samples` are the engine's stored results for them. If nothing
         can be compared, the report has 0 samples and the reason.
         """
         ...

@@ -76,8 +76,8 @@ class Coefficient:
     """The declaration of a coefficient of a merge method: its range [low, high], its default, and how it is searched.
 
     - `per_model`: whether a merge may state one number per source instead of one for all
-    - `default`: the value of a coefficient that a merge does not state; without a default it must be stated. Canonical
-      recipes leave out a coefficient that has its default.
+    - `default`: the value of a coefficient that a merge does not state; a coefficient without a default must be stated.
+      Canonical recipes leave out a coefficient that has its default.
     - `is_whole`: whether only whole numbers are accepted
     - `searched`: how a search varies the coefficient; None if it keeps its default
     - `has_gradient`: whether the merged tensor is differentiable with respect to the coefficient; the elements that the

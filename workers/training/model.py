@@ -56,9 +56,9 @@ class TrainableModel:
 
     `bank` has the opened weights of a family, which is a base model and its experts. The model has the family's
     architecture, in `dtype` on `device`, with one copy of its weights. Its layers are those of a merge of the recipe
-    `like`, or the base's if `like` is None. With `recomputes`, activations within layers are computed again in the
-    backward pass. With `more_devices`, the layers are divided over these and `device` in their order, so that each has
-    about as many bytes; embedding, final norm and head stay on `device`.
+    `like`, or those of the base if `like` is None. With `recomputes`, activations within layers are computed again in
+    the backward pass. With `more_devices`, the layers are divided over these and `device` in their order, so that all
+    devices hold about equal numbers of bytes; embedding, final norm and head stay on `device`.
 
     - `memory`: for each merged tensor, by name, the part of the model's weights into which it is written
     - `leaves`: pairs of a parameter and the merged tensors that it contains, by name. A tied output head is a separate
@@ -131,7 +131,7 @@ def _origins(bank: Bank, like: Recipe | None) -> dict[str, str]:
     """The base tensor that initialises each tensor of a merge, as a dict of names.
 
     `bank` has the opened weights of the base and the experts. The layers are those of the merge of the recipe `like`,
-    or the base's if `like` is None.
+    or those of the base if `like` is None.
     """
     layout, names = bank.layout, bank.base.tensors
     if like is None:

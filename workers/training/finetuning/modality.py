@@ -159,7 +159,7 @@ class TrainingModality(Protocol):
         ...
 
     def lack_of_losses(self, spec: FinetuneSpec, task: TaskSpec) -> str | None:
-        """Reason why merge losses cannot be measured on one of an expert's evaluation tasks; None if they can.
+        """Reason why merge losses cannot be measured on one of an expert's tasks; None if they can be measured.
 
         The text is the end of a sentence about the task, such as "has no reference answers". Raises InvalidTask if the
         task cannot be used.

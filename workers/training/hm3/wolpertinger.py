@@ -23,7 +23,8 @@ def nearest(protos_BD: Tensor, embeddings_AD: Tensor, allowed_BA: Tensor, *, k: 
 
     Returns two tensors. The first has the indices of the C nearest steps, [B, C], the nearest first; of equally near
     steps, the one with the smaller index comes first. C is the smaller of `k` and A. If fewer than C steps are allowed,
-    the last indices of a row are of steps that are not allowed. The second tensor, bool [B, C], is False for these.
+    the last indices of a row are of steps that are not allowed. The second tensor, bool [B, C], is False for steps that
+    are not allowed.
     """
     distances = torch.linalg.vector_norm(embeddings_AD - protos_BD[:, None], dim=2)
     distances = torch.where(allowed_BA, distances, torch.inf)

@@ -250,10 +250,11 @@ class MergOPT(OptimizerWrapper):
     def state_dict(self) -> dict[str, Any]:
         """State of the wrapped optimizer, and the seed and step number of MergOPT's random numbers.
 
-        MergOPT adds a random offset to the parameters while gradients are computed, to simulate a later merge. Its own
-        part of the state has the seed and the number of updates so far, which determine the next offset. It also has
-        the number of elements that get an offset and, if offsets are made of the task vectors of given experts, the
-        digest of these task vectors; `load_state_dict` compares both with those of the optimizer that is restored.
+        MergOPT adds a random offset to the parameters while gradients are computed, to simulate a later merge.
+        MergOPT's own part of the state has the seed and the number of updates so far, which determine the next offset.
+        It also has the number of elements that get an offset and, if offsets are made of the task vectors of given
+        experts, the digest of these task vectors; `load_state_dict` compares both with those of the optimizer that is
+        restored.
         """
         own = {"seed": self._seed, "step": self._step, "moved": self.num_moved, **self._experts}
         return {**super().state_dict(), STATE: own}
