@@ -114,7 +114,7 @@ class SpaceDescription:
 
     - `layer_groups`: groups of adjacent layers, which cover the layers in order
     - `component_groups`: the parts of a layer that have separate coefficients, by name. The value lists the components
-      (attention, MLP, norms) in this part; for a part of a component, it is this component.
+      (attention, MLP, norms) in this part. If the part is a piece of one component, the value has this component.
     - `text`: a description of the searched parameters, in words
     """
 
@@ -231,8 +231,8 @@ class Coefficients(Protocol):
         """The name of the merge method that has the coefficients.
 
         If tensors are merged by several methods, the result is one of them. Any of them may be used to look up the
-        default of the searched coefficient, such as 0, because it is the same for all these methods. The default is
-        needed because a recipe leaves out a coefficient that has its default.
+        default of the searched coefficient, such as 0, because the default is the same for all these methods. The
+        default is needed because a recipe leaves out a coefficient that has its default.
         """
         ...
 

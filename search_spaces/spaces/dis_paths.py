@@ -214,9 +214,8 @@ class DisPaths:
         """The configuration (values of the space's parameters) of a merge in which `blocks` replace layers of the base.
 
         A block stands for a few adjacent layers of the base; its path is the sequence of layers that the merge uses in
-        their place. `blocks` must be in the form in which the method `blocks` returns them: with the
-        option `retains`, an empty path stands for the base's own layers, so a block of exactly these layers must have
-        an empty path.
+        their place. `blocks` must be in the form that the method `blocks` returns. With the option `retains`, an empty
+        path stands for the base's own layers, so a block of exactly these layers must have an empty path.
         """
         found: dict[str, Any] = {}
         for names, block in zip(self._names, blocks, strict=True):

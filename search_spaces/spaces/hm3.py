@@ -12,7 +12,7 @@ vectors, and states which of its layers are merged.
 
 In the paper, any layer may follow any other. Almost no random path of this kind is a usable model, so a policy would
 have no reward to learn from. Here the layer that follows layer l is at most `max_jump` layers away from layer l + 1;
-null removes the limit.
+`max_jump: null` removes the limit.
 """
 
 from __future__ import annotations
@@ -348,8 +348,9 @@ class Hm3Space:
     def _digests(self) -> dict[str, str]:
         """Recipe digest of each model that provides layers for layer paths, by the model's name in `pool`.
 
-        A layer path is the sequence of layers of a new model. Some of the models are merged from the experts, each by
-        another preference vector (weights of the objectives). Two models whose recipes are equal have the same digest.
+        A layer path is the sequence of layers of a new model. Some of the models are merged from the experts, each with
+        the weights of one preference vector (weights of the objectives). Two models whose recipes are equal have the
+        same digest.
         """
         return {name: recipe.digest for name, recipe in self.pool.items()}
 

@@ -126,7 +126,7 @@ class LayerPaths:
         return self.max_jump is None or self.layer_of(path[-1]) >= self.num_layers - 1 - self.max_jump
 
     def next_layers(self, path: Sequence[int], *, max_length: int | None = None) -> tuple[int, ...]:
-        """Layer numbers, ascending, that may come next in a path that begins with `path`; they hold for any model.
+        """The numbers, ascending, of the layers of any model that may come next in a path that begins with `path`.
 
         `path` is a sequence of step numbers; a step is one layer of one model. A layer number is listed only if the
         path can still be completed after it within `max_length` layers in total. By default `max_length` is the largest
@@ -235,9 +235,10 @@ class LayerPaths:
     ) -> dict[str, Any]:
         """The configuration of a path, which is given as step numbers; a step is one layer of one model.
 
-        `preference` is the index of the preference vector by whose weights the merged layers of the path are merged.
-        `scales` has the scales of all layers except the last. If `scales` is empty, all scales are 1. A space without a
-        `scale_range` ignores `scales`.
+        A merged layer is a layer of the model MERGED: its parameters are merged from the experts, with weights that
+        follow from a preference vector. `preference` is the index of this vector; without a merged layer, the
+        configuration has 0 instead. `scales` has the scales of all layers except the last. If `scales` is empty, all
+        scales are 1. A space without a `scale_range` ignores `scales`.
         """
         found: dict[str, Any] = {LENGTH: len(path)}
         for at, step in enumerate(path):
@@ -281,7 +282,7 @@ class LayerPaths:
 
         The number of changes is from one to `most`; smaller numbers are likelier. A change takes a layer from another
         model, repeats a layer, or leaves a layer out. If layers have scales, one scale is also replaced by a random
-        one. `rng` gives the random numbers. The result may describe the same path as `configuration`, because one
+        scale. `rng` gives the random numbers. The result may describe the same path as `configuration`, because one
         change may undo another.
         """
         num_changes = int(math.exp(rng.uniform(0.0, math.log(most + 1))))

@@ -47,9 +47,9 @@ def one_layer(layer: int) -> LayerGroup:
 
 
 def expert_of(parameter: str, experts: Sequence[str]) -> str | None:
-    """The expert whose alias, after a dot, ends the name of a parameter; None if there is none.
+    """The expert whose alias, after a dot, ends the name of a parameter; None if no alias does.
 
-    An alias may have dots, so the longest one counts.
+    Aliases may contain dots; if several aliases end the name, the result is the longest.
     """
     return max((alias for alias in experts if parameter.endswith(f".{alias}")), key=len, default=None)
 

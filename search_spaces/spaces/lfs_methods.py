@@ -54,7 +54,7 @@ class SearchedMethod(Protocol):
     def decode(self, cell: ComponentGroup, operands: tuple[str, ...], configuration: Configuration) -> Merge: ...
 
     def encode(self, cell: ComponentGroup, operands: tuple[str, ...], merge: Merge) -> dict[str, Any] | None:
-        """Parameter values that make the method produce `merge` from `operands`; None if there are none.
+        """Parameter values that make the method produce `merge` from `operands`; None if no values do.
 
         `cell` is the part of the model that is merged, a component group (such as attention) of a layer group.
         `operands` are the aliases of the models that are merged. `merge` is in canonical form.
@@ -160,7 +160,7 @@ class Linear:
     Each expert has a parameter, which exists only in configurations that select the expert. The weights are the
     parameters' values divided by their sum, or equal if all values are zero. If a configuration selects no expert, all
     experts are merged with equal weights. If it selects a single expert, the expert is averaged with the base, whose
-    weight is 1 minus the expert's.
+    weight is 1 minus the expert's weight.
     """
 
     name = "linear"

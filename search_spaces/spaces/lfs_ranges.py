@@ -78,10 +78,10 @@ class RangedMethod:
         return values
 
     def _encode_model(self, cell: ComponentGroup, operands: tuple[str, ...], model: str) -> dict[str, Any] | None:
-        """Parameter values that make a merge return the model `model` unchanged; None if there are none.
+        """Parameter values that make a merge return the model `model` unchanged; None if no values do.
 
         `cell` is the part of the model that is merged, a component group (such as attention) of a layer group;
-        `operands` are the aliases of the models that are merged in it. There are such values in three cases:
+        `operands` are the aliases of the models that are merged in it. Values exist in three cases:
 
         - `model` is the base, the method has a coefficient that makes the merge the base at the value 0, and 0 is in
           the searched range of this coefficient.

@@ -6,7 +6,7 @@ The merge is base + s * sum of share_k * task vector k (equation 2). The directi
 vectors; shares sum to 1. s is the scale. There are two kinds of directions:
 
 - drawn from Beta(alpha, alpha) for two experts (equation 3) and from its generalisation, the symmetric Dirichlet
-  distribution, for more
+  distribution, for more experts
 - a p-series over an order of the experts: share_k is proportional to k^-p (equation 4)
 
 The parameters are quantiles in [0, 1], which the inverse distribution functions convert to shares. Therefore uniform
@@ -390,7 +390,7 @@ def _scale(numbers: Sequence[float], shares: Sequence[float], scales: tuple[floa
     """Reconstruct the scale of a recipe from its coefficients; each is the scale times an expert's share, rounded.
 
     `numbers` are the rounded coefficients, and `shares` the experts' shares in the same order. Because of the rounding,
-    many scales, an interval, give the same coefficients; the result is the middle of the interval. `scales` are the
+    all scales in an interval give the same coefficients; the result is the middle of this interval. `scales` are the
     lowest and the highest scale that the space allows.
     """
     half = 0.5 * 10.0**-COEFFICIENT_DECIMALS

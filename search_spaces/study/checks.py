@@ -465,7 +465,7 @@ def _constraint_contradictions(search: Search, parts: ValidParts) -> Iterator[Pr
 
 
 def _lack_of_baselines(constraint: Constraint, search: Search, experts: Sequence[str]) -> str:
-    """Error text if the bound of a constraint needs a score that the study does not have, or "" if it does not.
+    """Error text if the bound of a constraint needs a score that the study does not have, else "".
 
     A bound such as "base - 0.01" needs the score of a source model, which is a baseline. The text names the source
     models that `search.baselines` leaves out. `experts` are the aliases of the experts.

@@ -23,7 +23,7 @@ DIGITS = tuple("0123456789")
 class ImageSuite:
     """Description of an image task that a study file can name.
 
-    - `data`: the name of the data set on the hub, and `config` its configuration, if it has several
+    - `data`, `config`: the name of the data set on the hub, and its configuration if it has several
     - `sizes`: the number of images of the split `test`; data sets have further splits, such as `train`
     - `templates`: texts that describe a class, with {} in place of its name
     - `classes`: the names of the classes in the order of the labels; None for the names that the data set has

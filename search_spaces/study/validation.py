@@ -201,7 +201,7 @@ def _node(schema: Mapping[str, Any], place: Sequence[str | int]) -> Mapping[str,
 
     `place` is a sequence of keys, list positions and tags (names of a value's form) that pydantic reports. If several
     parts of `schema` may describe the value, the result is the first part with properties or, if there is none, the
-    first with an enumeration, a constant or a type. Returns an empty mapping if there is none.
+    first part with an enumeration, a constant or a type. Returns an empty mapping if no such part exists.
     """
     found = _nodes(schema, place)
     wanted = ("properties", "enum", "const", "type")
