@@ -48,7 +48,7 @@ class _Piece:
 
     @property
     def has_weights(self) -> bool:
-        """Whether each source of the merge has its own coefficient; otherwise all sources share one."""
+        """Whether each source of the merge has its own coefficient; otherwise all sources share one coefficient."""
         return isinstance(self.merge.coefficients[self.coefficient], tuple)
 
     def with_values(self, configuration: Configuration) -> Merge:

@@ -119,7 +119,8 @@ class Executor:
     def _begin(self) -> None:
         """Start the process that executes programs.
 
-        Raises EngineUnavailable if it does not start, InvalidTask if it cannot restrict programs to a sandbox.
+        Raises EngineUnavailable if the process does not start, and InvalidTask if it cannot restrict programs to a
+        sandbox.
         """
         try:
             self._start_process()

@@ -148,7 +148,7 @@ class References:
     def _ends(self, stops: Sequence[str]) -> tuple[int, ...]:
         """Sorted ids of all tokens that end a completion of a task.
 
-        These are the end-of-text tokens, and those of the task's stop strings (`stops`) that are a single token.
+        They are the end-of-text tokens, and each of the task's stop strings (`stops`) that is a single token.
         """
         prompts = self._evaluator.lm.prompts
         encoded = [prompts.encode(stop, special_tokens=False) for stop in stops]
@@ -165,7 +165,7 @@ def lack_of_references(spec: TaskSpec) -> str | None:
 
 
 def lack_of_right_answers(spec: TaskSpec) -> str | None:
-    """Reason why no loss can be computed on a text task (`lack_of_references`); None if one can."""
+    """Reason why no loss can be computed on a text task (`lack_of_references`); None if a loss can be computed."""
     with build_task(spec) as task:
         return built_tasks.lack_of_references(task, CHECKED)
 

@@ -52,7 +52,7 @@ class TaskReader(Protocol):
         ...
 
     def lack_of_references(self, spec: TaskSpec) -> str | None:
-        """Reason why no loss can be computed on the task's right answers, as text; None if one can."""
+        """Reason why no loss can be computed on the task's right answers; None if a loss can be computed."""
         ...
 
 

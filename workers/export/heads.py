@@ -65,7 +65,7 @@ class UnmergedParts(Protocol):
     def loading(self) -> str: ...
 
     def write(self, directory: Path) -> None:
-        """Write the files with unmerged parts, besides the checkpoint's own, to the export in `directory`."""
+        """Write the unmerged parts that are not in the checkpoint itself to files of the export in `directory`."""
         ...
 
 
@@ -85,9 +85,9 @@ class UnmergedTowers:
 class ExportedHeads:
     """Classification heads of the source models, for an export; the checkpoint itself has the head `main`.
 
-    `main` is the alias of the model with this head. `heads` and `tensors` have the description, and the weight and
-    bias, of each model's head, by alias; tensors are in the dtype of the export. `config` has the fields of config.json
-    that describe the main head.
+    `main` is the alias of the model with this head. `heads` has the description of each model's head, and `tensors` has
+    its weight and bias in the dtype of the export, both by alias. `config` has the fields of config.json that describe
+    the main head.
     """
 
     main: str

@@ -156,7 +156,7 @@ class CompletionBatch:
             return taken
 
     def close(self, error: Exception | None = None) -> None:
-        """Close the batch; completions that have not ended end with `error`, if there is one."""
+        """Close the batch, so that no completion can join it; with `error`, its unfinished completions fail with it."""
         with self._lock:
             self._is_closed = True
             if error is not None:

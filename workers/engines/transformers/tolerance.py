@@ -64,21 +64,21 @@ class Tolerance:
 
     @property
     def value(self) -> float:
-        """The largest difference over many log-probabilities (`backend.typical_difference`)."""
+        """Largest `typical_difference` of many log-probabilities that rounding explains."""
         if self.rounding is None:
             return LOGPROB_TOLERANCE[self.dtype]
         return max(TIMES_ROUNDING * self.rounding, LEAST_TOLERANCE[self.dtype])
 
     @property
     def gap(self) -> float:
-        """The largest error of the gap between two tokens' log-probabilities."""
+        """Largest change of the gap between two tokens' log-probabilities that rounding explains."""
         if self.gap_rounding is None:
             return self.value
         return max(TIMES_GAP * self.gap_rounding, self.value)
 
     @property
     def too_large(self) -> str | None:
-        """Reason why wrong merges could pass with these tolerances, as text; None if they cannot."""
+        """Reason why these tolerances are too large to find wrong merges, as text; None if they are not."""
         return too_large(self.dtype, self.rounding, self.gap_rounding)
 
     def of(self, count: int) -> float:

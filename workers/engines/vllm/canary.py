@@ -167,7 +167,7 @@ class Canary:
     def report(self) -> CanaryReport:
         """Report of the canaries (comparisons with transformers) that the engine has passed so far, for users.
 
-        The report has their number and, if the last canary was skipped, the reason.
+        The report has the number of passed canaries and, if the last canary was skipped, the reason.
         """
         return CanaryReport(self._replica, self.num_passed, self._skipped)
 

@@ -85,7 +85,7 @@ class CheckpointEngine(Engine):
         )
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Replace calls of the worker extension for merges, which this engine lacks: report that no logits are bad."""
+        """Answer calls of the worker extension for merges, which this engine does not have: no logits were bad."""
         if method == "mergesearch_bad_rows":
             return [0, 0]
         raise NotImplementedError(method)

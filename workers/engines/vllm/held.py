@@ -123,7 +123,7 @@ class HeldWeights:
             del self._unwritten[name]
 
     def forget(self) -> None:
-        """Make the next write of a merge cover every tensor, even tensors that are equal in both merges."""
+        """Make the next write of a merge cover every tensor, even tensors that are equal in the held merge."""
         self._computations = {}
         self._sums = {}
         self._devices = {}

@@ -53,7 +53,7 @@ class Reading:
     def num_rows(self) -> int:
         """Number of the prompt's own tokens whose log-probabilities are needed.
 
-        Each of them takes one row of logits.
+        Each of these tokens takes one row of logits.
         """
         return len(self.tokens) - self.start
 

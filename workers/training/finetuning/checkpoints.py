@@ -107,7 +107,7 @@ def _agreed(value: bool) -> bool:
 def _quiet() -> Iterator[None]:
     """Context manager that hides warnings of torch about checkpoints.
 
-    One of these appears whenever a process without a process group saves or loads a checkpoint.
+    One of these warnings appears whenever a process without a process group saves or loads a checkpoint.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*torch.distributed is disabled.*")

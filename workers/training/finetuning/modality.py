@@ -137,7 +137,7 @@ class TrainingModality(Protocol):
         ...
 
     def linearized(self, tangent: TangentModel) -> Any:
-        """Wrap a linearized model, which the method tangent trains, as the argument `called` of `evaluation`."""
+        """Wrap a linearized model (linear in its weights, from the method `tangent`) as `called` of `evaluation`."""
         ...
 
     def adapter_options(self) -> Mapping[str, Any]:
