@@ -202,7 +202,7 @@ class ObjectStore:
     def _asking(self, what: str, path: str) -> Iterator[None]:
         """Context manager that turns errors of the store's driver into ObjectStoreError.
 
-        In the message of the error, `what` names the operation, such as "read", and `path` the object.
+        In the message of the error, `what` names the operation, such as "read", and `path` is the path of the object.
         """
         try:
             yield

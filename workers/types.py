@@ -112,7 +112,7 @@ class Family:
     `tokenizer` selects the vocabulary of every merge: "base", "union", or an expert's alias. `vocabulary` has further
     options of the vocabulary, such as the sources of embedding rows of single tokens (`workers.models.vocabulary`).
     `alignments_dir` is the directory, or the URL of the object store, that has the alignments which recipes name
-    (`workers.alignments`); it is "" if there are none. Files may be added to this directory while engines run.
+    (`workers.alignments`); it is "" if there are no alignments. Files may be added to this directory while engines run.
     `modality` is the name of the kind of data that the models read (`workers.models.modalities`).
     """
 

@@ -41,8 +41,8 @@ LayerPair: TypeAlias = tuple[tuple[str, int], tuple[str, int]]
 class TensorLocation:
     """The part of the model that a tensor belongs to.
 
-    `part` is a component of decoder layer `layer` (0-based), or the embedding or the head; for these, `layer` is None.
-    `suffix` is the tensor's name within its layer; outside layers it is the whole name.
+    `part` is a component of decoder layer `layer` (0-based), or the embedding or the head; for embedding and head,
+    `layer` is None. `suffix` is the tensor's name within its layer; outside layers it is the whole name.
     """
 
     part: Part

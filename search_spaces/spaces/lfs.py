@@ -248,8 +248,8 @@ class LfsSpace:
         """Conditions for merging a component group of a layer group by one of `methods`.
 
         A condition says that a search parameter has one of certain values. `components` is the name of the component
-        group, such as attention, and `group` the name of the layer group. Returns () if `methods` contains all methods
-        of the space, because no condition is needed then.
+        group, such as attention, and `group` is the name of the layer group. Returns () if `methods` contains all
+        methods of the space, because no condition is needed then.
         """
         if set(self._methods) <= set(methods):
             return ()

@@ -87,8 +87,8 @@ class RangedMethod:
           the searched range of this coefficient.
         - `model` is the first operand, and the method has a coefficient (its `first_at_zero`) that makes the merge the
           first operand at the value 0.
-        - `model` is the only operand, and the method returns a single source unchanged, or needs several sources. In
-          the latter case `decode` makes a passthrough merge, an unchanged copy.
+        - `model` is the only operand, and the method returns a single source unchanged, or needs several sources. If
+          the method needs several sources, `decode` makes a passthrough merge, an unchanged copy.
         """
         method = self.method
         leaves_base = (method.base_at_zero, None if method.is_itself_alone else method.drops_zeros)

@@ -389,9 +389,9 @@ def _exact_shares(found: _Numbers, scales: tuple[float, float]) -> tuple[float, 
 def _scale(numbers: Sequence[float], shares: Sequence[float], scales: tuple[float, float]) -> float:
     """Reconstruct the scale of a recipe from its coefficients; each is the scale times an expert's share, rounded.
 
-    `numbers` are the rounded coefficients, and `shares` the experts' shares in the same order. Because of the rounding,
-    all scales in an interval give the same coefficients; the result is the middle of this interval. `scales` are the
-    lowest and the highest scale that the space allows.
+    `numbers` are the rounded coefficients, and `shares` are the experts' shares in the same order. Because of the
+    rounding, all scales in an interval give the same coefficients; the result is the middle of this interval. `scales`
+    are the lowest and the highest scale that the space allows.
     """
     half = 0.5 * 10.0**-COEFFICIENT_DECIMALS
     pairs = [(number, share) for number, share in zip(numbers, shares, strict=True) if share > half]

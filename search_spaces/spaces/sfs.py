@@ -56,8 +56,8 @@ SPACE = SfsSection
 class SfsSpace:
     """The search space SFS over one model of a study, in which each layer of the model has two factors.
 
-    One factor multiplies the layer's weights, the other the layer's output. The last layer has no factor on its output.
-    The class is immutable and implements `DifferentiableSpace`.
+    One factor multiplies the layer's weights, and the other factor multiplies the layer's output. The last layer has no
+    factor on its output. The class is immutable and implements `DifferentiableSpace`.
     """
 
     kind = "sfs"

@@ -228,7 +228,7 @@ def with_benchmarks(study: Study, added: AddedBenchmarks) -> Study:
 def same_but_limits(stored: Study, given: Study) -> tuple[str, ...]:
     """Fields that differ between a stored study and a new version of it, although they must not change.
 
-    `stored` is the stored study, and `given` the new version. If the result is empty, the study may be resumed as
+    `stored` is the stored study, and `given` is the new version. If the result is empty, the study may be resumed as
     `given` states it. The fields are dotted paths; the path of a benchmark has its name, as in "benchmarks.mmlu".
 
     These changes are accepted: other `limits` and `contamination`, a larger `search.max_trials`, and more benchmarks.

@@ -100,7 +100,7 @@ def _read(directory: str | Path, digest: str, hidden_size: int) -> Alignment:
 def _downloaded(url: str, digest: str) -> Path:
     """Path of an alignment's file in this machine's cache.
 
-    An alignment is a map of the residual stream, and `digest` the sha256 of its file. If the file is missing in the
+    An alignment is a map of the residual stream, and `digest` is the sha256 of its file. If the file is missing in the
     cache, or damaged, it is downloaded first from the object store at `url`.
     """
     directory = cache_dir() / "alignments"

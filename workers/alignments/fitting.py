@@ -65,8 +65,7 @@ class FittedAlignment:
     their means and covariances are equal, is measured between the mapped output of the first layer and the usual input
     of the second one.
 
-    - `before`, `moments`, `after`: the discrepancy without an alignment, with an alignment of kind `moments` (a scale
-      and a shift for each channel), and with this alignment, respectively
+    - `before`: the discrepancy without an alignment
     - `epochs`: the number of epochs of training; 0 for an alignment of kind `moments`
     """
 
@@ -310,8 +309,8 @@ def _directions(rows: Tensor, rank: int) -> Tensor:
 def _are_outliers(first_TD: Tensor, rows_ND: Tensor) -> Tensor:
     """Channels (bool [D]) whose mean over T first tokens of texts is far from their mean over other tokens.
 
-    `first_TD` has the first tokens, `rows_ND` the others. Far means more than OUTLIER standard deviations of the other
-    tokens.
+    `first_TD` has the first tokens, `rows_ND` has the others. Far means more than OUTLIER standard deviations of the
+    other tokens.
     """
     beyond = (first_TD.float().mean(dim=0) - rows_ND.mean(dim=0)).abs()
     return beyond > OUTLIER * rows_ND.std(dim=0)

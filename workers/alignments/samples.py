@@ -53,9 +53,10 @@ def prompts_of(
 ) -> tuple[tuple[int, ...], ...]:
     """Token ids of one prompt for each sample of every objective, for learning alignments between layers.
 
-    `tasks` has the task of each objective, and `positions` the positions of its samples. `family_dir` is the directory
-    of the models' tokenizer and configuration, and `options` has the settings that prompts depend on, such as the chat
-    template. For multiple choice the prompt is that of the first option. Raises InvalidTask if a task cannot be built.
+    `tasks` has the task of each objective, and `positions` has the positions of its samples. `family_dir` is the
+    directory of the models' tokenizer and configuration, and `options` has the settings that prompts depend on, such as
+    the chat template. For multiple choice the prompt is that of the first option. Raises InvalidTask if a task cannot
+    be built.
     """
     evaluator = TaskEvaluator(None, Prompts(family_dir, options))
     return tuple(evaluator.requests(tasks[name], at)[0].tokens for name, each in positions.items() for at in each)

@@ -57,8 +57,8 @@ class Subtask:
         """The text that lm-eval puts between prompt and answer: the task's delimiter, or "".
 
         `has_template` says whether the prompt is rendered by a chat template. Without a chat template, the result is
-        the delimiter. With one, the result is usually "". But if the task itself begins the answer with a text
-        (`prefix`) that does not end in white space, the result is the delimiter.
+        the delimiter. With a chat template, the result is usually "". The exception is a task that itself begins the
+        answer with a text (`prefix`) that does not end in white space: the result is then the delimiter.
         """
         if has_template and not (self.prefix and not self.prefix[-1:].isspace()):
             return ""

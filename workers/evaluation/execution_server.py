@@ -41,7 +41,7 @@ MAX_SAID = 4096  # bytes that a program's process may send; one that sends more 
 class ExecutionStart:
     """First message to the process that executes programs.
 
-    `confinement` is the sandbox of each program, and `num_parallel` the number of programs that run at a time.
+    `confinement` is the sandbox of each program, and `num_parallel` is the number of programs that run at a time.
     """
 
     confinement: Confinement

@@ -75,7 +75,7 @@ def _rouge_scorer() -> Any:
 def sari(source: str, references: Sequence[str], answer: str) -> float:
     """SARI of one simplified text, from 0 to 1, a metric for simplifications.
 
-    `source` is the text before simplification, `answer` the simplified text, and `references` are right
+    `source` is the text before simplification, `answer` is the simplified text, and `references` are right
     simplifications. SARI is the mean of three scores over n-grams of one to four tokens: the F-measure of kept n-grams,
     the F-measure of added n-grams, and the precision of deleted n-grams. Each is computed by comparison with the
     references. Texts are in lower case and tokenized as sacrebleu does ("13a"). A score without n-grams is 1, as in the
@@ -121,8 +121,8 @@ def _sari_of(
 def _share(right: Counter[str], made: Counter[str]) -> float:
     """Precision of the n-grams that a text has kept or deleted: the mean, over distinct n-grams, of the right share.
 
-    `made` has the count of each n-gram that was kept (or deleted), and `right` the part of this count that agrees with
-    the references. The result is 1 if there are no n-grams.
+    `made` has the count of each n-gram that was kept (or deleted), and `right` has the part of this count that agrees
+    with the references. The result is 1 if there are no n-grams.
     """
     return _ratio(sum(right[gram] / count for gram, count in made.items()), len(made))
 

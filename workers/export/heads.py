@@ -122,7 +122,7 @@ def unmerged_parts(bank: Bank, dtype: torch.dtype) -> UnmergedParts | None:
 
     If the base is a whole CLIP model, the parts are all its tensors outside the vision tower. Otherwise they are the
     heads of the models in `bank`; the main head is that of the base or, if the base has no head, that of the first
-    expert with one. Tensors have the dtype `dtype`.
+    expert with a head. Tensors have the dtype `dtype`.
     """
     checkpoints = bank.sources.checkpoints
     base = checkpoints[bank.sources.base_alias]

@@ -103,7 +103,7 @@ class _Builder:
         """Build the recipe's layers, embedding and head, and the merges of single tensors by name.
 
         Single tensors are the tensors whose merge differs from the merge of their component. Problems in the file are
-        added to `problems`; if there are any, the result is not usable.
+        added to `problems`; a file with problems gives no usable result.
         """
         slices = [self._with_all_inputs(slice_) for slice_ in self._configuration.slices]
         if self.problems:

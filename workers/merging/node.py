@@ -51,8 +51,8 @@ class SharedDirectory:
     """Directory in the node's shared memory, which exists as long as a process has it open.
 
     `name` identifies the content; processes that give the same name share one directory. The last process that closes
-    the directory removes it. If the last process was killed, the directory is removed when a process opens another one.
-    `root` is the node's shared memory, or None for SHARED_MEMORY.
+    the directory removes it. If the last process was killed, the directory is removed when a process opens another
+    directory. `root` is the node's shared memory, or None for SHARED_MEMORY.
     """
 
     def __init__(self, name: str, *, root: Path | None = None) -> None:

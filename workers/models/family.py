@@ -90,7 +90,7 @@ class ResolvedFamily:
 
     @property
     def modality(self) -> Modality:
-        """The kind of data that the models read; it is the same for all."""
+        """The kind of data that the models read, which is the same for the base and all experts."""
         return self.base.modality
 
     @property
@@ -454,7 +454,7 @@ def resolve_model(
 ) -> ResolvedFamily:
     """Locate, open and check one model, which is returned as a family: a base model, here without experts.
 
-    `model` is a directory or a hub id, and `alias` the name that it gets in the family. If the model is an adapter,
+    `model` is a directory or a hub id, and `alias` is the name that it gets in the family. If the model is an adapter,
     `adapts` is the model that it changes. `vocabulary` has options of the vocabulary, as in a recipe. `cache` is the
     directory of the cache, or None for the default directory. Raises InvalidModel with every problem.
     """

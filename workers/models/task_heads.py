@@ -104,7 +104,7 @@ class HeadTensors:
 def task_head(alias: str, checkpoint: Checkpoint) -> TaskHead | None:
     """Description of the classification head of a model; None if the model has no head.
 
-    `checkpoint` is the model, and `alias` its name. An encoder that was stored alone has no head.
+    `checkpoint` is the model, and `alias` is its name. An encoder that was stored alone has no head.
     """
     weight = checkpoint.tensors.get(WEIGHT)
     if weight is None or WEIGHT not in checkpoint.layout.task_heads:

@@ -156,7 +156,10 @@ class CompletionBatch:
             return taken
 
     def close(self, error: Exception | None = None) -> None:
-        """Close the batch, so that no completion can join it; with `error`, its unfinished completions fail with it."""
+        """Close the batch, so that no completion can join it.
+
+        If `error` is given, all unfinished completions of the batch fail with `error`.
+        """
         with self._lock:
             self._is_closed = True
             if error is not None:

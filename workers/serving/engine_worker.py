@@ -68,9 +68,9 @@ class EngineWorker:
 
     The engine starts when the object is made, and then serves all requests. The most recently used evaluation tasks
     stay loaded. `family` has the base model and its experts, and `options` are the options of the engine.
-    `most_engines` is the largest number of such engines in the cluster; None means as many as there are GPUs. Raises
-    EngineUnavailable if the engine does not start. `verify_elsewhere` verifies an export in another process, or
-    returns None (`gpu_verification.verify_on_free_gpu`). If it is None, or returns None, this process verifies.
+    `most_engines` is the largest number of such engines in the cluster; None means one for each GPU. Raises
+    EngineUnavailable if the engine does not start. `verify_elsewhere` verifies an export in another process, or returns
+    None (`gpu_verification.verify_on_free_gpu`). If it is None, or returns None, this process verifies.
     """
 
     _verify_elsewhere: Callable[..., VerificationReport | None] | None = None

@@ -182,8 +182,8 @@ class FakeScorer:
     def describe(self, tasks: tuple[TaskSpec, ...]) -> tuple[TaskInfo, ...]:
         """Return facts about tasks, such as their numbers of samples, without building them.
 
-        A task in a JSONL file has as many samples as the file; any other task has `num_samples` of this scorer. Raises
-        InvalidTask if a file cannot be read.
+        A task in a JSONL file has a sample for each line of the file; any other task has `num_samples` of this scorer.
+        Raises InvalidTask if a file cannot be read.
         """
         return tuple(
             TaskInfo(

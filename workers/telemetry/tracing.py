@@ -110,7 +110,7 @@ class Span:
     def traceparent(self) -> str | None:
         """Identifier of this span and its trace, as in the W3C header `traceparent`; None if the span is not recorded.
 
-        Other processes need it to make spans below this one.
+        Other processes need the identifier to make spans below this span.
         """
         return None if self._made is None else _traceparent(self._made)
 

@@ -47,8 +47,8 @@ def activation_bytes(
 ) -> int:
     """Bytes of the activations that are kept for a backward pass over `tokens` tokens.
 
-    `config` is the model's configuration, and `value_bytes` the number of bytes of a value. For each token, a layer of
-    a Llama keeps 8 h + 4 d + 4 f values, as measured with PyTorch's allocator on CPU. h is the size of the residual
+    `config` is the model's configuration, and `value_bytes` is the number of bytes of a value. For each token, a layer
+    of a Llama keeps 8 h + 4 d + 4 f values, as measured with PyTorch's allocator on CPU. h is the size of the residual
     stream, d the size of all keys of a token, and f the size of the MLP. With `recomputes`, only the activations of one
     layer and the inputs of all layers are kept. `layers` is the number of layers on the device; None means all.
     """

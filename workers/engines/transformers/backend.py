@@ -125,7 +125,7 @@ class Reference:
     ) -> str | None:
         """Append one generated token to a completion; return the final text if the completion ends, else None.
 
-        `request` has the prompt, and `chosen` the tokens that were generated for it so far, to which `token` is
+        `request` has the prompt, and `chosen` has the tokens that were generated for it so far, to which `token` is
         appended. `gap` is the difference between the log-probabilities of the token and of the second likeliest token;
         the pair (text so far, `gap`) is appended to `steps`. A completion ends with an end-of-text token, a stop
         string, or the last of the tokens that `request` allows.
@@ -167,7 +167,7 @@ def choice_gaps(model: Any, prompt: Sequence[int], completion: Sequence[int]) ->
 def typical_difference(ours: Sequence[float], theirs: Sequence[float], *, dtype: str) -> float:
     """Difference, in nats, between the log-probabilities by the engine and by transformers for the same tokens.
 
-    `ours` are those of the engine, which computes in `dtype`, and `theirs` those of transformers. For "float32" the
+    `ours` are those of the engine, which computes in `dtype`, and `theirs` are those of transformers. For "float32" the
     result is the largest absolute difference. For dtypes of 16 bits it is the root mean square of the differences:
     rounding errors are small on average there, but can change the log-probabilities of single unlikely tokens by large
     amounts. The result is NaN if a list contains NaN.

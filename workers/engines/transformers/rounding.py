@@ -53,8 +53,8 @@ def explained(
 ) -> tuple[float, int]:
     """Separate differences of log-probabilities that rounding explains from all others.
 
-    `ours` are the engine's log-probabilities, and `theirs` those of transformers for the same tokens. `bounds` are the
-    results of `rounding_bounds` for these tokens. A difference above `tolerance` is explained if it is at most the
+    `ours` are the engine's log-probabilities, and `theirs` are those of transformers for the same tokens. `bounds` are
+    the results of `rounding_bounds` for these tokens. A difference above `tolerance` is explained if it is at most the
     token's bound. If more than a few differences are above `tolerance`, none of them is explained. Returns the largest
     difference that is not explained, and the number of explained differences.
     """

@@ -224,7 +224,7 @@ class _Comparison:
     def _add(self, pair: _Pair, ours: Sequence[float], theirs: Sequence[float], text: Tokens = ()) -> None:
         """Compare two lists of log-probabilities for one sample, and record how much they differ.
 
-        `pair` is the sample. `ours` has the engine's log-probabilities, and `theirs` those of transformers. With
+        `pair` is the sample. `ours` has the engine's log-probabilities, and `theirs` has those of transformers. With
         `text`, both lists are for the tokens of this text; without it, they are for the options of a multiple choice.
         If the engine computes in float32, differences of single tokens that rounding explains are left out.
         """

@@ -111,11 +111,11 @@ class Calibration:
         base model in the engine's log-probabilities (`base_share`), which should be 0, is larger in magnitude than
         rounding explains.
 
-        `ours` are the engine's log-probabilities, `theirs` those of transformers for the same tokens. `of` names the
-        compared texts in the message. `bounds` returns the largest change of each token's log-probability that rounding
-        explains (`rounding_bounds`). This function is called only for "float32", if a difference is larger than the
-        tolerance. The returned difference (`typical_difference`) is the largest one in float32, and a root mean square
-        in other dtypes.
+        `ours` are the engine's log-probabilities, and `theirs` are those of transformers for the same tokens. `of`
+        names the compared texts in the message. `bounds` returns the largest change of each token's log-probability
+        that rounding explains (`rounding_bounds`). This function is called only for "float32", if a difference is
+        larger than the tolerance. The returned difference (`typical_difference`) is the largest one in float32, and a
+        root mean square in other dtypes.
         """
         difference = typical_difference(ours, theirs, dtype=self.dtype)
         if bounds is not None and self.dtype == "float32" and self.tolerance < difference < MOST:

@@ -96,8 +96,8 @@ def scores_of(
 ) -> tuple[SampleResult, ...]:
     """Score samples of tasks with the checkpoint in `directory`, in a separate process, and return the samples.
 
-    `options` are the options of the engine, and `spans` the ranges of samples. Raises EngineUnavailable, with the end
-    of its output, if the process fails, or if it runs for more than `limit_s` seconds: by default an hour, and two
+    `options` are the options of the engine, and `spans` are the ranges of samples. Raises EngineUnavailable, with the
+    end of its output, if the process fails, or if it runs for more than `limit_s` seconds: by default an hour, and two
     minutes more for each sample.
     """
     if limit_s is None:

@@ -98,8 +98,8 @@ class Engine:
 
     The engine implements `workers.evaluation.prompts.Backend`: it generates and scores with the merge that it holds, at
     first the base model. `family` are the base and the experts. `name` is the name of the engine's replica, and
-    `log_file` the file that messages about a failed start refer to. `most_engines` is the largest number of equal
-    engines in the cluster, for which the host's memory is planned; None means as many as there are GPUs. Raises
+    `log_file` is the file that messages about a failed start refer to. `most_engines` is the largest number of equal
+    engines in the cluster, for which the host's memory is planned; None means one for each GPU. Raises
     EngineUnavailable, with the reason, if the models cannot be opened or vLLM cannot start or compute. Raises
     InvalidModel if contents of source models have changed or cannot be used. Raises EngineFault if the engine's
     log-probabilities differ from those of transformers.

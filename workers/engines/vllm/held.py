@@ -60,7 +60,7 @@ class HeldWeights:
     """The parameters of the model in vLLM's worker, with methods that write merges over them in place.
 
     A write leaves out tensors that the previous merge computed in the same way. After a failed write, the next write
-    covers every tensor. `model` is vLLM's model, and `dtype` the dtype of its weights.
+    covers every tensor. `model` is vLLM's model, and `dtype` is the dtype of its weights.
     """
 
     def __init__(self, model: Any, dtype: torch.dtype) -> None:
@@ -304,9 +304,9 @@ def _repack(
     """Pack weights again: replace the packed copies in modules whose parameters have changed.
 
     Packed copies are the weights in the layout that vLLM's CPU kernels compute with. `packed` has the modules with
-    packed copies, by name, and `changed` the changed parameters. `comparable` has the names of the modules whose packed
-    copy can be compared with the weights. Returns the names of those modules in `comparable` whose new packed copy
-    differs from the weights.
+    packed copies, by name, and `changed` has the changed parameters. `comparable` has the names of the modules whose
+    packed copy can be compared with the weights. Returns the names of those modules in `comparable` whose new packed
+    copy differs from the weights.
     """
     ids = set(map(id, changed))
     stale = []

@@ -115,8 +115,8 @@ class MergeExtension:
         """Call `write(bank, into)` and return its result; compute on the CPU if the GPU has too little memory.
 
         `bank` has the source weights, and computes merges on the engine's device or on the CPU. `into` returns memory
-        for computing a tensor. After a lack of memory, later merges are computed on the CPU, too, until as much memory
-        of the GPU is free as was planned for merging.
+        for computing a tensor. After a lack of memory, later merges are computed on the CPU as well, until the GPU
+        memory that was planned for merging is free again.
         """
         bank = self._mergesearch_bank
         if self._mergesearch_lack and _room(bank.device) >= self._mergesearch_scratch_bytes:

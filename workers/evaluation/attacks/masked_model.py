@@ -63,8 +63,8 @@ def check_masked_model(model: str, *, is_encoder: bool = False) -> Path:
 class MaskedModel:
     """A fill-mask model and a sentence encoder, loaded at first use, in float32 on the CPU.
 
-    `model` names the fill-mask model, and `encoder` the encoder; by default the encoder is the fill-mask model without
-    its head. Texts longer than a model's maximum length are cut at their end.
+    `model` names the fill-mask model, and `encoder` names the encoder; by default the encoder is the fill-mask model
+    without its head. Texts longer than a model's maximum length are cut at their end.
     """
 
     def __init__(self, model: str, *, encoder: str | None = None) -> None:

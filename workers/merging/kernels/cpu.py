@@ -40,8 +40,8 @@ def merge(
     has only these.
 
     Some rules keep only elements whose magnitude reaches a threshold, and state only a lower and an upper bound of it.
-    Without `shard`, the elements between the bounds are collected, the exact threshold is found among them, and the
-    merge of these elements is computed with it. With `shard`, the rule must have exact thresholds (`exact`), because
+    Without `shard`, the elements between the bounds are collected, the exact threshold is found among them, and these
+    elements are merged with the exact threshold. With `shard`, the rule must have exact thresholds (`exact`), because
     the elements between the bounds may be in other shards.
     """
     xs, merged = as_arrays(tensors), as_array(out)

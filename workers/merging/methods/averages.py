@@ -118,7 +118,7 @@ def slerp(tensors: Sequence[torch.Tensor], *, t: float, cos: float | None = None
 def slerp_weights(t: float, cos: float) -> tuple[float, float]:
     """Factors by which `slerp` (spherical interpolation) multiplies its two tensors before it adds them.
 
-    `t` is the place between the first tensor (0) and the second (1), and `cos` the cosine of the angle between them.
+    `t` is the place between the first tensor (0) and the second (1), and `cos` is the cosine of the angle between them.
     """
     return _circle_weights(t, cos, COLLINEAR)
 

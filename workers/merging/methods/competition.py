@@ -162,7 +162,7 @@ def ramplus_tl(
     element if it differs from the base by more than epsilon. If several models changed an element, the mean of their
     task vectors is added to the base. If one model changed an element, this model's task vector times 1 + r min(alpha,
     shared / unique) is added. `shared` is the number of elements of the tensor that this model and others changed, and
-    `unique` the number that this model alone changed.
+    `unique` is the number that this model alone changed.
     """
     return _ram([tensor - base for tensor in tensors], base, epsilon, (r, alpha))
 
@@ -280,8 +280,8 @@ def wudi(
     """WUDI-Merging (arXiv:2503.08099): the base plus a scaled task vector that Adam optimises for each matrix.
 
     `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. The result is the base
-    plus lambda m. tau_i are the task vectors, and m is the merged one. For a matrix, m begins as sum_i tau_i and is
-    changed by `steps` steps of Adam, with the rate `learning_rate`, on the loss sum_i |(m - tau_i) tau_i^T|^2 /
+    plus lambda m. tau_i are the task vectors, and m is the merged task vector. For a matrix, m begins as sum_i tau_i
+    and is changed by `steps` steps of Adam, with the rate `learning_rate`, on the loss sum_i |(m - tau_i) tau_i^T|^2 /
     |tau_i|^2. For other tensors m is the mean task vector. Task vectors that are zero are left out of the loss.
 
     The gradient is 2 (m A - B), with A = sum_i tau_i^T tau_i / |tau_i|^2 and B = sum_i tau_i tau_i^T tau_i / |tau_i|^2,
@@ -378,7 +378,7 @@ def _ram(
 def ramplus_factor(r: float, alpha: float, num_changed: int, num_alone: int) -> float:
     """RAM+'s factor for elements that only one model changed; larger if the model shares more of its changes.
 
-    `num_changed` is the number of elements that the model changed, and `num_alone` the number of these that no other
+    `num_changed` is the number of elements that the model changed, and `num_alone` is the number of these that no other
     model changed. With shared = `num_changed` - `num_alone` and alone = `num_alone`, the factor is 1 + r min(alpha,
     shared / alone). The factor is 1 if alone is 0.
     """

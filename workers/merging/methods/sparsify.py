@@ -118,7 +118,7 @@ def masked_task_vectors(
 ) -> list[torch.Tensor]:
     """Task vectors (tensors minus base) after a random mask, divided by the share of elements that is kept (DARE).
 
-    `densities` has, for each tensor, the share of elements that its mask keeps, and `keys` the key of the mask.
+    `densities` has, for each tensor, the share of elements that its mask keeps, and `keys` has the key of the mask.
     """
     return [
         dropped(tensor - base, density, key).mul_(1 / density)
@@ -206,7 +206,7 @@ def match_l1_norm(sparse: torch.Tensor, tau: torch.Tensor, norm: float | None = 
 def l1_ratio(before: float, after: float) -> float:
     """Factor that restores the sum of magnitudes of a task vector after elements were dropped.
 
-    `before` is the sum of magnitudes of the whole task vector, and `after` that of the sparse one, after elements were
-    dropped. The factor is `before` / `after`, or 1 if either of them is below 1e-7.
+    `before` is the sum of magnitudes of the whole task vector, and `after` is that of the sparse one, after elements
+    were dropped. The factor is `before` / `after`, or 1 if either of them is below 1e-7.
     """
     return 1.0 if min(before, after) < NO_NORM else before / after

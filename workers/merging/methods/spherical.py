@@ -87,8 +87,8 @@ def multislerp_weights(
     """The factor of each tensor in Multi-SLERP, which interpolates directions on the sphere.
 
     The factors are those of `multislerp` or, without `normalize`, of `multislerp_unscaled`. `weights` are the weights
-    of the tensors, and `products` the inner products of all pairs of tensors. `eps` is a small number that is added to
-    norms. Raises InvalidRecipe if the directions of more than two tensors cancel each other.
+    of the tensors, and `products` are the inner products of all pairs of tensors. `eps` is a small number that is added
+    to norms. Raises InvalidRecipe if the directions of more than two tensors cancel each other.
     """
     if len(products) == 1:
         return [1.0]

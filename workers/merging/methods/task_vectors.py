@@ -382,7 +382,7 @@ def dare_ties_l1(
     """Weighted TIES of task vectors after DARE's random dropping of elements (mergekit's dare_ties).
 
     `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. DARE keeps elements of
-    each task vector at random. `densities` has, for each model, the share that is kept, and `keys` the key of the
+    each task vector at random. `densities` has, for each model, the share that is kept, and `keys` has the key of the
     random mask. With `rescale`, the kept elements are scaled so that their sum of magnitudes is that of the whole task
     vector. `norms` has this sum for each model; with None, the sums are computed. Then, for each element, the task
     vectors that have the sign of their weighted sum are averaged with `weights`. The mean is multiplied by lambda and

@@ -75,8 +75,8 @@ def local_file(name: str | Path) -> Path:
 def _downloaded(folder: str, file: str, of: str) -> Path:
     """Download a file of an object-store folder, alone or with the whole folder, and return its path on this machine.
 
-    `folder` is the URL of the folder, and `file` the path of the file in the folder. If `of` equals `folder`, the whole
-    folder is downloaded. If `of` is the URL of the file, the file alone is downloaded.
+    `folder` is the URL of the folder, and `file` is the path of the file in the folder. If `of` equals `folder`, the
+    whole folder is downloaded. If `of` is the URL of the file, the file alone is downloaded.
     """
     objects = ObjectStore(folder)
     listed = objects.list() if of == folder else {file: objects.info(file)}

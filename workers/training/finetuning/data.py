@@ -140,8 +140,8 @@ MAX_OPEN = 63
 def batch_rows(num_rows: int, *, batch: int, step: int, seed: int) -> list[int]:
     """Indices of the rows that make up the batch of update number `step` (counted from 0).
 
-    `num_rows` is the number of all rows, and `batch` the number of rows in a batch. Each pass over all rows has its own
-    order, which `seed` determines.
+    `num_rows` is the number of all rows, and `batch` is the number of rows in a batch. Each pass over all rows has its
+    own order, which `seed` determines.
     """
     found = []
     for position in range(step * batch, (step + 1) * batch):
@@ -265,8 +265,8 @@ def _chat(messages: Any, prompts: Prompts, origin: str, *, name: str = MESSAGES,
 
     `messages` should be a list of objects with role and content. The loss counts for the assistant's messages from
     message number `first` (counted from 0) on, including the end of each turn. `prompts` has the tokenizer. In error
-    messages, `origin` names the row, and `name` the keys of the row that have the conversation. Raises InvalidTask if
-    the conversation is malformed, has no message of the assistant, or cannot be rendered turn by turn.
+    messages, `origin` names the row, and `name` names the keys of the row that have the conversation. Raises
+    InvalidTask if the conversation is malformed, has no message of the assistant, or cannot be rendered turn by turn.
     """
     if not isinstance(messages, list) or not all(
         isinstance(each, Mapping) and {"role", "content"} <= each.keys() for each in messages

@@ -45,10 +45,10 @@ def use_document_attention(
 
     The replacement is used in calls whose inputs have the bounds of documents (`document_bounds`); other calls, such as
     evaluations, are not changed. `model` is a transformers or peft model. `max_length` is the largest number of tokens
-    of a row, `device` is the model's device, and `dtype` the dtype of activations. If the model has shards, `called` is
-    the adapter that is called in its place. The logits of a row of two documents are compared with those of the model's
-    own attention. If the logits differ by more than rounding, or the new attention fails, the model keeps its own
-    attention.
+    of a row, `device` is the model's device, and `dtype` is the dtype of activations. If the model has shards, `called`
+    is the adapter that is called in its place. The logits of a row of two documents are compared with those of the
+    model's own attention. If the logits differ by more than rounding, or the new attention fails, the model keeps its
+    own attention.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask

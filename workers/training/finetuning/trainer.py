@@ -71,13 +71,13 @@ def train(
 ) -> dict[str, Any]:
     """Train an expert according to `spec` in the directory `out`, or continue its training from a checkpoint.
 
-    No other training may use `out`. The function runs on every rank of the process group, if there is one. Each rank
+    No other training may use `out`. If there is a process group, the function runs on each of its ranks. Each rank
     calls `report` with the metrics of every update, such as the loss, and with the values of every evaluation, in the
-    form of the training's history (`history`). `device` is this rank's device; by default it is a GPU if there is one.
-    `access` limits the files that training data and evaluation tasks may name, or is None for no limit. Returns facts
-    about the training, such as the number of steps, the last loss, and the values of the last evaluation. Raises
-    InvalidModel if the base model cannot be used, InvalidTask if the data or an evaluation task cannot be used, and
-    TrainingFailed if a loss or a gradient is NaN or infinite.
+    form of the training's history (`history`). `device` is this rank's device; by default it is a GPU if the machine
+    has one. `access` limits the files that training data and evaluation tasks may name, or is None for no limit.
+    Returns facts about the training, such as the number of steps, the last loss, and the values of the last evaluation.
+    Raises InvalidModel if the base model cannot be used, InvalidTask if the data or an evaluation task cannot be used,
+    and TrainingFailed if a loss or a gradient is NaN or infinite.
     """
     ranks = _Ranks.here(device)
     base = locate(spec.base)
@@ -281,7 +281,7 @@ def learning_rate_at(step: int, num_steps: int, training: Training) -> float:
 class _Ranks:
     """Position of this process among the training processes (ranks), with operations on all ranks together.
 
-    `rank` is the index of this process, `size` the number of processes, and `device` the device of this process.
+    `rank` is the index of this process, `size` is the number of processes, and `device` is the device of this process.
     """
 
     rank: int

@@ -182,7 +182,7 @@ def _random_numbers(
     - The first tensor, [B, T, D], displaces proto-actions: points with D numbers that the policy draws among the
       embeddings of steps. Its numbers are normally distributed, and multiplied by the role's `noise`.
     - The second tensor, [B, T, 2], has two uniform numbers for each step: one decides whether the step is drawn at
-      random, the other which step is drawn.
+      random, and the other decides which step is drawn.
     - The third tensor, [B, T, A], has numbers of a Gumbel distribution, multiplied by the role's `noise`. A is the
       number of possible steps if `action` is CATEGORICAL, and 0 otherwise.
     """

@@ -106,8 +106,8 @@ class BaseLearner(ABC):
     A learner has the networks, the number of their updates, and a replay buffer: the remembered episodes, from which
     the value network learns. The learner computes on the CPU in float32. In an episode, a policy builds one layer path,
     a sequence of layers of several models; `paths` has these models. `descriptors` are statistics of the layers'
-    weights, or None. `networks` are the options of the networks, and `options` those of the learner. `seed` determines
-    the learner's random numbers. Subclasses implement `_learn` with their own optimizers.
+    weights, or None. `networks` are the options of the networks, and `options` are those of the learner. `seed`
+    determines the learner's random numbers. Subclasses implement `_learn` with their own optimizers.
     """
 
     def __init__(

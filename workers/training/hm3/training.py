@@ -185,7 +185,7 @@ class PolicyTraining:
         return self.options.learns and (bool(self._start) or self.turn_of(iteration) >= self.options.warm_up)
 
     def source_of(self, iteration: int, *, newest: int) -> int | None:
-        """Last iteration, up to `newest`, that the policy of `iteration` has learned from; None if there is none.
+        """Last iteration, up to `newest`, that the policy of `iteration` has learned from; None if it has not learned.
 
         An iteration is a group of episodes (sequences of layers that the policy builds). After an iteration, the policy
         learns from its episodes and is saved as a checkpoint, except during its warm-up. Therefore the checkpoint of

@@ -36,10 +36,10 @@ def choose(outcomes_BC: Tensor, is_candidate_BC: Tensor, *, explores_B: Tensor, 
     """Choose one of C candidates for the next step of a layer path, in each of B episodes; return the indices [B].
 
     A layer path is a sequence of layers of several models; each episode builds one. `outcomes_BC` are the expected
-    outcomes of the candidates. The candidate with the largest outcome is chosen; of equally good candidates, the first
-    one, which is the nearest. `is_candidate_BC` is False for places without a candidate. In episodes where `explores_B`
-    is True, any of the candidates is chosen with equal probability instead. The random numbers `draws_B`, in [0, 1),
-    determine this choice.
+    outcomes of the candidates. The candidate with the largest outcome is chosen. Of several equally good candidates the
+    first is chosen, which is the nearest. `is_candidate_BC` is False for places without a candidate. In episodes where
+    `explores_B` is True, any of the candidates is chosen with equal probability instead. The random numbers `draws_B`,
+    in [0, 1), determine this choice.
     """
     best = torch.where(is_candidate_BC, outcomes_BC, -torch.inf).argmax(dim=1)
     counts = is_candidate_BC.sum(dim=1)

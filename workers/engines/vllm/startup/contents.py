@@ -38,9 +38,9 @@ class WeightContents:
     `sources` are the base model and its experts. `prompts` has the properties on which prompts depend, such as the
     model's configuration. `options` are the engine's options. `dtype` is the engine's dtype; the option "auto" means
     "float32" on CPU and "bfloat16" on a GPU. `aligns` says whether merges may have alignments (maps of the residual
-    stream between layers). `most_engines` is the largest number of equal engines in the cluster; None means as many as
-    there are GPUs. The method `options_by_device` raises EngineUnavailable if the model does not fit into a
-    GPU's memory. The subclass `PathContents` is for engines whose merges may have other numbers of layers.
+    stream between layers). `most_engines` is the largest number of equal engines in the cluster; None means one for
+    each GPU. The method `options_by_device` raises EngineUnavailable if the model does not fit into a GPU's memory. The
+    subclass `PathContents` is for engines whose merges may have other numbers of layers.
     """
 
     def __init__(
