@@ -50,7 +50,7 @@ class BenchmarkSpec(ScoredTask):
     """A judge that compares each completion with the reference answer. The metric is then `win_rate`. Default: none."""
 
     def is_same_task(self, other: BenchmarkSpec) -> bool:
-        """Whether `other` has the same samples and the same metric, so that stored results are valid for both.
+        """Whether `other` has the same samples and metric, so that stored results are valid for both benchmarks.
 
         The prompt attacks and the judges (LLMs that rate completions) of the two benchmarks must be the same, too.
         """

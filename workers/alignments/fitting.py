@@ -66,6 +66,8 @@ class FittedAlignment:
     of the second one.
 
     - `before`: the discrepancy without an alignment
+    - `moments`: the discrepancy with an alignment of kind `moments` (a scale and a shift for each channel)
+    - `after`: the discrepancy with this alignment
     - `epochs`: the number of epochs of training; 0 for an alignment of kind `moments`
     """
 
