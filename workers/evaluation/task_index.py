@@ -89,9 +89,9 @@ def index_at_hand() -> Mapping[str, Any]:
 def index_to_send() -> PlainIndex | None:
     """The index of named tasks in plain types, to send to another process; None if it is not loaded.
 
-    The result maps each name to (kind, path of the YAML file or None, tags). lm-eval's own objects are not sent,
-    because a process imports lm-eval when it receives them. A sandboxed process receives the index before it is
-    confined, and a process that has started threads, as imports may do, cannot be confined any more.
+    The result maps each name to (kind, path of the YAML file or None, tags). lm-eval's own objects are not sent: a
+    process that receives them must import lm-eval, which may start threads. A sandboxed process receives the index
+    before it is confined, and a process with several threads cannot be confined.
     """
     index = index_if_loaded()
     return None if index is None else {name: _plain(entry) for name, entry in index.items()}

@@ -252,10 +252,11 @@ class Canary:
         return f"canary {digest_of([self._base.digest, self._dtype, self._prompts, libraries])}"
 
     def _make_calibration(self, key: str, bank: Bank) -> Calibration:
-        """Measure the base model in transformers, unless another replica on this machine has done so meanwhile.
+        """Make the calibration with transformers, unless another replica on this machine has made it meanwhile.
 
-        Replicas of a family start at the same time. The first one measures, and needs memory for a second model; the
-        others wait for it. `key` is the key of the result in the cache, and `bank` has the weights.
+        Replicas of a family start at the same time. The first replica makes the calibration, which needs memory for a
+        second model; the other replicas wait for it. `key` is the key of the result in the cache, and `bank` has the
+        weights.
         """
         with turn_if_writable(cache_dir() / "canaries" / digest_of(key)[:16]):
             if (known := _known_calibration(key)) is not None:

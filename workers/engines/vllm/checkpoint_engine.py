@@ -44,8 +44,8 @@ SHOWN = 5
 class CheckpointEngine(Engine):
     """vLLM engine with the weights of the checkpoint in `directory`, which are not replaced.
 
-    `options` are the options of a study's engines; `dtype: auto` is float32 on CPU and bfloat16 on a GPU. Completions
-    with NaN logits are not refused, as they are by engines of merges.
+    `options` are the options of a study's engines; `dtype: auto` is float32 on CPU and bfloat16 on a GPU. Unlike
+    engines of merges, this engine does not refuse completions with NaN logits.
     """
 
     def __init__(self, directory: str, options: EngineOptions, *, name: str = "checkpoint") -> None:
@@ -118,8 +118,8 @@ def scores_of(
 def _run(command: Sequence[str], log: Path, limit_s: float) -> int | None:
     """Run a command, and write its output to the file `log`; return its exit status, or None if it took too long.
 
-    After `limit_s` seconds, and if this process is interrupted, the command's processes are killed, also those that it
-    has started itself, as vLLM does.
+    After `limit_s` seconds, or if this process is interrupted, the command is killed, together with the processes that
+    it has started.
     """
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)

@@ -576,10 +576,10 @@ class Engine:
         """Call a method of `MergeExtension` in every process of the engine, and combine the results.
 
         `MergeExtension` is this project's extension of vLLM's worker class; `method` is the name of its method, and
-        `args` and `kwargs` are its arguments. With tensor parallelism there are several processes (ranks). Counts of
-        logit rows with NaN or infinity are combined to their maximum, counts of elements read to their sum, and
-        different texts are joined by "+". Raises EvidenceMismatch if the ranks differ in the recipe digest or in the
-        number of merges that were written into them.
+        `args` and `kwargs` are its arguments. With tensor parallelism there are several processes (ranks). Of counts of
+        logit rows with NaN or infinity, the result is the maximum. Counts of elements read are added up, and different
+        texts are joined by "+". Raises EvidenceMismatch if the ranks differ in the recipe digest or in the number of
+        merges that were written into them.
         """
         with engine_errors():
             results = self._llm.collective_rpc(method, args=args, kwargs=kwargs)

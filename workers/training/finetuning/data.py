@@ -96,8 +96,8 @@ def read_documents(data: Data, prompts: Prompts) -> list[Document]:
 def writes_chats(spec: FinetuneSpec) -> bool:
     """Whether prompts of a fine-tuning's evaluation tasks are formatted with the model's chat template.
 
-    The option `evaluation.chat_template` of `spec` decides. If it is not given, the result is True if the first row of
-    the training data is a conversation. Raises InvalidTask if this row cannot be read.
+    The option `evaluation.chat_template` of `spec` decides. Without this option, the result says whether the first row
+    of the training data is a conversation. Raises InvalidTask if this row cannot be read.
     """
     if spec.evaluation is not None and spec.evaluation.chat_template is not None:
         return spec.evaluation.chat_template

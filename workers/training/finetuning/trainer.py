@@ -222,8 +222,8 @@ def _load(checkpoint: Path, spec: FinetuneSpec, model: TrainedModel, optimizer: 
     """Restore the trained weights and the optimizer's state from a checkpoint.
 
     `spec` is the specification of the training, and `model` has the trained weights. The optimizer MergOPT adds noise
-    to weights while it computes gradients; an earlier version of this program added it to the trained layers only.
-    Raises InvalidModel if such a version wrote the checkpoint, and `spec` adds the noise to other weights.
+    to weights while it computes gradients. In an earlier version of this program, only the trained layers had noise.
+    Raises InvalidModel if such a version wrote the checkpoint, and `spec` adds noise to other weights.
     """
     had_noise_on_trained = (
         isinstance(optimizer, MergOPT)
