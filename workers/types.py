@@ -240,10 +240,9 @@ class Span:
 class ScoreRequest:
     """Request of a study to score a recipe on samples, which are given as spans (ranges of positions).
 
-    `crashes` is the number of engines that have crashed on this request so far, if the caller counts crashes. In that
-    case the next crash is raised as EngineCrashed. After the first crash, a replica that has not scored anything yet
-    first scores one sample with the base model, which shows whether the engine works at all. If `crashes` is None, the
-    scorer itself sends the request again after a crash.
+    `crashes` is the number of engines that have crashed on this request so far. If it is a number, the next crash is
+    raised as EngineCrashed; if it is None, the scorer itself sends the request again after a crash. With at least one
+    crash, a new replica first scores one sample with the base model, which shows whether the engine works at all.
 
     `trial` is the number of the trial that the request is for, which logs name; None if the request is for no trial.
     `traceparent` identifies the trace span that sends the request, as in the W3C header; None if the request is not

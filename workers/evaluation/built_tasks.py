@@ -36,7 +36,7 @@ class Subtask:
     - `prefix`: the text with which the task itself begins the answer
     - `delimiter`: the text between a prompt and its answer
     - `template`: the Jinja template of the prompts, or "" if they come from a function or a column of the data
-    - `options`: the answer options, if all samples have the same ones
+    - `options`: the answer options, if all samples have the same options
     - `categories`: the names of the inner groups that the subtask belongs to, such as `mmlu_stem`
     """
 

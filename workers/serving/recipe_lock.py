@@ -30,8 +30,8 @@ class RecipeLock:
     async def hold(self, digest: str) -> AsyncIterator[None]:
         """Async context manager that waits for the lock of an engine, and holds it for work with the recipe `digest`.
 
-        When the lock is released, waiters for the recipe that held it last come first. `digest` is "" for work without
-        a recipe.
+        When the lock is released, those who wait with the recipe of the last holder come first. `digest` is "" for work
+        without a recipe.
         """
         if self._is_taken:
             ready = asyncio.get_running_loop().create_future()

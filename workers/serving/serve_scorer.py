@@ -251,8 +251,8 @@ def _raise_if_scoring(request: ScoreRequest, error: Exception) -> None:
 def _handle(name: str) -> Any:
     """Ray Serve's handle for sending requests to the replicas of the application `name`.
 
-    The handle is made without a query of Serve's controller, to which `ray.serve.get_app_handle` would wait for an
-    answer without limit. Therefore the application may be missing; requests through its handle are then never answered.
+    Serve's controller is not queried, because `ray.serve.get_app_handle` would wait for its answer without limit.
+    Therefore the application may be missing; requests through the handle are then never answered.
     """
     from ray import serve
 
