@@ -61,8 +61,8 @@ def is_stored(directory: str | Path, digest: str) -> bool:
 def read_alignment(directory: str | Path, digest: str, *, layer: int, hidden_size: int) -> Alignment:
     """Read the alignment `digest` from a directory or object store, in float32.
 
-    An alignment is a map of the residual stream, and its digest the sha256 of its file. `directory` may be the URL of
-    an object store. `layer` is for error messages: the index of the layer that the alignment follows in the recipe.
+    An alignment is a map of the residual stream, and its digest is the sha256 of its file. `directory` may be the URL
+    of an object store. `layer` is for error messages: the index of the layer that the alignment follows in the recipe.
     Raises InvalidRecipe, with the layer and the file, if the file is missing, has another digest, or is not an
     alignment of `hidden_size` channels.
     """

@@ -61,9 +61,8 @@ OUTLIER = 20.0
 class FittedAlignment:
     """An alignment, and numbers that say how well it fits the activations of held-out texts.
 
-    An alignment is a map of the residual stream between two layers. The `discrepancy` of two sets of activations, 0 if
-    their means and covariances are equal, is measured between the mapped output of the first layer and the usual input
-    of the second one.
+    An alignment is a map of the residual stream between two layers. The `discrepancy` compares the mapped output of the
+    first layer with the usual input of the second layer. It is 0 if their means and covariances are equal.
 
     - `before`: the discrepancy without an alignment
     - `moments`: the discrepancy with an alignment of kind `moments` (a scale and a shift for each channel)

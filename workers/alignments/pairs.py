@@ -52,9 +52,10 @@ class AlignmentInputs:
     def key(self, pair: LayerPair) -> str:
         """Cache key of the alignment between the layers `pair`; the cached value is the alignment's digest.
 
-        An alignment is a map of the residual stream, and its digest the sha256 of its file. `pair` is (layer before the
-        alignment, layer after it), each as (name of a model in `pool`, index). The key depends on the models' weights,
-        on the texts from which the alignment is computed, and on the kind of alignment, but not on the models' names.
+        An alignment is a map of the residual stream, and its digest is the sha256 of its file. `pair` is (layer before
+        the alignment, layer after it), each as (name of a model in `pool`, index). The key depends on the models'
+        weights, on the texts from which the alignment is computed, and on the kind of alignment, but not on the models'
+        names.
         """
         engine = self.options.model_dump(mode="json")
         document = {

@@ -69,9 +69,10 @@ class Calibration:
     def tolerance(self) -> float:
         """Largest difference between log-probabilities of the engine and of transformers that rounding may cause.
 
-        For "float32" it is the largest absolute difference, for 16-bit dtypes the root mean square of the differences
-        (`typical_difference`). The tolerance is a multiple of `rounding`, the measured effect of rounding the weights,
-        but not below a minimum for each dtype. If `rounding` is None, the tolerance is a constant for each dtype.
+        For "float32" it is the largest absolute difference; for 16-bit dtypes it is the root mean square of the
+        differences (`typical_difference`). The tolerance is a multiple of `rounding`, the measured effect of rounding
+        the weights, but not below a minimum for each dtype. If `rounding` is None, the tolerance is a constant for each
+        dtype.
         """
         if self.rounding is None:
             return LOGPROB_TOLERANCE[self.dtype]
@@ -80,10 +81,10 @@ class Calibration:
     def base_share(self, ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float]:
         """Estimate how large the base model's share in an engine's log-probabilities is; it should be 0.
 
-        `ours` are the engine's log-probabilities, and `theirs` those that transformers computes for the merge. The
-        share is 0 if `ours` equals `theirs`, and 1 if `ours` equals the log-probabilities of the base model. A share
-        that is far from 0 suggests that some weights of the merge were not written. The estimate is by least squares
-        over all tokens, so that rounding errors average out. Therefore it detects unwritten weights much earlier than
+        `ours` are the engine's log-probabilities, and `theirs` are those of transformers for the merge. The share is 0
+        if `ours` equals `theirs`, and 1 if `ours` equals the log-probabilities of the base model. A share that is far
+        from 0 suggests that some weights of the merge were not written. The estimate is by least squares over all
+        tokens, so that rounding errors average out. Therefore it detects unwritten weights much earlier than
         `typical_difference` does.
 
         Returns the share, and the largest magnitude of the share that rounding explains. Returns (0, infinity) if

@@ -158,8 +158,8 @@ class MergeExtension:
         - materialise_s, swap_s: the seconds for computing the merge, and for everything else
         - repack_s: the seconds of `swap_s` for packing weights (copying them to the layout of vLLM's CPU kernels)
         - off_device: text that says which part of the merge was not computed on the engine's device, or ""
-        - whole: text that says of how many tensors, and why, this rank computed more than the elements that it holds,
-          or ""
+        - whole: text that says how many tensors this rank computed as a whole instead of only the elements that it
+          holds, and why, or ""
         - elements_read: the number of elements of the sources that this rank read
         - bank: the summary of the source weights (`bank.Bank.summary`), with the reason for their placement
 

@@ -37,9 +37,9 @@ LAYERS = "model.layers."
 class HeldPath(HeldWeights):
     """The weights in an engine for layer paths: a pool of layers, and the order in which a merge uses them.
 
-    A layer path is the sequence of layers of a merged model. For each of them it names a layer of the pool, factors on
-    the layer's outputs, and optionally an alignment before the layer (a map of the residual stream). The parameters
-    outside layers (embedding, final norm and output head) are held once.
+    A layer path is the sequence of layers of a merged model. For each layer of the merge, the path names a layer of the
+    pool, factors on the layer's outputs, and optionally an alignment before the layer (a map of the residual stream).
+    The parameters outside layers (embedding, final norm and output head) are held once.
     """
 
     def __init__(self, model: Any, dtype: torch.dtype) -> None:
