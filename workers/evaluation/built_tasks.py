@@ -241,8 +241,8 @@ def documents_here(task: BuiltTask, settings: PromptSettings) -> tuple[tuple[Doc
 def lack_of_references(task: BuiltTask, num_documents: int) -> str | None:
     """Reason why losses cannot be computed on a task; None if they can be computed.
 
-    Losses need right answers. The reason names a document without a right answer on which a model's loss can be
-    computed. The first `num_documents` documents (samples) of each of the task's lm-eval tasks are checked.
+    Losses need right answers. The reason names a document whose right answer is missing, or cannot be used for a loss.
+    The first `num_documents` documents (samples) of each of the task's lm-eval tasks are checked.
     """
     if task.code is not None:
         return task.code.lack_of_references(num_documents)
@@ -253,7 +253,7 @@ def lack_here(task: BuiltTask, num_documents: int) -> str | None:
     """Reason why losses cannot be computed on a task whose lm-eval objects exist in this process; None if they can.
 
     The first `num_documents` documents (samples) of each of the task's lm-eval tasks are checked. The reason names a
-    document without a right answer on which a model's loss can be computed.
+    document whose right answer is missing, or cannot be used for a loss.
     """
     for subtask in task.subtasks:
         for index in range(min(num_documents, subtask.num_samples)):

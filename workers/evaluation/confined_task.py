@@ -59,8 +59,8 @@ class ConfinedTask(TaskProcess):
 
     The process can use only the files and resources that it needs (`Confinement`). The class implements
     `built_tasks.TaskCode`; `built` is the task of `spec`. The metric of a sample may take `sample_limit_s` seconds, and
-    building the task `task_limit_s` seconds. `confinement` replaces the sandbox in tests. Raises InvalidTask if the
-    task cannot be built, and if this machine cannot confine a process.
+    building the task may take `task_limit_s` seconds. `confinement` replaces the sandbox in tests. Raises InvalidTask
+    if the task cannot be built, and if this machine cannot confine a process.
     """
 
     def __init__(

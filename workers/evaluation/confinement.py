@@ -92,7 +92,7 @@ class Confinement(ABC):
 
         From then on the process
 
-        - reads the files in `readable`, `writable` and some devices only, and writes those in `writable` only
+        - reads only some devices and the files in `readable` and `writable`, and writes only the files in `writable`
         - lists only the directories among these paths and the directories in `listable`
         - has no network, starts no process and no program, and sends signals to itself only
         - neither reads other processes nor changes their priority, affinity or limits

@@ -63,7 +63,7 @@ class ExecutedTask:
 
         `answers` has the completions of each sample. A completion passes if its program runs to its end. If the process
         that executes programs ends, it is started again once, and all programs are executed again. Raises
-        EngineUnavailable if it does not start or ends again.
+        EngineUnavailable if the new process does not start, or ends as well.
         """
         for each in answers:
             if each not in self._judged and each not in self._begun:

@@ -217,7 +217,7 @@ class MetricProcess(TaskProcess):
     """A separate process that computes metrics of tasks without code of their own (`metrics.Metrics`).
 
     The process is started at once. The process has no sandbox, and has this process's environment variables. The metric
-    of a sample may take `sample_limit_s` seconds, and building a task `task_limit_s` seconds.
+    of a sample may take `sample_limit_s` seconds, and building a task may take `task_limit_s` seconds.
     """
 
     def __init__(self, *, sample_limit_s: float = SAMPLE_LIMIT_S, task_limit_s: float = TASK_LIMIT_S) -> None:

@@ -159,7 +159,7 @@ class Prompts:
 
         If `special_tokens` is False, no special tokens are added, as for text that continues a prompt. If it is None,
         the option `add_bos_token` decides whether BOS is added; without the option, the tokenizer's default applies. A
-        text that already begins with BOS, as chat templates write it, does not get a second one.
+        text that already begins with BOS, as chat templates write it, does not get a second BOS token.
         """
         bos = self.tokenizer.bos_token_id
         add = self.options.add_bos_token if special_tokens is None else special_tokens

@@ -12,7 +12,7 @@ __all__ = ["RightAnswer", "right_answer"]
 class RightAnswer:
     """The right answers of one document: texts, or options of a multiple choice.
 
-    - `lack`: the reason why no loss can be computed on the right answers; None if it can be computed
+    - `lack`: the reason why no loss can be computed on the right answers; None if a loss can be computed
     - `texts`: for a generating task, the alternative right answers
     - `options`: the options of a multiple choice
     - `right`: the indices of the right options
@@ -28,8 +28,8 @@ def right_answer(task: Any, document: Any) -> RightAnswer:
     """The right answers of a document of an lm-eval task.
 
     If losses cannot be computed on the right answers, the result has the reason (`RightAnswer.lack`). A multiple choice
-    needs a right option among several options. A generating task needs a target that is a text, or a list of texts,
-    none of them empty.
+    needs a right option among several options. A generating task needs a target that is a text or a list of texts; no
+    text may be empty.
     """
     try:
         if task.OUTPUT_TYPE == "multiple_choice":

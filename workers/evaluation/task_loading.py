@@ -3,7 +3,7 @@
 lm-eval itself resolves the includes, groups and overrides of a task. Therefore its loading functions are wrapped while
 it builds a task; its files are not interpreted a second time. There are three ways to load a task:
 
-- `guarded_loading`: in this process, for tasks without Python functions of their own (else OwnCode)
+- `guarded_loading`: in this process, for tasks without Python functions of their own; OwnCode is raised for other tasks
 - `recorded_loading`: in this process, to load a task's data and nothing else
 - `confined_loading`: in a confined process, with the data that were loaded before
 """

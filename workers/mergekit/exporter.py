@@ -243,9 +243,9 @@ def _slices(recipe: Recipe, slice_of: Callable[[int], _Slice]) -> list[_Slice]:
 def _with_scaled_mlps(recipe: Recipe, layout: Layout) -> Recipe:
     """Copy `recipe`, and replace its MLP scales by scaled tensors, because mergekit has no MLP scales.
 
-    An MLP scale is a factor on the output of a layer's MLP. Instead, the last tensors of the MLP
-    become copies of the source's tensors that are multiplied by the scale; `layout` has the names of the models'
-    tensors. Raises Inexpressible for an MLP with a scale that is merged from several models.
+    An MLP scale is a factor on the output of a layer's MLP. Instead, the last tensors of the MLP become copies of the
+    source's tensors that are multiplied by the scale; `layout` has the names of the models' tensors. Raises
+    Inexpressible if an MLP that has a scale is merged from several models.
     """
     if all(layer.mlp_scale == 1 for layer in recipe.layers):
         return recipe
@@ -327,8 +327,8 @@ def _pieces(recipe: Recipe, index: int, layout: Layout) -> dict[str, Merge]:
 
     `index` is the index of the layer in `recipe`. A piece is a component, such as "mlp". If single tensors of the
     recipe have separate merges, a piece is a tensor, by its name within the layer; `layout` has the names of the
-    models' tensors. The first layer also has the embedding and the last layer the head, because mergekit takes their
-    parameters from the first and the last slice.
+    models' tensors. The first layer also has the embedding, and the last layer also has the head, because mergekit
+    takes their parameters from the first and the last slice.
     """
     parts: dict[str, tuple[Merge, int | None]] = {
         name: (recipe.layers[index].component(name), index) for name in COMPONENTS

@@ -42,8 +42,8 @@ def to_recipe(
     """Convert a mergekit configuration to the recipe that computes its merge.
 
     `layout` has the tensor names of the base. Models with another number of layers have their layout in `layouts`, by
-    alias. `aliases` maps the names of models in the configuration to their aliases in the recipe, `fingerprints` maps
-    aliases to content fingerprints. `seed` is for methods with random masks. `warn` is called with one line, which
+    alias. `aliases` maps the names of models in the configuration to their aliases in the recipe, and `fingerprints`
+    maps aliases to content fingerprints. `seed` is for methods with random masks. `warn` is called with one line, which
     names the place in the file, for each setting that mergekit ignores, such as filters that match no tensor. Raises
     InvalidRecipe, with a line for every problem.
     """
@@ -126,8 +126,9 @@ class _Builder:
         """Copy a slice of a mergekit file, and add the base model to its inputs where mergekit does so.
 
         The base is the slice's base model or, if the slice names none, the file's base model. If the file lists
-        `models`, a base that is not among them is added. If the file lists `slices`, nothing is added; if the method
-        uses a base, each slice must list it. Problems with the slice's models and layer ranges are added to `problems`.
+        `models`, a base that is not among them is added. If the file lists `slices`, nothing is added: each slice must
+        then list the base itself if the method uses one. Problems with the slice's models and layer ranges are added to
+        `problems`.
         """
         where = f"{slice_.place}.base_model" if slice_.base else "base_model"
         base = slice_.base or self._configuration.base_model

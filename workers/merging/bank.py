@@ -369,8 +369,8 @@ class Bank:
     ) -> tuple[ModelMagnitudes, ...]:
         """Magnitude thresholds of one tensor of each source, for merges that trim whole models (`trim: model`).
 
-        Such a merge keeps the largest elements of the task vector over all tensors of a model. `sources` and `base` are
-        the tensor in each model, given as (alias of the model, name).
+        Such a merge keeps the largest elements of the task vector over all tensors of a model. `sources` and `base`
+        name the tensor in each model, as (alias of the model, name of the tensor).
 
         - `ranks`: for each source, the numbers of elements that the whole model keeps; there is a threshold for each
           number

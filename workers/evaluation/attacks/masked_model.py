@@ -6,7 +6,7 @@ tokens is replaced by the combinations of tokens that are most probable together
 
 Departure from PromptBench: the similarity of two texts is the cosine of the mean final states of a local encoder, by
 default the fill-mask model itself. PromptBench uses the Universal Sentence Encoder, which is a TensorFlow model of a
-hub. So an equal `min_similarity` is not the same limit in both.
+hub. So an equal `min_similarity` is not the same limit here and in PromptBench.
 """
 
 from __future__ import annotations
