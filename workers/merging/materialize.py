@@ -85,8 +85,8 @@ def merged_tensors(
     if that device has too little memory for it (`devices`).
 
     `into` may be a function that returns the memory for a tensor of a given name and shape. The memory must be
-    contiguous, of `dtype`, and on the bank's device. This saves time, because allocating memory takes longer than
-    filling it. If the memory for all tensors exists already, `merge_into` is faster.
+    contiguous, of `dtype`, and on the bank's device. Reusing memory saves time, because allocating memory takes longer
+    than filling it. If the memory for all tensors exists already, `merge_into` is faster.
 
     With `compiles=False` all methods are computed by plain torch functions. These give the same bits and are slower,
     but do not load Numba, which saves time for small merges (`is_small`). Raises InvalidRecipe, InvalidModel or

@@ -98,7 +98,7 @@ def exact_rule(merge: Merge, stored: Operands) -> Rule:
 
     A rule is the formula of a merge with its numbers, as plain data that a kernel executes. A threshold is the least
     magnitude of the elements that are kept. `stored` are the whole operands on the CPU, with the statistics that the
-    method needs; they are read as a whole to find the thresholds, and not read by methods without thresholds. The rule
+    method needs; they are read as a whole to find the thresholds, and are not read if there are no thresholds. The rule
     is the same for all shards of the tensor.
     """
     from workers.merging.kernels.cpu import exact
@@ -112,9 +112,9 @@ def merge_shard(
     """Compute the elements of `shard` of a merge, and write them to `out`, rounded once to its dtype.
 
     `rule` is the formula of the merge with its numbers, as `exact_rule` returns it. `tensors` and `base` are the whole
-    operands, of which only the elements of the shard are read. On a CUDA device, all of them may instead have only
-    these elements, in the same order. `out` is contiguous. The result has the same bits as these elements of the whole
-    merge.
+    operands, of which only the elements of the shard are read. On a CUDA device, `tensors` and `base` may instead have
+    only the elements of the shard, in the same order. `out` is contiguous. The result has the same bits as the shard's
+    elements of the whole merge.
     """
     if backend(out.device) == "cuda":
         from workers.merging.kernels.cuda import merge as execute

@@ -120,9 +120,9 @@ def _merge_runs(
 
     A shard is the part of a tensor that one rank (process) of a tensor-parallel engine holds. It consists of runs of
     `size` consecutive elements. The first run begins at the element `first` of the whole tensor, and each further run
-    `stride` elements after the one before. `start` and `stop` are positions in the shard, and so in `out`. `rule` has
-    the constants of the merge's formula, such as thresholds. `base` and `xs` are the arrays of the base and of the
-    sources, which are whole tensors.
+    begins `stride` elements after the beginning of the run before it. `start` and `stop` are positions in the shard,
+    and so in `out`. `rule` has the constants of the merge's formula, such as thresholds. `base` and `xs` are the arrays
+    of the base and of the sources, which are whole tensors.
     """
     block = np.empty(BLOCK, out.dtype)
     at, last = U64(start), U64(stop)

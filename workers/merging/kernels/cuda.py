@@ -82,9 +82,9 @@ class _Places:
     """Places of the computed elements in their whole tensor, as arguments of kernels.
 
     The element at the position p of the result is the element first + p / run * stride + p % run of the whole tensor,
-    with p / run rounded down. `is_shard` says whether the result has only the elements of a shard; otherwise these
-    numbers are not used. `is_packed` says whether the operands, too, have only the elements of the shard. `device` is
-    the device of the operands and the result.
+    with p / run rounded down. `is_shard` says whether the result has only the elements of a shard; otherwise `first`,
+    `run` and `stride` are not used. `is_packed` says whether the operands, too, have only the elements of the shard.
+    `device` is the device of the operands and the result.
     """
 
     device: torch.device

@@ -149,8 +149,8 @@ class Dropped(NamedTuple):
 
     A sparsification is the part of a kernel's rule that says which elements of a task vector are kept. All fields have
     a number for each source. `k0s` and `k1s` are the low and high 32 bits of the keys of random masks
-    (`workers.merging.masks`). An element is kept if its hash by the mask's key is at most the number in `bounds`. The
-    factors are `scales`.
+    (`workers.merging.masks`). An element is kept if its hash by the mask's key is at most the number in `bounds`.
+    `scales` has the factors.
     """
 
     k0s: Words

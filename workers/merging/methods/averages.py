@@ -73,9 +73,9 @@ def passthrough(tensors: Sequence[torch.Tensor], *, scale: float = 1) -> torch.T
 def linear(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
     """Weighted average of models, with weights that are divided by their sum (model soups, arXiv:2203.05482).
 
-    The result is sum_t w_t theta_t with sum_t w_t = 1. theta_t is the tensor of model t in `tensors`, w_t its weight;
-    this is equation 11 of "Automated Model Merging". The given weights are divided by their sum, because weights
-    rounded to six decimals seldom sum to exactly one. Raises InvalidRecipe if they sum to zero.
+    The result is sum_t w_t theta_t with sum_t w_t = 1. theta_t is the tensor of model t in `tensors`, and w_t is its
+    weight; this is equation 11 of "Automated Model Merging". The given weights are divided by their sum, because
+    weights rounded to six decimals seldom sum to exactly one. Raises InvalidRecipe if the weights sum to zero.
     """
     return weighted_sum(tensors, linear_weights(weights))
 
@@ -84,7 +84,7 @@ def linear(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.T
 def weighted(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
     """Weighted sum of models, with weights used as given (mergekit's linear with `normalize: false`).
 
-    The result is sum_t w_t theta_t. theta_t is the tensor of model t, w_t its weight.
+    The result is sum_t w_t theta_t. theta_t is the tensor of model t, and w_t is its weight.
     """
     return weighted_sum(tensors, weights)
 

@@ -174,11 +174,12 @@ def pcb(
     """PCB-Merging as published (arXiv:2410.02396): a mean of the task vectors with weights for each element.
 
     `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. theta_pre is the base,
-    tau_i the task vector of model i, N the number of models, and Norm scales a tensor linearly to [0, 1]. The weights
-    of model i are beta_i = Softmax(N Norm(tau_i^2)) * sum_j Softmax(Norm(tau_i tau_j)), with each Softmax over the
-    whole tensor. The largest elements of each beta_i, the share `density`, are kept, and the others are set to zero.
-    The result is theta_pre + lambda sum_i beta_i tau_i / sum_i beta_i. For elements for which all beta_i are zero, the
-    result is the base. `orders` has, for each model, the rule that breaks ties between equal elements of beta_i.
+    tau_i is the task vector of model i, N is the number of models, and Norm scales a tensor linearly to [0, 1]. The
+    weights of model i are beta_i = Softmax(N Norm(tau_i^2)) * sum_j Softmax(Norm(tau_i tau_j)), with each Softmax over
+    the whole tensor. The largest elements of each beta_i, the share `density`, are kept, and the others are set to
+    zero. The result is theta_pre + lambda sum_i beta_i tau_i / sum_i beta_i. For elements for which all beta_i are
+    zero, the result is the base. `orders` has, for each model, the rule that breaks ties between equal elements of
+    beta_i.
     """
     taus = [tensor - base for tensor in tensors]
     betas = []
@@ -198,7 +199,7 @@ def pcb_tanh(tensors: Sequence[torch.Tensor], base: torch.Tensor, *, lambda_: fl
     """PCB-Merging as its authors' code computes it, with clipped magnitudes and a tanh.
 
     `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. tau_i is the task vector
-    of model i, N the number of models, and Norm scales a tensor linearly to [0, 1]. Magnitudes are clipped to their
+    of model i, N is the number of models, and Norm scales a tensor linearly to [0, 1]. Magnitudes are clipped to their
     quantiles at 0.01 % and 99.99 %. The weights are beta_i = exp(N Norm(|tau_i|)^2) tanh(tau_i sum_j tau_j). Elements
     of beta_i below the quantile at 1 - density are set to this quantile; then beta_i is scaled to [0, 1]. The result is
     the base plus lambda sum_i beta_i tau_i / sum_i beta_i, with clipped tau_i.
