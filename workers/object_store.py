@@ -103,8 +103,9 @@ def blobs_in(text: str) -> list[tuple[str, str]]:
 class ObjectStore:
     """Objects of an S3 or compatible store below one URL; paths of objects are relative to the URL.
 
-    Every process and thread may use it. Creating one reads nothing from the store. Every method raises ObjectStoreError
-    if the store does not answer or refuses the operation, and FileNotFoundError if the object or bucket does not exist.
+    Every process and thread may use the object. Creating the object reads nothing from the store. Every method raises
+    ObjectStoreError if the store does not answer or refuses the operation, and FileNotFoundError if the object or
+    bucket does not exist.
 
     Raises:
         ValueError: The URL is not that of an object store, holds credentials, or has characters that are refused.

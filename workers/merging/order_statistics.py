@@ -139,10 +139,10 @@ class Trim:
 
     Elements are ordered by magnitude, and equal magnitudes by a mark, a number that breaks ties. To keep n elements,
     the threshold is the magnitude and the mark of the n-th largest element. If the bounds are equal, they are the
-    threshold. Otherwise the threshold is that of one of the elements strictly between the bounds; there are fewer than
-    `SPACING` such elements. `num_smaller` is the number of elements between the bounds that are smaller than the
-    threshold's element. `is_tied` is true if more than `MOST_LEFT` elements may have magnitudes from that of `low` to
-    that of `high`.
+    threshold. Otherwise the threshold is the magnitude and mark of one of the elements strictly between the bounds;
+    there are fewer than `SPACING` such elements. `num_smaller` is the number of elements between the bounds that are
+    smaller than the threshold's element. `is_tied` is true if more than `MOST_LEFT` elements may have magnitudes from
+    that of `low` to that of `high`.
     """
 
     low: Threshold

@@ -96,10 +96,11 @@ class ModelMagnitudes:
 class WholeTaskVector:
     """Task vector of an expert over all of its tensors, whose n-th largest magnitude is found without sorting.
 
-    `names` are the names of the tensors, and `num_elements` is their number of elements. `read` returns a tensor by its
-    name. `compiles` says whether compiled kernels may be used. Finding the magnitude of a rank n takes two to five
-    passes over the expert and the base. The first pass counts elements, and is the same for all ranks. Its counts (512
-    KiB) are kept, so that each further rank takes one pass less. The result for each rank is kept, too.
+    `names` are the names of the tensors, and `num_elements` is the number of elements of all tensors together. `read`
+    returns a tensor by its name. `compiles` says whether compiled kernels may be used. Finding the magnitude of a rank
+    n takes two to five passes over the expert and the base. The first pass counts elements, and is the same for all
+    ranks. Its counts (512 KiB) are kept, so that each further rank takes one pass less. The result for each rank is
+    kept, too.
     """
 
     def __init__(

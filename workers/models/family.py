@@ -171,9 +171,9 @@ class ResolvedFamily:
     def check_unchanged(self) -> None:
         """Check that the models' files have not changed since their fingerprints were computed.
 
-        Sizes, times of modification and inodes of files are compared. Only if one of these differs is the model read
-        again, because a file may have been touched, or replaced by a copy. A file that no longer exists does not count
-        as changed. Raises EvidenceMismatch if the contents of a model have changed.
+        Sizes, times of modification and inodes of files are compared. If one of these differs, the model is read again,
+        because a file may have been touched, or replaced by a copy, without a change of its content. A file that no
+        longer exists does not count as changed. Raises EvidenceMismatch if the contents of a model have changed.
         """
         for alias, checkpoint in self.checkpoints.items():
             states = self._states[alias]

@@ -1,6 +1,6 @@
 """Search for models in the directories that a study may read, so that users can choose among them.
 
-The walk is limited in depth, number of entries and time. The walk follows no links to directories. Therefore a model
+The search is limited in depth, number of entries and time, and follows no links to directories. Therefore a model
 behind such a link is listed only if it is also below a directory that the study may read.
 """
 

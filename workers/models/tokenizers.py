@@ -49,9 +49,9 @@ def load_tokenizer(directory: str | Path) -> Any:
     """Load a checkpoint's tokenizer so that it encodes and decodes as its tokenizer.json defines.
 
     transformers chooses a tokenizer class by the model's type, and this class may split or join text in its own way. If
-    it disagrees with tokenizer.json, the plain class that only reads this file is used, with a warning. For a directory
-    without tokenizer.json, transformers makes the tokenizer from the other files. Raises InvalidModel if there is no
-    tokenizer, or if the plain class disagrees too. The function never runs code from the directory.
+    the class disagrees with tokenizer.json, the plain class that only reads this file is used, with a warning. For a
+    directory without tokenizer.json, transformers makes the tokenizer from the other files. Raises InvalidModel if
+    there is no tokenizer, or if the plain class disagrees too. The function never runs code from the directory.
     """
     path = Path(directory)
     tokenizer, difference = _found(path)

@@ -279,8 +279,8 @@ def _added_by_others(
     each model's tokens by alias. The result is sorted by token, or with `by_id` by the smallest id of each token. The
     result does not depend on the order of the models.
 
-    Raises InvalidModel if the base's tokenizer has tokens without a row in the embedding. Raises it also if a token of
-    the result is not an added token of another model's tokenizer, but part of that tokenizer's own vocabulary.
+    Raises InvalidModel if the base's tokenizer has tokens without a row in the embedding. Raises InvalidModel also if a
+    token of the result is not an added token of another model's tokenizer, but part of that tokenizer's own vocabulary.
     """
     base, *others = models
     problems = []
