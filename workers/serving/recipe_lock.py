@@ -13,8 +13,8 @@ __all__ = ["RecipeLock"]
 class RecipeLock:
     """Asyncio lock of an engine that prefers waiters for the last recipe, so that fewer merges are swapped.
 
-    A swap writes the merge of another recipe into the engine. When the lock is released, it goes to the longest waiter
-    for this recipe. If no one waits for it, the longest waiter for any recipe gets the lock.
+    A swap writes the merge of another recipe into the engine. When the lock is released, the longest waiter for the
+    last recipe gets it. If no one waits for the last recipe, the longest waiter for any recipe gets the lock.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """Judgement of LiveBench's coding category: a solution is right if it passes all public and private test cases.
 
-LiveBench's tasks "LCB_generation" and "coding_completion" are judged so. The functions run in the confined process of
-the task; solutions run in the sandbox, each test case in a process of its own.
+LiveBench's tasks "LCB_generation" and "coding_completion" are judged in this way. The functions run in the confined
+process of the task; solutions run in the sandbox, each test case in a process of its own.
 """
 
 from __future__ import annotations

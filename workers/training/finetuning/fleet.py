@@ -71,8 +71,8 @@ class Pipeline:
     - `directory`: the directory to which relative paths in `study` are relative
     - `is_fleet`: whether the experts were given as a fleet, which may also have only one expert
     - `analysis`: the options of the analysis of the trained experts; None if no analysis is requested
-    - `parallel_experts`: the number of experts that train at the same time; None means as many as the cluster has GPUs
-      for
+    - `parallel_experts`: the number of experts that train at the same time; None means the number for which the cluster
+      has GPUs
     """
 
     name: str

@@ -212,7 +212,8 @@ def noise_seed(spec: FinetuneSpec) -> int:
     """Seed of the random noise of the optimizer MergOPT, made from an expert's seed and name in `spec`.
 
     All experts of a fleet (experts that one specification file defines) have the same seed in the specification. The
-    experts' names differ, and so the results differ. Therefore the random draws of the experts are independent.
+    experts' names differ, so the results of this function differ. Therefore the random draws of the experts are
+    independent.
     """
     digest = hashlib.blake2b(f"{spec.seed}\x1f{spec.name}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little")

@@ -268,7 +268,7 @@ class Learner(BaseLearner):
     new states.
 
     The outcome is the reward of the last step. For each state, the value network predicts the outcome times gamma^n,
-    where gamma is the discount factor and n the number of steps that are left.
+    where gamma is the discount factor and n is the number of steps that are left.
 
     The constructor has the arguments of the base class.
     """
