@@ -140,10 +140,10 @@ Parameter: TypeAlias = Float | Integer | Categorical
 
 
 class Structure(Protocol):
-    """Rules of a search space: how random configurations are drawn, and which of several equal ones is stored.
+    """Rules of a search space: how configurations are drawn, and which of several equivalent ones is stored.
 
-    If several configurations give the same merge, only one of them is stored; it is called the repaired configuration.
-    Implementations are immutable and picklable.
+    Configurations are equivalent if they give the same merge. The configuration that is stored is called the repaired
+    configuration. Implementations are immutable and picklable.
     """
 
     def sample(self, rng: np.random.Generator) -> dict[str, Any]:

@@ -314,8 +314,8 @@ def may_keep_equal(text: str) -> bool:
     """Whether a recipe may keep more elements of a task vector than its density says, because of equal magnitudes.
 
     Some merge methods keep the n elements with the largest magnitudes, for a number n that follows from the density. If
-    several elements have the n-th largest magnitude, recipes of format 1 keep all of these. The result is True if
-    `text`, a recipe as JSON, has this format and names such a method.
+    several elements have the n-th largest magnitude, recipes of format 1 keep all elements with this magnitude. The
+    result is True if `text`, a recipe as JSON, has this format and names one of these methods.
     """
     return FORMAT in text and any(f'"{name}"' in text for name, method in METHODS.items() if method.cuts_at_rank)
 

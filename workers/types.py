@@ -294,8 +294,8 @@ class Evidence:
     - `replica`, `swap_count`: the name of the engine's replica, and the number of merges that were written into it so
       far (swaps)
     - `engine`: a description of the engine: its program and dtype, the size and placement of the source weights, the
-      part of the merge that was not computed on the engine's device, the tensors that each of several ranks merged
-      whole, and, if tasks have their own code, the sandbox of this code
+      part of the merge that was not computed on the engine's device, the tensors that every rank merged completely
+      instead of only its share, and, if tasks have their own code, the sandbox of this code
     - `canaries`: the number of canaries (comparisons with transformers) that the engine had passed before it scored;
       the samples count as checked once the engine has passed another canary
     """

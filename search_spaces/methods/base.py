@@ -75,7 +75,7 @@ class NumSources:
 class Coefficient:
     """The declaration of a coefficient of a merge method: its range [low, high], its default, and how it is searched.
 
-    - `per_model`: whether a merge may state one number per source instead of one for all
+    - `per_model`: whether a merge may state one number for each source instead of one number for all sources
     - `default`: the value of a coefficient that a merge does not state; a coefficient without a default must be stated.
       Canonical recipes leave out a coefficient that has its default.
     - `is_whole`: whether only whole numbers are accepted
@@ -83,7 +83,7 @@ class Coefficient:
     - `has_gradient`: whether the merged tensor is differentiable with respect to the coefficient; the elements that the
       method keeps and the signs that it elects are held fixed
     - `decimals`: the number of decimals to which the coefficient is rounded; small coefficients, such as tolerances,
-      need many
+      need many decimals
     """
 
     name: str

@@ -80,7 +80,8 @@ class Counterpart:
     - `settings`: the values of mergekit's flags, by name
     - `base`: the role of mergekit's base model: it has no effect ("none"), it is the recipe's base ("recipe"), or it is
       the first source ("first")
-    - `parameters`: the parameters of mergekit's method; merge methods with the same counterpart list the same ones
+    - `parameters`: the parameters of mergekit's method; merge methods with the same counterpart list the same
+      parameters
     - `coefficients`: the function that converts mergekit's parameters to coefficients; None if each coefficient is the
       parameter of the same name
     - `exact_at`: the values of coefficients, by name, at which the two methods agree, if they do not always agree

@@ -59,8 +59,8 @@ class SearchedModels:
     - `fingerprints`: the content fingerprints of `base` and `experts`
     - `tensors`: the merged model's tensors, by name and in the order in which they are merged: embedding, layer by
       layer, head. An output head that is tied to the embedding is not included.
-    - `tied`: if the base's output head is tied to the embedding and its files store it anyway, the name of the
-      embedding by the name of the head; otherwise empty
+    - `tied`: the name of the embedding by the name of the output head, if the head is tied to the embedding although
+      the base's files store a tensor of the head; otherwise empty
     - `tokenizer`: the tokenizer of every recipe
     - `max_layers`: the largest number of layers that a merge may have, or None if the study states no limit
     - `preferences`: the study's preference vectors: weights by objective, at least 0, that sum to one. A study without
@@ -100,7 +100,7 @@ class ParameterPlace:
 
     - `layers`: the layers, such as a layer group
     - `part`: the component group of these layers, such as attention, or a tensor, or a part outside of layers
-    - `expert`: the alias of the model whose share it changes
+    - `expert`: the alias of the model whose share the parameter changes
     """
 
     layers: LayerGroup | None = None

@@ -233,7 +233,7 @@ class DisPaths:
         """Convert a proposed configuration to the form that studies store.
 
         Several configurations may describe the same merge; only one of these is stored, and is the result. If
-        `configuration` describes a merge with too many layers, the result describes a shortened one (`blocks`). The
+        `configuration` describes a merge with too many layers, the result describes the shortened merge (`blocks`). The
         values of `configuration` must be valid values of the space's parameters.
         """
         return self.configuration(self.blocks(configuration))

@@ -363,8 +363,8 @@ class Hm3Space:
         """Cache of the complete recipes of the models that provide layers for layer paths; empty at first.
 
         A layer path is the sequence of layers of a new model. A key is (alias, 0) for a model of the study. For a model
-        that is merged from the experts it is (MERGED, index of the preference vector that gives the experts' weights),
-        where MERGED is a constant name.
+        that is merged from the experts, the key is (MERGED, index of the preference vector that gives the experts'
+        weights), where MERGED is a constant name.
         """
         return {}
 

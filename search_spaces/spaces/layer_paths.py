@@ -35,11 +35,11 @@ SCALED = 0.5
 class LayerPaths:
     """Paths of `min_length` to `max_length` layers through several models, and their conversion to configurations.
 
-    The class implements `Structure`, the rules for drawing random configurations and for storing one of several equal
-    ones. Each of `models` has `num_layers` layers. With a `max_jump`, layer l is followed by one of the layers l + 1 -
-    max_jump to l + 1 + max_jump of any model. The first layer of a path is then at most `max_jump` from layer 0, and
-    the last layer is at most `max_jump` from layer num_layers - 1. With `max_jump` None, any layer may follow any other
-    layer.
+    The class implements `Structure`, the rules for drawing random configurations and for storing one of several
+    equivalent configurations. Each of `models` has `num_layers` layers. With a `max_jump`, layer l is followed by one
+    of the layers l + 1 - max_jump to l + 1 + max_jump of any model. The first layer of a path is then at most
+    `max_jump` from layer 0, and the last layer is at most `max_jump` from layer num_layers - 1. With `max_jump` None,
+    any layer may follow any other layer.
 
     The model whose name is the constant MERGED has layers that are merged from several models, with weights that follow
     from a preference vector. There are `num_preferences` preference vectors. A path uses one of them, and its
@@ -180,7 +180,7 @@ class LayerPaths:
 
         Each layer is given by one number: the index of its model in `models`, times `num_layers`, plus the layer's
         index in the model. The space's parameters must accept the configuration's values. A layer that may not follow
-        the previous one is replaced by the nearest layer of the same model that may follow it.
+        the previous layer is replaced by the nearest layer of the same model that may follow it.
         """
         found: list[int] = []
         length = configuration[LENGTH]

@@ -9,10 +9,10 @@ experts that are merged. A component group has the method's coefficients. The em
 the final norm and the output head follow the last layer group. With C = 3 both use the group's `norm` coefficients,
 which Table 11 calls "other".
 
-One bit per expert and layer group selects the experts that are merged. **If no bit is set, all are merged.** Therefore
-every configuration is a merge of at least one expert. No configuration has to be repaired or rejected, so a surrogate
-model is fitted to exactly the proposed configurations. The set of all experts, the most promising choice, is slightly
-more likely than each smaller set.
+One bit per expert and layer group selects the experts that are merged. **If no bit is set, all experts are merged.**
+Therefore every configuration is a merge of at least one expert. No configuration has to be repaired or rejected, so a
+surrogate model is fitted to exactly the proposed configurations. The set of all experts, the most promising choice, is
+slightly more likely than each smaller set.
 
 SLERP merges two models, so it chooses a pair instead: two experts, or one expert and the base. All other methods of two
 models, and methods of one model, choose their models in the same way. For these methods, bits would be redundant and do

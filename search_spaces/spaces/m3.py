@@ -270,8 +270,8 @@ class M3Space:
 
         `method` is the merge method that the space would use. An expert that the merge leaves out has the coefficient
         0. Task arithmetic states only the products of the scale and the experts' shares; the scale in the result is
-        then None. Other methods state the shares, and the scale is known. The result is also None if a coefficient is
-        negative, or if all are 0.
+           then None. Other methods state the shares, and the scale is known. The result is also None if a coefficient
+           is negative, or if all coefficients are 0.
         """
         models = [source.model for source in merge.sources]
         if merge.method == "passthrough" and not merge.coefficients:

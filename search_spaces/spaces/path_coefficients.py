@@ -39,7 +39,7 @@ class _Piece:
     """One merge in a recipe, such as that of a layer's attention, with the search parameters for its coefficients.
 
     `coefficient` is the name of the coefficient in the merge. `names` are the names of the parameters: one for each
-    source or, if the sources share the coefficient, a single one.
+    source or, if the sources share the coefficient, a single name.
     """
 
     merge: Merge
@@ -140,15 +140,16 @@ def _piece(merge: Merge, name: str, experts: Sequence[str]) -> tuple[_Piece, flo
     """Turn the coefficients of one merge into parameters of a search, and return them with the range to search.
 
     The first result is a merge with the names of its parameters. The two numbers are the lowest and the highest value
-    that is searched for each parameter; `PathCoefficients` extends this range to a coefficient of `merge` that is
-    outside.
+    that is searched for each parameter; if a coefficient of `merge` is outside of this range, `PathCoefficients`
+    extends the range.
 
     If `merge` is an unchanged model or task arithmetic, the first result is task arithmetic of all `experts`, with a
-    parameter for each, so that a search can add any expert's task vector to any layer. The parameters begin with the
-    coefficients of `merge`: 1 for an unchanged expert, and 0 for experts that do not take part.
+    parameter for each expert, so that a search can add any expert's task vector to any layer. The parameters begin with
+    the coefficients of `merge`: 1 for an unchanged expert, and 0 for experts that do not take part.
 
-    If `merge` is by another method, it keeps its sources. It has a parameter for each source or, if the method has no
-    coefficient for each source that can be searched by gradient, a single one for its strength.
+    If `merge` has another method, the first result has the sources of `merge`. If the method has a coefficient for each
+    source, and it can be searched by gradient, there is a parameter for each source; otherwise a single parameter is
+    the strength of the merge.
 
     `name` is the part of the model, such as "layer1.mlp"; the names of the parameters begin with it. The merge is in
     canonical form, and all its sources are in the same layer.

@@ -71,7 +71,7 @@ class EngineOptions(Engine):
     """Options for starting one engine: those of the section `engine` of the study file, and further options.
 
     The further options are not keys of the study file; only programs set them. The class inherits all fields of the
-    section, so a field added there becomes an option of engines.
+    section, so a field that is added to the section becomes an option of engines.
     """
 
     threads: int = 0

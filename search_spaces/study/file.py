@@ -199,10 +199,10 @@ def with_benchmarks(study: Study, added: AddedBenchmarks) -> Study:
 
     Each benchmark lists the trials that are scored on it. A benchmark in `added` may have the name of a benchmark of
     the study, if both have the same task, metric, prompt attack and judge (an LLM that rates completions); the copy's
-    benchmark then has the trials of both. `added` may also change the limits on contamination, which is the overlap of
-    benchmarks with the data of the search. The names in `contamination.allowed`, which are those of benchmarks that may
-    overlap, are added to the study's names. `contamination.max_share`, the largest share of items that may overlap,
-    replaces the study's value. Raises InvalidStudy if a task, metric, attack or judge differs.
+    benchmark then has the trials of both benchmarks. `added` may also change the limits on contamination, which is the
+    overlap of benchmarks with the data of the search. The names in `contamination.allowed`, which are those of
+    benchmarks that may overlap, are added to the study's names. `contamination.max_share`, the largest share of items
+    that may overlap, replaces the study's value. Raises InvalidStudy if a task, metric, attack or judge differs.
     """
     known = {spec.name: spec for spec in study.benchmarks}
     problems = []

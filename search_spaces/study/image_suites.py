@@ -26,7 +26,7 @@ class ImageSuite:
     - `data`, `config`: the name of the data set on the hub, and its configuration if it has several
     - `sizes`: the number of images of the split `test`; data sets have further splits, such as `train`
     - `templates`: texts that describe a class, with {} in place of its name
-    - `classes`: the names of the classes in the order of the labels; None for the names that the data set has
+    - `classes`: the names of the classes in the order of the labels; None if the names in the data set are used
     - `paper`, `licence`: the tables that report the task, and the licence of the data
     """
 

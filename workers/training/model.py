@@ -57,8 +57,8 @@ class TrainableModel:
     `bank` has the opened weights of a family, which is a base model and its experts. The model has the family's
     architecture, in `dtype` on `device`, with one copy of its weights. Its layers are those of a merge of the recipe
     `like`, or those of the base if `like` is None. With `recomputes`, activations within layers are computed again in
-    the backward pass. With `more_devices`, the layers are divided over these and `device` in their order, so that all
-    devices hold about equal numbers of bytes; embedding, final norm and head stay on `device`.
+    the backward pass. With `more_devices`, the layers are divided in their order over `device` and `more_devices`, so
+    that all devices hold about equal numbers of bytes; embedding, final norm and head stay on `device`.
 
     - `memory`: for each merged tensor, by name, the part of the model's weights into which it is written
     - `leaves`: pairs of a parameter and the merged tensors that it contains, by name. A tied output head is a separate
@@ -174,7 +174,7 @@ def _loaded(bank: Bank, dtype: torch.dtype, origins: Mapping[str, str], of_layer
 
 
 def _place(module: Any, devices: Sequence[torch.device]) -> tuple[int, ...]:
-    """Move a transformers model to devices; returns the number of layers on each.
+    """Move a transformers model to devices; returns the number of layers on each device.
 
     The layers of `module` are divided over `devices` in their order. Everything else is on the first device, to which
     the output of the last layer is moved. Raises InvalidModel if the model has no list of its layers.

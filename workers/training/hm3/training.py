@@ -119,8 +119,8 @@ class PolicyTraining:
     def num_policies(self) -> int:
         """The number of policies in the search: 1, or the number of preference vectors.
 
-        A preference vector has a weight for each objective. There is one policy if it has this vector as an input;
-        otherwise there is one policy for each preference vector.
+        A preference vector has a weight for each objective. If the policy has the vector as an input, there is one
+        policy; otherwise there is one policy for each preference vector.
         """
         return 1 if self.options.is_conditioned else len(self.preferences)
 
@@ -363,9 +363,9 @@ class PolicyTraining:
     def _learner(self, iteration: int, source: int | None) -> BaseLearner:
         """Make a learner (networks and optimizers) with the saved state of a policy after an iteration.
 
-        The policy is the one that builds the episodes of `iteration`. `source` is the iteration after which it was
-        saved. If `source` is None, the learner has the state in which the policy began the search: that of a given
-        checkpoint, or new networks.
+        The policy is the one that builds the episodes of `iteration`. `source` is the iteration after which the policy
+        was saved. If `source` is None, the learner has the state with which the policy began the search: the state of a
+        given checkpoint, or new networks.
         """
         learner = self._new(iteration)
         if source is not None:

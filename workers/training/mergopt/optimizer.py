@@ -98,11 +98,11 @@ class MergOPT(OptimizerWrapper):
     (`in_layers`).
 
     `noise` is the distribution of z, or the task vectors of experts from which offsets are made. If offsets simulate
-    merges of N given experts, K is at most N + 1. alpha is drawn from `coefficients`, and K from 1 to `max_models`.
-    `moved` are the parameters that get an offset, by default the parameters of the optimizer; if adapters are trained,
-    they are the frozen weights that the adapters change. `seed` and the number of the step determine the draw; both are
-    in `state_dict`. All ranks of a data-parallel or fully sharded model must have the same seed, and hold their
-    parameters in the same order.
+    merges of N given experts, K is at most N + 1. alpha is drawn from `coefficients`, and K is drawn from 1 to
+    `max_models`. `moved` are the parameters that get an offset, by default the parameters of the optimizer; if adapters
+    are trained, they are the frozen weights that the adapters change. `seed` and the number of the step determine the
+    draw; both are in `state_dict`. All ranks of a data-parallel or fully sharded model must have the same seed, and
+    hold their parameters in the same order.
     """
 
     def __init__(

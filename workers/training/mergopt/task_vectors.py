@@ -1,7 +1,7 @@
 """Offsets of MergOPT that are computed from the task vectors of real experts, in place of independent noise.
 
-Let theta be the parameters, theta_0 the base's parameters, and D_j the task vector of the given expert j. The merge
-that a step simulates has K models and the coefficient alpha. There are two kinds of offsets:
+Let theta be the parameters, theta_0 the base's parameters, and let D_j be the task vector of the given expert j. The
+merge that a step simulates has K models and the coefficient alpha. There are two kinds of offsets:
 
     resampled:  (K alpha - 1) z; for each parameter, an expert j is drawn, and z is the parameter's part of D_j
     of merges:  (alpha - 1) (theta - theta_0) + alpha sum_j D_j over K - 1 experts, drawn without repetition
