@@ -86,7 +86,7 @@ class Merge:
         return value if isinstance(value, tuple) else (value,) * len(self.sources)
 
     def check(self) -> None:
-        """Check that the merge's method accepts its sources, coefficients and seed. Raises InvalidRecipe if not."""
+        """Check the merge's sources, coefficients and seed; raise InvalidRecipe if its method does not accept them."""
         declared = METHODS.get(self.method)
         if declared is None:
             raise InvalidRecipe(f"merge: unknown merge method {self.method!r}; known are {', '.join(METHODS)}")

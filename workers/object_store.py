@@ -68,7 +68,8 @@ def object_url_problem(url: str) -> str | None:
     """Reason why `url` cannot be used as the URL of an object store; None if it can.
 
     The URL cannot be used if it is not the URL of an object store, or if it contains credentials, white space, a quote
-    or a control character. It must not contain "::" either, because the part after it could be taken for another URL.
+    or a control character. It also cannot be used if it contains "::", because the part after "::" could be taken for
+    another URL.
     """
     scheme, _, rest = url.partition("://")
     bucket = rest.partition("/")[0]

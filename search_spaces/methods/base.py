@@ -38,9 +38,9 @@ class Range:
     """The range [low, high] in which a coefficient is searched.
 
     With `per_expert` each expert that is merged has its own parameter; otherwise all experts share one parameter. With
-    `on_simplex` the experts' coefficients are divided by their sum before they are stored in a recipe. `default` is
-    used if a configuration selects none of the experts, and so has no parameters for them: then all experts are merged,
-    each with this coefficient.
+    `on_simplex` the experts' coefficients are divided by their sum before they are stored in a recipe. `default` is the
+    coefficient of every expert if a configuration selects no expert, and so has no parameters for experts: then all
+    experts are merged.
     """
 
     low: float

@@ -152,9 +152,9 @@ class DisPaths:
         """The search parameters that describe the layer paths of the space.
 
         A layer path is the sequence of a merge's layers. It goes through blocks of adjacent layers. A block has one bit
-        for each copy of each layer that it may use; the bit says whether the path has this copy. All copies together
-        have an order, which is one number or, if there are too many orders, a sort key for each copy. The block's scale
-        is a further parameter.
+        for each copy of each layer that it may use; the bit says whether the path has this copy. The order of all
+        copies is one parameter or, if there are too many orders, is given by a sort key for each copy. The block's
+        scale is a further parameter.
         """
         for block in range(self.num_blocks):
             names = self._names[block]

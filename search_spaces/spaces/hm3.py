@@ -322,7 +322,7 @@ class Hm3Space:
         return found
 
     def _is_natural(self, first: tuple[str, int], second: tuple[str, int]) -> bool:
-        """Whether layer `second` follows layer `first` in one model, so that they need no alignment between them.
+        """Whether layer `second` follows layer `first` in one model, so that no alignment is needed between the two.
 
         An alignment maps the residual stream after a layer to the stream that a layer of another model expects. A layer
         is given as a model's name and the layer's number. Models with equal recipes count as the same model.

@@ -158,9 +158,9 @@ class Linear:
     """The weighted mean of the selected experts in LFS; the weights sum to one.
 
     Each expert has a parameter, which exists only in configurations that select the expert. The weights are the
-    parameters' values divided by their sum, or equal if all values are zero. If a configuration selects no expert, all
-    experts are merged with equal weights. If it selects a single expert, the expert is averaged with the base, whose
-    weight is 1 minus the expert's weight.
+    parameters' values divided by their sum; if all values are zero, the weights are equal. If a configuration selects
+    no expert, all experts are merged with equal weights. If it selects a single expert, the expert is averaged with the
+    base, whose weight is 1 minus the expert's weight.
     """
 
     name = "linear"

@@ -268,10 +268,10 @@ class M3Space:
     def _numbers(self, method: str, merge: Merge) -> _Numbers | None:
         """Read the experts' coefficients from a canonical merge; None if `method` cannot have made the merge.
 
-        `method` is the merge method that the space would use. An expert that the merge leaves out has the coefficient
-        0. Task arithmetic states only the products of the scale and the experts' shares; the scale in the result is
-           then None. Other methods state the shares, and the scale is known. The result is also None if a coefficient
-           is negative, or if all coefficients are 0.
+        `method` is the merge method that the space would use. Task arithmetic states only the products of the scale and
+        the experts' shares; the scale in the result is then None. Other methods state the shares, and the scale is
+        known. If the merge leaves out an expert, its coefficient in the result is zero. The result is also None if a
+        coefficient is negative, or if all coefficients are zero.
         """
         models = [source.model for source in merge.sources]
         if merge.method == "passthrough" and not merge.coefficients:

@@ -46,9 +46,9 @@ class Target:
     """The texts whose log-likelihoods give the loss of one sample.
 
     If `scales` is None, `readings` are alternative right completions; the loss is the negative log-likelihood (natural
-    log) of the most likely one. Otherwise `readings` are the options of a multiple choice, `right` has the indices of
-    the right options, and `scales` has a factor for each option's log-likelihood. Then the loss is the cross-entropy,
-    over all options, of the most likely right option.
+    log) of the most likely completion. Otherwise `readings` are the options of a multiple choice, `right` has the
+    indices of the right options, and `scales` has a factor for each option's log-likelihood. Then the loss is the
+    cross-entropy, over all options, of the most likely right option.
     """
 
     readings: tuple[Reading, ...]

@@ -48,7 +48,7 @@ class TaskReader(Protocol):
         ...
 
     def check_models(self, spec: TaskSpec, sources: ResolvedFamily) -> None:
-        """Check that the models `sources` can be scored on the task; raise InvalidTask if not."""
+        """Check that the models `sources` can be scored on the task; raise InvalidTask if a model cannot."""
         ...
 
     def lack_of_references(self, spec: TaskSpec) -> str | None:

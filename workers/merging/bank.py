@@ -71,7 +71,8 @@ class Bank:
     """Source weights of a family of models, by model alias and tensor name, in their stored dtype.
 
     A family is a base model and its experts. The tensors are read-only and safe to read from several threads. For an
-    adapter, the bank holds the low-rank matrices; the tensors computed from these and the base are float32.
+    adapter, the bank holds the low-rank matrices; the tensors that are computed from these matrices and the base are
+    float32.
 
     `placement` is "mapped" (memory-mapped files, whose pages all processes on the machine share), "host" (a copy in
     this process's memory, pinned for a GPU) or "gpu" (a copy in the memory of `device`). Merges are computed on
@@ -396,7 +397,7 @@ class Bank:
         stacks_experts: bool = False,
         compiles: bool = True,
     ) -> int:
-        """Number of elements of a whole model whose elected sign is positive, minus the number with a negative one.
+        """Number of elements of a whole model with a positive elected sign, minus the number with a negative sign.
 
         The sign of the result is the majority sign, which some methods use for elements whose task vectors sum to zero.
         `sources` and `base` name the models; a model is given as (alias, name of any of its tensors). First the task

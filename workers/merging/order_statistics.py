@@ -318,8 +318,9 @@ class MagnitudeTable:
         """Whether many elements may have the same magnitude as the table's entry `first` or `last`.
 
         `first` and `last` are indices of entries. The table has an entry for every 128th element only. If two adjacent
-        entries have the same magnitude, all elements between them have it, too. Therefore the result is True if the
-        entry before `first` has the magnitude of `first`, or if the entry after `last` has the magnitude of `last`.
+        entries have the same magnitude, all elements between these two have the same magnitude. Therefore the result is
+        True if the entry before `first` has the magnitude of `first`, or if the entry after `last` has the magnitude of
+        `last`.
         """
         sizes = self._magnitudes
         return bool(

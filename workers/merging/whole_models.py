@@ -146,7 +146,7 @@ class WholeTaskVector:
 
 
 def balance_of(tensors: Sequence[ModelTensor], shares: Sequence[float], known: Sequence[ModelMagnitudes]) -> int:
-    """Number of elements of one tensor with a positive elected sign, minus the number with a negative one.
+    """Number of elements of one tensor with a positive elected sign, minus the number with a negative sign.
 
     The elected sign of an element is the sign of the sum of the experts' trimmed task vectors. Trimming keeps the
     largest elements of each expert's whole task vector. Each argument has an entry for each expert:

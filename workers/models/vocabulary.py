@@ -1,10 +1,10 @@
 """Alignment of vocabularies: the rows of embeddings and output heads of all models get the order of one vocabulary.
 
 This vocabulary is the base's, the base's with the tokens that other models have added (union), or one expert's. Rows
-are found by the token's string. A model without a row for a token gets the base's row. If the base has no row for the
-token either, the model and the base get the mean of the rows of the models that have one. Therefore the task vectors of
-models without the token are zero in this row. Some rows represent no token; in all models, these rows are taken from
-the model whose vocabulary is used.
+are found by the token's string. A model without a row for a token gets the base's row. If the base, too, has no row for
+the token, the model and the base get the mean of the rows of the models that have a row for it. Therefore the task
+vectors of models without the token are zero in this row. Some rows represent no token; in all models, these rows are
+taken from the model whose vocabulary is used.
 """
 
 from __future__ import annotations

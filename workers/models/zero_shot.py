@@ -24,7 +24,7 @@ BATCH = 256
 
 
 def check_templates(templates: Sequence[str], *, where: str) -> None:
-    """Check that there are templates, and that each has the placeholder {} exactly once. Raises InvalidTask if not."""
+    """Raise InvalidTask if there are no templates, or if a template does not have the placeholder {} exactly once."""
     if not templates:
         raise InvalidTask(
             f"{where}: has no templates; give at least one, such as 'a photo of a {CLASS}.'", "task.templates"

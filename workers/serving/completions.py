@@ -30,7 +30,8 @@ class CompletionRequest:
 
     - `prompt`: the prompt, as text or as token ids, unless there are `messages`
     - `messages`: the messages of a chat, which the model's chat template turns into a prompt
-    - `max_tokens`: the largest number of tokens of the completion; None for as many as the model's context has room for
+    - `max_tokens`: the largest number of tokens of the completion; None for the number for which the model's context
+      has room
     - `stop`, `temperature`, `top_p`, `top_k`, `seed`: as in `workers.evaluation.prompts.Generation`
     - `yields`: whether the completion ends with EngineBusy as soon as a search uses the replica
     """

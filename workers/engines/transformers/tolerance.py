@@ -3,7 +3,8 @@
 How much rounding changes log-probabilities depends on the model: logits near 32 lie 0.125 apart in bfloat16, and small
 logits much closer. Therefore transformers computes some texts in both dtypes, with the same weights, and the tolerances
 are multiples of the differences between its results. In float32 the tolerance is a constant. If rounding changes the
-results so much that another merge could not be told from the right one, nothing is compared (`too_large`).
+results so much that a comparison could not distinguish a wrong merge from the right merge, nothing is compared
+(`too_large`).
 """
 
 from __future__ import annotations
@@ -145,10 +146,11 @@ def _first(texts: Iterable[Sequence[int]]) -> Iterator[Tokens]:
 def _read(
     model: Any, text: Tokens, likeliest: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Read `text`: log-probabilities of its tokens except the first, and gaps between two tokens at each position.
+    """Read `text`: log-probabilities of its tokens, without the first token, and gaps at each position.
 
-    The two tokens at each position are `likeliest` [num_tokens, 2], by default the likeliest ones. Returns the
-    log-probabilities [num_tokens - 1], the gaps [num_tokens], and the two tokens.
+    A gap is the difference between two tokens' log-probabilities. The two tokens at each position are `likeliest`
+    [num_tokens, 2], by default the two likeliest tokens. Returns the log-probabilities [num_tokens - 1], the gaps
+    [num_tokens], and the two tokens.
     """
     scores = next_token_scores(model, text)
     if likeliest is None:

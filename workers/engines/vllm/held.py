@@ -203,7 +203,7 @@ class HeldWeights:
         return Writing(len(changed), materialise_s, repack_s)
 
     def _num_of_shards(self, names: Collection[str]) -> dict[str, int]:
-        """Number of elements in this rank's shard of each tensor in `names` that the rank does not compute whole."""
+        """Number of elements in this rank's shard of each tensor in `names`; tensors computed whole are left out."""
         return {
             name: place.shard.num_elements
             for name in names

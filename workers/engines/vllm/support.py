@@ -62,7 +62,7 @@ class CapabilityProbe:
     """
 
     def __init__(self, configs: Sequence[Mapping[str, Any]], *, cache: str | Path | None = None) -> None:
-        """Start a separate process that asks vLLM which of the models can run.
+        """Start a separate process that asks vLLM which of the models it can run.
 
         `configs` are the contents of the models' config.json. `cache` is the directory of the cache of answers, or None
         for the default directory. Models whose answer is in the cache are not asked about.

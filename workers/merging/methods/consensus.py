@@ -33,7 +33,7 @@ def disjoint_mean(taus: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def elected_balance(taus: Sequence[torch.Tensor]) -> int:
-    """The number of positive elements in the sum of the task vectors `taus`, minus the number of negative ones.
+    """The number of positive elements in the sum of the task vectors `taus`, minus the number of negative elements.
 
     The sign of the result is the majority sign: the sign that most elements of the sum have. Some methods use it for
     elements whose sum is zero.

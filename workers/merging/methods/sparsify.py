@@ -96,8 +96,8 @@ def cut_ranks(density: float, gamma: float, num_elements: int) -> CutRanks | Non
 
     Rank 1 is the largest of `num_elements` magnitudes. `cut_both_ends` divides the elements in descending order of
     magnitude into three parts. The first part, the share `gamma` of all elements, is dropped. The second part, the
-    share `density` of all elements, is kept. The rest is dropped. If the two shares sum to more than 1, the first part
-    is made smaller.
+    share `density` of all elements, is kept. The third part is dropped. If the two shares sum to more than 1, the first
+    part is made smaller.
     """
     count = share_of(density, num_elements)
     num_cut = min(share_of(gamma, num_elements), num_elements - count)

@@ -133,7 +133,7 @@ def _manifest(objects: ObjectStore, digest: str) -> tuple[ObjectStore, dict[str,
 def _last_located(url: str) -> Path | None:
     """Directory of the version of the model at `url` that this machine has located last.
 
-    Returns None if no version was located, or if not all files of this version are on this machine.
+    Returns None if no version was located, or if a file of this version is not on this machine.
     """
     try:
         known = json.loads(_latest(url).read_bytes())

@@ -42,7 +42,7 @@ class PolicyTrainingOptions:
     - `k`: the number of candidates for each step of a layer path
     - `exploration`, `explored`: the probability of drawing a step at random decreases linearly from 1 to `exploration`
       over the `explored` iterations of a policy after its warm-up
-    - `draws_paths`: whether random choices are made for whole paths. If so, all paths of the warm-up are drawn at
+    - `draws_paths`: whether random choices are made for whole paths. Then all paths of the warm-up are drawn at
       random from the search space; afterwards the share of such paths decreases to zero over the `explored` iterations.
       In all other paths, single steps are drawn at random with the probability `exploration`.
     - `is_conditioned`: whether a single policy has the preference vector (weights of the objectives) as an input;

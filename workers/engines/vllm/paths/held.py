@@ -87,7 +87,7 @@ class HeldPath(HeldWeights):
         """Write layers of the source models into the engine's pool of layers, before the first merge is known.
 
         The layers of the base are always written, and are written last. If there is enough room in the pool besides the
-        layers of the longest merge, layers of experts are written, too. `bank` has the weights of the source models.
+        layers of the longest merge, layers of experts are also written. `bank` has the weights of the source models.
         `into(name, shape)` returns memory for computing a tensor.
         """
         spare = self._pool.size - len(self.model.model.slots)

@@ -21,8 +21,8 @@ def pool_size(*, room: int, layer_bytes: int, num_sources: int, max_layers: int,
     layers of all source models, and `max_layers` is the number of layers of the longest merge, which may all be
     different. A layer takes `layer_bytes`, and `room` bytes are free. The pool has room for all source layers and one
     longest merge, if they fit. Otherwise it has as many layers as fit, and a source's layer that was overwritten is
-    written again when it is needed. `of` names the memory in messages. Raises EngineUnavailable if not even the longest
-    merge fits.
+    written again when it is needed. `of` names the memory in messages. Raises EngineUnavailable if the layers of the
+    longest merge do not fit.
     """
     fitting = max(room, 0) // layer_bytes
     if fitting < max_layers:
