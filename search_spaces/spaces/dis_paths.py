@@ -541,8 +541,8 @@ def _used(bits: tuple[bool, ...], place: int, num_candidates: int, repeats: int)
 def _num_starting_with(candidate: int, left: Sequence[int]) -> int:
     """The number of different orders of candidates that start with `candidate`.
 
-    Candidates are numbers that stand for layers which a block may use. `left` has, by the candidate's number, how often
-    an order contains each candidate. The result is 0 if `candidate` has no copy left.
+    Candidates are numbers that stand for layers which a block may use. `left[i]` is how often an order contains
+    candidate i. The result is 0 if `left[candidate]` is 0.
     """
     if not left[candidate]:
         return 0

@@ -27,7 +27,12 @@ __all__ = ["ExecutedTask"]
 
 
 class ExecutedTask:
-    """Newest snapshot of the data set `path` (owner/name) with data files in the hub client's cache, or None."""
+    """Inline task (JSONL file) whose completions are programs, which are executed with their samples' tests.
+
+    The class implements `built_tasks.TaskCode`. `task` is the task as lm-eval built it, and `rows` are its samples.
+    `built` is the same task with this object as its code. Raises InvalidTask if this machine has no sandbox for
+    programs.
+    """
 
     def __init__(self, task: BuiltTask, rows: Sequence[InlineRow]) -> None:
         assert isinstance(task.spec.task, Mapping)

@@ -344,7 +344,7 @@ def landscapes(
 
 
 def candidates(experts: Sequence[str], *, seed: int = 0, wudi: bool = False) -> Iterator[Candidate]:
-    """Yield the merges to compare for each merge method of the MergOPT paper; the best one of a method is chosen.
+    """Yield the merges to compare for each merge method of the MergOPT paper; the best merge of each method is chosen.
 
     For a method with a coefficient, there is a merge for each value that is tried. MergOPT is an optimizer for experts
     that will be merged. `experts` are the aliases of the experts. The methods are weight averaging, task arithmetic,
