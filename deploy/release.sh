@@ -6,11 +6,13 @@
 #   IMAGES        variants of the image to build and to save: "cpu gpu" (the default), "cpu", or "none"
 #   DOCKER        the program that builds and saves images: docker (the default), or podman
 #   BUILD_OPTIONS further options of its command `build`, separated by spaces, such as "--network=host --isolation=chroot"
+#   COMPRESS      the command that compresses images, in gzip's format: gzip (the default), "gzip --fast", or pigz
 #   PYTHON        the Python that has this project's extra `test` (default: .venv/bin/python)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 HELM=${HELM:-helm} IMAGES=${IMAGES:-cpu gpu} DOCKER=${DOCKER:-docker} PYTHON=${PYTHON:-.venv/bin/python}
 read -ra build_options <<<"${BUILD_OPTIONS:-}"
+read -ra compress <<<"${COMPRESS:-gzip}"
 
 fail() {
     echo "release: $*" >&2
@@ -34,10 +36,13 @@ command -v "$HELM" >/dev/null || fail "$HELM: not found; install helm, or give H
 for variant in $IMAGES; do
     [[ $variant =~ ^(cpu|gpu|none)$ ]] || fail "IMAGES=${IMAGES@Q}: there is no variant ${variant@Q}; give cpu, gpu, both, or none"
 done
-[ "$IMAGES" = none ] || "$DOCKER" info >/dev/null 2>&1 \
-    || fail "$DOCKER does not answer; start it, give DOCKER=PROGRAM for another one, or IMAGES=none"
+if [ "$IMAGES" != none ]; then
+    command -v "${compress[0]}" >/dev/null || fail "COMPRESS=${COMPRESS@Q}: ${compress[0]} is not found; give gzip or pigz"
+    "$DOCKER" info >/dev/null 2>&1 \
+        || fail "$DOCKER does not answer; start it, give DOCKER=PROGRAM for another one, or IMAGES=none"
+fi
 
-rm -rf dist
+rm -rf dist build/lib build/site # files that are no longer there would be packed from the last two
 mkdir dist
 echo "release: the wheel"
 "$PYTHON" -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
@@ -48,10 +53,11 @@ echo "release: the docs"
 tar --create --gzip --file "dist/mergesearch-docs-$version.tar.gz" --directory build site
 if [ "$IMAGES" != none ]; then
     for variant in $IMAGES; do
-        echo "release: the image $tag-$variant"
+        image=localhost/mergesearch:$tag-$variant # as compose and the profile cpu-dev name it
+        echo "release: the image $image"
         "$DOCKER" build --quiet "${build_options[@]}" --file deploy/docker/Containerfile --build-arg "VARIANT=$variant" \
-            --build-arg "MERGESEARCH_VERSION=$version" --build-arg "RAY_VERSION=$ray" --tag "mergesearch:$tag-$variant" .
-        "$DOCKER" save "mergesearch:$tag-$variant" | gzip >"dist/mergesearch-image-$tag-$variant.tar.gz"
+            --build-arg "MERGESEARCH_VERSION=$version" --build-arg "RAY_VERSION=$ray" --tag "$image" .
+        "$DOCKER" save "$image" | "${compress[@]}" >"dist/mergesearch-image-$tag-$variant.tar.gz"
     done
 fi
 (cd dist && sha256sum -- * >SHA256SUMS)

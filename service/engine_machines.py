@@ -142,8 +142,11 @@ def gpu_need() -> GpuNeed:
     return GpuNeed.MAY_COME if has_gpus(stated_machines()) else GpuNeed.NEEDED
 
 
-def runs_on_gpus() -> bool:
+def runs_on_gpus(*, on_vllm: bool = True) -> bool:
     """Whether the engines of this installation run on GPUs, of this machine or of others.
+
+    `on_vllm` says whether vLLM runs the models. Other engines run on the CPU if there is no GPU, whatever the build of
+    PyTorch.
 
     Inside a context of `planned_for`, the result is whether the machines given to that context have GPUs. Otherwise,
     engines run on GPUs in two cases: the installed PyTorch is a build for GPUs, with which vLLM runs on GPUs only; or
@@ -154,4 +157,5 @@ def runs_on_gpus() -> bool:
     import torch
 
     is_gpu_build = torch.version.cuda is not None or torch.version.hip is not None
-    return is_gpu_build or has_gpus(stated_machines()) or has_gpus(_known.get())
+    is_here = is_gpu_build if on_vllm else torch.cuda.is_available()
+    return is_here or has_gpus(stated_machines()) or has_gpus(_known.get())

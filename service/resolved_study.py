@@ -58,6 +58,8 @@ class ResolvedStudy:
       change of its code makes other proposals for the same results.
     - `chained`: sources that are merges of other studies, by alias.
     - `recipes`: digests of the recipes that the study file lists, by name.
+    - `dtype`: dtype in which engines compute on the machines for which the study was checked, such as "bfloat16";
+      None in studies of earlier versions. Engines may run on other machines than a process that reads this record.
     """
 
     fingerprints: Mapping[str, str]
@@ -77,6 +79,7 @@ class ResolvedStudy:
     open_brackets: int = OPEN_BRACKETS
     batch: int = 1
     recipes: Mapping[str, str] = field(default_factory=dict)
+    dtype: str | None = field(default=None, compare=False)
 
     def to_json(self) -> dict[str, Any]:
         """Convert the resolved study to the JSON document that is stored with the study.
@@ -102,6 +105,7 @@ class ResolvedStudy:
             "algorithm_reason": self.algorithm_reason,
             "searcher_version": self.searcher_version,
             **({"recipes": dict(self.recipes)} if self.recipes else {}),
+            **({} if self.dtype is None else {"dtype": self.dtype}),
             **({} if self.access is None else {"access": asdict(self.access)}),
             **({"chained": {alias: asdict(own) for alias, own in self.chained.items()}} if self.chained else {}),
         }
@@ -148,5 +152,6 @@ class ResolvedStudy:
             open_brackets=document.get("open_brackets", OPEN_BRACKETS),
             batch=document.get("batch", 1),
             recipes=document.get("recipes", {}),
+            dtype=document.get("dtype"),
             chained={alias: ChainedSource(**own) for alias, own in document.get("chained", {}).items()},
         )

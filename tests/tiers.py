@@ -17,7 +17,7 @@ __all__ = ["HEAVY", "LANES", "MAX_ENGINE_STARTS", "lane", "misplaced", "needs_ra
 STARTERS = frozenset({"engine", "path_engine", "ray_cluster", "scorer"})
 
 # Fixtures that take long to make: the tests of one run in one process, one after the other. The longest come first.
-LANES = ("shipped", "scorer", "engine")
+LANES = ("shipped", "scorer", "engine", "fake_server")
 
 # A session that starts more engines fails: each start takes 10 to 40 s of a core.
 MAX_ENGINE_STARTS = 16

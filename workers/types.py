@@ -23,6 +23,7 @@ __all__ = [
     "ModelSource",
     "Placement",
     "SampleDifference",
+    "SamplePictures",
     "SampleResult",
     "ScoreRequest",
     "ScoreResult",
@@ -208,6 +209,7 @@ class TaskInfo:
     - `template`: the Jinja template of the prompts; "" if the prompts come from a function or a column of the data, or
       if the task consists of lm-eval tasks with different templates
     - `options`: the options of a multiple-choice task, if all samples have the same options; otherwise empty
+    - `value_range`: the metric's lowest and highest value, if the task states them; otherwise None
     """
 
     num_samples: int
@@ -220,6 +222,7 @@ class TaskInfo:
     categories: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     template: str = ""
     options: tuple[str, ...] = ()
+    value_range: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -443,6 +446,10 @@ SampleTexts: TypeAlias = tuple[tuple[str, str | None], ...]
 """Prompt and right answer of adjacent samples; the answer is None if the task does not state it."""
 
 
+SamplePictures: TypeAlias = tuple[bytes | None, ...]
+"""Small pictures (WebP files) of adjacent samples; None for a sample whose image cannot be read."""
+
+
 class Scorer(Protocol):
     """Interface for scoring recipes, implemented by Ray Serve replicas and by the fake in `workers.serving.fake`.
 
@@ -477,6 +484,17 @@ class Scorer(Protocol):
 
         Raises:
             InvalidTask: The task cannot be built.
+            EngineUnavailable: No replica works.
+        """
+        ...
+
+    def sample_pictures(self, task: TaskSpec, start: int, stop: int) -> SamplePictures:
+        """Return small pictures of the samples [start, stop) of a task, in the order of scoring.
+
+        The task must be of a modality whose samples have pictures (`Modality.has_pictures`).
+
+        Raises:
+            InvalidTask: The task cannot be built, or its samples have no pictures.
             EngineUnavailable: No replica works.
         """
         ...

@@ -92,7 +92,13 @@ def main(arguments: Sequence[str]) -> int:
     document = json.loads(Path(arguments[0]).read_text())
     directory = Path(arguments[1])
     if absent := missing(document["components"], arguments[2:]):
-        print(f"not installed: {', '.join(absent)}; correct the versions of the image's labels", file=sys.stderr)
+        wanted = {each.partition("==")[0] for each in absent}
+        found = [f"{each['name']}=={each['version']}" for each in document["components"] if each["name"] in wanted]
+        print(
+            f"not installed: {', '.join(absent)}; found: {', '.join(found) or 'no other version'}; "
+            "correct the versions of the image's labels, or the folder of wheels of the build",
+            file=sys.stderr,
+        )
         return 1
     document["components"] += debian_packages()
     directory.mkdir(parents=True, exist_ok=True)

@@ -28,6 +28,8 @@ autodoc_member_order = "bysource"
 python_maximum_signature_line_length = 100
 
 html_theme = "furo"
+# The first page of the site leads to the first page of the docs.
+html_extra_path = ["index.html"]
 html_title = "mergesearch"
 html_copy_source = False
 html_show_copyright = False

@@ -17,6 +17,7 @@ from search_spaces.searchers import SEARCHERS
 from search_spaces.section import LINE, NAME
 from search_spaces.spaces import SPACES
 from search_spaces.study.benchmarks import BenchmarkSpec, Contamination
+from search_spaces.study.engine import Engine
 from search_spaces.study.fidelity import Fidelity
 from search_spaces.study.judge import WIN_RATE
 from search_spaces.study.models import AnotherStudy, Models
@@ -66,6 +67,7 @@ class ValidParts:
     holdout: Mapping[int, ObjectiveSpec] = field(default_factory=dict)
     benchmarks: Mapping[int, BenchmarkSpec] = field(default_factory=dict)
     contamination: Contamination | None = None
+    engine: Engine | None = None
     objective_names: tuple[str, ...] = ()
     """Names of all objectives, including invalid ones."""
 
@@ -103,6 +105,10 @@ def contradictions(parts: ValidParts) -> Iterator[Problem]:
     }
     for section, specs in sections.items():
         yield from _task_contradictions(section, specs)
+    if parts.engine is not None:
+        yield from _engine_contradictions(
+            parts.engine, [spec for specs in sections.values() for spec in specs.values()]
+        )
     yield from _judge_contradictions(parts.benchmarks)
     yield from _contamination_contradictions(parts)
     yield from _cost_contradictions(parts)
@@ -110,6 +116,12 @@ def contradictions(parts: ValidParts) -> Iterator[Problem]:
     yield from _holdout_contradictions(parts.objectives, parts.holdout, parts.objective_names, costs)
     if parts.search is not None:
         yield from _constraint_contradictions(parts.search, parts)
+
+
+def _engine_contradictions(engine: Engine, specs: Sequence[ScoredTask]) -> Iterator[Problem]:
+    backends = {spec.task.backend if isinstance(spec.task, DescribedTask) else "vllm" for spec in specs}
+    if engine.backend == "torch" and backends == {"vllm"}:
+        yield Problem("engine.backend", "torch scores tasks of images, of which the study has none; leave it out")
 
 
 def _models_contradictions(models: Models) -> Iterator[Problem]:

@@ -26,7 +26,8 @@ class Verify(Section):
 
 
 class Engine(Section):
-    backend: Literal["vllm"] = "vllm"
+    backend: Literal["vllm", "torch"] = "vllm"
+    """The program that scores samples: vllm for text, torch for images. It follows from the tasks."""
     replicas: Annotated[int, Field(ge=1)] = 1
     tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -87,8 +88,8 @@ class EngineOptions(Engine):
         """The options by name, as plain data. Engines with equal options are interchangeable.
 
         Options that earlier versions did not have are left out if they have their default, so that the document of an
-        old study keeps its digest.
+        old study keeps its digest. The backend follows from the models and is always written as "vllm".
         """
         fields = type(self).model_fields
         newer = {name for name in ("max_layers", "model_runner") if getattr(self, name) == fields[name].default}
-        return self.model_dump(exclude={*NOT_OF_ONE_ENGINE, *newer})
+        return self.model_dump(exclude={*NOT_OF_ONE_ENGINE, *newer}) | {"backend": "vllm"}

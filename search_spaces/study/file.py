@@ -11,9 +11,9 @@ import os
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from search_spaces.errors import InvalidStudy, Problem
@@ -86,6 +86,18 @@ class Study(Section):
     contamination: Contamination = Contamination()
     engine: Engine = Engine()
     limits: Limits = Limits()
+
+    @model_validator(mode="after")
+    def _backend_of_tasks(self) -> Self:
+        """Write the program that scores the study's tasks as `engine.backend`.
+
+        Studies of images that were stored by earlier versions have `vllm`, the only value that there was.
+        """
+        tasks = [spec.task for _, spec in self.with_tasks() if isinstance(spec.task, DescribedTask)]
+        backend = next((task.backend for task in tasks if task.backend != "vllm"), self.engine.backend)
+        if backend != self.engine.backend:
+            object.__setattr__(self, "engine", self.engine.model_copy(update={"backend": backend}))
+        return self
 
     @property
     def scored_objectives(self) -> Mapping[int, ObjectiveSpec]:
@@ -277,6 +289,7 @@ def _valid_parts(document: Mapping[str, Any]) -> ValidParts:
         holdout=specs("holdout", ObjectiveSpec),
         benchmarks=specs("benchmarks", BenchmarkSpec),
         contamination=valid(Contamination, document.get("contamination", {})),
+        engine=valid(Engine, document.get("engine", {})),
         objective_names=tuple(str(e["name"]) for e in entries("objectives") if isinstance(e, Mapping) and "name" in e),
     )
 

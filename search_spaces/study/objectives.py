@@ -10,7 +10,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from search_spaces.objectives import Cost
 from search_spaces.section import Line, Name, Section, one_of
-from search_spaces.study.image_suites import HUB
+from search_spaces.study.image_suites import HUB, IMAGE_SUITES
 
 __all__ = [
     "AnyObjective",
@@ -48,6 +48,11 @@ class DescribedTask(Section, ABC):
     def is_on_hub(self) -> bool:
         """Whether the data are a data set of the hub, and not files that the study names."""
         return False
+
+    @property
+    def backend(self) -> Literal["vllm", "torch"]:
+        """The program that scores the task (`engine.backend`)."""
+        return "vllm"
 
     @property
     def part(self) -> str | None:
@@ -113,12 +118,13 @@ class ImageTask(DescribedTask):
     """A task of images with labels: a folder, a JSONL file or a hub data set, scored with the head of a source model.
 
     A head maps an image's features to classes. The metric `acc` is the share of images whose right class has the
-    largest logit. The metric `acc_top5` is the share of images whose right class is among the five largest logits.
+    largest logit. The metric `acc_top5` is the share of images whose right class is among the five largest logits. The
+    metric `entropy`, which needs no labels, is the mean entropy of the predicted classes.
     """
 
     images: Line
     """A folder with a directory of images for each class, a JSONL file whose lines name an image and its label, or a
-    data set of the hub, as hub:OWNER/NAME.
+    data set of the hub, as hub:OWNER/NAME. Without labels: a folder of images, or lines without a label.
     """
     split: Line | None = None
     """The split of a data set of the hub, in the notation of the package datasets, such as test[:70%]."""
@@ -146,6 +152,10 @@ class ImageTask(DescribedTask):
     @property
     def kind(self) -> str:
         return "an image task"
+
+    @property
+    def backend(self) -> Literal["vllm", "torch"]:
+        return "torch"
 
     @property
     def is_on_hub(self) -> bool:
@@ -185,6 +195,7 @@ class ScoredTask(Section):
     task: Annotated[
         Annotated[Line, Tag("<name>")] | Annotated[InlineTask, Tag("<inline>")] | Annotated[ImageTask, Tag("<images>")],
         one_of(_tag_of_task, "the name of an lm-eval task, a YAML file or {file: data.jsonl}"),
+        Field(examples=list(IMAGE_SUITES)),
     ]
     """An lm-eval task's name, an lm-eval YAML file, a JSONL file written inline, or images with labels."""
     metric: Line

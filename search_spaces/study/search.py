@@ -7,7 +7,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
 import numpy as np
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from search_spaces import preferences
 from search_spaces.baselines import ALL, BaselineGroup
@@ -66,23 +66,45 @@ def _tag_of_baselines(value: object) -> str | None:
     return "<group>" if isinstance(value, str) else "<names>" if isinstance(value, list | tuple) else None
 
 
+# Defaults of a descent on the entropy of predictions: those of AdaMerging (Yang et al., "AdaMerging: Adaptive Model
+# Merging for Multi-Task Learning", ICLR 2024, arXiv 2310.02575, section 4, and the authors' code).
+ADAMERGING: Mapping[str, Any] = {"steps": 500, "learning_rate": 1e-3, "schedule": "constant", "start": 0.3}
+
+
 class GradientOptions(Section):
+    loss: Literal["auto", "cross_entropy", "entropy"] = "auto"
+    """What descents minimise. cross_entropy: the cross-entropy of right answers; entropy: that of predictions, which
+    needs no labels, for tasks of images; auto: cross_entropy where a task has right answers, else entropy. With
+    entropy, the defaults of `steps`, `learning_rate`, `schedule` and `start` are those of AdaMerging.
+    """
     steps: Annotated[int, Field(ge=1, le=100_000)] = 48
-    """The number of gradients of one descent."""
+    """The number of gradients of one descent. With loss: entropy, 500 by default."""
     batch: Annotated[int, Field(ge=1)] = 48
     """Samples of one gradient, shared equally by the objectives; each costs as much as three scored samples."""
     learning_rate: Annotated[float, Field(gt=0)] = 0.2
-    """Adam's learning rate at the first step of a descent; it falls linearly to almost 0."""
+    """Adam's learning rate at the first step of a descent. With loss: entropy, 0.001 by default."""
+    schedule: Literal["linear", "constant"] = "linear"
+    """The learning rates of later steps. linear: they fall linearly to almost 0; constant: they are that of the first.
+    With loss: entropy, constant by default.
+    """
+    start: float | None = None
+    """The coefficient of every expert at which the first descent starts, in spaces with coefficients of experts; it is
+    moved into the range of the space. Default: that of the space, the average of the experts; with loss: entropy, 0.3.
+    """
     warm_steps: Annotated[int, Field(ge=1, le=100_000)] | None = None
     """The number of gradients of each descent after the first, at most `steps`. Default: a quarter of `steps`."""
     warm_rate: Annotated[float, Field(gt=0)] = 0.6
-    """The learning rate at the first step of each descent after the first, relative to `learning_rate`; it falls
-    linearly to almost 0.
-    """
+    """The learning rate at the first step of each descent after the first, relative to `learning_rate`."""
     points: Annotated[int, Field(ge=1, le=1000)] = 4
     """How many points of the descents become trials. Each descent has an equal share, evenly spaced and including its
     end.
     """
+
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults_of_the_loss(cls, given: Any) -> Any:
+        is_entropy = isinstance(given, Mapping) and given.get("loss") == "entropy"
+        return {**ADAMERGING, **given} if is_entropy else given
 
 
 class RefinementOptions(Section):

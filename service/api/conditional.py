@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -13,7 +14,7 @@ from service.api.record_cache import RunRecords
 from service.results.record import RunRecord
 from service.types import TrialResult
 
-__all__ = ["NOT_MODIFIED", "answer", "answer_computed", "answer_from_trials", "tagged"]
+__all__ = ["NOT_MODIFIED", "answer", "answer_computed", "answer_from_trials", "tagged", "unchanging"]
 
 # OpenAPI description of the response to a client that has the results already.
 NOT_MODIFIED: dict[int | str, dict[str, Any]] = {
@@ -90,6 +91,16 @@ async def answer_computed(
         return _response(tag, None)
     body, is_final = await function()
     return _response(tag if is_final else None, body)
+
+
+def unchanging(request: Request, content: bytes, *, media_type: str) -> Response:
+    """Respond with `content`, which never changes at its address, or with status 304 if the client has it already.
+
+    The ETag is a digest of the content. Browsers ask again at each use, so that rights are checked again.
+    """
+    tag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
+    headers = {"Cache-Control": "private, no-cache"}
+    return _response(tag, None if _is_known(request, tag) else content, media_type=media_type, headers=headers)
 
 
 def _is_known(request: Request, tag: str) -> bool:

@@ -114,10 +114,17 @@ class Exports:
         return f"{self._store.job(record.study).name}-trial-{record.trial}"
 
     def files(self, record: ExportRecord) -> Mapping[str, StoredFile] | None:
-        """Files of the merged model of an export, by file name; None if they are not written yet or were removed."""
+        """Files of the merged model of an export, by their paths in its directory.
+
+        None if they are not written yet or were removed. The heads of image classifiers are in a directory of their
+        own.
+        """
         if self._artifacts is None:
             directory = self.directory(record)
-            return {file.name: StoredFile.of(file) for file in directory.iterdir()} if directory.is_dir() else None
+            if not directory.is_dir():
+                return None
+            files = (path for path in directory.rglob("*") if path.is_file())
+            return {file.relative_to(directory).as_posix(): StoredFile.of(file) for file in files}
         try:
             artifact = self._artifact(self._artifacts, record)
             return None if artifact is None else self._artifacts.files(artifact)

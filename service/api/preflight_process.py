@@ -28,6 +28,7 @@ from service.cluster.node_calls import Node, NodeCalls
 from service.engine_machines import EngineMachines
 from service.errors import InvalidQuery
 from service.jobs.base import Accept, Accepted, JobKind, RequestContext
+from service.resolved_study import ResolvedStudy
 from service.studies.benchmarks import check_added
 from service.studies.enqueued import check_enqueued
 from service.studies.mergekit import mergekit_file
@@ -144,11 +145,11 @@ class Preflight(Protocol):
         at the moment.
         """
 
-    async def engine_dtype(self, document: Mapping[str, Any], *, client: str = "") -> str:
+    async def engine_dtype(self, stored: JobRecord, *, client: str = "") -> str:
         """Dtype, such as "bfloat16", in which inference engines hold the merged weights of a study.
 
-        `document` is the study file. `client` names the sender, so that many requests of one client do not delay other
-        clients' requests.
+        `stored` is the server's record of the study. `client` names the sender, so that many requests of one client do
+        not delay other clients' requests.
         """
 
 
@@ -247,9 +248,9 @@ class PreflightProcess:
             on_node = partial(self._cluster.call, node=node)
             return await self._waited(self._limited(on_node, function, *args, **kwargs))
 
-    async def engine_dtype(self, document: Mapping[str, Any], *, client: str = "") -> str:
+    async def engine_dtype(self, stored: JobRecord, *, client: str = "") -> str:
         async with self._queue.turn(client), self._validator() as validator:
-            return await self._limited(validator.call, _engine_dtype, document)
+            return await self._limited(validator.call, _engine_dtype, stored)
 
     def _context_of(self, reader: Account | None) -> RequestContext:
         """Context (readable files and earlier jobs) for checking a job of the account `reader`.
@@ -370,5 +371,5 @@ def search_models(access: FileAccess | None, **options: Any) -> FoundModels:
         raise InvalidQuery("under", str(error)) from error
 
 
-def _engine_dtype(document: Mapping[str, Any]) -> str:
-    return engine_dtype(Study.model_validate(document))
+def _engine_dtype(stored: JobRecord) -> str:
+    return engine_dtype(Study.model_validate(stored.document), ResolvedStudy.of(stored))

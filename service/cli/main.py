@@ -413,6 +413,9 @@ def _parser() -> argparse.ArgumentParser:
 
     server_verb("queue", verbs.queue, "Show the jobs of a server that run and that wait, and what they wait for.")
 
+    text = "Show the nodes of a server's Ray cluster, its disk, its database and versions; for administrators."
+    server_verb("cluster", verbs.cluster, text)
+
     text = "Move a waiting job to the front of the jobs of its priority, or before another one; for administrators."
     command = server_verb("move", verbs.move, text)
     command.add_argument("job", metavar="JOB", help="id of the job, a prefix of its id, or its name")
@@ -511,6 +514,12 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--max-shard-size", type=_num_bytes, metavar="SIZE", help="largest size of one weight file; default: 5GB"
     )
+
+    text = "Begin a study file with the models of a mergekit configuration, and with its merge to be scored."
+    command = verb("begin", verbs.begin, text)
+    command.add_argument("file", type=Path, metavar="FILE", help="mergekit's YAML")
+    command.add_argument("--name", default="mergekit", help="name of the study and of the merge (default: %(default)s)")
+    command.add_argument("--out", type=Path, metavar="STUDY_FILE", help="new file (default: standard output)")
 
     command = verb(
         "finetune",

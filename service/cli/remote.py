@@ -254,6 +254,26 @@ class ServerVerbs:
         other = None if before is None else self._client.find(before)
         return self._show_queue(self._client.move(self._client.find(reference), before=other, reason=reason))
 
+    def cluster(self) -> int:
+        """Print the nodes of the server's Ray cluster with what is used of each, and return the exit code."""
+        from service.cli.tables import cluster_table, used_text
+
+        document = self._client.cluster()
+        if self._as_json:
+            print_json(document)
+            return 0
+        if document["nodes"]:
+            console().print(cluster_table(document["nodes"]))
+        else:
+            print(f"nodes: not known: {document['nodes_problem']}")
+        if reason := document["not_ready"]:
+            print(f"no job continues: {reason}")
+        database = document["database"]
+        print(f"disk: {used_text(document['disk'])} used")
+        print(f"database: {database['kind']}, revision {database['revision']}")
+        print("versions: " + ", ".join(f"{name} {version}" for name, version in document["versions"].items()))
+        return 0
+
     def _show_queue(self, document: QueueDocument) -> int:
         from service.cli.tables import queue_table
 

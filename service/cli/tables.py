@@ -13,6 +13,7 @@ from rich.text import Text
 from search_spaces.objectives import COSTS
 from service.cli.progress import STATE_STYLES
 from service.client.requests import path_of_link
+from service.disk import gib
 from service.results.format import (
     ATTACK_NAMES,
     comparison_text,
@@ -23,7 +24,7 @@ from service.results.format import (
     sort_holdout,
     violation_text,
 )
-from service.schemas.api import JobDocument, QueueDocument, StudyDocument
+from service.schemas.api import BytesUsedDocument, GpuDocument, JobDocument, NodeDocument, QueueDocument, StudyDocument
 from service.schemas.files import (
     BenchmarksDocument,
     EstimateDocument,
@@ -40,6 +41,7 @@ from service.types import JobState, Origin, TrialState
 __all__ = [
     "attacks_table",
     "benchmarks_table",
+    "cluster_table",
     "finding_line",
     "holdout_table",
     "id_digits",
@@ -55,6 +57,7 @@ __all__ = [
     "study_table",
     "titled",
     "trials_table",
+    "used_text",
     "verification_line",
 ]
 
@@ -415,6 +418,35 @@ def queue_table(document: QueueDocument) -> Table:
         table.add_row(position, job["id"][:digits], Text(job["name"]), team, str(job["priority"]), waits, start)
     table.caption = document["not_ready"] and f"no job continues: {document['not_ready']}"
     return table
+
+
+def cluster_table(nodes: Sequence[NodeDocument]) -> Table:
+    """Build a table of the nodes of a Ray cluster: processors, memory, disk and GPUs, with what is used of each."""
+    table = titled("Nodes of the Ray cluster")
+    for name in ("host", "address", "state"):
+        table.add_column(name, overflow="fold")
+    for name in ("processors", "memory", "disk"):
+        table.add_column(name, justify="right")
+    table.add_column("GPUs", overflow="fold")
+    for node in nodes:
+        state = ("head" if node["is_head"] else "alive") if node["is_alive"] else "dead"
+        busy = "" if node["cpu_percent"] is None else f", {node['cpu_percent']:.0f} %"
+        processors = "" if node["num_cpus"] is None else f"{node['num_cpus']}{busy}"
+        gpus = "\n".join(_gpu_text(gpu) for gpu in node["gpus"])
+        memory, disk = used_text(node["memory"]), used_text(node["disk"])
+        style = "" if node["is_alive"] else "red"
+        table.add_row(node["host"], node["address"], Text(state, style=style), processors, memory, disk, Text(gpus))
+    return table
+
+
+def _gpu_text(gpu: GpuDocument) -> str:
+    busy = "" if gpu["percent"] is None else f"{gpu['percent']:.0f} %, "
+    return f"{gpu['name']}: {busy}{used_text(gpu['memory'])}"
+
+
+def used_text(used: BytesUsedDocument) -> str:
+    """Text of what is used, such as "24.0 of 64.0 GiB"; empty if the total is unknown."""
+    return f"{gib(used['used']).removesuffix(' GiB')} of {gib(used['total'])}" if used["total"] else ""
 
 
 def titled(title: str) -> Table:

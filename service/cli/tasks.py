@@ -42,7 +42,8 @@ def list_images(options: argparse.Namespace) -> int:
         return 0
     for name, count in found.classes.items():
         print(f"{name}: {count:,} images")
-    print(f"{options.place}: {found.num_images:,} images of {len(found.classes)} classes, and all can be read")
+    of = f"of {len(found.classes)} classes" if found.classes else "without labels"
+    print(f"{options.place}: {found.num_images:,} images {of}, and all can be read")
     return 0
 
 

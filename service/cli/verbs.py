@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -52,10 +53,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "back_up",
+    "begin",
     "cancel",
     "chat",
     "clean",
     "clone",
+    "cluster",
     "delete",
     "demo",
     "drain",
@@ -502,6 +505,11 @@ def queue(options: argparse.Namespace) -> int:
         return server.queue()
 
 
+def cluster(options: argparse.Namespace) -> int:
+    with _on_server(options) as server:
+        return server.cluster()
+
+
 def move(options: argparse.Namespace) -> int:
     with _on_server(options) as server:
         return server.move(options.job, before=options.before, reason=options.reason)
@@ -629,6 +637,35 @@ def merge(options: argparse.Namespace) -> int:
     return 0
 
 
+def begin(options: argparse.Namespace) -> int:
+    import yaml
+
+    from search_spaces.section import NAME
+    from search_spaces.study.yaml import read_document
+    from service.merges.study_file import study_from_mergekit
+
+    def warn(line: str) -> None:
+        print(f"{options.file}: {line}", file=sys.stderr)
+
+    if re.fullmatch(NAME, options.name) is None:
+        raise InvalidStudy((Problem("name", f"{options.name!r} does not match {NAME}"),))
+    try:
+        document = study_from_mergekit(read_document(options.file), name=options.name, warn=warn)
+    except InvalidRecipe as error:
+        raise InvalidRecipe(f"{options.file}: {error}") from error
+    if options.json:
+        print_json(document)
+        return 0
+    text = yaml.safe_dump(document, sort_keys=False, allow_unicode=True)
+    if options.out is None:
+        print(text, end="")
+    else:
+        with options.out.open("x", encoding="utf-8") as file:
+            file.write(text)
+        print(f"study file: {options.out}; fill in its objectives")
+    return 0
+
+
 def trials(options: argparse.Namespace) -> int:
     if not _is_directory(options):
         with _on_server(options) as server:
@@ -661,8 +698,10 @@ def recipe(options: argparse.Namespace) -> int:
         document = store.trial(study.id, options.trial).read_recipe().to_json()
         if not options.mergekit:
             from search_spaces.study.file import Study
+            from service.resolved_study import ResolvedStudy
 
-            print_json({**document, "dtype": engine_dtype(Study.model_validate(study.document))})
+            dtype = engine_dtype(Study.model_validate(study.document), ResolvedStudy.of(study))
+            print_json({**document, "dtype": dtype})
             return 0
         from service.studies.mergekit import mergekit_file
 

@@ -28,6 +28,7 @@ from service.jobs.search.kind import SEARCH
 
 if TYPE_CHECKING:
     from service.schemas.api import (
+        BegunStudyDocument,
         CheckDocument,
         ExportDocument,
         ExportsDocument,
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "add_benchmarks",
+    "begin_study",
     "benchmarks",
     "check_study",
     "delete_export",
@@ -134,6 +136,37 @@ def check_study(study: Path | str | Mapping[str, Any], *, level: str = "full") -
     headers = {"Content-Type": "application/json"}
     call = Call("POST", "/v1/studies:check", {"level": level}, headers, json.dumps(dict(content)).encode())
     return cast("CheckDocument", (yield from document_of(call)))
+
+
+def begin_study(configuration: Path | str | Mapping[str, Any], *, name: str = "mergekit") -> Flow[BegunStudyDocument]:
+    """Begin a study file with the models of a mergekit configuration and with its merge; nothing is stored.
+
+    The merge is among `search.recipes`, so that it is scored beside the merges that the search proposes. Fill in the
+    objectives, and submit the study.
+
+    Args:
+        configuration: Path of a mergekit file, or the content of one.
+        name: Name of the study and of the merge.
+
+    Returns:
+        The content of the study file, whose objectives are empty, and warnings about settings without effect.
+
+    Raises:
+        InvalidStudy: `configuration` is the path of a malformed file.
+        RequestRefused: It is no mergekit configuration, or a study cannot have its models (status 422).
+
+    Examples:
+        >>> study = client.begin_study("mergekit.yml", name="math-code")["study"]
+        >>> client.submit({**study, "objectives": [{"name": "math", "task": "gsm8k", "metric": "exact_match"}]})
+    """
+    if not isinstance(configuration, Mapping):
+        from search_spaces.study.yaml import read_document
+
+        configuration = read_document(Path(configuration))
+    headers = {"Content-Type": "application/json"}
+    content = json.dumps(dict(configuration)).encode()
+    call = Call("POST", "/v1/studies:from_mergekit", {"name": name}, headers, content)
+    return cast("BegunStudyDocument", (yield from document_of(call)))
 
 
 def studies(

@@ -17,11 +17,12 @@ from service.jobs.registry import KINDS, kind_of
 from service.jobs.search.kind import SEARCH
 
 if TYPE_CHECKING:
-    from service.schemas.api import JobDocument, MeDocument, QueueDocument
+    from service.schemas.api import ClusterDocument, JobDocument, MeDocument, QueueDocument
 
 __all__ = [
     "cancel",
     "clone",
+    "cluster",
     "delete",
     "edit",
     "find",
@@ -318,6 +319,23 @@ def resume(job: Reference, *, reason: str | None = None) -> Flow[JobDocument]:
         >>> client.resume("5f0c...")
     """
     return (yield from _steer(job, "resume", reason))
+
+
+def cluster() -> Flow[ClusterDocument]:
+    """Return the nodes of the Ray cluster with what is used of each, the server's disk, and versions of its parts.
+
+    On a server with accounts only administrators may do this.
+
+    Returns:
+        The server's document of the cluster.
+
+    Raises:
+        RequestRefused: You do not administer the server (status 403).
+
+    Examples:
+        >>> [node["host"] for node in client.cluster()["nodes"] if node["is_alive"]]
+    """
+    return cast("ClusterDocument", (yield from document_of(Call("GET", "/v1/cluster"))))
 
 
 def queue() -> Flow[QueueDocument]:

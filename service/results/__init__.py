@@ -7,6 +7,7 @@
 - `columns`: trials as columns, CSV and Parquet files, and studies of Optuna
 - `importance`: the importances of parameters, and their sums by part of the model
 - `side_by_side`: samples of two trials, and their paired difference
+- `pictures`: held-out samples with pictures on which the chosen merge and a rival differ
 - `stops`: stopped trials and their rivals, with paired differences at each rung
 - `timeline`: when each replica merged, swapped, scored or was idle
 - `trial_table`: trials that satisfy conditions, sorted by a field

@@ -19,6 +19,7 @@ from service.results.benchmarks import BenchmarkColumn, BenchmarkTable, benchmar
 from service.results.chunk_times import ChunkTimes
 from service.results.documents import has_directions
 from service.results.holdout import HeldOut, Samples, Scored, held_out_results, held_out_rows
+from service.results.pictures import contrasts
 from service.results.ranges import OutOfRange, out_of_range
 from service.results.record import RunRecord, SearchFigures
 from service.results.selection import best_trial, compared_with, finalists, full_budget_trials
@@ -132,6 +133,15 @@ class RunReader:
             rival_tests=stage.results.tests,
             selection_bias=stage.results.selection_bias,
             split_difference=stage.results.split_difference,
+            contrasts=contrasts(
+                store,
+                study_id,
+                file,
+                trials,
+                objectives,
+                chosen=stage.results.reference,
+                tests=stage.results.tests,
+            ),
             benchmarks=_benchmark_table(
                 store, study_id, file, trials, objectives, failures=self._of(EventKind.BENCHMARK_FAILED)
             ),

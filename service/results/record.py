@@ -11,6 +11,7 @@ from service.results.benchmarks import BenchmarkTable
 from service.results.feasibility import sources_of
 from service.results.finding import RivalTest
 from service.results.holdout import FrontVolume
+from service.results.pictures import Contrast
 from service.results.ranges import OutOfRange
 from service.results.selection import best_trial, candidates, front_of
 from service.store.documents import Overlap, PolicyStart, RemovedResponses, WarmStart
@@ -104,6 +105,7 @@ class RunRecord:
     Attributes:
         full_budget: Number of samples of each objective on which a trial is scored if it is not pruned.
         holdout: A row for each trial scored on holdout data, with differences "this row minus `holdout_reference`".
+        contrasts: Held-out samples with pictures on which the best merge and a baseline differ; empty for text.
         benchmarks: Results on the benchmarks, which are scored after the search.
         contamination: Overlaps of holdout data and benchmarks with the search data.
         warnings: Samples with values outside the range of their objective.
@@ -131,6 +133,7 @@ class RunRecord:
     rival_tests: tuple[RivalTest, ...] = ()
     selection_bias: Mapping[str, Estimate] = field(default_factory=dict)
     split_difference: Mapping[str, Estimate] = field(default_factory=dict)
+    contrasts: tuple[Contrast, ...] = ()
     benchmarks: BenchmarkTable = field(default_factory=BenchmarkTable)
     contamination: tuple[Overlap, ...] = ()
     warnings: tuple[OutOfRange, ...] = ()

@@ -28,9 +28,12 @@ __all__ = [
     "AnalysisDocument",
     "AuditDocument",
     "AuditEntryDocument",
+    "BegunStudyDocument",
+    "BytesUsedDocument",
     "ChatCompletionDocument",
     "CheckDocument",
     "CheckedPlanDocument",
+    "ClusterDocument",
     "CurvesDocument",
     "DeletedDocument",
     "DeliveriesDocument",
@@ -47,6 +50,7 @@ __all__ = [
     "FinetuneDocument",
     "FitDocument",
     "FleetAnalysisDocument",
+    "GpuDocument",
     "JobDocument",
     "JobEventDocument",
     "JobEventsDocument",
@@ -61,6 +65,7 @@ __all__ = [
     "ModelListDocument",
     "NewTokenDocument",
     "NewWebhookDocument",
+    "NodeDocument",
     "NoticeName",
     "NotificationDocument",
     "PlotsDocument",
@@ -525,6 +530,13 @@ class TrialsDocument(TypedDict):
     next: Annotated[str | None, Field(description="Link to the next page; null on the last one.")]
 
 
+class PredictionDocument(TypedDict):
+    """A class that a merge predicts for an image, and its probability."""
+
+    name: str
+    probability: float
+
+
 class ScoredSampleDocument(TypedDict):
     """Response of a trial's merge to one sample, and the value of the metric for it."""
 
@@ -534,6 +546,10 @@ class ScoredSampleDocument(TypedDict):
         str | None, Field(description="Answer of the merge, or log-probabilities of options as JSON; null if removed.")
     ]
     is_truncated: Annotated[bool, Field(description="Whether the prompt was cut to the engine's `max_model_len`.")]
+    predictions: Annotated[
+        list[PredictionDocument] | None,
+        Field(description="The likeliest classes of an image, the likeliest first; null for other samples."),
+    ]
 
 
 class SampleDocument(TypedDict):
@@ -543,6 +559,10 @@ class SampleDocument(TypedDict):
     document: Annotated[str, Field(description="Index of the sample in the task's data.")]
     prompt: Annotated[str | None, Field(description="Prompt with few-shot examples, before any chat template.")]
     reference: Annotated[str | None, Field(description="Right answer; null if the task states none as text.")]
+    picture: Annotated[
+        str | None,
+        Field(description="Link to a small picture of an image; null if none is stored, and for other samples."),
+    ]
     a: ScoredSampleDocument
     b: Annotated[ScoredSampleDocument | None, Field(description="Of the trial `against`.")]
 
@@ -568,6 +588,7 @@ class TrialSamplesDocument(TypedDict):
     against: int | None
     objective: str
     split: str
+    has_pictures: Annotated[bool, Field(description="Whether samples are images, which have pictures.")]
     counts: SampleCountsDocument | None
     difference: Annotated[
         EstimateDocument | None,
@@ -575,7 +596,9 @@ class TrialSamplesDocument(TypedDict):
     ]
     total: Annotated[int, Field(description="Number of samples that `only` keeps, on all pages.")]
     samples: list[SampleDocument]
-    missing: Annotated[list[str], Field(description="Reasons why texts are null; empty if none is missing.")]
+    missing: Annotated[
+        list[str], Field(description="Reasons why texts or pictures are null; empty if none is missing.")
+    ]
     next: Annotated[str | None, Field(description="Link to the next page; null on the last one.")]
 
 
@@ -737,6 +760,61 @@ class SourceModelsDocument(TypedDict):
     models: Annotated[list[SourceModelDocument], Field(description="Sorted by path.")]
     is_complete: Annotated[bool, Field(description="Whether all models are listed; false if the search ended early.")]
     directories: Annotated[list[str], Field(description="Directories that were searched.")]
+
+
+class BegunStudyDocument(TypedDict):
+    """Beginning of a study file."""
+
+    study: Annotated[dict[str, Any], Field(description="Content of the study file, whose objectives are empty.")]
+    warnings: Annotated[list[str], Field(description="Settings of the configuration that have no effect.")]
+
+
+class BytesUsedDocument(TypedDict):
+    """Bytes that are used, of all that there are."""
+
+    used: Annotated[int, Field(ge=0)]
+    total: Annotated[int, Field(ge=0, description="0 if unknown.")]
+
+
+class GpuDocument(TypedDict):
+    """GPU of a node."""
+
+    name: str
+    percent: Annotated[float | None, Field(description="How busy the GPU is; null if unknown.")]
+    memory: BytesUsedDocument
+
+
+class NodeDocument(TypedDict):
+    """A node of the Ray cluster, and what is used of its machine."""
+
+    id: str
+    host: str
+    address: str
+    is_head: bool
+    is_alive: Annotated[bool, Field(description="Whether Ray can use the node.")]
+    num_cpus: int | None
+    cpu_percent: Annotated[float | None, Field(description="How busy the processors are; null if unknown.")]
+    memory: BytesUsedDocument
+    disk: BytesUsedDocument
+    gpus: list[GpuDocument]
+
+
+class DatabaseDocument(TypedDict):
+    """Database of the server."""
+
+    kind: Annotated[str, Field(description="sqlite or postgresql.")]
+    revision: Annotated[str, Field(description="Revision of the database's schema.")]
+
+
+class ClusterDocument(TypedDict):
+    """State of the cluster and the server."""
+
+    not_ready: Annotated[str | None, Field(description="Why no job can continue; null if jobs can.")]
+    nodes: Annotated[list[NodeDocument], Field(description="Empty while Ray's dashboard does not answer.")]
+    nodes_problem: Annotated[str | None, Field(description="Why the nodes are not known; null if they are.")]
+    disk: Annotated[BytesUsedDocument, Field(description="The disk with the server's data directory.")]
+    database: DatabaseDocument
+    versions: Annotated[dict[str, str], Field(description="Versions of the installed parts, by package.")]
 
 
 class FieldProblem(TypedDict):

@@ -3,7 +3,7 @@
 - `sql`: the store of all jobs in one database: creates and reads jobs, and makes writers of their results
 - `attempt_writer`: writes the results of one driver; refuses once another driver has taken over the job
 - `samples`: stored samples, packed in chunks, and samples of engines that failed a check
-- `prompts`: prompts and references of samples, which all trials share
+- `prompts`: prompts, references and pictures of samples, which all trials share
 - `records`: rows as dataclasses
 - `steps`: computations of searchers other than scoring, such as gradients, and their JSON
 - `documents`: JSON documents of a study, such as benchmark facts and the report of a verification

@@ -357,7 +357,7 @@ class JobWriter:
             connection.execute(insert(connection, schema.prompt_templates).on_conflict_do_nothing(), rows)
 
     def add_prompts(self, split: Split, objective: str, texts: Sequence[SampleText]) -> None:
-        """Store the prompts and references of an objective's samples, in the order in which they are scored.
+        """Store prompts, references and pictures of an objective's samples, in the order in which they are scored.
 
         `split` says whether the samples are of search data, held-out data or benchmarks. Texts that are stored already
         are not replaced.

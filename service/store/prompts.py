@@ -1,7 +1,8 @@
-"""Storage of the prompts and references of a study's samples: one row for adjacent samples of one objective.
+"""Storage of the prompts, references and pictures of a study's samples.
 
-The texts belong to the task, not to a merge, so all trials share them. All functions work inside the caller's
-transaction.
+The table `prompts` has one row for several adjacent samples of one objective. The table `pictures` has one row for
+each picture. Texts and pictures belong to the task, not to a merge, so all trials share them. They are written once and
+never changed. All functions work inside the caller's transaction.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import sqlalchemy as sa
 from service.store import schema
 from workers.types import Split
 
-__all__ = ["SampleText", "read_prompts", "stored_prompts", "write_prompts"]
+__all__ = ["SampleText", "picture_positions", "read_picture", "read_prompts", "stored_prompts", "write_prompts"]
 
 # Samples in one row. A page of samples reads the rows that have them.
 ROW_SAMPLES = 50
@@ -24,10 +25,15 @@ ROW_SAMPLES = 50
 
 @dataclass(frozen=True)
 class SampleText:
-    """The prompt of a sample, and its right answer (`reference`); None if the task has no right answer as text."""
+    """The prompt of a sample, and its right answer (`reference`); None if the task has no right answer as text.
+
+    `picture` is a small picture of the sample for people, a WebP file; None if the sample has no picture. `picture` is
+    only written: `read_prompts` returns texts without pictures, and `read_picture` reads one picture.
+    """
 
     prompt: str
     reference: str | None
+    picture: bytes | None = None
 
 
 def write_prompts(
@@ -52,6 +58,14 @@ def write_prompts(
     ]
     if rows:
         connection.execute(sa.insert(schema.prompts), rows)
+    key = {"study": study, "split": Split(split).value, "objective": objective}
+    pictures = [
+        {**key, "position": position, "content": text.picture}
+        for position, text in enumerate(texts)
+        if text.picture is not None
+    ]
+    if pictures:
+        connection.execute(sa.insert(schema.pictures), pictures)
 
 
 def stored_prompts(connection: sa.Connection, study: str) -> frozenset[tuple[Split, str]]:
@@ -81,6 +95,35 @@ def read_prompts(
             if position in positions:
                 found[position] = SampleText(*texts)
     return found
+
+
+def read_picture(connection: sa.Connection, study: str, split: Split, objective: str, position: int) -> bytes | None:
+    """Read the picture of a sample, a WebP file; None if none is stored.
+
+    The arguments are those of `read_prompts`.
+    """
+    table = schema.pictures
+    where = _is_of(study, split, objective) & (table.c.position == position)
+    return connection.execute(sa.select(table.c.content).where(where)).scalar_one_or_none()
+
+
+def picture_positions(
+    connection: sa.Connection, study: str, split: Split, objective: str, positions: Collection[int]
+) -> set[int]:
+    """Select those of `positions` at which a sample has a stored picture.
+
+    The arguments are those of `read_prompts`.
+    """
+    if not positions:
+        return set()
+    position = schema.pictures.c.position
+    where = _is_of(study, split, objective) & position.between(min(positions), max(positions))
+    return {each for (each,) in connection.execute(sa.select(position).where(where)) if each in set(positions)}
+
+
+def _is_of(study: str, split: Split, objective: str) -> sa.ColumnElement[bool]:
+    table = schema.pictures
+    return (table.c.study == study) & (table.c.split == Split(split).value) & (table.c.objective == objective)
 
 
 def _pack(texts: Sequence[SampleText]) -> bytes:

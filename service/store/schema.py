@@ -44,6 +44,7 @@ __all__ = [
     "memberships",
     "metadata",
     "notices",
+    "pictures",
     "prompt_templates",
     "prompts",
     "rungs",
@@ -65,7 +66,7 @@ __all__ = [
 
 # The newest migration in `migrations/versions`, which makes the tables below. Every change of the tables needs
 # a migration.
-REVISION = "0026"
+REVISION = "0027"
 
 # The revision of a database from before the migrations, and its `schema_version`.
 BASELINE = "0001"
@@ -254,6 +255,18 @@ prompts = Table(
     Column("objective", string(64), primary_key=True),
     Column("start", Integer, primary_key=True, autoincrement=False),
     Column("packed", LargeBinary, nullable=False),
+    _in_study(),
+)
+
+# Small pictures (WebP) of samples, which all trials share (`service.store.prompts`); removed with the study alone.
+pictures = Table(
+    "pictures",
+    metadata,
+    Column("study", string(64), primary_key=True),
+    Column("split", string(8), primary_key=True),
+    Column("objective", string(64), primary_key=True),
+    Column("position", Integer, primary_key=True, autoincrement=False),
+    Column("content", LargeBinary, nullable=False),
     _in_study(),
 )
 

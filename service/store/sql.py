@@ -31,7 +31,7 @@ from service.store.column_types import LosslessText
 from service.store.connection import clock, clock_time, connect, insert, one_of, reading, transaction, unit_of_work
 from service.store.database_url import parse_url, shown
 from service.store.documents import RESPONSES, RemovedResponses
-from service.store.prompts import SampleText, read_prompts, stored_prompts
+from service.store.prompts import SampleText, picture_positions, read_picture, read_prompts, stored_prompts
 from service.store.records import (
     BracketRecord,
     ChunkWork,
@@ -1151,6 +1151,20 @@ class Store:
         """
         with self._reads.connect() as connection:
             return read_prompts(connection, study_id, split, objective, positions)
+
+    def picture(self, study_id: str, split: Split, objective: str, position: int) -> bytes | None:
+        """Read the small picture of a sample, a WebP file; None if none is stored.
+
+        `split` is the search data, the holdout data or the benchmarks, and `objective` the objective's name. A
+        position is a sample's index in the order in which the objective's samples are scored.
+        """
+        with self._reads.connect() as connection:
+            return read_picture(connection, study_id, split, objective, position)
+
+    def picture_positions(self, study_id: str, split: Split, objective: str, positions: Collection[int]) -> set[int]:
+        """Select those of `positions` at which a sample has a stored picture; the arguments are those of `prompts`."""
+        with self._reads.connect() as connection:
+            return picture_positions(connection, study_id, split, objective, positions)
 
     def stored_prompts(self, study_id: str) -> frozenset[tuple[Split, str]]:
         """Splits and objectives of a study that have stored prompts, as pairs.

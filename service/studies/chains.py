@@ -37,7 +37,6 @@ from service.store import Store
 from service.store.artifacts import ArtifactStore
 from service.studies.export import export_trial, write_model
 from service.studies.preflight.dtype import DTYPE_BYTES, engine_dtype
-from service.studies.preflight.models import with_revisions
 from service.types import Account, ArtifactRecord, JobRecord
 from workers.directories import turn
 from workers.errors import InvalidModel
@@ -246,8 +245,10 @@ def _exported(
             f"study {record.name!r}: trial {number} has alignments between layers, which sources cannot have; give "
             "another trial"
         )
-    study = with_revisions(Study.model_validate(record.document), ResolvedStudy.of(record))
-    dtype = engine_dtype(study) if known is None else _dtype_in(known.directory)
+    if known is None:
+        dtype = engine_dtype(Study.model_validate(record.document), ResolvedStudy.of(record))
+    else:
+        dtype = _dtype_in(known.directory)
 
     def write(out: Path) -> None:
         export_trial(store, record, str(number), out, dtype=dtype)

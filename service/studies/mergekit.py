@@ -30,10 +30,11 @@ def mergekit_file(stored: JobRecord, recipe: Mapping[str, Any], *, has_directori
             `models`), or mergekit computes other tensors (one problem for each reason, with the place `recipe`).
     """
     study, sources = unchanged_models(stored)
-    check_files(study, ResolvedStudy.of(stored).access, section="models")
+    resolved = ResolvedStudy.of(stored)
+    check_files(study, resolved.access, section="models")
     try:
         document = family_config(
-            Recipe.from_json(recipe), sources, dtype=engine_dtype(study), has_directories=has_directories
+            Recipe.from_json(recipe), sources, dtype=engine_dtype(study, resolved), has_directories=has_directories
         )
     except Inexpressible as error:
         raise InvalidStudy(tuple(Problem("recipe", reason) for reason in error.reasons)) from error

@@ -7,10 +7,11 @@ neither search nor judge images. The protocol was fixed before a judge image was
   baselines (both by the mean of the three accuracies on search images); `tuned`, task arithmetic with the best of 30
   coefficients; `random`, the best of 60 random points of the space `layerwise`; `auto`, the best of as many trials of
   the default search in that space, baselines apart; `study`, the best trial of that search, baselines included, as a
-  study reports it; `adamerging`, layer-wise AdaMerging as published: entropy on the same images without their labels,
-  500 updates by Adam at 0.001 with 16 images of each task, coefficients from 0.3 in [0, 1], one for each tensor and
-  expert. In the paper its images are those of the test; here they are the search images.
-- Each seed has its own 270 search images of each task, the same for all arms.
+  study reports it; `adamerging`, layer-wise AdaMerging as published, by the product's searcher `gradient` with
+  `loss: entropy`: entropy on the same images without their labels, 500 updates by Adam at 0.001 with 16 images of each
+  task, coefficients from 0.3 in [0, 1], one for each tensor and expert. In the paper its images are those of the test;
+  here they are the search images.
+- Each seed has its own 270 search images of each task, the same for all arms: gradients and scores read no others.
 - Judged on the held-out images: 1,000 of MNIST, 1,000 of Fashion-MNIST and 500 digits. Differences are paired by seed
   and image.
 
@@ -34,7 +35,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.func import functional_call
 
 from search_spaces.recipe import Merge, Recipe, Source
 from search_spaces.study.engine import EngineOptions
@@ -44,8 +44,8 @@ from service.studies.preflight.result import PreflightResult
 from tests.benchmarks.arms import NotKept, files_alone, kept, packed, unpacked
 from tests.benchmarks.code_digests import code_digest
 from tests.benchmarks.image_family import TASKS, build_family, study_document, train_here
-from tests.benchmarks.search_runs import Bench, SearchSpec, Trial, code_of
-from workers.models.checkpoints import open_checkpoint
+from tests.benchmarks.search_runs import Bench, SearchSpec, Trial
+from workers.evaluation.image_tasks import load_image_task
 from workers.serving.image_worker import ImageWorker
 from workers.types import ScoreRequest, Span, TaskSpec
 
@@ -91,9 +91,13 @@ def show(result: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class ImageFamily:
-    """The image family, in the form of `search_families.TrainedFamily`."""
+    """The image family, in the form of `search_families.TrainedFamily`.
+
+    `experts` is the place of an expert's model, absolute or in the family's directory, with {} for its task.
+    """
 
     name: str = "images"
+    experts: str = "training/experts/{}/model"
 
     def directory(self) -> Path:
         """The directory of the models and images, which are made first if they are missing."""
@@ -107,17 +111,37 @@ class ImageFamily:
         return code_digest("tests.benchmarks.image_family")
 
     def study(self, goal: str, **sections: Any) -> Any:
-        """A study of the family; with `goal` "judge", its objectives are the held-out images."""
-        document = study_document()
+        """A study of the family; with `goal` "judge", its objectives are the held-out images.
+
+        Other studies have the first FULL search images of each task, in the order of the study's seed.
+        """
+        document = study_document(experts=self.experts)
         del document["holdout"]
-        if goal == "judge":
-            for objective in document["objectives"]:
-                objective["task"]["images"] = objective["task"]["images"].replace("_search", "_holdout")
+        seed = int(sections.get("search", {}).get("seed", 0))
+        for objective in document["objectives"]:
+            task = objective["task"]
+            if goal == "judge":
+                task["images"] = task["images"].replace("_search", "_holdout")
+            else:
+                task["images"] = str(self._drawn(objective["name"], task, seed))
         return parse_study({**document, **sections}, self.directory())
+
+    def _drawn(self, name: str, task: Mapping[str, Any], seed: int) -> Path:
+        """A JSONL file with the FULL search images of a task that the arms of a seed may read."""
+        whole = {**task, "images": str(self.directory() / task["images"])}
+        found = load_image_task(TaskSpec(whole, "acc", permutation_seed=seed))
+        samples = [found.images.samples[index] for index in found.order[:FULL]]
+        rows = [{"image": str(sample.file), "label": found.images.class_of(sample)} for sample in samples]
+        file = (CACHE / "search_images" / f"{name}-{seed}-{FULL}.jsonl").resolve()
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return file
 
 
 class ImageBench(Bench):
     """The searches of the image family, scored by the product's image engine in this process."""
+
+    losses = "workers.training.image_losses"
 
     @cached_property
     def scorer(self) -> Any:
@@ -141,9 +165,6 @@ class ImageBench(Bench):
         return {
             name: np.array([sample.value > 0.5 for sample in samples if sample.objective == name]) for name in tasks
         }
-
-    def space(self, seed: int) -> Any:
-        return self._prepared("skills", _document("random", seed)).space
 
 
 @cache
@@ -208,8 +229,8 @@ def judged_arm(arm: str, seed: int) -> Arm:
         }
 
     def depends() -> dict[str, str]:
-        algorithm = "auto" if arm in ("auto", "study") else "random"
-        return {"family": ImageFamily().digest, f"code of {algorithm}": code_of(algorithm)}
+        algorithm = {"auto": "auto", "study": "auto", "adamerging": "gradient"}.get(arm, "random")
+        return {"family": ImageFamily().digest, f"code of {algorithm}": bench().code_of(algorithm)}
 
     found = kept(BENCHMARK, f"{arm}-{seed}", settings, measure, depends=depends)
     answers = {task: unpacked(each) for task, each in found["answers"].items()}
@@ -247,46 +268,31 @@ def _task_arithmetic(scale: float) -> Recipe:
 
 
 def _adamerging(seed: int) -> Choice:
-    """Choose coefficients that minimise the entropy of predictions on the search images."""
-    worker, tasks = bench().scorer, bench().tasks(seed)
-    root = bench().family.directory()
-    experts = [open_checkpoint(root / "training" / "experts" / task / "model") for task in TASKS]
-    encoder = worker.engine.encoder
-    names = {id(parameter): name for name, parameter in encoder.module.named_parameters()}
-    stored = list(encoder.parameters)
-    base = {name: open_checkpoint(root / "base").read(name).float() for name in stored}
-    vectors = {name: torch.stack([each.read(name).float() - base[name] for each in experts]) for name in stored}
-    raw = torch.full((len(stored), len(TASKS)), ADAMERGING["initial"], requires_grad=True)
-    optimiser = torch.optim.Adam([raw], lr=ADAMERGING["learning_rate"])
-    generator = torch.Generator().manual_seed(seed)
-    images = {
-        name: worker.pixels.of(worker.evaluator.task(task).task, range(FULL)).clone() for name, task in tasks.items()
+    """The end of the product's descent on the entropy of predictions on the search images."""
+    found = bench().run(adamerging_spec(seed))
+    (trial,) = found.trials
+    return "AdaMerging", trial.mean, found.spent, bench().recipe(found.spec, trial)
+
+
+def adamerging_spec(seed: int) -> SearchSpec:
+    """The study file of AdaMerging as published: one descent, whose end is the only trial."""
+    gradient = {
+        "loss": "entropy",
+        "steps": ADAMERGING["updates"],
+        "batch": ADAMERGING["batch"] * len(TASKS),
+        "learning_rate": ADAMERGING["learning_rate"],
+        "start": ADAMERGING["initial"],
+        "points": 1,
     }
-    heads = {name: [each.clone() for each in worker.evaluator._heads[name]] for name in tasks}
-    for _ in range(ADAMERGING["updates"]):
-        coefficients = raw.clamp(0, 1)
-        merged = {
-            names[id(encoder.parameters[name])]: base[name]
-            + torch.tensordot(coefficients[index], vectors[name], dims=1)
-            for index, name in enumerate(stored)
-        }
-        loss = torch.zeros(())
-        for name in TASKS:
-            rows = torch.randint(FULL, (ADAMERGING["batch"],), generator=generator)
-            features = functional_call(encoder.module, merged, kwargs={"pixel_values": images[name][rows]}).logits
-            logprobs = torch.nn.functional.linear(features, *heads[name]).log_softmax(1)
-            loss = loss - (logprobs.exp() * logprobs).sum(1).mean()
-        optimiser.zero_grad()
-        torch.autograd.backward(loss)
-        optimiser.step()
-    found = raw.detach().clamp(0, 1).tolist()
-    configuration = {
-        f"{name}.{task}": found[index][number] for index, name in enumerate(stored) for number, task in enumerate(TASKS)
-    }
-    recipe = bench().space(seed).to_recipe(configuration)
-    search = _mean(bench().answers(recipe, tasks, FULL))
-    spent = ADAMERGING["updates"] * ADAMERGING["batch"] * len(TASKS) * 3  # a gradient's sample counts as three
-    return "AdaMerging", search, spent, recipe
+    return SearchSpec(
+        "images",
+        "skills",
+        "adamerging",
+        seed,
+        {"algorithm": "gradient", "max_trials": 1, "baselines": "none", "gradient": gradient},
+        space={"kind": "layerwise", "range": [0.0, 1.0]},
+        fidelity={"scheduler": "none", "max_samples": FULL},
+    )
 
 
 def _mean(answers: Mapping[str, NDArray[Any]]) -> float:

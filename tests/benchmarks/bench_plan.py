@@ -84,7 +84,7 @@ def make(directory: Path) -> list[str]:
 
 def make_here(directory: Path, given: str = "") -> list[str]:
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+    from transformers import AutoModelForCausalLM, LlamaConfig
 
     from tests.builders import byte_tokenizer
 
@@ -103,19 +103,26 @@ def make_here(directory: Path, given: str = "") -> list[str]:
         )
         models[name] = AutoModelForCausalLM.from_config(config, dtype=torch.float32), byte_tokenizer()
     if given:
-        file = Path(given)
-        is_gguf = file.suffix == ".gguf"
-        folder, options = (file.parent, {"gguf_file": file.name}) if is_gguf else (file, {})
-        found = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
-        without = ("quantization_config", "dtype", "architectures")
-        settings = {key: value for key, value in found.config.to_dict().items() if key not in without}
-        model = AutoModelForCausalLM.from_config(LlamaConfig(**settings), dtype=torch.float32)
-        model.load_state_dict(found.state_dict())
-        model.tie_weights()
-        models[NOT_CALIBRATED] = model, AutoTokenizer.from_pretrained(folder, **options)
+        models[NOT_CALIBRATED] = without_gguf(Path(given))
     for name, (model, tokenizer) in models.items():
         _save_family(directory / name, model, tokenizer)
     return list(models)
+
+
+def without_gguf(file: Path) -> tuple[Any, Any]:
+    """The Llama of a GGUF file or a directory in float32, which can be saved as safetensors, and its tokenizer."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+    is_gguf = file.suffix == ".gguf"
+    folder, options = (file.parent, {"gguf_file": file.name}) if is_gguf else (file, {})
+    found = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
+    without = ("quantization_config", "dtype", "architectures")
+    settings = {key: value for key, value in found.config.to_dict().items() if key not in without}
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**settings), dtype=torch.float32)
+    model.load_state_dict(found.state_dict())
+    model.tie_weights()
+    return model, AutoTokenizer.from_pretrained(folder, **options)
 
 
 def _save_family(directory: Path, model: Any, tokenizer: Any) -> None:

@@ -1,5 +1,7 @@
 """`service.jobs.driver` with fake workers in real Serve replicas. FAKE_SCORER holds the fake's settings as JSON.
 
+Image classifiers have their own workers: tiny ones start in the time of an import.
+
 FAKE_HEARTBEAT replaces constants of the heartbeat, for instance {"SCORING_PATIENCE_S": 10}, and FAKE_DEPLOY arguments
 of `deploy_scorer`, for instance {"health_check_timeout_s": 1}. FAKE_IN_FLIGHT is the number of trial actors for each
 replica; starting one takes 3 s of a core.
@@ -29,12 +31,13 @@ from workers.types import Family, Scorer
 @contextmanager
 def _fake_scorer(family: Family, options: EngineOptions, replicas: int) -> Iterator[Scorer]:
     settings = json.loads(os.environ["FAKE_SCORER"])
+    fake = functools.partial(FakeScorer, bank_fingerprint=family.fingerprint, **settings)
     yield deploy_scorer(
         family,
         options,
         replicas=replicas,
         keep_idle_s=KEEP_IDLE_S,
-        make_worker=functools.partial(FakeScorer, bank_fingerprint=family.fingerprint, **settings),
+        make_worker=None if family.modality == "image" else fake,
         **{"health_check_period_s": 1.0, **json.loads(os.environ.get("FAKE_DEPLOY", "{}"))},
     )
 

@@ -1,8 +1,8 @@
 """`mergesearch serve` whose studies are scored by fakes; HTTP, Ray, its jobs, Serve and store are the real ones.
 
-FAKE_SERVE replaces constants of the reconciler, for instance {"LOST_AFTER_S": 10}, and FAKE_QUEUE those of the queue.
-With FAKE_LATE_CHECKS=1 the process that checks studies starts with the first study, not with the server: its imports
-take 6 s of a core.
+Studies of image classifiers have engines of their own. FAKE_SERVE replaces constants of the reconciler, for instance
+{"LOST_AFTER_S": 10}, and FAKE_QUEUE those of the queue. With FAKE_LATE_CHECKS=1 the process that checks studies starts
+with the first study, not with the server: its imports take 6 s of a core.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -136,15 +136,21 @@ class Run:
 
 
 class InProcess:
-    """`proposals.Proposer` that computes in the caller's thread."""
+    """`proposals.Proposer` in the caller's thread; `steps` are those that the study has stored."""
 
-    def __init__(self, preflight: PreflightResult, actor: GradientActor | None, completions: SourceCompletions) -> None:
+    def __init__(
+        self,
+        preflight: PreflightResult,
+        actor: GradientActor | None,
+        completions: SourceCompletions,
+        steps: Sequence[Step] = (),
+    ) -> None:
         setting = preflight.search_setting(num_baselines=len(preflight.baselines()))
-        self._searcher = SearcherState(preflight.algorithm.name, preflight.space.parameters, setting, (), {})
+        self._searcher = SearcherState(preflight.algorithm.name, preflight.space.parameters, setting, steps, {})
         self._seed = preflight.study.search.seed
         self._actor = actor
         self._completions = completions
-        self._num_steps = 0
+        self._num_steps = len(steps)
         self._call: dict[str, Any] = {}
         self._answer: StepRequest | dict[str, Any] = {}
         self._admitted: ChargedRequest | None = None
@@ -188,6 +194,9 @@ class InProcess:
 @dataclass(eq=False)
 class Bench:
     """The searches of one family, and the judging of the merges that they find; models are opened once."""
+
+    losses: ClassVar[str] = "workers.training.text_losses"
+    """The module with the losses of the family's tasks, of which gradients are."""
 
     family: TrainedFamily
     _searched: set[Path] = field(default_factory=set)  # by this process
@@ -285,9 +294,13 @@ class Bench:
     def _all(self, recipe: Recipe, task: TaskSpec, num: int | None = None) -> NDArray[np.bool_]:
         return self.scorer.exact_matches(recipe, task, 0, self.scorer.num_samples(task) if num is None else num)
 
+    def code_of(self, algorithm: str) -> str:
+        """Digest of the code that decides the trials of a search of this family."""
+        return code_of(algorithm, losses=self.losses)
+
     def _key(self, spec: SearchSpec) -> str:
-        """Digest of everything that determines a search: study, models and code."""
-        parts = [json.dumps(asdict(spec), sort_keys=True), self.fingerprint, code_of(spec.search["algorithm"])]
+        """Digest of what decides the search: study, models, code."""
+        parts = [json.dumps(asdict(spec), sort_keys=True), self.fingerprint, self.code_of(spec.search["algorithm"])]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
     def _search(self, spec: SearchSpec) -> tuple[Run, Mapping[int, bytes]]:
@@ -395,12 +408,15 @@ def with_alignments(preflight: PreflightResult) -> PreflightResult:
     return replace(preflight, space=space.with_alignments(names), models=replace(preflight.models, family=family))
 
 
-def code_of(algorithm: str) -> str:
-    """Digest of the code that determines a search's trials: its searcher, the coordinator, and their imports."""
+def code_of(algorithm: str, *, losses: str = "workers.training.text_losses") -> str:
+    """Digest of the code that decides a search's trials: its searcher, the coordinator, and what these import.
+
+    `losses` is the module with the losses of the tasks, if the search has gradients.
+    """
     name = "gradient" if algorithm == "auto" else algorithm
     modules = [f"service.tune.searchers.{name}", "service.tune.coordinator"]
     if name == "hm3":
         modules += ["service.tune.proposing.checkpoints"]
     if name == "gradient":
-        modules += ["service.tune.proposing.gradient_actor", "workers.training.gradients"]
+        modules += ["service.tune.proposing.gradient_actor", "workers.training.gradients", losses]
     return code_digest(*modules)

@@ -82,8 +82,14 @@ class Project:
                 command = ["podman", "healthcheck", "run", container]
                 subprocess.run(command, capture_output=True, env=self.environment, check=False)
 
+    @property
+    def token(self) -> str:
+        """The token of the first administrator."""
+        return self.call("exec", "-T", "api", "cat", "/secrets/admin-token").strip()
+
     def get(self, path: str) -> Any:
-        response = httpx.get(f"{self.url}{path}", timeout=60)
+        headers = {"Authorization": f"Bearer {self.token}"}
+        response = httpx.get(f"{self.url}{path}", headers=headers, timeout=60)
         assert response.status_code == 200, response.text
         return response.json()
 
@@ -129,7 +135,9 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
 
 @pytest.mark.timeout(4000)
 def test_services_run_the_shipped_study(project: Project) -> None:
-    """The page's third command completes the shipped study, with drivers and engines in the service `ray`."""
+    """The page's commands log in and complete the shipped study, with drivers and engines in the service `ray`."""
+    assert httpx.get(f"{project.url}/v1/studies", timeout=60).status_code == 401
+    project.call("exec", "-T", "api", "mergesearch", "login", "--token-file", "/secrets/admin-token")
     started = time.monotonic()
     project.call("exec", "-T", "api", "mergesearch", "submit", "/opt/example/study.yaml", "--watch", timeout_s=1700)
     print(f"\nstudy: {time.monotonic() - started:.0f} s")
@@ -157,7 +165,7 @@ def test_passwords_are_made_once_and_are_their_owners(project: Project) -> None:
     """Another start keeps token and passwords, which only user 1000 may read, and all results."""
     listing = "cd /secrets && stat --format='%n %a %u' * && sha256sum *"
     before = project.call("exec", "-T", "api", "sh", "-c", listing)
-    names = ("database-password", "grafana-password", "pgpass", "ray-token")
+    names = ("admin-token", "database-password", "grafana-password", "pgpass", "ray-token")
     assert before.splitlines()[: len(names)] == [f"{name} 600 1000" for name in names]
     studies = project.get("/v1/studies")
     project.call("up", "--detach", "--force-recreate", *SERVICES)

@@ -15,7 +15,7 @@ from tests.deploy.deployed import ROOT, pinned, version
 from tests.deploy.deployed import image as name_of
 
 HOME = "/home/mergesearch"
-LAST_LAYER_BYTES = 25_000_000  # 20.1 MB were seen: 7.5 MB of it are the shipped models, the rest is code, compiled too
+LAST_LAYER_BYTES = 35_000_000  # 27.2 MB were seen: 8.3 MB are the shipped models, 2.1 MB the page, the rest is code
 SBOM = "/opt/bill-of-materials/sbom.json"
 LICENCES = "/opt/bill-of-materials/licences.txt"
 

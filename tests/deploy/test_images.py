@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import shutil
+import subprocess
+import sys
+import zipfile
 from collections.abc import Callable, Sequence
 from importlib.metadata import requires
 from pathlib import Path
@@ -16,6 +21,7 @@ from tests.deploy.deployed import CONTAINERFILE, ROOT, image, instructions, pinn
 
 TEXT = CONTAINERFILE.read_text()
 VARIANTS = ("cpu", "gpu")
+UV = Path(sys.executable).with_name("uv")  # `make install` installs with it
 
 
 def settings(text: str, name: str) -> dict[str, str]:
@@ -34,9 +40,9 @@ def version_problems(text: str) -> list[str]:
     problems += [label for label, value in named.items() if labels.get(label) != value]
     checked = next((each.text for each in instructions(text) if "bill_of_materials.py /tmp" in each.text), "")
     # The build compares them with what it installed.
-    return problems + [
-        value for value in ("mergesearch==${MERGESEARCH_VERSION}", "ray==${RAY_VERSION}") if value not in checked
-    ]
+    torch = "$(grep '^torch==' /opt/requirements/engine.txt)"
+    values = ("mergesearch==${MERGESEARCH_VERSION}", "ray==${RAY_VERSION}", torch)
+    return problems + [value for value in values if value not in checked]
 
 
 def user_problems(text: str) -> list[str]:
@@ -102,11 +108,25 @@ def layer_problems(text: str) -> list[str]:
     return ([] if order == ["engine.txt", "others.txt", "dist"] else order) + mounted
 
 
+def undeclared_variables(text: str) -> list[str]:
+    """Variables of labels that their own stage does not declare: buildah gives it none of an earlier stage."""
+    declared = set()
+    problems = []
+    for each in instructions(text):
+        if each.name == "ARG":
+            declared.add((each.stage, each.text.partition("=")[0]))
+        elif each.name == "LABEL":
+            names = re.findall(r"\$\{(\w+)", each.text)
+            problems += [name for name in names if (each.stage, name) not in declared]
+    return problems
+
+
 CHECKS: Sequence[tuple[Callable[[str], list[str]], str, str]] = [
     (version_problems, "ARG RAY_VERSION=2.60.0", "ARG RAY_VERSION=2.59.0"),
     (version_problems, "ARG NODE_VERSION=24.19.0", "ARG NODE_VERSION=22.0.0"),
     (version_problems, 'mergesearch.ray-version="${RAY_VERSION}"', 'mergesearch.ray-version="2.60.0"'),
     (version_problems, '"ray==${RAY_VERSION}"', ""),
+    (version_problems, "/opt/requirements/engine.txt)", "/opt/requirements/others.txt)"),
     (user_problems, "USER 1000:1000\n", ""),
     (user_problems, "USER 1000:1000\n", "USER mergesearch\n"),
     (user_problems, "USER 1000:1000\n", "USER 1000:1000\nUSER 0:0\n"),
@@ -122,6 +142,7 @@ CHECKS: Sequence[tuple[Callable[[str], list[str]], str, str]] = [
         "COPY --from=package /dist/ /opt/dist/\nRUN",
         "RUN --mount=type=bind,from=package,source=/dist,target=/opt/dist",
     ),
+    (undeclared_variables, "ARG VARIANT\nLABEL", "LABEL"),
     (unpinned_images, "debian:bookworm-slim", "debian:latest"),
     (unpinned_images, "debian:bookworm-slim", "debian"),
 ]
@@ -152,6 +173,44 @@ def test_the_images_ray_has_the_settings_of_the_servers(monkeypatch: pytest.Monk
 def test_each_variant_is_an_extra_with_constraints(variant: str) -> None:
     assert (ROOT / "deploy" / f"constraints-{variant}.txt").is_file()
     assert f'\n{variant} = ["vllm' in (ROOT / "pyproject.toml").read_text()
+
+
+def resolved(variant: str, directory: Path) -> str:
+    """The torch that a variant gets from the folder `wheels` of a directory, as the Containerfile installs it."""
+    (step,) = (each.text for each in instructions(TEXT) if each.stage == "requirements" and each.name == "RUN")
+    compiling, *sorting = step.split(" && ")
+    assert "uv-pip compile" in compiling
+    for name in ("constraints.txt", f"constraints-{variant}.txt"):
+        shutil.copy(ROOT / "deploy" / name, directory)
+    constraints = ["--constraint", "constraints.txt", "--constraint", f"constraints-{variant}.txt"]
+    environment = {"HOME": str(directory), "PATH": os.environ["PATH"], "VARIANT": variant}
+
+    def call(*command: str) -> str:
+        done = subprocess.run(
+            command, cwd=directory, input="torch\nother", env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    uv = [str(UV), "pip", "compile", "--no-index", "--no-header", "--no-annotate", "--no-config", "--find-links=wheels"]
+    (directory / "all.txt").write_text(call(*uv, "-", *constraints))
+    call("sh", "-ec", " && ".join(sorting))
+    assert (directory / "others.txt").read_text() == "other==1\n"
+    return call(*uv, "--no-deps", "engine.txt").strip()
+
+
+def test_wheels_of_the_cpu_image_are_not_for_the_gpu_image(tmp_path: Path) -> None:
+    """One folder of wheels serves both variants: torch's CPU build, which uv prefers, is not taken for GPUs."""
+    torch = pinned("torch")
+    (tmp_path / "wheels").mkdir()
+    for name, release in (("torch", torch), ("torch", f"{torch}+cpu"), ("other", "1")):
+        with zipfile.ZipFile(tmp_path / "wheels" / f"{name}-{release}-py3-none-any.whl", "w") as wheel:
+            information = f"{name}-{release}.dist-info"
+            wheel.writestr(f"{information}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {release}\n")
+            wheel.writestr(f"{information}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+            wheel.writestr(f"{information}/RECORD", "")
+    assert resolved("cpu", tmp_path) == f"torch=={torch}+cpu"
+    assert resolved("gpu", tmp_path) == f"torch=={torch}"
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

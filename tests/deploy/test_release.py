@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.deploy.deployed import pinned
+from tests.deploy.deployed import image, pinned
 
 ROOT = Path(__file__).parents[2]
 PARTS = (
@@ -91,7 +91,11 @@ def test_a_release_has_everything_of_one_version(tree: Path, programs: Path, tmp
     builder.write_text(BUILDER)
     builder.chmod(0o755)
     options = "--network=host --isolation=chroot"
-    done = release(tree, programs, IMAGES="cpu gpu", DOCKER=str(builder), BUILD_OPTIONS=options)
+    stale = [tree / "build" / "lib" / "service" / "gone.py", tree / "build" / "site" / "gone.html"]
+    for file in stale:  # of an earlier version
+        file.parent.mkdir(parents=True)
+        file.touch()
+    done = release(tree, programs, IMAGES="cpu gpu", DOCKER=str(builder), BUILD_OPTIONS=options, COMPRESS="gzip --fast")
     assert done.returncode == 0, done.stderr
     dist, ray = tree / "dist", pinned("ray")
     images = {variant: f"mergesearch-image-0.1.0-ray{ray}-{variant}.tar.gz" for variant in ("cpu", "gpu")}
@@ -105,7 +109,7 @@ def test_a_release_has_everything_of_one_version(tree: Path, programs: Path, tmp
     info, *calls = (tmp_path / "calls").read_text().splitlines()
     assert (info, len(calls)) == ("info", 4)
     for (variant, archive), build, save in zip(images.items(), calls[::2], calls[1::2], strict=True):
-        name = f"mergesearch:0.1.0-ray{ray}-{variant}"
+        name = image(variant)
         assert build.startswith(f"build --quiet {options} --file deploy/docker/Containerfile")
         assert f"--build-arg VARIANT={variant} " in build
         assert build.endswith(f"--build-arg RAY_VERSION={ray} --tag {name} .")
@@ -125,9 +129,12 @@ def test_a_release_has_everything_of_one_version(tree: Path, programs: Path, tmp
         and not file.is_relative_to(tree / "service" / "web" / "app")  # sources of the page
     }
     assert read - packed == set()
+    assert "service/gone.py" not in packed
     with tarfile.open(dist / "mergesearch-0.1.0.tgz") as chart:
         assert {"mergesearch/Chart.yaml", "mergesearch/values.yaml"} <= set(chart.getnames())
-    assert "Title" in (tree / "build" / "site" / "index.html").read_text()
+    with tarfile.open(dist / "mergesearch-docs-0.1.0.tar.gz") as docs:
+        assert "site/index.html" in docs.getnames()
+        assert "site/gone.html" not in docs.getnames()
 
 
 @pytest.mark.parametrize(
@@ -171,6 +178,8 @@ def test_missing_programs_are_named(tree: Path, programs: Path, tmp_path: Path) 
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
     assert "docker does not answer" in release(tree, programs, IMAGES="cpu", PATH=path).stderr
     missing = str(tmp_path / "podman")
+    refused = release(tree, programs, IMAGES="cpu", COMPRESS="squash --fast")
+    assert (refused.returncode, "COMPRESS='squash --fast': squash is not found" in refused.stderr) == (2, True)
     assert f"{missing} does not answer" in release(tree, programs, IMAGES="cpu", DOCKER=missing).stderr
 
 
@@ -180,8 +189,10 @@ def test_an_image_that_is_not_built_ends_the_release(tree: Path, programs: Path,
     builder = tmp_path / "podman"
     builder.write_text(f'#!/bin/sh\ntest "$1" != {command}\n')
     builder.chmod(0o755)
-    (tree / "build" / "site").mkdir(parents=True)
-    done = release(tree, programs, IMAGES="cpu", DOCKER=str(builder), PYTHON="true")  # neither wheel nor docs
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nmkdir -p build/site\n")  # neither wheel nor docs
+    python.chmod(0o755)
+    done = release(tree, programs, IMAGES="cpu", DOCKER=str(builder), PYTHON=str(python))
     assert done.returncode == 1, done.stderr
-    assert "the image 0.1.0-ray" in done.stdout
+    assert f"the image {image('cpu')}" in done.stdout
     assert not (tree / "dist" / "SHA256SUMS").exists()

@@ -48,6 +48,13 @@ def test_every_page_is_in_the_site(site: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_sites_first_page_leads_to_the_docs(site: Path) -> None:
+    """A server's `/`, and `index.html` of the archive of a release, open the docs."""
+    (target,) = re.findall(r'http-equiv="refresh" content="0; url=([^"]+)"', (site / "index.html").read_text())
+    assert "<h1>" in (site / target).read_text()
+
+
+@pytest.mark.slow
 def test_the_site_needs_no_network(site: Path) -> None:
     """Pages and styles load files of the site only."""
     pages = {}
@@ -55,6 +62,7 @@ def test_the_site_needs_no_network(site: Path) -> None:
         loaded = Loaded()
         loaded.feed(file.read_text())
         pages[file] = loaded.addresses
+    assert pages.pop(site / "index.html") == []
     assert all("_static/scripts/furo.js" in " ".join(addresses) for addresses in pages.values())
     assert [address for addresses in pages.values() for address in addresses if re.match(r"(\w+:)?//", address)] == []
     styles = list(site.rglob("*.css"))

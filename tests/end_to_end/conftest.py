@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import ray
 
 from tests.conftest import record_engine_start
 from tests.end_to_end.processes import mergesearch, started
+from tests.end_to_end.server import Server, serving
 from tests.end_to_end.studies import SFS, shipped_study, write_small_study
 
 START_S = 300.0  # Ray, Serve and an engine, on two busy cores
@@ -43,3 +45,21 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def ray_address(ray_cluster: None) -> str:
     """Address of a Ray that outlives the commands: to start one for each command takes longer than its study."""
     return str(ray.get_runtime_context().gcs_address)
+
+
+@pytest.fixture(scope="session")
+def fake_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server with one place and one trial actor, which it takes away at once for urgent studies.
+
+    Fakes score language models. The models of studies are beside its data directory.
+    """
+    settings = {
+        "FAKE_SCORER": {"sample_delay_s": 0.02},
+        "FAKE_QUEUE": {"KEEPS_PLACE_S": 0.0},
+        "FAKE_LATE_CHECKS": 1,
+        "FAKE_IN_FLIGHT": 1,
+    }
+    environment = {name: json.dumps(value) for name, value in settings.items()}
+    command = ("tests.benchmarks.fake_serve", "--max-running", "1")
+    with serving(command, tmp_path_factory.mktemp("fake_server") / "data", environment=environment) as server:
+        yield server

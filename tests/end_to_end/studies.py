@@ -19,6 +19,7 @@ from tests.builders import tiny_family
 from tests.conftest import write_choices
 from tests.end_to_end.processes import query
 from tests.service.tune.harness import InlineProposer, drive, trial_list
+from tests.vision import CLASSES, image_folder, tiny_vit
 from workers.serving.fake import FakeScorer
 from workers.tiny_family import family_dir
 from workers.types import Scorer
@@ -61,6 +62,42 @@ def write_small_study(
     file = directory / "study.yaml"
     file.write_text(yaml.safe_dump(document))
     return file
+
+
+# Tasks of small studies of image classifiers: the classes of each head, and images of a class.
+HEADS: Mapping[str, tuple[Sequence[str], int]] = {"shape": (CLASSES, 12), "answer": (("no", "yes"), 18)}
+
+
+def write_image_models(directory: Path) -> Path:
+    """A base without a head, an expert with a head for each of two tasks, and 36 images of each task and split."""
+    tiny_vit(directory / "base", 0, classes=None)
+    for seed, (head, (classes, per_class)) in enumerate(HEADS.items(), start=1):
+        tiny_vit(directory / head, seed, classes=classes)
+        for split, of_split in (("search", 0), ("held", 1)):
+            place = directory / split / f"{head}s"
+            image_folder(place, per_class=per_class, classes=classes, seed=10 * (seed - 1) + of_split)
+    return directory
+
+
+def image_entries(data: Path) -> list[dict[str, Any]]:
+    """Objectives, or held-out data: each task of `HEADS` on its folder of images in `data`."""
+    tasks = {head: {"images": str(data / f"{head}s"), "head": head} for head in HEADS}
+    return [{"name": head, "task": task, "metric": "acc"} for head, task in tasks.items()]
+
+
+def image_study(directory: Path, space: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
+    """A study of the models and images that `write_image_models` has written; `changes` replace its sections."""
+    return {
+        "name": "images",
+        "models": {"base": str(directory / "base"), "experts": {head: str(directory / head) for head in HEADS}},
+        "search_space": dict(space),
+        "search": {"algorithm": "random", "max_trials": 6, "seed": 3},
+        "fidelity": {"scheduler": "hyperband", "rungs": [12, 36]},
+        "objectives": image_entries(directory / "search"),
+        "holdout": image_entries(directory / "held"),
+        "engine": {"verify": {"trials": 2, "samples": 12}},
+        **changes,
+    }
 
 
 def write_gradient_study(directory: Path, *, name: str, rungs: Sequence[int], max_trials: int) -> Path:

@@ -3,62 +3,45 @@
 from __future__ import annotations
 
 import json
+import math
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from search_spaces.study.file import parse_study
 from service.errors import StudyFailed
+from service.jobs.search.attempt import _keep_prompts
 from service.jobs.search.verification import verify_trials
+from service.results.load import run_record
+from service.results.report import render_report
 from service.store import Store
+from service.store.steps import GradientStep, Step
 from service.studies.preflight.examine import examine
 from service.studies.preflight.result import PreflightResult
 from service.tune.coordinator import Coordinator
+from service.tune.proposing.completions import SourceCompletions
+from service.tune.proposing.gradient_actor import GradientActor
 from service.types import Origin, TrialState
+from tests.benchmarks.search_runs import InProcess
+from tests.end_to_end.studies import HEADS, image_entries, image_study, write_image_models
 from tests.service.tune.harness import InlineProposer, Killed, drive, killer, trial_list
-from tests.vision import image_folder, tiny_vit
+from workers.evaluation.image_pictures import picture_of
 from workers.serving.image_worker import ImageWorker
 from workers.types import Split
 
-HEADS = ("shape", "answer")
-OTHERS = ("no", "yes")
 SHORT = {"algorithm": "random", "max_trials": 6, "seed": 3, "baselines": "sources"}
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("image_study")
-    tiny_vit(place / "base", 0, classes=None)
-    tiny_vit(place / "shape", 1)
-    tiny_vit(place / "answer", 2, classes=OTHERS)
-    for split, seed in (("search", 0), ("held", 1)):
-        image_folder(place / split / "shapes", per_class=12, seed=seed)
-        image_folder(place / split / "answers", per_class=18, classes=OTHERS, seed=seed + 10)
-    return place
+    return write_image_models(tmp_path_factory.mktemp("image_study"))
 
 
 def preflight_of(root: Path, space: dict[str, Any], **changes: Any) -> PreflightResult:
-    def entries(split: str) -> list[dict[str, Any]]:
-        tasks = {head: {"images": str(root / split / f"{head}s"), "head": head} for head in HEADS}
-        return [{"name": head, "task": task, "metric": "acc"} for head, task in tasks.items()]
-
-    models = {"base": str(root / "base"), "experts": {head: str(root / head) for head in HEADS}}
-    return examine(
-        parse_study(
-            {
-                "name": "images",
-                "models": models,
-                "search_space": space,
-                "search": {"algorithm": "random", "max_trials": 6, "seed": 3},
-                "fidelity": {"scheduler": "hyperband", "rungs": [12, 36]},
-                "objectives": entries("search"),
-                "holdout": entries("held"),
-                "engine": {"verify": {"trials": 2, "samples": 12}},
-                **changes,
-            }
-        )
-    )
+    return examine(parse_study(image_study(root, space, **changes)))
 
 
 class Scorer(ImageWorker):
@@ -88,16 +71,24 @@ class Run:
         self.preflight = preflight
         self.resolved = preflight.resolved()
         self.store = Store(f"sqlite:///{directory / 'study.db'}")
-        job = self.store.create_job(kind="search", name="images", document={}, accepted=self.resolved.to_json())
+        job = self.store.create_job(
+            kind="search", name="images", document=preflight.study.canonical(), accepted=self.resolved.to_json()
+        )
         self.id = job.id
 
     def drive(self, scorer: Scorer, **options: Any) -> None:
+        proposer: Any = InlineProposer(self.preflight.space, seed=self.preflight.study.search.seed)
+        if self.preflight.algorithm.name == "gradient":
+            inputs = self.preflight.gradient_inputs()
+            assert inputs is not None
+            completions = SourceCompletions(self.store, self.id, self.preflight.tasks.objectives)
+            proposer = InProcess(self.preflight, GradientActor(inputs), completions, self.store.steps(self.id))
         coordinator = Coordinator(
             self.preflight.plan(self.id, self.resolved),
             space=self.preflight.space,
             store=self.store,
             writer=self.store.open_attempt(self.id),
-            proposer=InlineProposer(self.preflight.space, seed=self.preflight.study.search.seed),
+            proposer=proposer,
             **options,
         )
         drive(coordinator, scorer)
@@ -140,6 +131,52 @@ def test_studies_are_searched_and_verified(kind: str, root: Path, scorers: dict[
     run.store.close()
 
 
+def test_the_report_shows_samples_with_pictures(root: Path, scorers: dict[int, Scorer], tmp_path: Path) -> None:
+    """Pictures in the report are of held-out samples that one trial has right and the other wrong, as they are stored.
+
+    They stay when the images are gone.
+    """
+    data = tmp_path / "held"
+    shutil.copytree(root / "held", data)
+    preflight = preflight_of(root, SPACES["lfs"], search=SHORT, holdout=image_entries(data))
+    scorer, run = scorer_of(preflight, scorers), Run(preflight, tmp_path)
+    run.drive(scorer)
+    store, writer = run.store, run.store.open_attempt(run.id)
+    assert run_record(store, run.id).contrasts[0].only_chosen[0].picture is None, "none is stored yet"
+    _keep_prompts(store, writer, preflight.plan(run.id, run.resolved), scorer, note=pytest.fail)
+    shutil.rmtree(data)
+    record = run_record(store, run.id)
+    assert {(each.objective, each.kind) for each in record.contrasts} == {(head, "single model") for head in HEADS}
+    trials = {trial.number: trial.recipe.digest for trial in record.trials}
+    shown = 0
+    for contrast in record.contrasts:
+        values = [
+            {s.position: s for s in store.samples(run.id, trials[number], Split.HOLDOUT, objective=contrast.objective)}
+            for number in (contrast.trial, contrast.rival)
+        ]
+        apart = [
+            [position for position in values[k] if values[k][position].value > values[1 - k][position].value]
+            for k in range(2)
+        ]
+        assert [contrast.num_chosen, contrast.num_rival] == [len(each) for each in apart]
+        for wanted, samples in zip(apart, (contrast.only_chosen, contrast.only_rival), strict=True):
+            assert [sample.position for sample in samples] == wanted[:6]
+            for sample in samples:
+                name, logprob = json.loads(values[0][sample.position].response)["top"][0]
+                assert sample.chosen is not None
+                assert sample.chosen.name == name
+                assert sample.chosen.probability == pytest.approx(math.exp(logprob))
+                assert sample.document == values[0][sample.position].document
+                assert sample.label == Path(sample.document).parent.name
+                with Image.open(root / "held" / f"{contrast.objective}s" / sample.document) as image:
+                    assert sample.picture == picture_of(image.convert("RGB"))
+                shown += 1
+    assert shown > 4
+    page = render_report(record)
+    assert page.count('<img src="data:image/webp;base64,') == shown
+    run.store.close()
+
+
 def test_killed_studies_continue(root: Path, scorers: dict[int, Scorer], tmp_path: Path) -> None:
     """A study that is killed at every few steps, with its engine, has the trials and scores of an undisturbed one."""
     preflight = preflight_of(root, SPACES["lfs"], search=SHORT)
@@ -162,6 +199,47 @@ def test_killed_studies_continue(root: Path, scorers: dict[int, Scorer], tmp_pat
     assert len({json.dumps(trial[7][-1].values) for trial in whole.trials}) > 3, "scores tell the trials apart"
     whole.store.close()
     killed.store.close()
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "entropy"])
+def test_killed_descents_continue(loss: str, root: Path, scorers: dict[int, Scorer], tmp_path: Path) -> None:
+    """A study by gradients that is killed between its steps has the steps and trials of an undisturbed one."""
+    search = {**SHORT, "algorithm": "gradient", "max_trials": 4}
+    search["gradient"] = {"loss": loss, "steps": 4, "batch": 6, "points": 2, "learning_rate": 0.1}
+    fidelity = {"scheduler": "none", "max_samples": 36}
+    preflight = preflight_of(root, SPACES["layerwise"], search=search, fidelity=fidelity)
+    assert preflight.entropies == (HEADS if loss == "entropy" else ())
+    scorer = scorer_of(preflight, scorers)
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "killed").mkdir()
+    whole, killed = Run(preflight, tmp_path / "whole"), Run(preflight, tmp_path / "killed")
+    whole.drive(scorer)
+    num_kills = 0
+    while True:
+        try:
+            killed.drive(scorer, observer=killer(1 + num_kills % 2))
+            break
+        except Killed:
+            num_kills += 1
+    assert num_kills > 4
+    steps = [
+        [step.request for step in run.store.steps(run.id)] + [step_gradient(step) for step in run.store.steps(run.id)]
+        for run in (whole, killed)
+    ]
+    assert steps[0] == steps[1]
+    assert [request.kind for request in steps[0][:8]] == ["losses"] * 3 + ["note"] + ["gradient"] * 4
+    assert killed.trials == whole.trials
+    points = [trial for trial in whole.store.trials(whole.id) if trial.origin is Origin.SEARCH][:2]
+    assert points[0].configuration != points[1].configuration
+    writer = whole.store.open_attempt(whole.id)
+    trials = whole.store.trials(whole.id)
+    assert verify_trials(whole.store, writer, preflight, scorer, trials, note=lambda _: None) is None
+    whole.store.close()
+    killed.store.close()
+
+
+def step_gradient(step: Step) -> Any:
+    return step.result.gradient if isinstance(step, GradientStep) else None
 
 
 def test_a_wrong_score_fails_the_study(root: Path, scorers: dict[int, Scorer], tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -12,28 +11,23 @@ from service.client import Client
 from service.disk import DATABASE
 from service.resolved_study import ResolvedStudy
 from service.store import Store
-from tests.end_to_end.server import serving
+from tests.end_to_end.server import Server
 from tests.end_to_end.studies import undisturbed, write_small_study
 from tests.end_to_end.test_serve import chunks_scored_twice
 from tests.service.tune.harness import trial_list
 
 WAIT_S = 240.0
-SETTINGS = {
-    "FAKE_SCORER": {"sample_delay_s": 0.02},
-    "FAKE_QUEUE": {"KEEPS_PLACE_S": 0.0},
-    "FAKE_LATE_CHECKS": 1,
-}
 
 
 @pytest.mark.timeout(600)
-def test_a_preempted_study_has_the_same_trials(tmp_path: Path) -> None:
+def test_a_preempted_study_has_the_same_trials(fake_server: Server, tmp_path: Path) -> None:
     """With real Ray, a preempted study waits, continues, scores nothing twice, and has the undisturbed trials."""
-    (tmp_path / "models").mkdir()
-    file = write_small_study(tmp_path / "models", name="long", rungs=(10, 30), max_trials=5)
+    server = fake_server
+    models = server.data_dir.parent / "preempted"
+    models.mkdir()
+    file = write_small_study(models, name="long", rungs=(10, 30), max_trials=5)
     document = load_study(file).canonical()
-    environment = {name: json.dumps(value) for name, value in SETTINGS.items()}
-    command = ("tests.benchmarks.fake_serve", "--max-running", "1")
-    with serving(command, tmp_path / "data", environment=environment) as server, Client(server.url) as client:
+    with Client(server.url) as client:
         long = server.submit(document)
         server.wait_for_events(long, 1, "rung", timeout_s=WAIT_S)
         urgent = server.submit({**document, "name": "urgent", "search": {**document["search"], "max_trials": 1}})
@@ -54,7 +48,7 @@ def test_a_preempted_study_has_the_same_trials(tmp_path: Path) -> None:
     begun = next(event for event in events["urgent"] if event["kind"] == "attempt")
     ended = next(event for event in events["urgent"] if event["payload"].get("state") == "COMPLETE")
     assert asked["time"] < stopped["time"] < begun["time"] < ended["time"] < again["time"], "one place"
-    store = Store(f"sqlite:///{tmp_path / 'data' / DATABASE}")
+    store = Store(f"sqlite:///{server.data_dir / DATABASE}")
     resolved = ResolvedStudy.of(store.job(long))
     assert chunks_scored_twice(store, long) == []
     assert trial_list(store, long) == undisturbed(file, tmp_path / "alone", resolved=resolved)

@@ -124,7 +124,7 @@ class LocalPreflight:
     ) -> FoundModels:
         return search_models(self.access, under=under, text=text, limit=limit)
 
-    async def engine_dtype(self, document: Mapping[str, Any], *, client: str = "") -> str:
+    async def engine_dtype(self, stored: JobRecord, *, client: str = "") -> str:
         return "float32"
 
 

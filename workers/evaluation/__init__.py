@@ -34,6 +34,8 @@
 - `task_reader`: interface for checks, facts and texts of tasks, which text tasks and image tasks implement
 - `text_tasks`: text tasks: lm-eval's tasks, and JSONL files with prompts
 - `image_tasks`: image tasks: image folders, JSONL files that name images, and data sets of the hub
+- `image_responses`: stored answers of image classifiers: the likeliest classes of an image with their probabilities
+- `image_pictures`: small WebP copies of images, for report and page
 - `sample_facts`: texts and lengths of samples
 - `lm_eval`: scoring of samples: a backend answers, metrics give the values
 """

@@ -11,7 +11,10 @@ The description of a task in a study file has these keys:
 - `image`, `label`: in a JSONL file, the keys of a line's image path and label; in a data set, the names of the two
   columns. Paths are relative to the file's directory. A label is a class's name or the index of an output.
 
-The metrics are `acc` (the right class has the largest logit) and `acc_top5` (it is among the five largest).
+Images may have no labels: a folder has the images themselves then, and the lines of a JSONL file have no label.
+
+The metrics are `acc` (the right class has the largest logit), `acc_top5` (it is among the five largest), and `entropy`,
+which needs no labels: the entropy of the predicted classes, divided by that of equally likely classes.
 """
 
 from __future__ import annotations
@@ -47,8 +50,10 @@ if TYPE_CHECKING:
     from workers.models.family import ResolvedFamily
 
 __all__ = [
+    "ENTROPY",
     "IMAGE_METRICS",
     "IMAGE_TASKS",
+    "NO_LABEL",
     "ImageFacts",
     "ImageSample",
     "ImageSet",
@@ -56,6 +61,7 @@ __all__ = [
     "ImageTasks",
     "PreparedTask",
     "check_decodable",
+    "check_right_answers",
     "image_facts",
     "load_image_task",
     "prepared_task",
@@ -65,6 +71,9 @@ __all__ = [
 
 # The number of largest logits among which the right class must be, by metric.
 IMAGE_METRICS: Mapping[str, int] = {"acc": 1, "acc_top5": 5}
+# The metric that needs no labels, and the label of an image that has none.
+ENTROPY = "entropy"
+NO_LABEL = -1
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 JSONL = (".jsonl", ".ndjson")
 KEYS = frozenset({"images", "split", "config", "head", "classes", "templates", "image", "label"})
@@ -83,7 +92,7 @@ class ImageSample:
 
     `name` is the sample's path within the task's data. An image of a hub data set has no file of its own: `row` is then
     the number of its row, and `file` is only a name for messages. `label` is an index in the set's `classes` or,
-    without classes, the index of an output of the classification head.
+    without classes, the index of an output of the classification head; NO_LABEL if the image has no label.
     """
 
     file: Path
@@ -109,7 +118,15 @@ class ImageSet:
     column: str = "image"
     may_read_files: bool = True
 
+    @property
+    def is_labelled(self) -> bool:
+        """Whether the images have labels; either all have one or none."""
+        return all(sample.label != NO_LABEL for sample in self.samples)
+
     def class_of(self, sample: ImageSample) -> str:
+        """Name or index of a sample's class; "" if it has no label."""
+        if sample.label == NO_LABEL:
+            return ""
         return str(sample.label) if self.classes is None else self.classes[sample.label]
 
     def read(self, sample: ImageSample) -> bytes:
@@ -178,16 +195,24 @@ class ImageTask:
 
     @property
     def num_largest(self) -> int:
-        """The number k of the metric, top-k accuracy: the right class must be among the k largest logits."""
+        """The number k of the metric, top-k accuracy: the right class must be among the k largest logits.
+
+        The metric must not be the entropy.
+        """
         return IMAGE_METRICS[self.spec.metric]
+
+    @property
+    def is_entropy(self) -> bool:
+        """Whether the metric is the entropy of predictions."""
+        return self.spec.metric == ENTROPY
 
 
 @dataclass(frozen=True)
 class PreparedTask:
     """An image task with the classification head that scores it.
 
-    `outputs` has, for each sample in the order of scoring, the index of the head's output for the right class. `names`
-    has the name of each output.
+    `outputs` has, for each sample in the order of scoring, the index of the head's output for the right class, or
+    NO_LABEL. `names` has the name of each output.
     """
 
     task: ImageTask
@@ -234,8 +259,8 @@ def load_image_task(spec: TaskSpec) -> ImageTask:
     """
     assert isinstance(spec.task, Mapping)
     label = str(spec.task.get("images"))
-    if spec.metric not in IMAGE_METRICS:
-        message = f"task {label}: unknown metric {spec.metric!r}; an image task has {' and '.join(IMAGE_METRICS)}"
+    if spec.metric not in (known := (*IMAGE_METRICS, ENTROPY)):
+        message = f"task {label}: unknown metric {spec.metric!r}; an image task has {', '.join(known)}"
         raise InvalidTask(message, "metric")
     for option in OF_TEXT:
         if getattr(spec, option) is not None:
@@ -243,6 +268,13 @@ def load_image_task(spec: TaskSpec) -> ImageTask:
     images = read_image_set(spec.task, spec.access)
     if spec.content is not None and images.content != spec.content:
         raise InvalidTask(f"{label}: has changed since the study was checked; restore it, or start a new study")
+    if spec.metric != ENTROPY and not images.is_labelled:
+        key = str(spec.task.get("label") or "label")
+        message = (
+            f"{label}: its images have no labels, which {spec.metric} needs; add them (a directory for each class, or "
+            f"the key {key!r} of each line), or write metric: {ENTROPY}"
+        )
+        raise InvalidTask(message, "metric")
     of_class: dict[str, list[int]] = {}
     for index, sample in enumerate(images.samples):
         of_class.setdefault(images.class_of(sample), []).append(index)
@@ -292,13 +324,16 @@ def prepared_task(spec: TaskSpec, sources: ResolvedFamily) -> PreparedTask:
         names[places[index]] = name
     counts = Counter(names)  # responses name classes, so names must differ
     names = [name if counts[name] == 1 else f"{name} ({index})" for index, name in enumerate(names)]
-    outputs = tuple(places[images.samples[index].label] for index in task.order)
+    outputs = tuple(places[images.samples[index].label] if images.is_labelled else NO_LABEL for index in task.order)
     return PreparedTask(task, head, outputs, tuple(names))
 
 
 @dataclass(frozen=True)
 class ImageFacts:
-    """Number of images in a folder or JSONL file: in total, and in each class (by its name or index)."""
+    """Number of images in a folder or JSONL file: in total, and in each class (by its name or index).
+
+    `classes` is empty if the images have no labels.
+    """
 
     num_images: int
     classes: Mapping[str, int]
@@ -309,7 +344,7 @@ def image_facts(place: str) -> ImageFacts:
     """Count the images in a folder or JSONL file. Raises InvalidTask if an image cannot be decoded."""
     images = read_image_set({"images": place, "head": "any"})
     check_decodable(images)
-    counts = Counter(map(images.class_of, images.samples))
+    counts = Counter(map(images.class_of, images.samples) if images.is_labelled else ())
     return ImageFacts(len(images.samples), dict(sorted(counts.items())), images.content)
 
 
@@ -324,9 +359,10 @@ class ImageTasks:
         check_decodable(images)
         return TaskInfo(
             len(images.samples),
-            higher_is_better=True,
+            higher_is_better=spec.metric != ENTROPY,
             output_type="image_classification",
             options=images.classes or (),
+            value_range=(0.0, 1.0) if spec.metric == ENTROPY else None,
         )
 
     def texts(self, spec: TaskSpec, start: int, stop: int) -> SampleTexts:
@@ -350,10 +386,21 @@ class ImageTasks:
         prepared_task(spec, sources)
 
     def lack_of_references(self, spec: TaskSpec) -> str | None:
-        return "gradients are computed for text models only"
+        return None if load_image_task(spec).images.is_labelled else "its images have no labels"
+
+    def lack_of_entropy(self, spec: TaskSpec) -> str | None:
+        load_image_task(spec)
+        return None
 
 
 IMAGE_TASKS = ImageTasks()
+
+
+def check_right_answers(task: ImageTask) -> None:
+    """Check that a task tells right answers from wrong ones. Raises InvalidTask if its metric is the entropy."""
+    if task.is_entropy:
+        message = f"{task.images.where}: the metric {ENTROPY} knows no right answers; use {' or '.join(IMAGE_METRICS)}"
+        raise InvalidTask(message, "metric")
 
 
 def texts_of(task: ImageTask, start: int, stop: int) -> SampleTexts:
@@ -367,6 +414,10 @@ def _of_folder(folder: Path, stated: tuple[str, ...] | None, access: FileAccess 
         directories = sorted(each for each in folder.iterdir() if each.is_dir() and not each.name.startswith("."))
     except OSError as error:
         raise InvalidTask(f"{folder}: cannot be read ({error.strerror})", "task.images") from error
+    if not directories:
+        files = sorted(each for each in folder.iterdir() if not each.name.startswith("."))
+        samples = [ImageSample(_image_file(file, access), file.name, NO_LABEL) for file in files]
+        return ImageSet(tuple(samples), stated, stated is not None, str(folder))
     classes = tuple(each.name for each in directories)
     if stated is not None and (unknown := sorted(set(classes) - set(stated))):
         message = f"{folder}: has a directory {unknown[0]!r}, which `classes` does not name; add it, or remove it"
@@ -379,12 +430,18 @@ def _of_folder(folder: Path, stated: tuple[str, ...] | None, access: FileAccess 
         for file in sorted(directory.iterdir()):
             if file.name.startswith("."):
                 continue
-            if file.suffix.lower() not in SUFFIXES:
-                message = f"{file}: is no image by its name; expected one of {', '.join(SUFFIXES)}"
-                raise InvalidTask(message, "task.images")
-            _check_access(file, access)
-            samples.append(ImageSample(file, f"{directory.name}/{file.name}", places[directory.name]))
+            name = f"{directory.name}/{file.name}"
+            samples.append(ImageSample(_image_file(file, access), name, places[directory.name]))
     return ImageSet(tuple(samples), classes, stated is not None, str(folder))
+
+
+def _image_file(file: Path, access: FileAccess | None) -> Path:
+    """A file of a folder of images. Raises InvalidTask if its name is not that of an image, or it may not be read."""
+    if file.suffix.lower() not in SUFFIXES:
+        message = f"{file}: is no image by its name; expected one of {', '.join(SUFFIXES)}"
+        raise InvalidTask(message, "task.images")
+    _check_access(file, access)
+    return file
 
 
 def _of_lines(
@@ -396,10 +453,18 @@ def _of_lines(
         lines = file.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidTask(f"{file}: cannot be read ({error})", "task.images") from error
-    rows: list[tuple[str, int | str]] = []
+    rows: list[tuple[str, int | str | None]] = []
     for number, line in enumerate(lines, start=1):
         if line.strip():
             rows.append(_row(line, task, where=f"{file}, line {number}"))
+    without = sum(label is None for _, label in rows)
+    if 0 < without < len(rows):
+        key = str(task.get("label") or "label")
+        message = f"{file}: {without} of {len(rows)} lines have no {key!r}; expected one in all lines, or in none"
+        raise InvalidTask(message, "task.label")
+    if without:
+        samples = [ImageSample(_accessible(file.parent / name, access), name, NO_LABEL) for name, _ in rows]
+        return ImageSet(tuple(samples), stated, stated is not None, str(file))
     names = {label for _, label in rows if isinstance(label, str)}
     if names and len(names) < len({label for _, label in rows}):
         message = f"{file}: some labels are numbers, and some are names, such as {min(names)!r}; give one kind"
@@ -411,13 +476,12 @@ def _of_lines(
     places = {name: index for index, name in enumerate(classes or ())}
     samples = []
     for name, label in rows:
+        assert label is not None
         index = places[label] if isinstance(label, str) else label
         if not 0 <= index < (len(classes) if classes else index + 1):
             message = f"{file}: has the label {label}; expected 0 to {len(classes or ()) - 1}"
             raise InvalidTask(message, "task.label")
-        image = file.parent / name
-        _check_access(image, access)
-        samples.append(ImageSample(image, name, index))
+        samples.append(ImageSample(_accessible(file.parent / name, access), name, index))
     return ImageSet(tuple(samples), classes, stated is not None, str(file))
 
 
@@ -467,15 +531,17 @@ def _of_data_set(
     return ImageSet(samples, classes, stated is not None, where, rows, image, may_read_files=access is None)
 
 
-def _row(line: str, task: Mapping[str, Any], *, where: str) -> tuple[str, int | str]:
-    """Read the image's path and the label from one line of a JSONL file."""
+def _row(line: str, task: Mapping[str, Any], *, where: str) -> tuple[str, int | str | None]:
+    """Path and label of a line of a JSONL file; the label is None if the line has no such key."""
     try:
         document = json.loads(line)
     except ValueError as error:
         raise InvalidTask(f"{where}: is not JSON: {error}", "task.images") from error
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"label": None}
     for option, kinds in (("image", (str,)), ("label", (int, str))):
         key = str(task.get(option) or option)
+        if option == "label" and isinstance(document, dict) and key not in document:
+            continue
         value = document.get(key) if isinstance(document, dict) else None
         if not isinstance(value, kinds) or isinstance(value, bool):
             wanted = "the path of an image" if option == "image" else "the name of a class or the index of an output"
@@ -506,6 +572,11 @@ def check_decodable(images: ImageSet) -> None:
         rest = f"; and {len(broken) - 3} more images" if len(broken) > 3 else ""
         raise InvalidTask("; ".join(broken[:3]) + rest, "task.images")
     cached(key, "yes")
+
+
+def _accessible(path: Path, access: FileAccess | None) -> Path:
+    _check_access(path, access)
+    return path
 
 
 def _check_access(path: Path, access: FileAccess | None) -> None:

@@ -19,7 +19,7 @@ from workers.evaluation.task_reader import reader_of
 from workers.evaluation.tasks import build_task
 from workers.types import TaskSpec
 
-__all__ = ["Reading", "References", "Target", "lack_of_references", "lack_of_right_answers"]
+__all__ = ["Reading", "References", "Target", "lack_of_entropy", "lack_of_references", "lack_of_right_answers"]
 
 CHECKED = 100  # documents of each subtask whose targets are checked
 
@@ -162,6 +162,11 @@ def lack_of_references(spec: TaskSpec) -> str | None:
     scored (`tasks.check_task`).
     """
     return reader_of(spec.task).lack_of_references(spec)
+
+
+def lack_of_entropy(spec: TaskSpec) -> str | None:
+    """Reason why the entropy of predictions on the task `spec` cannot be computed, as text; None if it can."""
+    return reader_of(spec.task).lack_of_entropy(spec)
 
 
 def lack_of_right_answers(spec: TaskSpec) -> str | None:

@@ -55,6 +55,10 @@ class TaskReader(Protocol):
         """Reason why no loss can be computed on the task's right answers; None if a loss can be computed."""
         ...
 
+    def lack_of_entropy(self, spec: TaskSpec) -> str | None:
+        """Reason why predictions on the task have no entropy over classes; None if they have one."""
+        ...
+
 
 def reader_of(task: str | Mapping[str, Any]) -> TaskReader:
     """The reader for text tasks or for image tasks, whichever reads `task`, a task's name or description."""

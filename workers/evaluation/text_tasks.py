@@ -48,5 +48,8 @@ class TextTasks:
 
         return lack_of_right_answers(spec)
 
+    def lack_of_entropy(self, spec: TaskSpec) -> str | None:
+        return "its answers are texts; the entropy of predictions is one over the classes of a task of images"
+
 
 TEXT_TASKS = TextTasks()

@@ -19,7 +19,7 @@ from typing import Any
 from workers.cache import cached
 from workers.errors import InvalidModel
 
-__all__ = ["LAYERS_WITHOUT_EXPERTS", "MERGED_TOWERS", "in_common_names", "of_each_layer", "read_config"]
+__all__ = ["LAYERS_WITHOUT_EXPERTS", "MERGED_TOWERS", "in_common_names", "of_each_layer", "read_config", "settled"]
 
 
 # The configuration field with the numbers of the layers that have no experts, in a mixture of experts.
@@ -27,6 +27,9 @@ LAYERS_WITHOUT_EXPERTS = "mlp_only_layers"
 
 # Model types of several towers, of which one is merged: the key of its configuration, and that tower's own model type.
 MERGED_TOWERS = {"clip": ("vision_config", "clip_vision_model")}
+
+# Parts of the names of settings that make a forward pass random in training mode.
+RANDOM = ("drop", "jitter")
 
 
 def read_config(directory: str | Path) -> dict[str, Any]:
@@ -53,6 +56,14 @@ def in_common_names(config: Mapping[str, Any]) -> dict[str, Any]:
     common_names, defaults = _known(model_type if isinstance(model_type, str) else "")
     found = {**defaults, **config}
     return {common: found[own] for common, own in common_names.items() if own in found} | found
+
+
+def settled(config: Any) -> Any:
+    """Set to 0 the settings of transformers' `config` that make training passes random, such as dropout; return it."""
+    for name, value in config.to_dict().items():
+        if isinstance(value, float) and any(word in name for word in RANDOM):
+            setattr(config, name, 0.0)
+    return config
 
 
 def of_each_layer(config: Mapping[str, Any], num_layers: int) -> dict[str, list[Any]]:

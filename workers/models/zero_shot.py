@@ -94,4 +94,4 @@ def class_embeddings(
             mean = (each / each.norm(dim=-1, keepdim=True)).mean(dim=0)
             embedded.append(mean / mean.norm())
         heads: torch.Tensor = torch.stack(embedded) * tower.logit_scale.exp()
-        return heads.clone()
+    return heads.clone()  # outside inference mode, so that losses on its logits have gradients

@@ -29,7 +29,7 @@ from workers.types import (
     digest_of,
 )
 
-__all__ = ["app_name", "deploy_scorer", "serving", "stop"]
+__all__ = ["app_name", "deploy_scorer", "runs_on_gpus", "serving", "stop"]
 
 
 # One chunk is scored while the next ones wait at the replica. At 1 the router's back-off idles the engine for up to
@@ -50,15 +50,30 @@ STOP_S = 10.0
 DEPLOYING = "deploying"
 
 
-def app_name(family: Family, options: EngineOptions) -> str:
+def app_name(family: Family, options: EngineOptions, *, on_gpus: bool) -> str:
     """Name of the Serve application with the replicas (processes with an engine) that score merges of `family`.
 
     `family` is a base model and its experts, and `options` are the options of the engines. The name contains a hash of
-    both, so that studies with equal models and options share replicas.
+    both, so that studies with equal models and options share replicas. `on_gpus` says whether the replicas run on GPUs
+    (`runs_on_gpus`). Replicas on the CPU have another name: with the same options they may compute in another dtype,
+    and a study that needs GPUs must not be scored by them.
     """
     models = [(model.alias, model.origin or model.directory, model.fingerprint) for model in family.models]
     others = [family.alignments_dir] if family.alignments_dir else []
-    return f"scorer-{digest_of([models, family.tokenizer, options.document(), *others])[:12]}"
+    name = f"scorer-{digest_of([models, family.tokenizer, options.document(), *others])[:12]}"
+    return name if on_gpus else f"{name}-cpu"
+
+
+def runs_on_gpus(family: Family, gpus: GpuNeed) -> bool:
+    """Whether replicas for merges of `family` run on GPUs of the Ray cluster to which this process is connected.
+
+    `gpus` says whether engines need GPUs. If they need none, replicas run on GPUs if a node of the cluster has any.
+    Without a connection to Ray, the cluster has none. A build of vLLM for GPUs says nothing about engines of modalities
+    that vLLM does not run: these need no GPUs.
+    """
+    if gpus is GpuNeed.NEEDED and not MODALITIES[family.modality].runs_on_vllm:
+        gpus = GpuNeed.IF_ANY
+    return gpus is not GpuNeed.IF_ANY or _most_gpus() > 0
 
 
 def deploy_scorer(
@@ -98,16 +113,14 @@ def deploy_scorer(
     """
     from ray import serve
 
-    name = name or app_name(family, options)
     deadline = time.monotonic() + start_timeout_s
     with _deploying(deadline):
         serve.start(proxy_location="Disabled", controller_options={"runtime_env": {"env_vars": CONTROLLER_ENVIRONMENT}})
+        on_gpus = runs_on_gpus(family, gpus)
+        name = name or app_name(family, options, on_gpus=on_gpus)
         if not answered(functools.partial(is_deployed, name), deadline=deadline):
             ranks, most = options.tensor_parallel_size, _most_gpus()
             modality = MODALITIES[family.modality]
-            if gpus is GpuNeed.NEEDED and not modality.runs_on_vllm:
-                gpus = GpuNeed.IF_ANY  # a build of vLLM for GPUs says nothing about other engines
-            on_gpus = gpus is not GpuNeed.IF_ANY or most > 0
             if on_gpus and most < ranks and gpus is not GpuNeed.MAY_COME:
                 raise EngineUnavailable(
                     f"{name}: an engine needs {ranks} GPU(s) of one machine, and the machine of the Ray cluster with "
@@ -197,9 +210,11 @@ def stop(name: str) -> None:
 
 
 def _most_gpus() -> int:
-    """The largest number of GPUs that one node of the Ray cluster has."""
+    """The largest number of GPUs that one node of the Ray cluster has; 0 without a connection to Ray."""
     import ray
 
+    if not ray.is_initialized():
+        return 0
     return max((int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]), default=0)
 
 

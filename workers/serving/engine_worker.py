@@ -20,7 +20,7 @@ from workers.cache import cache_dir
 from workers.directories import scratch
 from workers.engines.source_recipes import base_recipe
 from workers.engines.vllm.engine import Engine
-from workers.errors import InvalidPrompt
+from workers.errors import InvalidPrompt, InvalidTask
 from workers.evaluation.metric_process import MetricProcess
 from workers.evaluation.prompts import LOGPROB_TOLERANCE, Generation
 from workers.serving.completion_prompts import generation_of
@@ -30,6 +30,7 @@ from workers.types import (
     CanaryReport,
     Evidence,
     Family,
+    SamplePictures,
     SampleResult,
     SampleTexts,
     ScoreRequest,
@@ -173,6 +174,10 @@ class EngineWorker:
 
     def sample_texts(self, task: TaskSpec, start: int, stop: int) -> SampleTexts:
         return self.evaluator.sample_texts(task, start, stop)
+
+    def sample_pictures(self, task: TaskSpec, start: int, stop: int) -> SamplePictures:
+        """Raise InvalidTask: prompts of text have no pictures."""
+        raise InvalidTask(f"{task.task}: is a task of text, whose samples have no pictures; give an image task")
 
     def verify(self, recipe: Recipe, samples: tuple[SampleResult, ...], spans: tuple[Span, ...]) -> VerificationReport:
         """Score samples of a merge again with plain transformers, and compare with the engine's results in `samples`.

@@ -21,14 +21,18 @@ from typing import Any, Literal
 
 from search_spaces.recipe import Merge, Recipe
 from workers.errors import EngineCrashed, EngineFault, EngineUnavailable, InvalidTask, TrialFailed
+from workers.evaluation.image_pictures import pictures_of
+from workers.evaluation.image_tasks import load_image_task
 from workers.evaluation.inline_files import read_inline
 from workers.evaluation.sample_texts import sample_texts
 from workers.evaluation.task_reader import reader_of
+from workers.models.modalities import modality_of_task
 from workers.serving.completions import CompletionBatch, CompletionPart, CompletionRequest, LiveCompletion
 from workers.types import (
     CanaryReport,
     Evidence,
     SampleDifference,
+    SamplePictures,
     SampleResult,
     SampleTexts,
     ScoreRequest,
@@ -200,8 +204,14 @@ class FakeScorer:
         return len(read_inline(task.task)) if "file" in task.task else reader_of(task.task).check(task).num_samples
 
     def sample_texts(self, task: TaskSpec, start: int, stop: int) -> SampleTexts:
-        """Prompts and right answers of samples; unlike other methods, this one builds the task."""
+        """Prompts and right answers of samples; unlike other methods, this one and `sample_pictures` build the task."""
         return sample_texts(task, start, stop)
+
+    def sample_pictures(self, task: TaskSpec, start: int, stop: int) -> SamplePictures:
+        """Pictures of samples; unlike other methods, this one and `sample_texts` read the task."""
+        if not modality_of_task(task.task).has_pictures:
+            raise InvalidTask(f"{task.task}: samples of text have no pictures; give an image task")
+        return pictures_of(load_image_task(task), start, stop)
 
     def verify(self, recipe: Recipe, samples: tuple[SampleResult, ...], spans: tuple[Span, ...]) -> VerificationReport:
         known = {(sample.objective, sample.position): sample for sample in samples}

@@ -18,6 +18,7 @@ from workers.types import (
     CanaryReport,
     Evidence,
     Family,
+    SamplePictures,
     SampleResult,
     SampleTexts,
     ScoreRequest,
@@ -100,6 +101,9 @@ class ImageWorker:
 
     def sample_texts(self, task: TaskSpec, start: int, stop: int) -> SampleTexts:
         return self.evaluator.sample_texts(task, start, stop)
+
+    def sample_pictures(self, task: TaskSpec, start: int, stop: int) -> SamplePictures:
+        return self.evaluator.sample_pictures(task, start, stop)
 
     def verify(self, recipe: Recipe, samples: tuple[SampleResult, ...], spans: tuple[Span, ...]) -> VerificationReport:
         """Score samples of a merge again with transformers, and compare with the engine's results in `samples`.

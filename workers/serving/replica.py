@@ -45,6 +45,7 @@ from workers.serving.watchdog import TIME_LIMITS, TimeLimits, Watchdog
 from workers.telemetry import logs, phases, tracing
 from workers.types import (
     CanaryReport,
+    SamplePictures,
     SampleResult,
     SampleTexts,
     ScoreRequest,
@@ -78,6 +79,8 @@ class Worker(Protocol):
     def describe(self, tasks: tuple[TaskSpec, ...]) -> tuple[TaskInfo, ...]: ...
 
     def sample_texts(self, task: TaskSpec, start: int, stop: int) -> SampleTexts: ...
+
+    def sample_pictures(self, task: TaskSpec, start: int, stop: int) -> SamplePictures: ...
 
     def verify(
         self, recipe: Recipe, samples: tuple[SampleResult, ...], spans: tuple[Span, ...]
@@ -208,6 +211,11 @@ class ScoringReplica:
     async def sample_texts(self, task: TaskSpec, start: int, stop: int) -> SampleTexts:
         async with self._for_search(""):
             return await self._in_thread(self._other, "reading texts", self._worker.sample_texts, task, start, stop)
+
+    async def sample_pictures(self, task: TaskSpec, start: int, stop: int) -> SamplePictures:
+        async with self._for_search(""):
+            pictures = self._worker.sample_pictures
+            return await self._in_thread(self._other, "making pictures", pictures, task, start, stop)
 
     async def verify(
         self, recipe: Recipe, samples: tuple[SampleResult, ...], spans: tuple[Span, ...]

@@ -26,6 +26,7 @@ from workers.serving.current_chunk import chunk_id, current_chunk, scored_last
 from workers.serving.fatal_errors import fatal_error
 from workers.types import (
     CanaryReport,
+    SamplePictures,
     SampleResult,
     SampleTexts,
     ScoreRequest,
@@ -79,6 +80,10 @@ class ServeScorer:
     def sample_texts(self, task: TaskSpec, start: int, stop: int) -> SampleTexts:
         texts: SampleTexts = self._call("sample_texts", task, start, stop)
         return texts
+
+    def sample_pictures(self, task: TaskSpec, start: int, stop: int) -> SamplePictures:
+        pictures: SamplePictures = self._call("sample_pictures", task, start, stop)
+        return pictures
 
     def verify(self, recipe: Recipe, samples: tuple[SampleResult, ...], spans: tuple[Span, ...]) -> VerificationReport:
         report: VerificationReport = self._call("verify", recipe, samples, spans, model_id=recipe.digest)

@@ -1,8 +1,9 @@
 """Coefficient gradients: derivatives of the loss on reference answers with respect to a merge's coefficients.
 
-The merge is computed by the same code as for inference engines, and is written into a transformers model. One backward
-pass then gives the gradient of each merged tensor. Each gradient is reduced to one number per coefficient as soon as it
-is computed, and then freed, so that the gradients of the whole model are never in memory at once.
+The code that computes merges for inference engines also computes the merge here, which is written into a transformers
+model. One backward pass then gives the gradient of each merged tensor. Each gradient is reduced to one number per
+coefficient as soon as it is computed, and then freed, so that the gradients of the whole model are never in memory at
+once. The model, and the loss of each sample, are those of the models' modality (`workers.training.task_losses`).
 """
 
 from __future__ import annotations
@@ -25,18 +26,15 @@ from search_spaces.methods.base import Coefficient
 from search_spaces.recipe import Recipe
 from search_spaces.study.engine import EngineOptions
 from workers.errors import InvalidModel, TrialFailed
-from workers.evaluation.lm_eval import TaskEvaluator
-from workers.evaluation.prompts import Prompts
-from workers.evaluation.references import References, Target
 from workers.merging.bank import Bank
 from workers.merging.materialize import merge_into
 from workers.merging.merged_tensor import MergedTensor
 from workers.merging.plan import TensorPlan, computations, plan_as_stated, plan_tensors
 from workers.merging.residual_scales import ends_a_branch
-from workers.training.losses import minibatches, sample_losses
 from workers.training.memory import keep_freed_memory, reduction_bytes, tokens_within
-from workers.training.model import ParameterPart, TrainableModel
+from workers.training.model import ParameterPart
 from workers.training.reduction import derivatives, inner_product, stated_coefficients
+from workers.training.task_losses import TaskLosses, WritableModel
 from workers.types import Completions, Family, GradientResult, Placement, TaskSpec
 
 __all__ = ["CoefficientGradients"]
@@ -56,7 +54,8 @@ class CoefficientGradients:
     """The losses of a family's merges, and their derivatives with respect to the merges' coefficients.
 
     A family is a base model and its experts. Methods compute losses and derivatives for a given merge. Merges are
-    written, one at a time, into a transformers model, which is replaced if a merge has other layers. Sums over tensors
+    written, one at a time, into a transformers model, which is replaced if a merge has other layers. The loss of a
+    sample is that of its right answer, such as the cross-entropy of an image's class. Sums over tensors
     are in float32 or finer. If a GPU is full, forward passes have fewer tokens from then on; if this does not suffice,
     activations are recomputed. Both change only the rounding of sums. At first, the free memory of a GPU limits the
     tokens of a pass. Equal calls give equal bits on the same device with the same number of threads, independent of
@@ -73,6 +72,8 @@ class CoefficientGradients:
     - `recomputes`: whether activations are recomputed, which saves their memory and takes a third more time
     - `max_tokens`: the largest number of tokens in a forward pass, with padding
     - `cache`: the directory of the cache, or None for the default directory
+    - `entropies`: the objectives whose loss is the entropy of the model's predictions in place of the loss of right
+      answers, which their tasks then need not have (`references.lack_of_entropy`)
 
     All arguments are picklable. Raises InvalidModel and InvalidTask if the models or the tasks cannot be used.
     """
@@ -90,6 +91,7 @@ class CoefficientGradients:
         recomputes: bool = False,
         max_tokens: int = MAX_TOKENS,
         cache: str | Path | None = None,
+        entropies: Collection[str] = (),
     ) -> None:
         target = torch.device(device)
         if target.type == "cpu":
@@ -102,15 +104,14 @@ class CoefficientGradients:
         self.dtype = _dtype(options.dtype, target)
         self._recomputes = recomputes
         self._more_devices = tuple(map(torch.device, more_devices))
-        self.model = TrainableModel(
-            self.bank, self.dtype, device=target, more_devices=self._more_devices, recomputes=recomputes
-        )
-        self._references = References(TaskEvaluator(None, Prompts(self.bank.sources.result_dir, options)))
+        kind = self.bank.sources.modality.losses_class()
+        self._task_losses: TaskLosses[Any, Any] = kind(self.bank, options, dtype=self.dtype)
+        self.model: WritableModel = self._new_model(target)
         self._tasks = dict(tasks)
-        self._of_tasks = {
-            name: _Targets(dict(enumerate(self._references.targets(spec))), self._references.unit(spec))
-            for name, spec in tasks.items()
-        }
+        self._of_tasks = {}
+        for name, spec in tasks.items():
+            targets = self._task_losses.targets(spec, is_entropy=name in entropies)
+            self._of_tasks[name] = _Targets(dict(enumerate(targets)), self._task_losses.unit(spec))
         self._of_completions: dict[str, _Targets] = {}
         self._max_tokens = self._asked_tokens = max_tokens
         self._limit_tokens()
@@ -125,8 +126,8 @@ class CoefficientGradients:
         """
         found = {}
         for name, tokens in completions.items():
-            each = {p: self._references.of_completion(self._tasks[name], p, tokens[p]) for p in sorted(tokens)}
-            found[name] = _Targets(each, sum(target.size for target in each.values()) / max(1, len(each)))
+            each = {p: self._task_losses.of_completion(self._tasks[name], p, tokens[p]) for p in sorted(tokens)}
+            found[name] = _Targets(each, sum(map(self._task_losses.size, each.values())) / max(1, len(each)))
         self._of_completions = found
 
     def loss_and_gradient(
@@ -172,9 +173,8 @@ class CoefficientGradients:
         """Compute the result of `loss_and_gradient`, but with 0 in the field `seconds`.
 
         The result has the mean loss of each objective on the merge of `recipe`, and the gradient of the sum of these
-        losses times their `weights`. `batch` has the positions of the samples, and `targets` the texts from which the
-        losses are computed, both by objective. With `by_scales` there are also derivatives with respect to the scales
-        of layers.
+        losses times their `weights`. `batch` has the positions of the samples, and `targets` what losses are computed
+        from, both by objective. With `by_scales` there are also derivatives with respect to the scales of layers.
         """
         plan = plan_as_stated(recipe, self.bank)
         self._fit(recipe)
@@ -210,7 +210,7 @@ class CoefficientGradients:
         `batch` has the positions of samples by objective, and the losses of an objective are in the same order. The
         objectives named in `completions` are measured on the completions given to `set_completions`, all other
         objectives on the right answers. Each loss is divided by its objective's unit, which makes objectives comparable
-        (`references.References.unit`).
+        (`TaskLosses.unit`).
         """
         targets = self._targets(batch, completions)
         plan_tensors(recipe, self.bank)  # raises the errors of the recipe before the model is replaced
@@ -263,7 +263,7 @@ class CoefficientGradients:
         return next(self.model.memory[name].device for name in tensor.shapes())
 
     def _targets(self, batch: Batch, completions: Collection[str]) -> dict[str, _Targets]:
-        """Targets of losses for each objective in `batch`: texts with right answers.
+        """Targets of losses for each objective in `batch`, such as texts with right answers.
 
         `batch` has the positions of the samples by objective. For the objectives in `completions`, a target is a
         completion given to `set_completions`; for all other objectives it is the task's right answer. Raises ValueError
@@ -294,15 +294,15 @@ class CoefficientGradients:
         device = self.model.device
         self._held = {}
         del self.model  # the memory of both together may not be free
-        self.model = TrainableModel(
-            self.bank,
-            self.dtype,
-            device=device,
-            more_devices=self._more_devices,
-            recomputes=self._recomputes,
-            like=recipe,
-        )
+        self.model = self._new_model(device, like=recipe)
         self._limit_tokens()
+
+    def _new_model(self, device: torch.device, like: Recipe | None = None) -> WritableModel:
+        """Make a model with the layers of the merge of the recipe `like`, or with the base's if it is None."""
+        model: WritableModel = self._task_losses.model(
+            device=device, more_devices=self._more_devices, recomputes=self._recomputes, like=like
+        )
+        return model
 
     def _limit_tokens(self) -> None:
         """Limit the tokens of a pass to those whose activations fit into the free memory of every GPU of the model.
@@ -354,7 +354,7 @@ class CoefficientGradients:
                 merge_into(plan, self.bank.on(device), on_device)
         self._held = wanted
 
-    def _read(self, samples: Sequence[tuple[str, Target]], factors: Sequence[float] | None) -> list[float]:
+    def _read(self, samples: Sequence[tuple[str, Any]], factors: Sequence[float] | None) -> list[float]:
         """Compute the loss of every sample by forward passes, in the order of `samples`.
 
         If `factors` has a number for each sample, the gradients of the sum of all losses times their factors are
@@ -362,8 +362,8 @@ class CoefficientGradients:
         """
         targets = [target for _, target in samples]
         found = [0.0] * len(targets)
-        for indices in minibatches(targets, self._max_tokens):
-            losses = sample_losses(self.model, [targets[i] for i in indices])
+        for indices in self._task_losses.minibatches(targets, self._max_tokens):
+            losses = self._task_losses.of_samples(self.model, [targets[i] for i in indices])
             for i, loss in zip(indices, losses.tolist(), strict=True):
                 if not math.isfinite(loss):
                     raise TrialFailed(f"the loss on a reference of objective {samples[i][0]!r} is {loss}")
@@ -412,16 +412,16 @@ def free_bytes(device: torch.device) -> int | None:
 class _Targets:
     """Targets of one objective's losses, and the divisor that makes losses of several objectives comparable.
 
-    `at` has the targets by the sample's position; a target has the texts from which a loss is computed. The divisor,
-    `unit`, is the mean size of the task's samples (`References.unit`), or of the completions that replace right
+    `at` has the targets by the sample's position; a target is what the loss of a sample is computed from. The divisor,
+    `unit`, is the mean size of the task's samples (`TaskLosses.unit`), or of the completions that replace right
     answers.
     """
 
-    at: Mapping[int, Target]
+    at: Mapping[int, Any]
     unit: float
 
 
-def _samples(batch: Batch, targets: Mapping[str, _Targets]) -> list[tuple[str, Target]]:
+def _samples(batch: Batch, targets: Mapping[str, _Targets]) -> list[tuple[str, Any]]:
     return [(name, targets[name].at[position]) for name, positions in batch.items() for position in positions]
 
 

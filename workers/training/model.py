@@ -17,16 +17,14 @@ from search_spaces.recipe import Recipe
 from workers.errors import InvalidModel
 from workers.merging.bank import Bank
 from workers.models.components import first_few
+from workers.models.config import settled
 from workers.models.merged_files import merged_config
 from workers.training.memory import divided_layers
 
-__all__ = ["ParameterPart", "TrainableModel"]
+__all__ = ["Leaves", "ParameterPart", "TrainableModel", "place"]
 
 # Fields of a configuration that do not depend on a merge's layers.
 OF_DTYPE = ("dtype", "torch_dtype")
-
-# Settings that make a forward pass random in training mode.
-RANDOM = ("drop", "jitter")
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +81,7 @@ class TrainableModel:
         self._of_layers = {} if like is None else _of_layers(like, bank)
         origins = _origins(bank, like if self._of_layers else None)
         self.module = _loaded(bank, dtype, origins, self._of_layers)
-        self.num_layers_on: Sequence[int] = _place(self.module, (device, *more_devices))
+        self.num_layers_on: Sequence[int] = place(self.module, (device, *more_devices))
         parts = _parts(self.module, bank, dtype, origins)
         self.memory: Mapping[str, torch.Tensor] = {name: part.of(part.leaf.detach()) for name, part in parts.items()}
         self.leaves: Leaves = _leaves(self.module, parts)
@@ -94,7 +92,7 @@ class TrainableModel:
 
     def recompute(self) -> None:
         """Enable activation checkpointing: from now on, recompute activations within layers in the backward pass."""
-        # transformers does so in training mode only. Nothing is random in it: see `_settled`.
+        # transformers does so in training mode only. Nothing is random in it: see `settled`.
         self.module.train()
         self.module.gradient_checkpointing_enable({"use_reentrant": False})
 
@@ -156,7 +154,7 @@ def _loaded(bank: Bank, dtype: torch.dtype, origins: Mapping[str, str], of_layer
     """
     import transformers
 
-    config = _settled(transformers.AutoConfig.from_pretrained(bank.sources.result_dir, trust_remote_code=False))
+    config = settled(transformers.AutoConfig.from_pretrained(bank.sources.result_dir, trust_remote_code=False))
     config.update(dict(of_layers))
     kind = getattr(transformers, config.architectures[0])
     base = bank.sources.base_alias
@@ -173,7 +171,7 @@ def _loaded(bank: Bank, dtype: torch.dtype, origins: Mapping[str, str], of_layer
     return model
 
 
-def _place(module: Any, devices: Sequence[torch.device]) -> tuple[int, ...]:
+def place(module: Any, devices: Sequence[torch.device]) -> tuple[int, ...]:
     """Move a transformers model to devices; returns the number of layers on each device.
 
     The layers of `module` are divided over `devices` in their order. Everything else is on the first device, to which
@@ -229,14 +227,6 @@ def moved(value: Any, device: torch.device) -> Any:
     if type(value) in (tuple, list):
         return type(value)(moved(each, device) for each in value)
     return value
-
-
-def _settled(config: Any) -> Any:
-    """Set to 0 the settings of `config` that make training passes random, such as dropout."""
-    for name, value in config.to_dict().items():
-        if isinstance(value, float) and any(word in name for word in RANDOM):
-            setattr(config, name, 0.0)
-    return config
 
 
 def _attention(config: Any) -> str | None:

@@ -7,11 +7,7 @@ from typing import Annotated, Any, Literal, cast
 
 from fastapi import APIRouter, Query, Request
 from fastapi.concurrency import run_in_threadpool
-from pydantic import Field
 from starlette.responses import Response
-
-# pydantic reads typing's own TypedDict only from Python 3.12 on.
-from typing_extensions import TypedDict
 
 from search_spaces.errors import InvalidRecipe, InvalidStudy, Problem
 from search_spaces.section import NAME
@@ -22,7 +18,7 @@ from service.api.requests import JSON_TYPES, YAML_TYPES, read_body, sent_as_json
 from service.jobs.search.checks import CHECKS, Level
 from service.jobs.search.kind import SEARCH
 from service.merges.study_file import study_from_mergekit
-from service.schemas.api import CheckDocument, CheckedPlanDocument
+from service.schemas.api import BegunStudyDocument, CheckDocument, CheckedPlanDocument
 from workers.tiny_family import study_text
 
 __all__ = ["router"]
@@ -58,11 +54,6 @@ def example_study(
 ) -> Response:
     """A complete study file with comments, as YAML: it merges the tiny models that are shipped with mergesearch."""
     return Response(study_text(name), media_type=YAML_TYPES[0])
-
-
-class BegunStudyDocument(TypedDict):
-    study: Annotated[dict[str, Any], Field(description="Content of the study file, whose objectives are empty.")]
-    warnings: Annotated[list[str], Field(description="Settings of the configuration that have no effect.")]
 
 
 @router.post(

@@ -5,20 +5,16 @@ from __future__ import annotations
 import platform
 import shutil
 from importlib.metadata import PackageNotFoundError, version
-from typing import Annotated
 
 from fastapi import APIRouter
-from pydantic import Field
 from starlette.responses import Response
-
-# pydantic reads typing's own TypedDict only from Python 3.12 on.
-from typing_extensions import TypedDict
 
 from service.api.dependencies import Context
 from service.api.permissions import needs
 from service.api.problems import Json
 from service.cluster.nodes import NodeUse, nodes_in_use
 from service.disk import existing
+from service.schemas.api import ClusterDocument, NodeDocument
 from service.store.schema import REVISION
 from service.threads import Work, in_threads_of
 from service.types import Scope
@@ -29,50 +25,6 @@ router = APIRouter(tags=["operations"])
 
 # Packages whose versions decide what a merge scores, in the order in which they are shown.
 PARTS = ("mergesearch", "ray", "vllm", "torch", "transformers", "lm_eval", "fastapi", "sqlalchemy")
-
-Bytes = Annotated[int, Field(ge=0)]
-
-
-class BytesUsedDocument(TypedDict):
-    used: Bytes
-    total: Annotated[int, Field(ge=0, description="0 if unknown.")]
-
-
-class GpuDocument(TypedDict):
-    name: str
-    percent: Annotated[float | None, Field(description="How busy the GPU is; null if unknown.")]
-    memory: BytesUsedDocument
-
-
-class NodeDocument(TypedDict):
-    """A node of the Ray cluster, and how much of its machine's resources is in use."""
-
-    id: str
-    host: str
-    address: str
-    is_head: bool
-    is_alive: Annotated[bool, Field(description="Whether Ray can use the node.")]
-    num_cpus: int | None
-    cpu_percent: Annotated[float | None, Field(description="How busy the processors are; null if unknown.")]
-    memory: BytesUsedDocument
-    disk: BytesUsedDocument
-    gpus: list[GpuDocument]
-
-
-class DatabaseDocument(TypedDict):
-    kind: Annotated[str, Field(description="sqlite or postgresql.")]
-    revision: Annotated[str, Field(description="Revision of the database's schema.")]
-
-
-class ClusterDocument(TypedDict):
-    """State of the cluster and the server."""
-
-    not_ready: Annotated[str | None, Field(description="Why no job can continue; null if jobs can.")]
-    nodes: Annotated[list[NodeDocument], Field(description="Empty while Ray's dashboard does not answer.")]
-    nodes_problem: Annotated[str | None, Field(description="Why the nodes are not known; null if they are.")]
-    disk: Annotated[BytesUsedDocument, Field(description="The disk with the server's data directory.")]
-    database: DatabaseDocument
-    versions: Annotated[dict[str, str], Field(description="Versions of the installed parts, by package.")]
 
 
 @router.get(

@@ -95,7 +95,7 @@ async def create_export(request: Request, study: UsedStudy, services: Context, s
         picked = (await services.records.result(study.id, choices)).preferred(weights)
         number = picked["trial"]
     if dtype is None:
-        dtype = await services.preflight.engine_dtype(study.document, client=sender.name)
+        dtype = await services.preflight.engine_dtype(study, client=sender.name)
     measured = await in_thread(Work.WRITE, services.team_bytes.measure, study.team)
     check = partial(services.team_bytes.check_export, study, dtype, measured)
     note = partial(_record, services, sender, "export.create")

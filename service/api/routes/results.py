@@ -16,10 +16,11 @@ from search_spaces.errors import InvalidStudy, Problem
 from search_spaces.objectives import Objective
 from search_spaces.preferences import parse_preference
 from search_spaces.searchers import SEARCHERS
+from search_spaces.section import NAME
 from search_spaces.study.file import Study as StudyFile
 from search_spaces.study.file import parse_benchmarks
 from search_spaces.study.yaml import parse_document
-from service.api.conditional import NOT_MODIFIED, answer, answer_computed, answer_from_trials, tagged
+from service.api.conditional import NOT_MODIFIED, answer, answer_computed, answer_from_trials, tagged, unchanging
 from service.api.dependencies import (
     MAX_ID,
     MAX_NUMBER,
@@ -53,6 +54,7 @@ from service.results.feasibility import has_constraints
 from service.results.importance import TITLE as IMPORTANCE
 from service.results.importance import ImportancePlot
 from service.results.load import data_of, held_out_differences
+from service.results.pictures import has_pictures, predictions, section_of
 from service.results.preference import choices
 from service.results.record import RunRecord
 from service.results.report import render_report
@@ -112,6 +114,8 @@ BENCHMARKS_BODY: dict[str, Any] = {
         },
     }
 }
+# A picture (`workers.evaluation.image_pictures`) is a WebP file.
+PICTURE_TYPE = "image/webp"
 MAX_SAMPLES = 500
 # A page of samples ends after the sample with which its texts (in UTF-8) have this many bytes.
 MAX_TEXT_BYTES = 4 * 2**20
@@ -125,6 +129,10 @@ NO_VALUES = np.empty(0)
 NO_PROMPTS = (
     "prompts and references are stored when the search has ended, and those of benchmarks when these are scored; "
     "studies of earlier versions have none"
+)
+NO_PICTURES = (
+    "pictures are stored when prompts are, of the first samples (8 MiB of them) whose images can be read; studies of "
+    "earlier versions have none"
 )
 NO_RESPONSES = "responses were removed (`limits.keep_responses` or the server's retention), or were empty"
 
@@ -300,7 +308,7 @@ async def get_recipe(study: Study, number: TrialNumber, services: Context, sende
     trial = await run_in_threadpool(_trial, services, study, number)
     stated = study.document.get("engine", {}).get("dtype", "auto")
     if stated == "auto":
-        stated = await services.preflight.engine_dtype(study.document, client=sender.name)
+        stated = await services.preflight.engine_dtype(study, client=sender.name)
     return Json({**trial.read_recipe().to_json(), "dtype": stated})
 
 
@@ -385,7 +393,8 @@ async def list_samples(
         arrays = [values.get(digest, {}).get(scored.name, NO_VALUES) for digest in digests]
         kept, comparison = side_by_side(scored, arrays[0], arrays[1] if against is not None else None, only=only)
         left = [position for position in kept if after is None or position > after]
-        samples, missing = _samples(store, study, Split(split), scored, digests, left[:limit])
+        are_images = _are_images(study, Split(split), scored.name)
+        samples, missing = _samples(store, study, Split(split), scored, digests, left[:limit], are_images=are_images)
         query = {"objective": scored.name, "split": split, "against": against, "only": only, "limit": limit}
         more = None
         if left[len(samples) :]:
@@ -397,6 +406,7 @@ async def list_samples(
                 against=against,
                 objective=scored.name,
                 split=split,
+                has_pictures=are_images,
                 counts=None if comparison is None else _counts(comparison),
                 difference=None
                 if comparison is None or comparison.difference is None
@@ -442,18 +452,31 @@ def _objective(services: Services, study: JobRecord, split: Split, name: str | N
     return found
 
 
+def _are_images(study: JobRecord, split: Split, objective: str) -> bool:
+    """Whether the samples of an objective or benchmark of the study file are images."""
+    specs = section_of(StudyFile.model_validate(study.document), split)
+    return any(spec.name == objective and has_pictures(spec) for spec in specs)
+
+
 def _samples(
-    store: Store, study: JobRecord, split: Split, objective: Objective, digests: Sequence[str], positions: Sequence[int]
+    store: Store,
+    study: JobRecord,
+    split: Split,
+    objective: Objective,
+    digests: Sequence[str],
+    positions: Sequence[int],
+    *,
+    are_images: bool,
 ) -> tuple[list[SampleDocument], list[str]]:
     """Describe the samples at `positions` for one trial or two, and list the reasons why texts are missing.
 
     The last samples are left out once the texts of those before them have MAX_TEXT_BYTES. `digests` has the digest of
     each trial's recipe (merge). `split` says whether samples of search data, held-out data or benchmarks are described;
-    `objective` is the objective or benchmark.
+    `objective` is the objective or benchmark. If `are_images` is True, samples have pictures and predicted classes.
     """
     documents: list[SampleDocument] = []
     num_bytes = 0
-    for document in _described(store, study, split, objective, digests, positions):
+    for document in _described(store, study, split, objective, digests, positions, are_images=are_images):
         documents.append(document)
         num_bytes += _num_bytes(document)
         if num_bytes >= MAX_TEXT_BYTES:
@@ -461,24 +484,35 @@ def _samples(
     missing = []
     if any(row["prompt"] is None for row in documents):
         missing.append(NO_PROMPTS)
+    if are_images and any(row["picture"] is None for row in documents):
+        missing.append(NO_PICTURES)
     if any(each is not None and each["response"] is None for row in documents for each in (row["a"], row["b"])):
         missing.append(NO_RESPONSES)
     return documents, missing
 
 
 def _described(
-    store: Store, study: JobRecord, split: Split, objective: Objective, digests: Sequence[str], positions: Sequence[int]
+    store: Store,
+    study: JobRecord,
+    split: Split,
+    objective: Objective,
+    digests: Sequence[str],
+    positions: Sequence[int],
+    *,
+    are_images: bool,
 ) -> Iterator[SampleDocument]:
     """Yield a description of the sample at each of `positions`, for one trial or for two.
 
     `digests` has the digest of each trial's recipe (merge). `split` says whether samples of search data, held-out data
     or benchmarks are described; `objective` is the objective or benchmark. A few samples are read from the database at
-    a time.
+    a time. If `are_images` is True, they have links to stored pictures, and predicted classes.
     """
     best = best_value(objective)
+    of_task = f"{SEARCH.path_of(study.id)}/pictures/{split}/{objective.name}"
     for first in range(0, len(positions), READ_SAMPLES):
         part = positions[first : first + READ_SAMPLES]
         texts = store.prompts(study.id, split, objective.name, set(part))
+        pictured = store.picture_positions(study.id, split, objective.name, set(part)) if are_images else set()
         found: list[dict[int, SampleResult]] = []
         for digest in digests:
             read = store.samples(
@@ -492,8 +526,9 @@ def _described(
                 "document": found[0][position].document,
                 "prompt": None if text is None else text.prompt,
                 "reference": None if text is None else text.reference,
-                "a": _scored_sample(found[0][position], best),
-                "b": _scored_sample(found[1][position], best) if len(digests) > 1 else None,
+                "picture": below_root(f"{of_task}/{position}") if position in pictured else None,
+                "a": _scored_sample(found[0][position], best, is_image=are_images),
+                "b": _scored_sample(found[1][position], best, is_image=are_images) if len(digests) > 1 else None,
             }
 
 
@@ -504,8 +539,11 @@ def _num_bytes(sample: SampleDocument) -> int:
     return sum(len((text or "").encode(errors="surrogatepass")) for text in texts)
 
 
-def _scored_sample(sample: SampleResult, best: float) -> ScoredSampleDocument:
-    """Describe a trial's response to a sample. The response is right if its value is `best`."""
+def _scored_sample(sample: SampleResult, best: float, *, is_image: bool) -> ScoredSampleDocument:
+    """Describe a trial's response to a sample. The response is right if its value is `best`.
+
+    The response to an image has predicted classes.
+    """
     has_text = bool(sample.response or sample.tokens)
     response = sample.response if has_text else None
     return {
@@ -513,7 +551,47 @@ def _scored_sample(sample: SampleResult, best: float) -> ScoredSampleDocument:
         "is_right": sample.value == best,
         "response": response,
         "is_truncated": sample.is_truncated,
+        "predictions": None
+        if not is_image or response is None
+        else [{"name": each.name, "probability": each.probability} for each in predictions(response)],
     }
+
+
+@router.get(
+    "/studies/{study_id:segment}/pictures/{split:segment}/{objective:segment}/{position:segment}",
+    response_model=None,
+    responses={
+        200: {
+            "description": "The picture, a WebP file.",
+            "content": {PICTURE_TYPE: {"schema": {"type": "string", "format": "binary"}}},
+        },
+        **NOT_MODIFIED,
+        **refusals(404),
+    },
+)
+async def get_picture(
+    study: Study,
+    split: Annotated[
+        Literal["search", "holdout", "bench"], Path(description="Search data, held-out data, or benchmarks.")
+    ],
+    objective: Annotated[str, Path(description="Name of an objective or benchmark.", pattern=NAME)],
+    position: Annotated[int, Path(description="Index of the sample in the order of scoring.", ge=0, le=MAX_NUMBER)],
+    services: Context,
+    request: Request,
+) -> Response:
+    """A small picture of a sample that is an image.
+
+    Pictures were stored when the search ended; the server reads no file of the task. Trials share them, and they do not
+    change.
+    """
+
+    def read() -> Response:
+        content = services.store.picture(study.id, Split(split), objective, position)
+        if content is None:
+            raise Refusal(404, f"sample {position} of {objective}, {split}: no picture is stored")
+        return unchanging(request, content, media_type=PICTURE_TYPE)
+
+    return await run_in_threadpool(read)
 
 
 @router.get(

@@ -55,6 +55,7 @@ from service.tune.searchers.base import LearningSearcher, SearchSetting
 from service.tune.searchers.descents import descents_of, num_steps_for
 from service.types import JobRecord, JobState, Origin, TrialRecord, TrialResult, TrialState
 from workers.errors import EngineFault, EngineUnavailable, EvidenceMismatch, InvalidModel, InvalidTask
+from workers.models.modalities import modality_of_task
 from workers.types import CanaryReport, Scorer, Split, TaskSpec
 
 __all__ = ["ALIGNMENTS", "described_recipes", "execute", "stored_alignments", "values_ci95", "with_alignments"]
@@ -65,6 +66,9 @@ SNAPSHOT_S = 0.25
 
 # Texts of samples in one answer of a scorer.
 TEXTS_PER_CALL = 500
+
+# Bytes of the pictures that are stored for one objective's search data, held-out data or benchmark.
+MAX_PICTURE_BYTES = 8 * 2**20
 
 # After this many seconds without a result, a driver checks whether an engine is starting, and repeats this as often.
 ENGINE_CHECK_S = 15.0
@@ -332,7 +336,7 @@ def _keep_facts(store: Store, writer: JobWriter, benchmarks: Sequence[Benchmark]
 
 
 def _keep_prompts(store: Store, writer: JobWriter, plan: Plan, scorer: Scorer, *, note: Callable[[str], None]) -> None:
-    """Store the prompts and right answers of a study's samples, benchmarks included, so that people can read them.
+    """Store prompts, right answers and pictures of a study's samples, benchmarks included, so that people can see them.
 
     Texts that are stored already are skipped. `scorer` provides the texts, because its replicas have built the tasks to
     score them. If a replica must build a task again and cannot, `note` is called with the reason, and the study is
@@ -353,7 +357,7 @@ def _keep_prompts(store: Store, writer: JobWriter, plan: Plan, scorer: Scorer, *
         for name, task in tasks.items():
             if (split, name) not in stored:
                 try:
-                    texts = _texts(scorer, task, num_samples[name])
+                    texts = _with_pictures(scorer, task, _texts(scorer, task, num_samples[name]))
                 except InvalidTask as error:
                     note(f"prompts of {split} data of {name} are not stored: {error}")
                 else:
@@ -366,6 +370,25 @@ def _texts(scorer: Scorer, task: TaskSpec, count: int) -> list[SampleText]:
     for start in range(0, count, TEXTS_PER_CALL):
         part = scorer.sample_texts(task, start, min(start + TEXTS_PER_CALL, count))
         found += [SampleText(*text) for text in part]
+    return found
+
+
+def _with_pictures(scorer: Scorer, task: TaskSpec, texts: list[SampleText]) -> list[SampleText]:
+    """Add small pictures to the texts of a task's samples, if the task's modality has pictures.
+
+    Pictures are added from the first sample on, as long as they have at most MAX_PICTURE_BYTES together.
+    """
+    if not modality_of_task(task.task).has_pictures:
+        return texts
+    found: list[SampleText] = []
+    num_bytes = 0
+    for start in range(0, len(texts), TEXTS_PER_CALL):
+        stop = min(start + TEXTS_PER_CALL, len(texts))
+        for text, picture in zip(texts[start:stop], scorer.sample_pictures(task, start, stop), strict=True):
+            num_bytes += len(picture or b"")
+            if num_bytes > MAX_PICTURE_BYTES:
+                return [*found, *texts[len(found) :]]
+            found.append(replace(text, picture=picture))
     return found
 
 

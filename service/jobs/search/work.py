@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from search_spaces.study.file import Study
 from service.cluster.node_calls import cluster_machines
 from service.disk import alignments_dir, data_dir_of
-from service.engine_machines import known_machines
+from service.engine_machines import gpu_need, known_machines
 from service.jobs.base import Attempt
 from service.jobs.heartbeat import ENGINE
 from service.jobs.search.attempt import execute, with_alignments
@@ -24,7 +24,7 @@ from service.studies.policies.start import with_start
 from service.studies.preflight.models import check_unchanged
 from service.studies.preflight.result import PreflightResult
 from service.studies.warm_start import with_warm_start
-from workers.serving.deployment import app_name
+from workers.serving.deployment import app_name, runs_on_gpus
 from workers.telemetry import tracing
 
 __all__ = ["continue_study", "work"]
@@ -105,9 +105,11 @@ def continue_study(
             tracing.span("wait for engines", {"mergesearch.job": writer.job_id, "mergesearch.replicas": replicas}),
             known_machines(preflight.machines),  # engines that are planned for GPUs never start on the CPU
         ):
-            application = app_name(preflight.models.family, preflight.engine_options)
+            family = preflight.models.family
+            on_gpus = runs_on_gpus(family, gpu_need())
+            application = app_name(family, preflight.engine_options, on_gpus=on_gpus)
             with telling_starts(application, heartbeat, attempt.progressed):
-                opened = attempt.resources.scorer(preflight.models.family, preflight.engine_options, replicas)
+                opened = attempt.resources.scorer(family, preflight.engine_options, replicas)
                 scorer = stack.enter_context(opened)
         heartbeat.wait_for(None)
         execute(

@@ -11,7 +11,7 @@ from service.engine_machines import gpu_need
 from service.jobs.completers import Completer, Place
 from workers.errors import ServeUnavailable
 from workers.serving.application import num_replicas
-from workers.serving.deployment import app_name, deploy_scorer, stop
+from workers.serving.deployment import app_name, deploy_scorer, runs_on_gpus, stop
 from workers.serving.serve_completer import ServeCompleter
 from workers.types import Family
 
@@ -33,7 +33,8 @@ class ServeCompleters:
     def __init__(self, family: Family, options: EngineOptions, *, own: str, keep_idle_s: float) -> None:
         self._family = family
         self._options = options
-        self._names = {Place.SCORER: app_name(family, options), Place.OWN: own}
+        on_gpus = runs_on_gpus(family, gpu_need())
+        self._names = {Place.SCORER: app_name(family, options, on_gpus=on_gpus), Place.OWN: own}
         self._keep_idle_s = keep_idle_s
 
     def running(self) -> Sequence[Place]:

@@ -6,6 +6,7 @@ its values. The series of the charts come from `service.results.series`; the tem
 - `page`: puts the page together
 - `texts`: the headline, key figures, and how numbers are written
 - `holdout`: the section on held-out data
+- `sample_pictures`: the section with pictures of held-out samples on which two trials differ
 - `benchmarks`: the section on benchmarks
 - `history`: the section on every finished rung
 - `front`: the section on the Pareto front

@@ -49,6 +49,7 @@ def descents_section(run: RunRecord) -> dict[str, Any] | None:
         "rows": [_row(descent, names) for descent in found[:MAX_ROWS]],
         "num_descents": len(found),
         "unit": unit,
+        "loss": _loss(run),
         "each": "refined path" if run.has_refined else "preference vector",
     }
 
@@ -63,6 +64,12 @@ def _unit(run: RunRecord) -> str:
         return "the objective's loss before the first gradient"
     is_relative = any(trial.origin in (Origin.SOURCE, Origin.PUBLISHED) for trial in run.trials)
     return "the objective's mean loss over the baselines" if is_relative else ""
+
+
+def _loss(run: RunRecord) -> str:
+    """What the descents minimise, as text: the losses that the study file asks for."""
+    asked = run.study.document.get("search", {}).get("gradient", {}).get("loss")
+    return "the entropy of predictions" if asked == "entropy" else "the loss on reference answers"
 
 
 def _chart(found: Sequence[DescentSeries], names: Sequence[str], colours: dict[str, str], *, unit: str) -> Markup:

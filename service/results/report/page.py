@@ -27,6 +27,7 @@ from service.results.report.path_picture import path_picture
 from service.results.report.policies import policies_section
 from service.results.report.races import races_section
 from service.results.report.recipe_picture import recipe_picture
+from service.results.report.sample_pictures import pictures_section
 from service.results.report.texts import headline, key_figures, number_text, trial_name
 from service.results.series.budget import budget
 from service.results.summary import summary
@@ -59,6 +60,7 @@ def render_report(run: RunRecord) -> str:
         search=search_sentences(document["search"]),
         holdout=holdout_section(run, best=best.number if best else None),
         benchmarks=benchmarks_section(run, best=best.number if best else None),
+        pictures=pictures_section(run),
         history=history_section(run),
         descents=descents_section(run),
         policies=policies_section(run),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -11,9 +12,9 @@ from search_spaces.objectives import Objective
 from service.results.documents import pareto
 from service.results.feasibility import violations
 from service.results.record import RunRecord
-from service.results.selection import full_budget_trials
+from service.results.selection import accuracy_objectives, full_budget_trials
 from service.results.series.base import chart
-from service.results.statistics import interval_of_mean
+from service.results.statistics import Bounds, interval_of_mean, mean_of
 from service.schemas.files import (
     Interval,
     Number,
@@ -23,7 +24,7 @@ from service.schemas.files import (
     Violations,
     VolumeDocument,
 )
-from service.types import TrialResult
+from service.types import Estimate, TrialResult
 
 __all__ = ["FrontPlot", "FrontPoint", "front"]
 
@@ -41,6 +42,13 @@ class FrontPoint:
     ]
     is_on_front: bool
     is_best: bool
+    mean_interval: Annotated[
+        Interval | None,
+        Field(
+            description="95 % interval of the mean of the accuracy objectives, whose errors count as independent; null "
+            "if there are fewer than two."
+        ),
+    ] = None
 
 
 @dataclass(frozen=True)
@@ -63,6 +71,7 @@ class FrontPlot:
 def front(run: RunRecord) -> FrontPlot:
     """Trials that were scored on all samples, and which of them are on the Pareto front."""
     document = pareto(run)
+    averaged = accuracy_objectives(run.objectives)
     numbers = {row["trial"] for row in document["front"]}
     best = run.best
     return FrontPlot(
@@ -79,19 +88,36 @@ def front(run: RunRecord) -> FrontPlot:
                 values=dict(trial.values),
                 standard_errors=dict(trial.standard_errors),
                 violations=violations(trial.values, run.objectives, run.sources),
-                intervals={
-                    objective.name: list(_interval(trial, objective, run.full_budget.get(objective.name, 0)))
-                    for objective in run.objectives
-                },
+                intervals={name: list(ends) for name, ends in intervals.items()},
                 is_on_front=trial.number in numbers,
                 is_best=best is not None and trial.number == best.number,
+                mean_interval=_interval_of_mean(trial, intervals, averaged),
             )
-            for trial in full_budget_trials(run.trials)
+            for trial, intervals in ((each, _intervals(each, run)) for each in full_budget_trials(run.trials))
         ),
     )
 
 
-def _interval(trial: TrialResult, objective: Objective, full_budget: int) -> tuple[float, float]:
+def _intervals(trial: TrialResult, run: RunRecord) -> dict[str, Bounds]:
+    return {
+        objective.name: _interval(trial, objective, run.full_budget.get(objective.name, 0))
+        for objective in run.objectives
+    }
+
+
+def _interval_of_mean(trial: TrialResult, intervals: Mapping[str, Bounds], names: Sequence[str]) -> Interval | None:
+    """Ends of the 95 % interval of the mean of the objectives `names`; None if there are fewer than two.
+
+    `intervals` has the ends of the interval of each objective, of which those of the mean follow (`mean_of`).
+    """
+    if len(names) < 2:
+        return None
+    errors = trial.standard_errors
+    found = mean_of([Estimate(trial.values[name], errors.get(name) or 0.0, 0, intervals[name]) for name in names])
+    return list(found.ci95)
+
+
+def _interval(trial: TrialResult, objective: Objective, full_budget: int) -> Bounds:
     """Ends of the 95 % interval of a trial's value on search data, clipped to the objective's range.
 
     The interval is computed by `interval_of_mean`, as for the list of studies, with the number of samples of the

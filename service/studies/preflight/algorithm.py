@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from search_spaces.errors import Problem
@@ -14,7 +14,17 @@ from search_spaces.study.objectives import CostSpec
 from workers.errors import InvalidTask
 from workers.types import TaskSpec
 
-__all__ = ["AUTO", "GRADIENT", "Algorithm", "algorithm_of", "check_refinement", "iterations_ahead", "num_policies_of"]
+__all__ = [
+    "AUTO",
+    "GRADIENT",
+    "Algorithm",
+    "FittedLosses",
+    "algorithm_of",
+    "check_refinement",
+    "fitted_losses",
+    "iterations_ahead",
+    "num_policies_of",
+]
 
 AUTO, GRADIENT = "auto", "gradient"
 
@@ -27,27 +37,46 @@ class Algorithm:
     reason: str
 
 
+@dataclass(frozen=True)
+class FittedLosses:
+    """The losses of a study's objectives by which coefficients have gradients.
+
+    `entropies` are the objectives whose loss is the entropy of predictions; that of all others is the cross-entropy of
+    reference answers. `lack` is the reason why an objective has no loss, or None if all have one.
+    """
+
+    entropies: tuple[str, ...] = ()
+    lack: str | None = None
+
+    @property
+    def description(self) -> str:
+        """What the objectives have, for messages."""
+        if not self.entropies:
+            return "all objectives have reference answers"
+        return f"the entropy of predictions is the loss of {', '.join(self.entropies)}"
+
+
 def algorithm_of(
     study: Study,
     space: SearchSpace,
-    tasks: Mapping[str, TaskSpec],
+    losses: FittedLosses,
     problems: list[Problem],
     *,
     lack_of_room: str = "",
 ) -> Algorithm:
     """Choose the searcher of a study, and add to `problems` the requirements that the searcher does not meet.
 
-    The option `auto` means the searcher `gradient` if coefficients have gradients and all objectives have reference
-    answers, because that searcher is best in tests/benchmarks/bench_search.py. In all other cases it means the searcher
+    The option `auto` means the searcher `gradient` if coefficients have gradients and all objectives have a loss,
+    because that searcher is best in tests/benchmarks/bench_search.py. In all other cases it means the searcher
     of which `auto` is an alias in SEARCHERS. A study with preference vectors (weights of the objectives) must have a
     searcher or a search space that uses them.
 
-    `tasks` has the objectives' tasks by name. `lack_of_room` is the reason why no device has enough memory for
-    gradients. `lack_of_room` is "" if a device has enough memory, or if the space has no gradients.
+    `losses` says which loss each objective has (`fitted_losses`). `lack_of_room` is the reason why no device has enough
+    memory for gradients. `lack_of_room` is "" if a device has enough memory, or if the space has no gradients.
     """
     if study.search.recipes:
         return Algorithm("random", "the study scores given recipes and searches nothing")
-    found = _algorithm_of(study, space, tasks, problems, lack_of_room)
+    found = _algorithm_of(study, space, losses, problems, lack_of_room)
     declared = SEARCHERS[found.name]
     why = f", and auto is {found.name} here as {found.reason}" if study.search.algorithm == AUTO else ""
     paths = space.parameters.structure
@@ -187,7 +216,7 @@ def iterations_ahead(num_policies: int) -> int:
 
 
 def _algorithm_of(
-    study: Study, space: SearchSpace, tasks: Mapping[str, TaskSpec], problems: list[Problem], lack_of_room: str
+    study: Study, space: SearchSpace, losses: FittedLosses, problems: list[Problem], lack_of_room: str
 ) -> Algorithm:
     named = study.search.algorithm
     problems += unsupported(
@@ -198,51 +227,69 @@ def _algorithm_of(
     )
     if named not in (AUTO, GRADIENT):
         return Algorithm(named, "the study names it")
-    lack = _lack_of_gradients(study, space, tasks) or lack_of_room or None
+    lack = _lack_of_gradients(study, space, losses) or lack_of_room or None
     if lack is None:
-        reason = "merges in this space have gradients, and all objectives have reference answers"
+        reason = f"merges in this space have gradients, and {losses.description}"
         return Algorithm(GRADIENT, "the study names it" if named == GRADIENT else reason)
     if named == GRADIENT:
         problems.append(Problem("search.algorithm", f"gradient cannot be used: {lack}; use auto or another searcher"))
     return Algorithm(SEARCHERS[AUTO].alias_of or AUTO, f"gradients cannot be used: {lack}")
 
 
-def _lack_of_gradients(study: Study, space: SearchSpace, tasks: Mapping[str, TaskSpec]) -> str | None:
+def _lack_of_gradients(study: Study, space: SearchSpace, losses: FittedLosses) -> str | None:
     if study.search.warm_start is not None:
         return "a descent cannot begin with results of another study (search.warm_start)"
     if space.parameters.structure is not None:
         return "which layers a merge has, and in which order, are discrete choices, which have no gradients"
     if not isinstance(space, DifferentiableSpace):
         return f"coefficients of a space of kind {space.kind} have no gradients, those of layerwise and sfs do"
-    return _lack_of_references(tasks)
+    return losses.lack
 
 
-def check_refinement(
-    study: Study, tasks: Mapping[str, TaskSpec], problems: list[Problem], *, lack_of_room: str = ""
-) -> None:
+def check_refinement(study: Study, losses: FittedLosses, problems: list[Problem], *, lack_of_room: str = "") -> None:
     """Add a problem to `problems` if a study refines its front by gradients, but the gradients cannot be computed.
 
-    The refinement learns coefficients of the trials on the Pareto front. Every objective must have reference answers;
-    `tasks` has the objectives' tasks by name. `lack_of_room` is the reason why no device has enough memory for
-    gradients, or "" if a device has enough.
+    The refinement learns coefficients of the trials on the Pareto front. Every objective must have a loss; `losses`
+    says which. `lack_of_room` is the reason why no device has enough memory for gradients, or "" if a device has
+    enough.
     """
     if study.search.refinement is None:
         return
-    lack = _lack_of_references(tasks)
-    if lack is not None:
-        problems.append(Problem("search.refinement", f"{lack}; gradients need them; leave it out"))
+    if losses.lack is not None:
+        problems.append(Problem("search.refinement", f"{losses.lack}; gradients need them; leave it out"))
     elif lack_of_room:
         problems.append(Problem("search.refinement", f"there is no room for gradients: {lack_of_room}; leave it out"))
 
 
-def _lack_of_references(tasks: Mapping[str, TaskSpec]) -> str | None:
-    from workers.evaluation.references import lack_of_references
+def fitted_losses(study: Study, tasks: Mapping[str, TaskSpec], problems: list[Problem]) -> FittedLosses:
+    """Find the loss of each objective of a study by which coefficients would have gradients.
 
+    `tasks` has the objectives' tasks by name. The option `search.gradient.loss` chooses the loss. The entropy of
+    predictions is added to `problems` where a task has none, because the study file asks for it.
+    """
+    from workers.evaluation.references import lack_of_entropy, lack_of_references
+
+    wanted = study.search.gradient.loss
+    entropies: list[str] = []
     for name, spec in tasks.items():
-        try:
-            lack = lack_of_references(spec)
-        except InvalidTask as error:
-            lack = str(error)
-        if lack is not None:
-            return f"objective {name!r} has no reference answers: {lack}"
-    return None
+        lack = _lack_by(lack_of_references, spec) if wanted != "entropy" else ""
+        if lack is None:
+            continue
+        lack_here = _lack_by(lack_of_entropy, spec) if wanted != "cross_entropy" else lack
+        if lack_here is None:
+            entropies.append(name)
+        elif wanted == "entropy":
+            message = f"entropy: objective {name!r} has none: {lack_here}; write auto or cross_entropy"
+            problems.append(Problem("search.gradient.loss", message))
+            return FittedLosses(lack=f"objective {name!r} has no entropy of predictions")
+        else:
+            return FittedLosses(lack=f"objective {name!r} has no reference answers: {lack}")
+    return FittedLosses(tuple(entropies))
+
+
+def _lack_by(reason: Callable[[TaskSpec], str | None], spec: TaskSpec) -> str | None:
+    """The reason that `reason` gives for a task, or that the task cannot be used."""
+    try:
+        return reason(spec)
+    except InvalidTask as error:
+        return str(error)

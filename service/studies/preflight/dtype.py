@@ -8,6 +8,7 @@ from service.engine_machines import runs_on_gpus
 
 if TYPE_CHECKING:
     from search_spaces.study.file import Study
+    from service.resolved_study import ResolvedStudy
     from workers.models.family import ResolvedFamily
 
 __all__ = ["DTYPE_BYTES", "dtype_note", "engine_dtype"]
@@ -15,15 +16,19 @@ __all__ = ["DTYPE_BYTES", "dtype_note", "engine_dtype"]
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-def engine_dtype(study: Study) -> str:
+def engine_dtype(study: Study, resolved: ResolvedStudy | None = None, *, on_vllm: bool = True) -> str:
     """The dtype in which a study's engines compute.
 
-    If the study file says "auto", the dtype is "bfloat16" if engines run on GPUs, of this machine or of others, else
-    "float32".
+    If the study file says "auto", a stored study has the dtype of the machines for which it was checked
+    (`resolved.dtype`). For a study that is being checked, or that an earlier version stored, the dtype is "bfloat16" if
+    engines run on GPUs, of this machine or of other machines, else "float32". `on_vllm` says whether vLLM runs the
+    models.
     """
     if study.engine.dtype != "auto":
         return study.engine.dtype
-    return "bfloat16" if runs_on_gpus() else "float32"
+    if resolved is not None and resolved.dtype is not None:
+        return resolved.dtype
+    return "bfloat16" if runs_on_gpus(on_vllm=on_vllm) else "float32"
 
 
 def dtype_note(study: Study, sources: ResolvedFamily | None) -> str:
@@ -32,7 +37,9 @@ def dtype_note(study: Study, sources: ResolvedFamily | None) -> str:
     The result is "" otherwise. bfloat16 has 8 significant bits, float16 has 11. `sources` are the models; None if they
     cannot be read.
     """
-    if sources is None or study.engine.dtype != "auto" or engine_dtype(study) != "bfloat16":
+    if sources is None or study.engine.dtype != "auto":
+        return ""
+    if engine_dtype(study, on_vllm=sources.modality.runs_on_vllm) != "bfloat16":
         return ""
     finer = [
         alias

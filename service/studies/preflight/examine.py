@@ -22,7 +22,15 @@ from search_spaces.study.file import Study
 from service.disk import gib, lack_of_space
 from service.engine_machines import VARIABLE, EngineMachines, known_machines
 from service.resolved_study import ChainedSource
-from service.studies.preflight.algorithm import GRADIENT, Algorithm, algorithm_of, check_refinement
+from service.studies.preflight.algorithm import (
+    AUTO,
+    GRADIENT,
+    Algorithm,
+    FittedLosses,
+    algorithm_of,
+    check_refinement,
+    fitted_losses,
+)
 from service.studies.preflight.dtype import DTYPE_BYTES, dtype_note, engine_dtype
 from service.studies.preflight.files import check_files
 from service.studies.preflight.gradients import GradientPlace, gradient_place
@@ -131,6 +139,7 @@ def _examine(
     algorithm: Algorithm | None = None
     size: ModelSize | None = None
     gradients: GradientPlace | None = None
+    losses = FittedLosses()
     if sources is not None:
         # Reading the weights takes minutes and gives the fingerprints that the space's recipes need. So the space is
         # built before, with aliases in place of fingerprints, to report its problems and to choose the searcher, and
@@ -143,7 +152,7 @@ def _examine(
         elif len(study.scored_objectives) < len(study.objectives):
             size = model_size(sources, sources.layout.num_layers)
         largest = sources.num_parameters if size is None else int(size.most("parameters"))
-        export_bytes = largest * DTYPE_BYTES[engine_dtype(study)]
+        export_bytes = largest * DTYPE_BYTES[engine_dtype(study, on_vllm=sources.modality.runs_on_vllm)]
         check_layers(study, sources, problems)
         aligns = isinstance(unread, AlignedSpace) and unread.alignment != "none"
         if aligns:
@@ -159,10 +168,13 @@ def _examine(
                 plan=lambda place: plan(max_layers=max_layers, gradients_on=place.device if place else None),
                 max_layers=max_layers,
             )
-        if unread is not None:
-            algorithm = algorithm_of(study, unread, tasks, problems, lack_of_room=lack_of_room)
         is_refined = study.search.refinement is not None
-        check_refinement(study, tasks, problems, lack_of_room=lack_of_room)
+        may_descend = study.search.algorithm in (AUTO, GRADIENT) and not study.search.recipes
+        if is_refined or (may_descend and isinstance(unread, DifferentiableSpace)):
+            losses = fitted_losses(study, tasks, problems)
+        if unread is not None:
+            algorithm = algorithm_of(study, unread, losses, problems, lack_of_room=lack_of_room)
+        check_refinement(study, losses, problems, lack_of_room=lack_of_room)
         is_needed = is_refined or (algorithm is not None and algorithm.name == GRADIENT)
         if not is_needed:
             gradients = None
@@ -219,10 +231,11 @@ def _examine(
         algorithm=algorithm,
         memory=memory,
         gradients=gradients,
+        entropies=losses.entropies,
         access=access,
         recipes=recipes,
         lacks=tuple(lacks),
-        dtype=engine_dtype(study),
+        dtype=engine_dtype(study, on_vllm=sources.modality.runs_on_vllm),
         machines=for_engines,
     )
 

@@ -213,7 +213,7 @@ def _plan_on(
 ) -> MemoryPlan:
     modality = sources.modality
     copies = 0 if machines.num_gpus else modality.copies_on_cpu  # in host memory
-    element_bytes = DTYPE_BYTES[engine_dtype(study)]
+    element_bytes = DTYPE_BYTES[engine_dtype(study, on_vllm=modality.runs_on_vllm)]
     held = sources.num_parameters
     if max_layers:
         aligned = alignment_bytes(sources.base.config, max_layers, 1) if aligns else 0
@@ -234,7 +234,7 @@ def _plan_on(
         engine_bytes=weights + processes * (statistics + ENGINE_OVERHEAD_BYTES) + modality.cache_bytes,
         replicas=replicas,
         available_bytes=machines.memory_bytes,
-        gradient_bytes=model + GRADIENT_OVERHEAD_BYTES if gradients_on else 0,
+        gradient_bytes=model + GRADIENT_OVERHEAD_BYTES + modality.cache_bytes if gradients_on else 0,
         statistics_bytes=processes * statistics,
         gpu_weight_bytes=on_gpu if machines.num_gpus and not max_layers else 0,
         gpu_bytes=machines.gpu_bytes,

@@ -10,6 +10,7 @@ from search_spaces.baselines import all_baselines
 from search_spaces.costs import ModelSize
 from search_spaces.errors import Problem
 from search_spaces.fidelity import Bracket, bracket_plan, open_brackets
+from search_spaces.methods import METHODS
 from search_spaces.objectives import Objective
 from search_spaces.preferences import equal_preference
 from search_spaces.recipe import Recipe
@@ -27,6 +28,7 @@ from service.tune.proposing.gradient_actor import GradientInputs
 from service.tune.searchers.base import Observation, SearchSetting
 from service.types import Origin
 from workers.file_access import FileAccess
+from workers.models.modalities import MODALITIES
 from workers.types import CHUNKS_IN_FLIGHT_PER_REPLICA, Family, TaskInfo, TaskSpec
 
 __all__ = [
@@ -176,6 +178,7 @@ class PreflightResult:
         algorithm: Searcher of the study, and why it was chosen.
         memory: Memory that the study needs.
         gradients: Where gradients are computed; None if the searcher needs none.
+        entropies: Objectives whose gradients are those of the entropy of predictions.
         access: Files that the study may read; None for all.
         start: Checkpoints of another study from which the searcher's policies (networks) start; empty if there are
             none.
@@ -195,6 +198,7 @@ class PreflightResult:
     algorithm: Algorithm
     memory: MemoryPlan
     gradients: GradientPlace | None = None
+    entropies: tuple[str, ...] = ()
     access: FileAccess | None = None
     start: tuple[bytes, ...] = ()
     observed: tuple[Observation, ...] = ()
@@ -237,6 +241,7 @@ class PreflightResult:
             searcher_version=SEARCHERS[self.algorithm.name].version,
             chained=self.models.chained,
             recipes={name: recipe.digest for name, recipe in self.recipes},
+            dtype=self.dtype,
         )
 
     @property
@@ -281,7 +286,19 @@ class PreflightResult:
             start=self.start,
             version=SEARCHERS[self.algorithm.name].version if version is None else version,
             observed=self.observed,
+            experts=self._searched_experts,
+            has_completions=MODALITIES[self.models.family.modality].has_vocabulary,
         )
+
+    @property
+    def _searched_experts(self) -> tuple[str, ...]:
+        """Aliases of the experts whose coefficients are parameters of the search space; empty in other spaces."""
+        space = self.space
+        if not isinstance(space, DifferentiableSpace):
+            return ()
+        declared = METHODS[space.method].coefficient(space.coefficient)
+        is_of_experts = declared is not None and declared.per_model
+        return tuple(expert.alias for expert in self.models.family.experts) if is_of_experts else ()
 
     def gradient_inputs(self) -> GradientInputs | None:
         """Arguments of the actor that computes gradients; None if the study cannot need gradients.
@@ -301,6 +318,7 @@ class PreflightResult:
             recomputes=place.recomputes,
             num_gpus=place.num_gpus,
             tokens=place.tokens,
+            entropies=self.entropies,
         )
 
     @property

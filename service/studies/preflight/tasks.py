@@ -121,7 +121,7 @@ def benchmarks_of(
             name=spec.name,
             metric=spec.metric,
             direction=spec.direction or ("maximize" if info.higher_is_better else "minimize"),
-            range=spec.range,
+            range=spec.range or info.value_range,
             task_digest=task.digest,
             num_samples=info.num_samples,
             subtasks=tuple(info.groups.items()),
@@ -265,7 +265,8 @@ def objectives_of(
             continue
         direction = spec.direction or ("maximize" if infos[spec.name].higher_is_better else "minimize")
         try:
-            objectives.append(Objective(spec.name, spec.metric, direction, spec.range, own))
+            values = spec.range or infos[spec.name].value_range
+            objectives.append(Objective(spec.name, spec.metric, direction, values, own))
         except InvalidStudy as error:
             problems.extend(Problem(f"objectives.{index}", problem.message) for problem in error.problems)
     return tuple(objectives)

@@ -33,7 +33,8 @@ class GradientInputs:
     parameter. If `space` is None, `use_coefficients` must set the coefficients before the first request. `device` is
     the device on which the actor computes ("cpu" or "cuda"). `recomputes` says whether the actor computes activations
     twice to save memory. `num_gpus` is the number of GPUs of one machine over which the model's layers are divided, and
-    `tokens` is the largest number of tokens of a pass; None is the default.
+    `tokens` is the largest number of tokens of a pass; None is the default. `entropies` are the objectives whose loss
+    is the entropy of predictions.
     """
 
     family: Family
@@ -44,6 +45,7 @@ class GradientInputs:
     recomputes: bool = False
     num_gpus: int = 1
     tokens: int | None = None
+    entropies: tuple[str, ...] = ()
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -154,6 +156,7 @@ class GradientActor:
                 is_shared=is_in_host,
                 recomputes=inputs.recomputes,
                 max_tokens=inputs.tokens or MAX_TOKENS,
+                entropies=inputs.entropies,
             )
         if self._completions is not None:
             self._opened.set_completions(self._completions)

@@ -33,13 +33,19 @@ def numbers_of(parameters: Parameters) -> list[Float]:
 
 
 def point_after(
-    parameters: Parameters, start: Point, done: Sequence[GradientStep], *, num_steps: int, learning_rate: float
+    parameters: Parameters,
+    start: Point,
+    done: Sequence[GradientStep],
+    *,
+    num_steps: int,
+    learning_rate: float,
+    is_constant: bool = False,
 ) -> Point:
     """The point that Adam reaches from `start` with the gradients of the steps `done`.
 
     A point has one value for each of the search space's `parameters`, and is kept within their ranges after each step.
     `num_steps` is the number of steps of the whole descent. The learning rate is `learning_rate` at the first step, and
-    falls linearly with the steps.
+    falls linearly with the steps, unless `is_constant`.
     """
     numbers = numbers_of(parameters)
     low, high = np.array([p.low for p in numbers]), np.array([p.high for p in numbers])
@@ -49,7 +55,7 @@ def point_after(
         gradient = np.array(step.result.gradient)
         mean = BETA1 * mean + (1 - BETA1) * gradient
         square = BETA2 * square + (1 - BETA2) * gradient**2
-        rate = learning_rate * (1 - number / num_steps + LAST_RATE)
+        rate = learning_rate if is_constant else learning_rate * (1 - number / num_steps + LAST_RATE)
         direction = mean / (1 - BETA1 ** (number + 1))
         size = np.sqrt(square / (1 - BETA2 ** (number + 1))) + EPSILON
         point = np.clip(point - rate * direction / size, low, high)

@@ -77,6 +77,9 @@ class SearchSetting:
     - `observed`: results of an earlier study, which come before those of the study's own trials; their trials have
       negative numbers and count as not proposed
     - `version`: the version of the searcher that the study was created with; None for the newest
+    - `experts`: the experts whose coefficients are parameters, which have the expert's alias as their role; empty in
+      spaces without such parameters
+    - `has_completions`: whether models answer by completions, which may serve as reference answers
     """
 
     objectives: tuple[str, ...] = ()
@@ -90,6 +93,8 @@ class SearchSetting:
     batch: int = 1
     observed: tuple[Observation, ...] = ()
     version: int | None = None
+    experts: tuple[str, ...] = ()
+    has_completions: bool = True
 
     @property
     def vectors(self) -> tuple[tuple[float, ...], ...]:

@@ -31,7 +31,8 @@ class Descent:
     - `num_steps`: the number of gradient steps
     - `num_points`: the number of points that become trials; these points are evenly spaced, and the last point is the
       end of the descent
-    - `learning_rate`: the learning rate of the first step; it falls linearly from step to step
+    - `learning_rate`: the learning rate of the first step
+    - `is_constant`: whether the learning rate of all steps is that of the first; otherwise it falls linearly
     """
 
     preference: tuple[float, ...]
@@ -39,6 +40,7 @@ class Descent:
     num_steps: int
     num_points: int
     learning_rate: float
+    is_constant: bool = False
 
     def num_steps_to(self, point: int) -> int:
         """Number of gradient steps from the start of the descent to the trial with the index `point`.
@@ -68,6 +70,7 @@ def descents_of(options: GradientOptions, vectors: tuple[tuple[float, ...], ...]
             num_steps=warm_steps if number else steps,
             num_points=num_points if number else first_points,
             learning_rate=options.learning_rate * (options.warm_rate if number else 1),
+            is_constant=options.schedule == "constant",
         )
         for number, (vector, neighbours) in enumerate(order)
     )

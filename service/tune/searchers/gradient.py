@@ -1,8 +1,9 @@
 """Gradient descent on the coefficients of a merge, followed by midpoints of the Pareto front or a local search.
 
-The loss is the cross-entropy of reference answers under teacher forcing (`workers.training.gradients`): a few forward
-and backward passes improve all coefficients at once. AdaMerging (Yang et al., "AdaMerging: Adaptive Model Merging for
-Multi-Task Learning", 2024) also learns coefficients by gradients, but of the entropy of predictions.
+The loss is the cross-entropy of reference answers (`workers.training.gradients`): a few forward and backward passes
+improve all coefficients at once. AdaMerging (Yang et al., "AdaMerging: Adaptive Model Merging for Multi-Task Learning",
+ICLR 2024, arXiv 2310.02575) also learns coefficients by gradients, but of the entropy of predictions, which needs no
+labels. Tasks of images may have this loss (`GradientOptions.loss`).
 
 First, `loss_comparison` decides whether gradients are used. If they are not used, SMAC proposes all trials. If they are
 used, a descent starts at the defaults of the space's parameters, and some of its points become trials. A local search
@@ -23,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from search_spaces.parameters import Parameters
+from search_spaces.parameters import Float, Parameters
 from service.store.steps import GradientRequest, GradientStep, NoteStep, Step, StepRequest
 from service.tune.searchers.adam import Point, minibatch, numbers_of, point_after, share_of
 from service.tune.searchers.base import Observation, ProposalContext, SearchSetting
@@ -96,17 +97,25 @@ class GradientSearcher:
 
         There is a descent for each preference vector (weights of the objectives). The earlier descent is the one with
         the nearest preference vector among those that have not failed, according to the stored gradients in `context`.
-        If there is none, the start is at the defaults of the parameters.
+        If there is none, the start is at the defaults of the parameters, or at the option `start` for coefficients of
+        experts.
         """
-        parameters, steps = context.parameters, context.steps
+        parameters, setting, steps = context.parameters, context.setting, context.steps
         if done := _steps_of(number, steps):
             return np.array(done[0].request.point)
-        descents = _descents(context.setting)
+        descents = _descents(setting)
         for neighbour in descents[number].neighbours:
             before = _steps_of(neighbour, steps)
             if before and all(step.result.failure is None for step in before):
                 return _after(parameters, np.array(before[0].request.point), descents[neighbour], before)
-        return np.array([parameter.default_value for parameter in numbers_of(parameters)])
+        stated = setting.options.gradient.start
+
+        def of(parameter: Float) -> float:
+            if stated is None or parameters.roles.get(parameter.name) not in setting.experts:
+                return parameter.default_value
+            return min(max(stated, parameter.low), parameter.high)
+
+        return np.array([of(parameter) for parameter in numbers_of(parameters)])
 
 
 SEARCHER = GradientSearcher()
@@ -125,7 +134,14 @@ def _after(parameters: Parameters, start: Point, descent: Descent, done: Sequenc
 
     A point has one value for each of the search space's `parameters`.
     """
-    return point_after(parameters, start, done, num_steps=descent.num_steps, learning_rate=descent.learning_rate)
+    return point_after(
+        parameters,
+        start,
+        done,
+        num_steps=descent.num_steps,
+        learning_rate=descent.learning_rate,
+        is_constant=descent.is_constant,
+    )
 
 
 def _minibatch(context: ProposalContext, names: Sequence[str]) -> dict[str, tuple[int, ...]]:

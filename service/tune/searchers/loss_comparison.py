@@ -49,8 +49,8 @@ def compare(context: ProposalContext) -> LossesRequest | CompletionsRequest | No
 
     A gradient lowers losses, so it helps only if losses rank the baselines as their scores do. First the losses of the
     baselines in `context` are computed on the tasks' reference answers. For objectives where the ranks disagree, losses
-    are then computed on the source models' own correct completions. The decision is returned as a NoteRequest, which
-    asks the driver to store its text.
+    are then computed on the source models' own correct completions, if models answer by completions. The decision is
+    returned as a NoteRequest, which asks the driver to store its text.
     """
     setting, steps = context.setting, context.steps
     known = [o for o in context.observations if not o.is_proposed and o.costs is not None]
@@ -65,6 +65,8 @@ def compare(context: ProposalContext) -> LossesRequest | CompletionsRequest | No
     if not failing:
         return _use(f"gradients are used: losses go with scores ({text})")
     reason = f"losses do not go with scores ({text}; {MIN_CORRELATION:g} is needed)"
+    if not setting.has_completions:
+        return _refuse(reason, setting)
     if setting.first_fitted:
         return _refuse(f"{reason}, and no source is scored on the samples that are fitted", setting)
     completed = reference_completions(steps)

@@ -26,10 +26,10 @@ def another(name: str, field: FieldInfo) -> Any:
 @pytest.mark.parametrize("name", OPTIONS)
 def test_every_option_of_the_study_file_reaches_the_engine(name: str) -> None:
     value = another(name, OPTIONS[name])
-    assert value != OPTIONS[name].default or name == "backend", f"no other value found for {name}"
+    assert value != OPTIONS[name].default, f"no other value found for {name}"
     options = Engine(**{name: value}).options
     assert getattr(options, name) == value
-    assert options.document()[name] == value
+    assert options.document()[name] == ("vllm" if name == "backend" else value), "backends have no keys of their own"
 
 
 def test_verify_options_share_engines() -> None:

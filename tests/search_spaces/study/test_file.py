@@ -165,7 +165,8 @@ def test_a_study_cannot_be_changed() -> None:
             '"race" is not known; did you mean "racing"? available: hyperband',
         ),
         ("search_space.methods.0", "fisher", '"fisher" is not known; available: task_arithmetic, ties'),
-        ("engine.backend", "transformers", '"transformers" is not available yet; available: vllm'),
+        ("engine.backend", "transformers", '"transformers" is not available yet; available: vllm, torch'),
+        ("engine.backend", "torch", "torch scores tasks of images, of which the study has none; leave it out"),
         (
             "constraints",
             ["text >= base - 0.01"],
@@ -817,3 +818,18 @@ def test_json_schema_agrees_with_the_parser() -> None:
     assert not validator.is_valid(changed("search_space", {"kind": "lfs", "granularity": "tensor"}))
     for place, value in (("serch", {}), ("search.algorithm", "hm4"), ("engine.verify", True), ("objectives", [])):
         assert not validator.is_valid(changed(place, value))
+
+
+@pytest.mark.parametrize("stated", [None, "vllm", "torch"])
+def test_the_backend_of_images_is_torch(stated: str | None) -> None:
+    """Whatever a study of images states, its document says that torch scores it; engines keep their keys."""
+    image = {"name": "pets", "task": {"images": "pets", "head": "e"}, "metric": "acc"}
+    engine = {} if stated is None else {"engine": {"backend": stated}}
+    study = parse_study({**SMALL, "objectives": [image], **engine})
+    assert study.engine.backend == "torch"
+    assert parse_study(study.canonical()) == study
+    stored = study.canonical() | {"engine": study.canonical()["engine"] | {"backend": "vllm"}}
+    assert same_but_limits(Study.model_validate(stored), study) == (), "studies of earlier versions continue"
+    text = parse_study(SMALL)
+    assert text.canonical()["engine"]["backend"] == "vllm"
+    assert study.engine.options.document() == text.engine.options.document()

@@ -1,17 +1,27 @@
-"""A finished study of the shipped family, whose models a server can open."""
+"""Finished studies whose models a server can open: of the shipped family, and of image classifiers."""
 
 from __future__ import annotations
 
-from search_spaces.study.file import load_study
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from search_spaces.study.file import load_study, parse_study
 from service.store import Store
 from service.studies.preflight.examine import examine
 from service.types import JobRecord, JobState, Origin, RungRecord, TrialRecord, TrialState
+from tests.end_to_end.studies import LFS, image_study, write_image_models
 from tests.service.api.harness import FAMILY
 
 
-def family_study(store: Store) -> JobRecord:
-    """A finished study of the shipped family with its baselines, of which number 6 is best."""
-    preflight = examine(load_study(FAMILY / "study.yaml"))
+def image_document(directory: Path) -> dict[str, Any]:
+    """The file of a study of image classifiers, whose models and images are written into `directory`."""
+    return image_study(write_image_models(directory), LFS, fidelity={"scheduler": "hyperband", "rungs": [4, 12, 36]})
+
+
+def family_study(store: Store, document: Mapping[str, Any] | None = None) -> JobRecord:
+    """A finished study of the shipped family, or of `document`, with its baselines, of which number 6 is best."""
+    preflight = examine(load_study(FAMILY / "study.yaml") if document is None else parse_study(document))
     study = preflight.study
     record = store.create_job(
         kind="search", name=study.name, document=study.canonical(), accepted=preflight.resolved().to_json()

@@ -198,8 +198,9 @@ def document(name: str = "math-text-lookup", **changes: Any) -> dict[str, Any]:
     }
 
 
-def stored_study(store: Store, *, name: str = "math-text-lookup", key: str | None = None) -> JobRecord:
-    study = Study.model_validate(document(name))
+def stored_study(store: Store, *, name: str = "math-text-lookup", key: str | None = None, **changes: Any) -> JobRecord:
+    """A study that was created; `changes` are keys of its study file."""
+    study = Study.model_validate(document(name, **changes))
     return store.create_job(
         kind="search", name=name, document=study.canonical(), accepted=resolved(study).to_json(), idempotency_key=key
     )
@@ -211,13 +212,15 @@ def finished_study(
     num_trials: int = 12,
     name: str = "math-text-lookup",
     score: Callable[[JobWriter, TrialRecord], None] | None = None,
+    **changes: Any,
 ) -> JobRecord:
     """A study with sources, published recipes, trials of every end, a held-out stage and a verification.
 
     `score` stores the samples of each trial of the held-out stage; by default all trials are equally good there.
+    `changes` are keys of the study file.
     """
     made = run_record(num_trials=num_trials)
-    record = stored_study(store, name=name)
+    record = stored_study(store, name=name, **changes)
     store.record_submission(record.id, 1)
     writer = store.open_attempt(record.id)
     writer.set_state(JobState.RUNNING)

@@ -36,7 +36,7 @@ from service.types import (
     TrialState,
 )
 from tests.s3_server import S3, failing
-from tests.service.api.family import family_study
+from tests.service.api.family import family_study, image_document
 from tests.service.api.harness import FAMILY, ApiServer, finished_study, stored_study
 from tests.workers.recipes import aligned, path, random_alignment
 from workers.alignments.files import write_alignment
@@ -98,10 +98,11 @@ def test_aligned_trial_is_downloaded(
     assert (downloaded - plain).abs().max() > 0.01, "the alignment matters"
 
 
+@pytest.mark.parametrize(("modality", "name"), [("text", "math-text-lookup"), ("image", "images")])
 def test_the_best_trial_is_downloaded_as_export_writes_it(
-    http: httpx.Client, server: ApiServer, tmp_path: Path
+    http: httpx.Client, server: ApiServer, tmp_path: Path, modality: str, name: str
 ) -> None:
-    record = family_study(server.store)
+    record = family_study(server.store, image_document(tmp_path) if modality == "image" else None)
     path = f"/v1/studies/{record.id}/exports"
     asked = [http.post(path, json=body) for body in ({"trial": "best"}, {}, {"trial": "best", "dtype": "float32"})]
     assert [answer.status_code for answer in asked] == [202] * 3
@@ -117,12 +118,17 @@ def test_the_best_trial_is_downloaded_as_export_writes_it(
     answer = http.get(export["links"]["download"])
     assert "content-encoding" not in answer.headers
     assert answer.headers["content-type"] == "application/x-tar"
-    assert answer.headers["content-disposition"] == 'attachment; filename="math-text-lookup-trial-6.tar"'
+    assert answer.headers["content-disposition"] == f'attachment; filename="{name}-trial-6.tar"'
     assert int(answer.headers["content-length"]) == len(answer.content)
 
     written = export_trial(server.store, record, "best", tmp_path / "model", dtype="float32", has_directories=False)
-    expected = {f"math-text-lookup-trial-6/{file.name}": file.read_bytes() for file in written.iterdir()}
+    files = {str(file.relative_to(written)): file.read_bytes() for file in written.rglob("*") if file.is_file()}
+    expected = {f"{name}-trial-6/{file}": content for file, content in files.items()}
     assert contents(answer.content) == expected
+    assert {file for file in files if file.startswith("heads/")} == {
+        "text": set(),
+        "image": {"heads/answer.safetensors", "heads/heads.json", "heads/shape.safetensors"},
+    }[modality]
     assert export["bytes"] == sum(map(len, expected.values()))
     assert http.get(path).json() == {"exports": [export]}
     assert http.post(path, json={"trial": 6}).json() == export

@@ -19,12 +19,14 @@ from fastapi.routing import APIRoute
 from schemathesis.engine import Status, from_schema
 from schemathesis.engine.events import FatalError, NonFatalError, ScenarioFinished
 
+from search_spaces.section import NAME
 from service.api.export_queue import Exports
 from service.api.limits.rates import Rate, RateLimits
 from service.api.permissions import rule_of
 from service.api.problems import PROBLEM_JSON
 from service.errors import NotFound
 from service.notifications.signatures import new_webhook_secret
+from service.store import SampleText
 from service.store.accounts import AccountStore, name_problem
 from service.store.notifications import NotificationStore
 from service.types import Coverage, ExportRecord, ExportState, JobRecord, JobState, Scope, TrialState
@@ -39,6 +41,7 @@ from tests.service.api.harness import (
 )
 from tests.service.api.ray_dashboard.upstream import upstream
 from tests.service.jobs.serving.local import Served, served
+from workers.types import Split
 
 EXPORT = "e" * 32
 CONFIGURATION: dict[str, Any] = {
@@ -80,6 +83,8 @@ def schema(server: ApiServer, chat: Served) -> Iterator[Any]:
     searched = finished_study(server.store)
     pruned = server.store.trials(searched.id, state=TrialState.PRUNED)[0].number
     AccountStore(server.store).add_team("red", actor=OPERATOR)
+    pictured = [SampleText("cat/1.png", "cat", b"RIFF")]
+    server.store.open_attempt(finished.id).add_prompts(Split.SEARCH, "math", pictured)
     created, failed = stored_study(server.store), stored_study(server.store)
     server.store.open_attempt(failed.id).set_state(JobState.FAILED, "no engine")
     analysis = {"samples": 3, "fleets": [analysed_fleet("mergopt", 1, 2, 3, 4)]}
@@ -154,6 +159,15 @@ def schema(server: ApiServer, chat: Served) -> Iterator[Any]:
             server.store.open_attempt(given.id).set_state(JobState.CANCELLED)
         return path_parameters | {"finetune_id": given.id} | ({"alias": "math"} if "alias" in path_parameters else {})
 
+    def is_picture(path_parameters: dict[str, Any]) -> bool:
+        """Whether parameters are well formed, so that a picture can take the place of the one that they name."""
+        split, name, position = (str(path_parameters[key]) for key in ("split", "objective", "position"))
+        return (
+            split in list(Split)
+            and re.fullmatch(NAME, name) is not None
+            and re.fullmatch("[0-9]+", position) is not None
+        )
+
     def new_served() -> JobRecord:
         document = {"study": finished.id, "idle_minutes": 30.0, "shares_engines": False}
         return server.store.create_job(kind="serving", name="chat", document=document, accepted={})
@@ -201,6 +215,8 @@ def schema(server: ApiServer, chat: Served) -> Iterator[Any]:
             return path_parameters | {"study_id": chat.job.document["study"], "number": 1}  # it is served already
         elif is_name and context.operation.path.endswith(("/samples", "{number}/plots/{name}")):
             return path_parameters | {"study_id": finished.id, "number": 1}
+        elif is_name and "/pictures/" in context.operation.path and is_picture(path_parameters):
+            return {"study_id": finished.id, "split": "search", "objective": "math", "position": 0}
         elif is_name and context.operation.path.endswith(":evaluate"):
             return path_parameters | {"study_id": searched.id, "number": pruned}
         elif is_name and (study := next(turns)) is not None:

@@ -23,6 +23,7 @@ from service.api.permissions import Right, Rule, check_rules, rule_of
 from service.api.protocols import Principal
 from service.auth.sessions import COOKIE, csrf_token_of, new_session_secret
 from service.notifications.signatures import new_webhook_secret
+from service.store import SampleText
 from service.store.notifications import NotificationStore
 from service.types import Account, Coverage, JobRecord, JobState, Role, Scope
 from tests.service.api.accounts import EXPORT, OPERATOR, ROLES, Company, bearer
@@ -30,6 +31,7 @@ from tests.service.api.harness import ApiServer, analysed_fleet, stored_study
 from tests.service.api.identity_provider import identity_provider
 from tests.service.api.ray_dashboard.upstream import upstream
 from tests.service.jobs.serving.local import served
+from workers.types import Split
 
 UNKNOWN = "0" * 32
 SECRET = new_webhook_secret()
@@ -125,6 +127,9 @@ class Place:
             "export_id": EXPORT,
             "number": "1",
             "name": "recipe",
+            "split": "search",
+            "objective": "math",
+            "position": "0",
             "alias": "math",
             "team": "red",
             "user": "owner" if route.path.endswith("/mail") else "loner",
@@ -160,6 +165,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         created = company.own(stored_study(server.store))
         sessions = {user: company.add_session(user) for user in ("root", "owner", "stranger")}
         study = company.finished()
+        server.store.open_attempt(study.id).add_prompts(Split.SEARCH, "math", [SampleText("a.png", "cat", b"RIFF")])
         with served(server.store, study) as ended:
             server.store.open_attempt(ended.job.id).set_state(JobState.CANCELLED)
         with served(server.store, study) as chat:

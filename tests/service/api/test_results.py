@@ -307,7 +307,7 @@ def test_few_threads_read_samples(
     """Of many requests for samples at the same time, MAX_LARGE_READS are answered at a time."""
     lock, running, most = threading.Lock(), 0, 0
 
-    def slow(*_: object) -> tuple[list[Any], list[str]]:
+    def slow(*_: object, **__: object) -> tuple[list[Any], list[str]]:
         nonlocal running, most
         with lock:
             running += 1

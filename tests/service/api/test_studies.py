@@ -22,6 +22,7 @@ from service.store.accounts import AccountStore
 from service.store.artifacts import ArtifactStore
 from service.types import Account, EventKind, JobRecord, JobState, Origin, TrialRecord, TrialState
 from tests.s3_server import S3
+from tests.service.api.family import image_document
 from tests.service.api.harness import (
     ApiServer,
     QuickPreflight,
@@ -141,17 +142,20 @@ def test_a_study_file_is_checked(http: httpx.Client, server: ApiServer) -> None:
 
 
 @pytest.mark.slow
-def test_a_full_check_has_the_plan(http: httpx.Client) -> None:
+@pytest.mark.parametrize("modality", ["text", "image"])
+def test_a_full_check_has_the_plan(http: httpx.Client, tmp_path: Path, modality: str) -> None:
     """The plan is that of `mergesearch run --check`: models and tasks are read."""
-    checked = http.post("/v1/studies:check", json=document(), timeout=300).json()
+    sent = image_document(tmp_path) if modality == "image" else document()
+    checked = http.post("/v1/studies:check", json=sent, timeout=300).json()
     assert checked["problems"] == []
     plan = checked["plan"]
-    assert plan["trials"]["search"] == 12
-    assert plan["rungs"][-1] == dict.fromkeys(("math", "text", "lookup"), 270)
+    assert plan["trials"]["search"] == sent["search"]["max_trials"]
+    full = {"text": dict.fromkeys(("math", "text", "lookup"), 270), "image": dict.fromkeys(("shape", "answer"), 36)}
+    assert plan["rungs"][-1] == full[modality]
     assert plan["samples"]["search"] > 0
     assert 0 < plan["hours"]["least"] <= plan["hours"]["most"]
     assert plan["memory_bytes"]["needed"] > 0
-    assert plan["text"].startswith("study     math-text-lookup: nothing is wrong with it")
+    assert plan["text"].startswith(f"study     {sent['name']}: nothing is wrong with it")
 
 
 def test_the_example_is_accepted(http: httpx.Client) -> None:

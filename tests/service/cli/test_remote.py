@@ -16,8 +16,11 @@ from service.cluster.queue import Choice, Reason, Waiting
 from service.cluster.reconciler import QueueState
 from service.results.documents import pareto, trial_document
 from service.results.load import run_record
+from service.store.schema import REVISION
 from service.types import JobState, Origin, TrialRecord, TrialState
 from tests.service.api.harness import ApiServer
+from tests.service.api.ray_dashboard.upstream import upstream
+from tests.service.api.test_cluster import node
 from tests.service.cli.terminals import ServerTerminal
 from tests.service.site import Site
 
@@ -296,6 +299,24 @@ def test_the_queue_is_shown_and_changed(
     terminal.shown("move", name)
     assert site.store.job(second).moved_before == ""
     assert "does not wait" in terminal.refused("move", name, "--before", finished)
+
+
+def test_the_cluster_is_shown(site: Site, terminal: ServerTerminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes have what is used of each part; where they are unknown, the reason is shown."""
+    monkeypatch.setattr(site.cluster, "ray", None)
+    out = words(terminal.shown("cluster"))
+    assert "nodes: not known: the server is not connected to Ray" in out
+    assert f"database: {site.store.engine.dialect.name}, revision {REVISION}" in out
+    told = [node("head", is_head=True), node("gone", state="DEAD", mem=None, disk=None, gpus=None)]
+    with upstream({"/nodes": {"data": {"summary": told}}}) as ray:
+        monkeypatch.setattr(site.cluster, "ray", ray.dashboard)
+        monkeypatch.setattr(site.cluster, "reason", "Ray starts anew")
+        out = words(terminal.shown("cluster"))
+        document = terminal.document("cluster")
+    assert re.search(r"head 10\.0\.0\.4 head 16, 12 % 24\.0 of 64\.0 GiB 30\.0 of 100\.0 GiB NVIDIA H100: 71 %", out)
+    assert "gone 10.0.0.4 dead 16, 12 %" in out
+    assert "no job continues: Ray starts anew" in out
+    assert [each["is_alive"] for each in document["nodes"]] == [True, False]
 
 
 def test_edit_and_clone_change_a_study(site: Site, terminal: ServerTerminal) -> None:

@@ -179,6 +179,32 @@ def test_a_waiting_study_is_moved(site: Site, ask: Asker) -> None:
         ask("move", "0" * 32)
 
 
+def test_the_cluster_is_shown(site: Site, ask: Asker) -> None:
+    """While Ray's dashboard is away, the document says so; the database and the disk are the server's."""
+    found = ask("cluster")
+    assert found["nodes"] == []
+    assert "Connection refused" in found["nodes_problem"]
+    assert found["database"]["kind"] == site.store.engine.dialect.name
+    assert found["disk"]["total"] > found["disk"]["used"] > 0
+
+
+def test_a_study_begins_with_a_mergekit_file(site: Site, ask: Asker, tmp_path: Path) -> None:
+    """A path and a content give the same study, which has the merge among its recipes; another file is refused."""
+    configuration = {
+        "merge_method": "linear",
+        "models": [{"model": name, "parameters": {"weight": 0.5}} for name in ("models/base", "models/math")],
+    }
+    file = tmp_path / "mergekit.yml"
+    file.write_text(json.dumps(configuration))
+    begun = ask("begin_study", file, name="mine")
+    assert begun == ask("begin_study", configuration, name="mine")
+    assert begun["study"]["models"] == {"base": "models/base", "experts": {"math": "models/math"}}
+    assert [recipe["name"] for recipe in begun["study"]["search"]["recipes"]] == ["mine"]
+    assert any("names no base_model" in warning for warning in begun["warnings"])
+    with pytest.raises(RequestRefused, match="has no merge_method"):
+        ask("begin_study", {"models": []})
+
+
 def test_a_pruned_trial_is_evaluated_and_another_invalid(site: Site, finished: str, ask: Asker) -> None:
     trials = ask("trials", finished)
     states = {trial["state"]: trial["number"] for trial in trials}

@@ -345,6 +345,24 @@ def test_prompts_are_stored_once(store: Store, writer: JobWriter) -> None:
     assert store.prompts(writer.job_id, Split.SEARCH, "math", [0]) == {}
 
 
+def test_pictures_are_stored_with_prompts(store: Store, writer: JobWriter) -> None:
+    """Pictures come back by position, once and for the right data; they are removed with the study."""
+    pictures = [b"\0picture %d" % n if n % 3 else None for n in range(70)]
+    writer.add_prompts(Split.SEARCH, "pets", [SampleText("file", "cat", picture) for picture in pictures])
+    writer.add_prompts(Split.SEARCH, "pets", [SampleText("file", "cat", b"another")])
+    writer.add_prompts(Split.HOLDOUT, "pets", [SampleText("file", "cat", b"held out")])
+    study = writer.job_id
+    assert [store.picture(study, Split.SEARCH, "pets", n) for n in range(71)] == [*pictures, None]
+    assert store.picture_positions(study, Split.SEARCH, "pets", {0, 1, 5, 60, 61, 99}) == {1, 5, 61}
+    assert store.picture_positions(study, Split.SEARCH, "pets", set()) == set()
+    assert store.picture(study, Split.HOLDOUT, "pets", 0) == b"held out"
+    assert store.picture(study, Split.BENCHMARK, "pets", 0) is store.picture("other", Split.SEARCH, "pets", 1) is None
+    assert store.prompts(study, Split.SEARCH, "pets", [1]) == {1: SampleText("file", "cat")}
+    writer.set_state(JobState.COMPLETE)
+    store.delete_job(study)
+    assert store.picture(study, Split.SEARCH, "pets", 1) is None
+
+
 def test_tokens_are_counted_where_all_samples_have_them(store: Store, writer: JobWriter) -> None:
     writer.add_trial(TRIAL)
     tokens = (((5, 128_000, 2),), ((), (7,)), ((),), ())
@@ -644,7 +662,7 @@ WRITES: dict[str, Callable[[JobWriter], object]] = {
     "add_event": lambda w: w.add_event("x", {}),
     "add_step": lambda w: w.add_step(losses_step(0)),
     "add_prompt_templates": lambda w: w.add_prompt_templates("x", {"@x": "{{x}}"}),
-    "add_prompts": lambda w: w.add_prompts(Split.SEARCH, "math", [SampleText("1 + 1?", None)]),
+    "add_prompts": lambda w: w.add_prompts(Split.SEARCH, "math", [SampleText("1 + 1?", None, b"RIFF")]),
     "add_judgments": lambda w: w.add_judgments([JudgmentRecord("x", "d", 0, False, None, "m", "p", "a")]),
 }
 

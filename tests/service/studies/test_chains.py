@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
+from safetensors.torch import load_file
 
 from search_spaces.baselines import all_baselines
 from search_spaces.errors import InvalidStudy
@@ -23,6 +25,7 @@ from search_spaces.spaces.base import DifferentiableSpace
 from search_spaces.spaces.layerwise import LayerwiseSection
 from search_spaces.study.file import Study, parse_study
 from search_spaces.study.models import AnotherStudy
+from service.api.preflight_process import _engine_dtype
 from service.cli.main import main
 from service.disk import alignments_dir
 from service.engine_machines import VARIABLE
@@ -35,7 +38,8 @@ from service.results.selection import best_trial
 from service.store import Store, blobs
 from service.store.artifacts import ArtifactStore
 from service.studies.chains import SOURCES, keep_sources, on_server, place_of_expert, with_exported_sources
-from service.studies.export import write_model
+from service.studies.export import export_trial, write_model
+from service.studies.mergekit import mergekit_file
 from service.studies.preflight.models import searched_models, with_revisions
 from service.types import ArtifactRecord, JobRecord, JobState, Origin
 from tests.s3_server import S3, failing
@@ -81,7 +85,14 @@ def document(family: Family, experts: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def finished(tied_family: Family, tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    directory = tmp_path_factory.mktemp("first")
+    return finished_in(tmp_path_factory.mktemp("first"), tied_family)
+
+
+def finished_in(
+    directory: Path, tied_family: Family, *, stated: str = "float32", checked: str | None = None
+) -> Finished:
+    """A finished run in `directory` whose file states the dtype `stated`, checked for engines of dtype `checked`."""
+    directory.mkdir(exist_ok=True)
     sources = open_sources(tied_family)
     known = searched_models(sources, sources.fingerprints)
     space = LayerwiseSection(kind="layerwise", granularity="layer").build(known)
@@ -95,8 +106,11 @@ def finished(tied_family: Family, tmp_path_factory: pytest.TempPathFactory) -> F
         name="first",
         document=parse_study(
             document(tied_family, {expert.alias: expert.directory for expert in tied_family.experts})
+            | {"engine": {"dtype": stated}}
         ).canonical(),
-        accepted=resolved_study(fingerprints=sources.fingerprints, num_layers=known.num_layers).to_json(),
+        accepted=resolved_study(
+            fingerprints=sources.fingerprints, num_layers=known.num_layers, dtype=checked
+        ).to_json(),
     ).id
     coordinator = coordinator_of(
         store,
@@ -125,6 +139,40 @@ def test_a_merge_of_a_run_becomes_a_directory_that_is_a_source(finished: Finishe
     assert json.loads((Path(source.directory) / "recipe.json").read_text())["digest"] == best.recipe.digest
     family = resolve_family(started.models.base, started.models.named).fetched()
     assert set(family.fingerprints) == {"base", "text", "merged"}
+
+
+def test_merges_have_the_dtype_of_the_machines_that_the_study_was_checked_for(
+    tied_family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A head without GPUs writes the merges of a study as its GPU nodes have scored them, and the reverse."""
+    monkeypatch.setattr(torch.version, "cuda", None)
+    checked = finished_in(tmp_path / "gpus", tied_family, stated="auto", checked="bfloat16")
+    assert dtypes_of(checked, tmp_path / "out", capsys) == {"bfloat16"}
+    monkeypatch.setenv(VARIABLE, "gpus=8")
+    on_cpu = finished_in(tmp_path / "cpu", tied_family, stated="auto", checked="float32")
+    assert dtypes_of(on_cpu, tmp_path / "out", capsys) == {"float32"}
+    stated = finished_in(tmp_path / "stated", tied_family, stated="float16", checked="float16")
+    assert dtypes_of(stated, tmp_path / "out", capsys) == {"float16"}
+    early = finished_in(tmp_path / "early", tied_family, stated="auto")  # of a version that did not store it
+    assert dtypes_of(early, tmp_path / "out", capsys) == {"bfloat16"}
+
+
+def dtypes_of(run: Finished, out: Path, capsys: pytest.CaptureFixture[str]) -> set[str]:
+    """The dtypes of a run's merge: as source of a study, exported, in its recipe, for mergekit and for a download."""
+    store = Store(run.url)
+    record = store.job(run.study)
+    export_trial(store, record, "2", out / run.directory.name / "export")
+    _, chained = with_exported_sources(
+        run.next_study(trial=2, dir=str(run.directory)), open_study=open_run, directory=out / run.directory.name
+    )
+    files = [out / run.directory.name / "export", Path(chained["merged"].directory)]
+    tensors = [tensor for each in files for tensor in load_file(each / "model.safetensors").values()]
+    assert main(["recipe", str(run.directory), "2"]) == 0
+    written = {json.loads(capsys.readouterr().out)["dtype"]}
+    written.add(yaml.safe_load(mergekit_file(record, store.trial(run.study, 2).read_recipe().to_json()))["out_dtype"])
+    written.add(_engine_dtype(record))
+    store.close()
+    return written | {str(tensor.dtype).removeprefix("torch.") for tensor in tensors}
 
 
 def test_lost_export_is_made_again(finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,6 +140,51 @@ def test_steps_are_those_of_adam_within_the_ranges() -> None:
             point.clamp_(-0.5, 1.5)
 
 
+def test_adamerging_steps_at_a_constant_rate_from_its_start() -> None:
+    """With the defaults of entropies, coefficients of experts start at 0.3, scales at 1, and the rate does not fall."""
+    roles = {f"w{i}": "left" for i in range(5)}
+    parameters = Parameters(
+        [*(Float(name, 0.0, 1.0, default=0.5) for name in roles), Float("s", 0.5, 1.5, default=1.0)],
+        roles={**roles, "s": "scale:"},
+    )
+    options = Search(gradient=GradientOptions.model_validate({"loss": "entropy", "points": 1, "steps": 9}))
+    setting = replace(SETTING, num_baselines=0, options=options, experts=("left",))
+    steps: list[Any] = []
+    while True:
+        context = ProposalContext(parameters, number=0, seed=0, observations=(), steps=steps, setting=setting)
+        answer = get_searcher("gradient").advance(context)
+        if isinstance(answer, dict):
+            break
+        result = NoteResult() if isinstance(answer, NoteRequest) else computed(answer)
+        steps.append(step_of(len(steps), 0, answer, result))
+    descent = [step for step in steps if isinstance(step, GradientStep)]
+    assert len(descent) == 9
+    assert descent[0].request.point == (0.3,) * 5 + (1.0,)
+    point = torch.tensor(descent[0].request.point, dtype=torch.float64, requires_grad=True)
+    adam = torch.optim.Adam([point], lr=1e-3)
+    for step in descent:
+        np.testing.assert_allclose(step.request.point, point.detach().numpy(), atol=1e-9)
+        point.grad = torch.tensor(step.result.gradient, dtype=torch.float64)
+        adam.step()
+    np.testing.assert_allclose(list(answer.values()), point.detach().numpy(), atol=1e-9)
+    outside = replace(setting, options=Search(gradient=GradientOptions(start=2.0)))
+    context = ProposalContext(parameters, number=0, seed=0, observations=(), steps=steps[:1], setting=outside)
+    request = get_searcher("gradient").advance(context)
+    assert isinstance(request, GradientRequest)
+    assert request.point == (1.0,) * 6, "a start is moved into the range"
+
+
+def test_classifiers_have_no_completions() -> None:
+    """Where losses mislead and models do not complete prompts, SMAC proposes at once."""
+    steps: list[Any] = []
+    propose(NUM_BASELINES, steps, known=baselines(sign=-1.0), setting=replace(SETTING, has_completions=False))
+    assert kinds(steps) == ["losses"] * 5 + ["note"]
+    assert steps[-1].request.label == (
+        "gradients are not used, smac proposes: losses do not go with scores (rank correlation over 5 baselines: "
+        "math -1.00, text -1.00; 0.3 is needed)"
+    )
+
+
 def test_objectives_count_alike() -> None:
     """Objectives count alike, whatever the size of their losses."""
     steps: list[Any] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +25,7 @@ __all__ = [
     "screenshot",
     "signed",
     "visit",
+    "wait_until",
 ]
 
 APP = STATIC.parent / "app"
@@ -138,10 +140,10 @@ def visit(
         context.close()
 
 
-def axe_violations(page: Page) -> list[str]:
-    """Violations of accessibility rules that axe-core finds in a page, each with its elements."""
+def axe_violations(page: Page, *, within: str = "html") -> list[str]:
+    """Violations of accessibility rules that axe-core finds in a page, or in a part of it, each with its elements."""
     page.evaluate(AXE.read_text())
-    found = page.evaluate("rules => axe.run(document, {runOnly: rules})", list(RULES))
+    found = page.evaluate("([within, rules]) => axe.run(within, {runOnly: rules})", [within, list(RULES)])
     assert found["passes"], "axe has checked nothing"
     return [
         f"{violation['id']}: {node['html'][:160]} ({node['failureSummary'][:200]})"
@@ -164,7 +166,18 @@ def check_view(browser: Browser, url: str, path: str, *, expected: tuple[str, ..
             found = axe_violations(page)
             assert not found, str(found)
             page.set_viewport_size({"width": 320, "height": 800})
-            page.wait_for_function("document.documentElement.scrollWidth <= window.innerWidth")  # charts follow
+            wait_until(page, "document.documentElement.scrollWidth <= window.innerWidth")  # charts follow
+
+
+def wait_until(page: Page, condition: str, *, timeout_s: float = 20.0) -> None:
+    """Waits until a condition in JavaScript is true.
+
+    `Page.wait_for_function` evaluates its text in the page, which the page's content security policy forbids.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not page.evaluate(condition):
+        assert time.monotonic() < deadline, f"still not: {condition}"
+        page.wait_for_timeout(50)
 
 
 def screenshot(page: Page, file: Path) -> None:

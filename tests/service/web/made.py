@@ -17,9 +17,11 @@ from tests.service.api.harness import stored_study, write_trial
 from tests.service.synthetic_run import EXPERTS, RUNGS, draw, random_recipe, run_record, scored_trial, skill
 from workers.types import Evidence, SampleResult, ScoreResult, Split
 
-__all__ = ["NUM_HOLDOUT", "searched_study", "write_drawn"]
+__all__ = ["CONSTANT", "NUM_HOLDOUT", "searched_study", "write_drawn"]
 
 NUM_HOLDOUT = 45
+# The first parameter, which is the same in all trials: its name is as long as those of tensors.
+CONSTANT = "model.layers.0.self_attn.k_proj.weight.constant"
 LONG_PROMPT = "Examples of sums follow. " * 30
 TIMINGS = {"materialise": 2.0, "swap": 1.0, "score": 20.0}
 METHODS = ("task_arithmetic", "ties")
@@ -81,6 +83,7 @@ def _rival(trial: TrialRecord, trials: Sequence[TrialRecord]) -> int | None:
 def _configuration(rng: np.random.Generator) -> dict[str, Any]:
     """A configuration of numbers (one over decades, one constant), a category, an integer and a switch."""
     return {
+        CONSTANT: 1.0,
         "g0.method": METHODS[rng.integers(2)],
         **{
             f"{group}.task_arithmetic.lambda.{name}": float(rng.uniform(0, 1))
@@ -90,7 +93,6 @@ def _configuration(rng: np.random.Generator) -> dict[str, Any]:
         "g1.ties.k": float(10 ** rng.uniform(-4, 0)),
         "g1.steps": int(rng.integers(1, 6)),
         "g1.use.math": bool(rng.integers(2)),
-        "g1.constant": 1.0,
     }
 
 

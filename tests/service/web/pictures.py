@@ -20,7 +20,7 @@ from service.disk import DATABASE
 from service.store import Store
 from tests.service.http_server import HttpServer
 from tests.service.site import FakeCluster, LocalPreflight
-from tests.service.web.driving import chromium, visit
+from tests.service.web.driving import chromium, visit, wait_until
 
 __all__ = ["PICTURES", "main"]
 
@@ -38,10 +38,11 @@ class Picture:
 
 
 PICTURES: Sequence[Picture] = (
+    Picture("page-overview.png", "", scheme="dark"),
     Picture("page-front.png", "", top="Pareto front"),
-    Picture("page-trial.png", "/trials/15", top=None),
-    Picture("page-samples.png", "/trials/15/samples?against=2&only=differs"),
-    Picture("page-parameters.png", "/parameters", scheme="dark"),
+    Picture("page-trial.png", "/trials/15", top="Recipe"),
+    # Beside the best published recipe.
+    Picture("page-samples.png", "/trials/15/samples?objective=lookup&split=holdout&against=9&only=differs"),
 )
 
 
@@ -81,7 +82,7 @@ def _take(browser: Browser, url: str, study: str, picture: Picture, file: Path) 
 def _wait_until_loaded(page: Page) -> None:
     page.get_by_role("heading", level=1).wait_for()
     page.wait_for_timeout(1000)  # requests have begun
-    page.wait_for_function("!document.body.innerText.includes('Loading')", timeout=120_000)
+    wait_until(page, "!document.body.innerText.includes('Loading')", timeout_s=120)
 
 
 if __name__ == "__main__":

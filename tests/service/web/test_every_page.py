@@ -11,6 +11,7 @@ from playwright.sync_api import Browser, expect
 from service.types import JobRecord
 from tests.service.api.harness import ApiServer, finished_study
 from tests.service.web.driving import SCHEMES, check_view, visit
+from tests.service.web.made import CONSTANT
 
 # Addresses of all views; ID is a study that has ended.
 ADDRESSES = (
@@ -33,6 +34,7 @@ ADDRESSES = (
     "/studies/ID/trials/0/samples?split=holdout&against=1",
     "/studies/ID/compare",
     "/studies/ID/parameters",
+    f"/studies/ID/parameters?axes=value.math,value.text,parameter.{CONSTANT}",
     "/studies/ID/rungs?bracket=0&rung=0",
     "/studies/ID/timeline",
     "/studies/ID/benchmarks",

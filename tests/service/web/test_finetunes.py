@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+import yaml
 from playwright.sync_api import Browser, expect
 
 from service.types import EventKind, JobRecord, JobState, Scope
@@ -177,6 +178,63 @@ def test_problems_have_their_fields(visitor: Visit) -> None:
     assert axe_violations(page) == []
 
 
+def test_text_and_form_are_one_specification(visitor: Visit, server: ApiServer, http: httpx.Client) -> None:
+    """Images with a new or a frozen head are entered in the form; the specification is what the server gets."""
+    page = visitor.goto("/finetunes/new")
+    editor = page.get_by_role("textbox", name="Specification")
+
+    def written() -> dict[str, Any]:
+        content: dict[str, Any] = yaml.safe_load(editor.input_value())
+        return content
+
+    math = page.get_by_role("group", name="expert math")
+    expect(page.locator('[id="field-training.batch"]')).to_have_value("32")
+    page.locator('[id="field-training.batch"]').fill("64")
+    math.get_by_role("combobox", name="kind of data").select_option("images")
+    page.locator('[id="field-experts.math.data.images"]').fill("/data/pets")
+    heads = math.get_by_role("combobox", name="kind of head")
+    expect(heads).to_have_value("base")
+    heads.select_option("new")
+    assert written()["experts"]["math"]["data"] == {"images": "/data/pets", "head": "new"}
+    heads.select_option("other")
+    page.locator('[id="field-experts.math.data.head"]').fill("/models/pets")
+    assert written()["experts"]["math"]["data"]["head"] == "/models/pets"
+    page.get_by_role("button", name="Add an expert").click()
+    page.get_by_role("button", name="Remove expert text").click()
+    now = written()
+    assert (list(now["experts"]), now["training"]["batch"]) == (["math", "expert3"], 64)
+    visitor.expected = ("422",)
+    page.get_by_role("button", name="Remove expert expert3").click()
+    page.locator('[id="field-training.batch"]').fill("0")
+    page.get_by_role("button", name="Submit").click()
+    expect(page.locator('[id="field-training.batch"]')).to_have_accessible_description(re.compile("0 is not accepted"))
+    page.locator('[id="field-training.batch"]').fill("64")
+    page.locator('[id="field-name"]').fill("pets")
+    page.get_by_role("button", name="Submit").click()
+    expect(page.get_by_role("heading", level=1)).to_have_text("pets")
+    made = page.url.rsplit("/", 1)[1]
+    data = http.get(f"/v1/finetunes/{made}/specification").json()["experts"]["math"]["data"]
+    assert (data["images"], data["head"], data["file"]) == ("/data/pets", "/models/pets", None)
+    cancel(server, made)
+
+
+def test_one_expert_is_trained_on_images(visitor: Visit) -> None:
+    """A specification of one expert has its data at the top; several experts begin on request."""
+    page = visitor.goto("/finetunes/new")
+    editor = page.get_by_role("textbox", name="Specification")
+    editor.fill("name: pets # mine\nbase: /models/vit\ndata: {images: /data/pets.jsonl, head: new}\n")
+    data = page.get_by_role("group", name="Data")
+    expect(data.get_by_role("combobox", name="kind of data")).to_have_value("images")
+    expect(data.get_by_role("combobox", name="kind of head")).to_have_value("new")
+    data.get_by_role("combobox", name="kind of data").select_option("file")
+    page.locator('[id="field-data.file"]').fill("/data/a.jsonl")
+    assert yaml.safe_load(editor.input_value())["data"] == {"file": "/data/a.jsonl"}
+    assert "# mine" in editor.input_value()
+    page.get_by_role("button", name="Several experts").click()
+    expect(page.get_by_role("group", name="expert expert1")).to_be_visible()
+    assert axe_violations(page) == []
+
+
 def test_one_is_cloned(visitor: Visit, tuned: JobRecord, server: ApiServer) -> None:
     """A clone begins with the specification of the other one, and is an equal fine-tuning."""
     page = visitor.goto(f"/finetunes/{tuned.id}")
@@ -200,8 +258,12 @@ def test_verbs_steer_a_fine_tuning(visitor: Visit, server: ApiServer, http: http
 
     page = visitor.goto(f"/finetunes/{record.id}")
     press(page.get_by_role("button", name="Pause"))
-    press(page.get_by_role("button", name="Resume"))
-    expect(page.get_by_role("button", name="Pause")).to_be_visible()
+    for name in ("Resume", "Pause"):  # each takes the place of the one that was pressed, and its focus
+        expect(page.get_by_role("button", name=name)).to_be_focused()
+        page.keyboard.press("Enter")
+    expect(page.get_by_role("button", name="Resume")).to_be_focused()
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("button", name="Pause")).to_be_focused()
     cancelled: list[str] = []
     page.on("request", lambda request: cancelled.append(request.url) if request.url.endswith(":cancel") else None)
     cancel_button = page.get_by_role("button", name="Cancel")

@@ -16,7 +16,7 @@ from playwright.sync_api import Browser, Locator, Page, Route, expect
 from service.types import JobRecord, Scope
 from tests.service.api.accounts import Company, bearer
 from tests.service.api.harness import ApiServer, finished_finetune, finished_study
-from tests.service.web.driving import Visit, visit
+from tests.service.web.driving import Visit, axe_violations, visit
 
 FINE = "✓ The file has no problem that is seen without models and tasks."
 
@@ -103,6 +103,37 @@ def test_text_and_form_are_one_file(visitor: Visit, http: httpx.Client) -> None:
     field(page, "objectives.0.name").fill("math")
     assert written(page)["objectives"] == [{"name": "math", "task": "", "metric": ""}]
     assert "name: other # mine" in text_of(page).input_value()
+
+
+def test_tasks_of_images_are_entered_in_the_form(visitor: Visit, http: httpx.Client) -> None:
+    """Folders, data sets with their split, and tasks of the papers by name; heads are those of the study's models."""
+    page = visitor.goto("/studies/new")
+    expect(text_of(page)).not_to_have_value("")
+    first, second = (page.get_by_role("group", name=f"objective {name}", exact=True) for name in ("math", "text"))
+    first.get_by_role("combobox", name="source of the task").select_option("images")
+    field(page, "objectives.0.task.images").fill("/data/pets")
+    head = field(page, "objectives.0.task.head")
+    models = list(written(page)["models"]["experts"])
+    expect(head.get_by_role("option")).to_have_text(["choose a model", "base", *models])
+    head.select_option("math")
+    expect(field(page, "objectives.0.task.split")).to_have_count(0)
+    assert written(page)["objectives"][0]["task"] == {"images": "/data/pets", "head": "math"}
+    field(page, "objectives.0.task.images").fill("hub:owner/pets")
+    expect(first.get_by_text("hub:owner/pets has no split; name the split to score")).to_be_visible()
+    field(page, "objectives.0.task.split").fill("test")
+    first.get_by_text("Classes, templates and keys").click()
+    field(page, "objectives.0.task.classes").fill("cat, dog")
+    task = {"images": "hub:owner/pets", "head": "math", "split": "test", "classes": ["cat", "dog"]}
+    assert written(page)["objectives"][0]["task"] == task
+    second.get_by_role("combobox", name="source of the task").select_option("suite")
+    schema = http.get("/openapi.json").json()["components"]["schemas"]["ObjectiveSpec"]["properties"]["task"]
+    expect(field(page, "objectives.1.task").get_by_role("option")).to_have_text(schema["examples"])
+    field(page, "objectives.1.task").select_option("clip_eurosat")
+    assert written(page)["objectives"][1]["task"] == "clip_eurosat"
+    text_of(page).fill(text_of(page).input_value().replace("clip_eurosat", "gsm8k"))
+    expect(second.get_by_role("combobox", name="source of the task")).to_have_value("name")
+    expect(field(page, "objectives.1.task")).to_have_value("gsm8k")
+    assert axe_violations(page) == []
 
 
 def test_problems_are_at_their_fields(visitor: Visit) -> None:

@@ -12,7 +12,7 @@ from playwright.sync_api import expect
 from service.types import JobRecord
 from tests.service.api.harness import ApiServer, stored_study
 from tests.service.web.driving import Visit
-from tests.service.web.made import searched_study
+from tests.service.web.made import CONSTANT, searched_study
 
 AXES = "samples,value.math,parameter.g0.method,parameter.g1.ties.k"
 # Milliseconds; a new process imports Optuna.
@@ -67,8 +67,8 @@ def test_sliders_filter_the_trials(visitor: Visit, searched: JobRecord, http: ht
 
 def test_axes_are_chosen_in_the_address(visitor: Visit, searched: JobRecord) -> None:
     """Axes are chosen from a list; categories have names, and a parameter that never changes is left out."""
-    page = visitor.goto(f"/studies/{searched.id}/parameters?axes={AXES},parameter.g1.constant")
-    expect(page.get_by_text("all trials have the same value: g1.constant")).to_be_visible()
+    page = visitor.goto(f"/studies/{searched.id}/parameters?axes={AXES},parameter.{CONSTANT}")
+    expect(page.get_by_text(f"all trials have the same value: {CONSTANT}")).to_be_visible()
     thumb = page.get_by_role("slider", name="g0.method, highest")
     expect(thumb).to_have_attribute("aria-valuetext", "ties")
     expect(page.get_by_role("slider", name="g1.ties.k, lowest")).to_have_attribute(
@@ -83,6 +83,15 @@ def test_axes_are_chosen_in_the_address(visitor: Visit, searched: JobRecord) -> 
     expect(page.get_by_role("slider", name="g1.steps, lowest")).to_have_attribute("aria-valuetext", "2")
     page.get_by_role("button", name="Reset the ranges").click()
     expect(page.get_by_role("slider", name="g1.steps, lowest")).to_have_attribute("aria-valuetext", "1")
+
+
+def test_what_is_shown_first_differs(visitor: Visit, searched: JobRecord) -> None:
+    """Without importances, the first axes and the first slice are parameters that differ between trials."""
+    page = visitor.goto(f"/studies/{searched.id}/parameters")
+    expect(page.get_by_role("slider", name="g1.ties.k, lowest")).to_be_visible()
+    expect(page.get_by_role("combobox", name="Parameter")).to_have_value("g0.method")
+    expect(page.get_by_role("figure", name="math against g0.method")).to_be_visible()
+    expect(page.get_by_text("all trials have the same value")).to_have_count(0)
 
 
 def test_a_slice_has_all_trials(visitor: Visit, searched: JobRecord, http: httpx.Client) -> None:

@@ -103,7 +103,16 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
     "running": {"names": ("math", "text"), "on_holdout": (), "state": JobState.RUNNING},
     "cancelled": {"names": ("math", "text"), "on_holdout": (), "state": JobState.CANCELLED},
 }
-VIEWS = ("", "/trials", "/parameters", "/rungs", "/compare", "/timeline", "/benchmarks", "/exports", "/trials/10")
+VIEWS = (
+    *("", "/trials", "/parameters", "/rungs", "/compare", "/timeline", "/benchmarks", "/exports", "/events"),
+    *("/trials/10", "/trials/10/samples", "/trials/0/samples?split=holdout&against=1"),
+)
+# What the overview says of a study without values on held-out data.
+NO_HOLDOUT = {
+    JobState.COMPLETE: "The study has no held-out data.",
+    JobState.CANCELLED: "The study ended before a trial was scored on held-out data.",
+    JobState.RUNNING: "Trials are scored on held-out data when the search has ended.",
+}
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -117,6 +126,8 @@ def test_every_view_of_a_shape(browser: Browser, tmp_path: Path, shape: str) -> 
             expect(page.get_by_role("heading", level=1)).not_to_have_text("This view has failed")
             expect(page.get_by_text("Loading", exact=True)).to_have_count(0, timeout=20_000)
             expect(page.get_by_role("heading", level=1)).not_to_have_text("This view has failed")
+            if view == "" and not summary["holdout"]:
+                expect(page.get_by_text(NO_HOLDOUT[study.state])).to_be_visible()
             if view == "" and summary["holdout"]:
                 first = summary["holdout"][0]
                 name, estimate = next(iter(first["values"].items()))

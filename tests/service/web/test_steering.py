@@ -83,6 +83,7 @@ def test_a_paused_study_is_resumed_from_the_list(visitor: Visit, server: ApiServ
     page.keyboard.press("Enter")
     expect(dialog).to_have_count(0)
     expect(page.get_by_role("row").filter(has_text="to-resume").get_by_text("paused")).to_have_count(0)
+    expect(page.get_by_role("button", name="Actions on to-resume")).to_be_focused()
     assert steered(server, study) == [("pause", None), ("resume", None)]
 
 

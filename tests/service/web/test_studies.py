@@ -62,7 +62,7 @@ def test_the_overview_says_what_the_summary_says(visitor: Visit, study: JobRecor
     summary = http.get(f"/v1/studies/{study.id}/summary").json()
     best = next(row for row in summary["holdout"] if row["trial"] == summary["holdout_reference"])
     page = visitor.goto(f"/studies/{study.id}")
-    expect(page.get_by_text(summary["finding"]["text"])).to_be_visible()
+    expect(page.get_by_text(summary["finding"]["text"].replace(" -0.", " −0."))).to_be_visible()
     figures = page.locator("dl.figures")
     expect(figures).to_contain_text(f"{best['mean']['value']:.3f}")
     low, high = best["mean"]["ci95"]
@@ -82,7 +82,10 @@ def test_the_history_steps_through_the_best_trials(visitor: Visit, study: JobRec
     chart = page.get_by_role("group", name="Mean of the objectives of every trial")
     chart.press("ArrowLeft")
     said = page.get_by_role("region", name="History").get_by_role("status")
-    expect(said).to_have_text(re.compile(rf"^trial {last['trial']}.*mean {last['value']:.3f}"))
+    points = http.get(f"/v1/studies/{study.id}/plots/front").json()["points"]
+    (low, high) = next(point["mean_interval"] for point in points if point["trial"] == last["trial"])
+    mean = rf"mean {last['value']:.3f} ± [0-9.]+ \({low:.3f} to {high:.3f}\)"
+    expect(said).to_have_text(re.compile(rf"^trial {last['trial']}.*{mean}"))
     chart.press("Enter")
     expect(page.get_by_role("heading", level=1)).to_have_text(f"Trial {last['trial']}")
 

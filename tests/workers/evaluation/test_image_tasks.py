@@ -13,9 +13,16 @@ import pytest
 
 from tests.vision import CLASSES, image_folder, image_lines, tiny_vit
 from workers.errors import InvalidTask
-from workers.evaluation.image_tasks import load_image_task, prepared_task, read_image_set
+from workers.evaluation.image_tasks import (
+    IMAGE_TASKS,
+    check_right_answers,
+    image_facts,
+    load_image_task,
+    prepared_task,
+    read_image_set,
+)
 from workers.evaluation.overlap import overlapping
-from workers.evaluation.references import lack_of_references
+from workers.evaluation.references import lack_of_entropy, lack_of_references
 from workers.evaluation.sample_texts import sample_texts
 from workers.evaluation.task_reader import reader_of
 from workers.evaluation.tasks import build_task, check_task
@@ -108,10 +115,28 @@ WRONG: Mapping[str, tuple[Callable[[Path], object], dict[str, Any], str]] = {
         "unknown key 'prompt'; known are classes, config, head, image, images, label, split, templates",
     ),
     "no head": (lambda f: None, {"head": ""}, "names no head; give the alias of the model whose head scores it"),
-    "metric": (lambda f: None, {"metric": "exact_match"}, "unknown metric 'exact_match'; an image task has acc and"),
+    "metric": (
+        lambda f: None,
+        {"metric": "exact_match"},
+        "unknown metric 'exact_match'; an image task has acc, acc_top5, entropy",
+    ),
     "split": (lambda f: None, {"split": "test"}, "split is for tasks of text; leave it out"),
     "missing": (lines({"image": "none.png", "label": 0}), {}, r"none\.png: cannot be read"),
-    "no label": (lines({"image": "a.png"}), {}, "line 1: 'label' is None; expected the name of a class or the index"),
+    "no labels": (
+        lines({"image": "a.png"}),
+        {},
+        r"which acc needs; add them .*, or the key 'label' of",
+    ),
+    "some labels": (
+        lines({"image": "a.png"}, {"image": "b.png", "label": 0}),
+        {"metric": "entropy"},
+        "1 of 2 lines have no 'label'; expected one in all lines, or in none",
+    ),
+    "a label of nothing": (
+        lines({"image": "a.png", "label": None}),
+        {},
+        "line 1: 'label' is None; expected the name of a class or the index",
+    ),
     "a flag": (lines({"image": "a.png", "label": True}), {}, "line 1: 'label' is True; expected the name of a class"),
     "mixed": (lines({"image": "a", "label": 0}, {"image": "b", "label": "x"}), {}, "some labels are numbers, and some"),
     "negative": (lines({"image": "a", "label": -1}), {}, "has the label -1; expected 0 to"),
@@ -216,8 +241,33 @@ def test_equal_images_of_two_tasks_overlap(tmp_path: Path) -> None:
     assert (found.num_items, found.num_exact, found.examples) == (18, 1, ("line/000.png",))
 
 
-def test_images_have_no_prompts_and_no_losses(tmp_path: Path) -> None:
+def test_images_have_no_prompts(tmp_path: Path) -> None:
     spec = spec_of(image_folder(tmp_path / "images", per_class=1))
     with pytest.raises(InvalidTask, match="a task of the modality image has no prompts; expected a task of text"):
         build_task(spec)
-    assert lack_of_references(spec) == "gradients are computed for text models only"
+    assert lack_of_references(spec) is None, "labels are the right answers"
+
+
+def test_images_without_labels(tmp_path: Path) -> None:
+    """A folder of images, or lines without labels, are tasks whose metric is the entropy; they have no references."""
+    labelled = image_folder(tmp_path / "labelled", per_class=2)
+    folder = tmp_path / "plain"
+    folder.mkdir()
+    for number, file in enumerate(sorted(labelled.rglob("*.png"))):
+        (folder / f"{number}.png").write_bytes(file.read_bytes())
+    file = tmp_path / "plain.jsonl"
+    file.write_text("".join(json.dumps({"image": f"plain/{number}.png"}) + "\n" for number in range(6)))
+    specs = [TaskSpec({"images": str(place), "head": "a"}, "entropy") for place in (folder, file, labelled)]
+    images = [load_image_task(spec).images for spec in specs]
+    assert [each.is_labelled for each in images] == [False, False, True]
+    assert images[0].digests == images[1].digests == images[2].digests
+    assert [texts[1] for texts in IMAGE_TASKS.texts(specs[0], 0, 6)] == [""] * 6
+    info = IMAGE_TASKS.check(specs[0])
+    assert (info.num_samples, info.higher_is_better) == (6, False)
+    assert [lack_of_references(spec) for spec in specs] == ["its images have no labels"] * 2 + [None]
+    assert [lack_of_entropy(spec) for spec in specs] == [None] * 3
+    assert image_facts(str(folder)).classes == {}
+    with pytest.raises(InvalidTask, match="have no labels, which acc_top5 needs"):
+        load_image_task(TaskSpec({"images": str(folder), "head": "a"}, "acc_top5"))
+    with pytest.raises(InvalidTask, match="the metric entropy knows no right answers; use acc or acc_top5"):
+        check_right_answers(load_image_task(specs[2]))

@@ -25,6 +25,7 @@ from workers.models.modalities import IMAGE, MODALITIES, TEXT, Modality, modalit
 from workers.models.task_heads import TaskHead, head_tensors, task_head, task_heads
 from workers.serving.replica import Worker
 from workers.training.finetuning.modality import TrainingModality
+from workers.training.task_losses import TaskLosses
 
 
 def methods_of(protocol: type) -> dict[str, list[str]]:
@@ -39,6 +40,7 @@ def test_what_a_declaration_names_has_its_interface(modality: Modality) -> None:
         (TaskReader, type(modality.task_reader())),
         (Worker, modality.worker_class()),
         (TrainingModality, type(modality.training_module())),
+        (TaskLosses, modality.losses_class()),
     )
     for protocol, found in declared:
         assert methods_of(protocol).items() <= methods_of(found).items()

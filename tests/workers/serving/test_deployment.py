@@ -25,7 +25,7 @@ from workers.errors import (
     TrialFailed,
 )
 from workers.serving.application import num_replicas
-from workers.serving.deployment import app_name, deploy_scorer
+from workers.serving.deployment import app_name, deploy_scorer, runs_on_gpus
 from workers.serving.fake import FakeScorer
 from workers.serving.serve_scorer import ServeScorer
 from workers.serving.start_phases import start_text
@@ -260,15 +260,49 @@ def test_replicas_say_what_their_start_waits_for(ray_cluster: None, tied_family:
     serve.delete("fake-slow")
 
 
+def test_a_study_for_gpus_does_not_share_replicas_on_the_cpu(ray_cluster: None, tied_family: Family) -> None:
+    """Replicas that were started on the CPU do not score a study of equal models that needs GPUs."""
+    from ray import serve
+
+    options = OPTIONS.model_copy(update={"max_model_len": 99})
+    on_cpu = deploy_scorer(tied_family, options, make_worker=FakeScorer)
+    assert num_replicas(on_cpu.app_name)["RUNNING"] == 1
+    with pytest.raises(EngineUnavailable, match=r"nothing runs on the CPU in place of a GPU"):
+        deploy_scorer(tied_family, options, make_worker=FakeScorer, gpus=GpuNeed.NEEDED)
+    assert deploy_scorer(tied_family, options, make_worker=FakeScorer).app_name == on_cpu.app_name
+    serve.delete(on_cpu.app_name)
+
+
+@pytest.mark.parametrize(
+    ("modality", "most", "need", "expected"),
+    [
+        ("text", 0, GpuNeed.IF_ANY, False),
+        ("text", 4, GpuNeed.IF_ANY, True),
+        ("text", 0, GpuNeed.NEEDED, True),
+        ("text", 0, GpuNeed.MAY_COME, True),
+        ("image", 0, GpuNeed.NEEDED, False),
+        ("image", 4, GpuNeed.NEEDED, True),
+    ],
+)
+def test_replicas_run_on_gpus_that_are_there_or_needed(
+    tied_family: Family, monkeypatch: pytest.MonkeyPatch, modality: str, most: int, need: GpuNeed, expected: bool
+) -> None:
+    monkeypatch.setattr("workers.serving.deployment._most_gpus", lambda: most)
+    assert runs_on_gpus(replace(tied_family, modality=modality), need) is expected
+
+
 def test_names_of_applications_stay_as_they_are() -> None:
-    """A server of another version must find the replicas that run, and not start its own beside them."""
+    """A server of another version must find the replicas that run on GPUs, and not start its own beside them."""
     family = Family(ModelSource("base", "/m/base", "00"), (ModelSource("a", "/m/a", "11"),))
-    assert app_name(family, EngineOptions()) == "scorer-f5c357331e1b"
-    assert app_name(family, Engine(replicas=4, verify=False).options) == "scorer-f5c357331e1b"
-    assert app_name(family, EngineOptions(dtype="float16")) != "scorer-f5c357331e1b"
+    name = partial(app_name, family, on_gpus=True)
+    assert name(EngineOptions()) == "scorer-f5c357331e1b"
+    assert name(Engine(replicas=4, verify=False).options) == "scorer-f5c357331e1b"
+    assert name(EngineOptions(dtype="float16")) != "scorer-f5c357331e1b"
+    assert app_name(family, EngineOptions(), on_gpus=False) == "scorer-f5c357331e1b-cpu"
 
 
 def test_equal_families_share_an_application(tied_family: Family) -> None:
     """Only equal families and options share an application."""
-    assert app_name(tied_family, OPTIONS) == app_name(tied_family, EngineOptions(max_model_len=256, threads=1))
-    assert app_name(tied_family, OPTIONS) != app_name(tied_family, EngineOptions(max_model_len=255, threads=1))
+    name = partial(app_name, tied_family, on_gpus=False)
+    assert name(OPTIONS) == name(EngineOptions(max_model_len=256, threads=1))
+    assert name(OPTIONS) != name(EngineOptions(max_model_len=255, threads=1))

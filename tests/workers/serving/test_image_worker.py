@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +18,10 @@ from search_spaces.study.engine import EngineOptions
 from tests.vision import CLASSES, image_folder, tiny_vit
 from workers.engines.images import verification
 from workers.engines.images.pixels import Pixels
-from workers.engines.images.scoring import Response
 from workers.engines.source_recipes import source_recipe
 from workers.errors import InvalidPrompt, InvalidTask, TrialFailed
+from workers.evaluation.image_pictures import pictures_of
+from workers.evaluation.image_responses import Response
 from workers.evaluation.image_tasks import ImageTask, load_image_task
 from workers.export.checkpoint import export, is_written
 from workers.merging.materialize import merged_tensors
@@ -190,6 +192,30 @@ def test_top5_counts_the_five_largest(place: Path, tmp_path: Path) -> None:
     assert sum(s.value for s in tops["acc"]) < sum(s.value for s in tops["acc_top5"]) < len(order.samples)
 
 
+def test_entropies_need_no_labels(family: Family, worker: ImageWorker, spans: tuple[Span, ...], tmp_path: Path) -> None:
+    """The entropy of predictions is that of the stored log-probabilities; verification finds another one."""
+    shapes, _ = spans
+    assert isinstance(shapes.task.task, dict)
+    (tmp_path / "plain").mkdir()
+    files = sorted(Path(shapes.task.task["images"]).rglob("*.png"))
+    for number, file in enumerate(files):
+        (tmp_path / "plain" / f"{number:03}.png").write_bytes(file.read_bytes())
+    spec = TaskSpec({"images": str(tmp_path / "plain"), "head": "shape"}, "entropy")
+    whole = (Span("plain", spec, 0, len(files)),)
+    recipe = average(family)
+    samples = score(worker, recipe, whole)
+    for sample in samples:
+        logprobs = [value for _, value in Response.from_json(sample.response).top]
+        assert len(logprobs) == 3
+        expected = -sum(math.exp(each) * each for each in logprobs) / math.log(3)
+        assert sample.value == pytest.approx(expected, abs=1e-5)
+    assert len({round(sample.value, 6) for sample in samples}) > len(files) // 2
+    assert worker.verify(recipe, samples, whole).num_equal == len(files)
+    wrong = (replace(samples[0], value=samples[0].value + 0.1), *samples[1:])
+    report = worker.verify(recipe, wrong, whole)
+    assert [(each.position, each.what, each.is_beyond) for each in report.differences] == [(0, "value", True)]
+
+
 def test_logits_that_are_not_finite_fail_the_trial(
     worker: ImageWorker, family: Family, spans: tuple[Span, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,6 +230,8 @@ def test_tasks_are_described(worker: ImageWorker, spans: tuple[Span, ...], place
     (path, answer), *_ = worker.sample_texts(shapes, 3, 5)
     assert Path(path).parent.name == answer
     assert answer in CLASSES
+    assert worker.sample_pictures(shapes, 3, 5) == pictures_of(load_image_task(shapes), 3, 5)
+    assert all(worker.sample_pictures(shapes, 0, 30))
     with pytest.raises(InvalidTask, match="has 3 classes, the head of 'answer' has 2"):
         worker.describe((TaskSpec({"images": str(place / "shapes"), "head": "answer"}, "acc"),))
     assert worker.statistics()["starts"] == 1

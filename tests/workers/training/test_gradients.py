@@ -25,9 +25,9 @@ from workers.merging.bank import Bank
 from workers.merging.materialize import operands_of
 from workers.merging.methods.plain import PLAIN
 from workers.merging.plan import plan_as_stated
-from workers.training import gradients
-from workers.training.gradients import CoefficientGradients
-from workers.training.losses import sample_losses
+from workers.training import gradients, text_losses
+from workers.training.gradients import MAX_TOKENS, CoefficientGradients
+from workers.training.losses import minibatches, sample_losses
 from workers.training.memory import activation_bytes, reduction_bytes
 from workers.training.model import moved
 from workers.types import Family, GradientResult, TaskSpec
@@ -217,6 +217,24 @@ def test_equal_calls_give_equal_bits_whatever_was_called_before(tied: Coefficien
     assert replace(again, seconds=0.0) == replace(first, seconds=0.0)
 
 
+@pytest.mark.parametrize(("max_tokens", "num_passes"), [(MAX_TOKENS, 1), (80, 4)])
+def test_a_step_reads_sources_for_the_merge_and_once_for_each_pass(
+    tied: CoefficientGradients, tasks: Mapping[str, TaskSpec], max_tokens: int, num_passes: int, tmp_path: Path
+) -> None:
+    """Gradients are not kept, so each pass reads the sources to reduce its own; the merge before has read them once."""
+    limited = CoefficientGradients(tied.bank.family, OPTIONS, tasks, cache=tmp_path, max_tokens=max_tokens)
+    targets = [limited._of_tasks[name].at[position] for name, positions in BATCH.items() for position in positions]
+    assert len(list(minibatches(targets, max_tokens))) == num_passes
+    read = []
+    for coefficients in ((0.4, 0.2), (0.5, 0.1)):
+        before = limited.bank.elements_read
+        limited.losses(arithmetic(limited.bank.family, *(each + 0.01 for each in coefficients)), BATCH)
+        merged = limited.bank.elements_read - before
+        limited.loss_and_gradient(arithmetic(limited.bank.family, *coefficients), BATCH, WEIGHTS)
+        read.append((limited.bank.elements_read - before - merged) / merged)
+    assert read == pytest.approx([1 + num_passes] * 2, rel=0.1)
+
+
 def test_gradients_are_freed_and_settings_left_as_they_were(tied: CoefficientGradients) -> None:
     was = torch.are_deterministic_algorithms_enabled()
     tied.loss_and_gradient(arithmetic(tied.bank.family, 0.4, 0.2), BATCH, WEIGHTS)
@@ -363,7 +381,7 @@ def test_a_full_gpu_gets_smaller_passes(
             raise torch.OutOfMemoryError("CUDA out of memory")
         return found
 
-    monkeypatch.setattr(gradients, "sample_losses", losses)
+    monkeypatch.setattr(text_losses, "sample_losses", losses)
     found = saving.loss_and_gradient(recipe, BATCH, WEIGHTS)
     assert saving._recomputes == (most_tokens == 30)
     assert found.losses == pytest.approx(expected.losses, rel=1e-5)
@@ -373,7 +391,7 @@ def test_a_full_gpu_gets_smaller_passes(
     once = len(sizes)
     assert saving.loss_and_gradient(recipe, BATCH, WEIGHTS).losses == found.losses, "the smaller passes are kept"
     assert max(sizes[once:]) <= 100
-    monkeypatch.setattr(gradients, "sample_losses", no_memory)
+    monkeypatch.setattr(text_losses, "sample_losses", no_memory)
     with pytest.raises(InvalidModel, match="too little memory for forward passes of 75 tokens with recomputed"):
         saving.losses(recipe, BATCH)
 

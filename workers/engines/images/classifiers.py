@@ -12,7 +12,7 @@ import torch
 
 from search_spaces.recipe import Recipe
 from workers.merging.materialize import merged_tensors
-from workers.models.config import MERGED_TOWERS
+from workers.models.config import MERGED_TOWERS, settled
 from workers.models.merged_files import merged_config
 from workers.models.modalities import IMAGE
 
@@ -62,6 +62,10 @@ class ImageEncoder:
 
         `pixels` [num_images, channels, height, width] are the preprocessed images.
         """
+        return self.differentiable_features(pixels)
+
+    def differentiable_features(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Features of images as `features` computes them, with gradients if they are enabled in torch."""
         parameter = next(iter(self.parameters.values()))
         found = self.module(pixel_values=pixels.to(parameter.device, parameter.dtype))
         features: torch.Tensor = found.logits if hasattr(found, "logits") else found.pooler_output
@@ -69,9 +73,12 @@ class ImageEncoder:
 
 
 def new_encoder(config: Mapping[str, Any], *, layers: int, dtype: torch.dtype, device: torch.device) -> ImageEncoder:
-    """Make an encoder with `layers` layers for the model configuration `config`; its weights are NaN at first."""
+    """Make an encoder with `layers` layers for the model configuration `config`; its weights are NaN at first.
+
+    Nothing in it is random, not in training mode either: rates of dropout are 0.
+    """
     settings = _tower(config)
-    own = _config({**settings, "num_hidden_layers": layers})
+    own = settled(_config({**settings, "num_hidden_layers": layers}))
     made = _mapping(settings)[type(own)](own)
     with torch.no_grad():
         for parameter in made.parameters():

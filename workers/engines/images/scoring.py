@@ -6,48 +6,46 @@ The head is that of one of the source models, unchanged.
 from __future__ import annotations
 
 import hashlib
-import json
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from workers.engines.images.pixels import Pixels
 from workers.errors import InvalidTask, TrialFailed
+from workers.evaluation.image_pictures import pictures_of
+from workers.evaluation.image_responses import Response
 from workers.evaluation.image_tasks import IMAGE_TASKS, PreparedTask, prepared_task, texts_of
 from workers.models.checkpoints import Checkpoint
 from workers.models.family import ResolvedFamily
 from workers.models.task_heads import TaskHead, logits_of
-from workers.types import SampleResult, SampleTexts, Span, TaskInfo, TaskSpec
+from workers.types import SamplePictures, SampleResult, SampleTexts, Span, TaskInfo, TaskSpec
 
-__all__ = ["BATCH", "ImageEvaluator", "Response"]
+__all__ = ["BATCH", "ImageEvaluator", "largest_entropy", "value_of"]
 
 BATCH = 64  # images at a time: bounds memory, not speed
 MOST_TASKS = 16  # tasks whose files and labels are kept
 NUM_SHOWN = 5  # classes with the largest logits in a response
 
 
-@dataclass(frozen=True)
-class Response:
-    """A model's answer to an image: the classes with the largest logits, and their log-probabilities.
+def value_of(prepared: PreparedTask, position: int, logprobs: torch.Tensor) -> float:
+    """The metric of the sample at `position`, from the log-probabilities of all classes, [num_classes]."""
+    if prepared.task.is_entropy:
+        return entropy(logprobs) / largest_entropy(len(logprobs))
+    ranked: Any = torch.sort(logprobs, descending=True, stable=True)  # equal logits: the first output counts
+    return float(prepared.outputs[position] in ranked.indices[: prepared.task.num_largest].tolist())
 
-    The answer is stored as JSON: {"top": [[class, log-probability], ...]}, the likeliest class first.
-    """
 
-    top: tuple[tuple[str, float], ...]
+def largest_entropy(num_classes: int) -> float:
+    """Entropy of `num_classes` equally likely classes, in nats; for a single class, that of two classes."""
+    return math.log(max(2, num_classes))
 
-    def to_json(self) -> str:
-        return json.dumps({"top": [[name, round(value, 6)] for name, value in self.top]}, ensure_ascii=False)
 
-    @classmethod
-    def from_json(cls, text: str) -> Response:
-        """Read a response from its JSON text. Raises ValueError if the text is not a response."""
-        try:
-            return cls(tuple((str(name), float(value)) for name, value in json.loads(text)["top"]))
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"not the response of an image classifier: {text[:80]!r}") from error
+def entropy(logprobs: torch.Tensor) -> float:
+    """Entropy of predicted classes, in nats, from their log-probabilities."""
+    return max(0.0, -float((logprobs.exp() * logprobs).sum()))
 
 
 class ImageEvaluator:
@@ -107,6 +105,9 @@ class ImageEvaluator:
     def sample_texts(self, spec: TaskSpec, start: int, stop: int) -> SampleTexts:
         return texts_of(self.task(spec).task, start, stop)
 
+    def sample_pictures(self, spec: TaskSpec, start: int, stop: int) -> SamplePictures:
+        return pictures_of(self.task(spec).task, start, stop)
+
     def prompts(self, span: Span) -> str:
         """The sha256 (hex) over the hashes of all images of a span (range of samples of one task), in order."""
         task = self.task(span.task).task
@@ -150,16 +151,14 @@ class ImageEvaluator:
         return self._head(prepared.head)(self._features(self._pixels.of(prepared.task, positions)))
 
     def _result(self, span: Span, prepared: PreparedTask, position: int, logprobs: torch.Tensor) -> SampleResult:
-        count = min(max(NUM_SHOWN, prepared.task.num_largest), len(prepared.names))
         order: Any = torch.sort(logprobs, descending=True, stable=True)  # equal logits: the first output counts
-        outputs = order.indices[:count].tolist()
-        is_right = prepared.outputs[position] in outputs[: prepared.task.num_largest]
+        outputs = order.indices[:NUM_SHOWN].tolist()
         shown = [(prepared.names[output], float(logprobs[output])) for output in outputs[:NUM_SHOWN]]
         sample = prepared.task.images.samples[prepared.task.order[position]]
         return SampleResult(
             objective=span.objective,
             position=position,
             document=sample.name,
-            value=float(is_right),
+            value=value_of(prepared, position, logprobs),
             response=Response(tuple(shown)).to_json(),
         )

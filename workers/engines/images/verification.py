@@ -16,8 +16,9 @@ import torch
 from safetensors.torch import load_file
 
 from workers.engines.images.pixels import Pixels
-from workers.engines.images.scoring import ImageEvaluator, Response
+from workers.engines.images.scoring import ImageEvaluator, value_of
 from workers.errors import InvalidTask
+from workers.evaluation.image_responses import Response
 from workers.evaluation.image_tasks import PreparedTask
 from workers.evaluation.prompts import LOGPROB_TOLERANCE
 from workers.models.checkpoints import Checkpoint
@@ -147,9 +148,8 @@ def _compare(
     top = Response.from_json(stored.response).top
     outputs = {name: output for output, name in enumerate(prepared.names)}
     own = float(logprobs.max())
-    position = prepared.outputs[stored.position]
     ranked = torch.sort(logprobs, descending=True, stable=True).indices.tolist()
-    value = float(position in ranked[: prepared.task.num_largest])
+    value = value_of(prepared, stored.position, logprobs)
     gaps = [abs(float(logprobs[outputs[name]]) - logprob) for name, logprob in top]
     apart = max((gap if gap == gap else FAR for gap in gaps), default=FAR)
     behind = own - float(logprobs[outputs[top[0][0]]]) if top else FAR
@@ -158,6 +158,9 @@ def _compare(
         what, size = "class", min(behind, FAR)
     elif apart > tolerance:
         what, size = "log-probabilities", min(apart, FAR)
+    elif prepared.task.is_entropy:
+        if not (size := abs(value - stored.value)) <= tolerance:
+            what, size = "value", min(size, FAR)
     elif value != stored.value:
         what, size = "value", min(_gap_at(logprobs, ranked, prepared.task.num_largest), FAR)
     if not what:

@@ -29,6 +29,7 @@ class Modality:
     - `files`: names of the files besides weights and config.json that define how a model reads data
     - `structure`: fields of the configuration, in addition to those of all models, that must be equal for merging
     - `has_vocabulary`: whether models have an embedding with a row for each token, and prompts of tokens
+    - `has_pictures`: whether samples of its tasks have small pictures for people
     - `runs_on_vllm`: whether engines of vLLM score the models
     - `copies_on_cpu`: the number of copies of a merge's weights in host memory if an engine runs on the CPU
     - `cache_bytes`: the number of bytes that an engine needs in addition, for cached data
@@ -43,7 +44,8 @@ class Modality:
     - `task_key`: the key that names the data in a task's description, in a study file; None if tasks have several forms
     - `tasks`: the reader of evaluation tasks (`workers.evaluation.task_reader.TaskReader`)
     - `worker`: the class of the worker in a replica (`workers.serving.replica.Worker`)
-    - `training`: the implementation of fine-tuning (`workers.training.finetuning.modality.TrainingModality`)
+    - `training`: how its models are fine-tuned (`workers.training.finetuning.modality.TrainingModality`)
+    - `losses`: the class of the losses by which coefficients have gradients (`workers.training.task_losses.TaskLosses`)
     """
 
     name: str
@@ -62,8 +64,10 @@ class Modality:
     tasks: str
     worker: str
     training: str
+    losses: str
     copies_on_cpu: int = 1
     cache_bytes: int = 0
+    has_pictures: bool = False
 
     def task_reader(self) -> Any:
         """The reader of the modality's evaluation tasks (`workers.evaluation.task_reader.TaskReader`)."""
@@ -72,6 +76,10 @@ class Modality:
     def training_module(self) -> Any:
         """The implementation of fine-tuning for the modality (`workers.training.finetuning.modality`)."""
         return _loaded(self.training)
+
+    def losses_class(self) -> Any:
+        """The class of the losses by which coefficients have gradients (`workers.training.task_losses.TaskLosses`)."""
+        return _loaded(self.losses)
 
     def worker_class(self) -> Any:
         """The class of the worker that scores the modality's models in a replica."""

@@ -147,5 +147,7 @@ IMAGE = Modality(
     tasks="workers.evaluation.image_tasks:IMAGE_TASKS",
     worker="workers.serving.image_worker:ImageWorker",
     training="workers.training.finetuning.images:IMAGE_TRAINING",
+    losses="workers.training.image_losses:ImageLosses",
     cache_bytes=CACHE_BYTES,
+    has_pictures=True,
 )

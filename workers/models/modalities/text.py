@@ -56,5 +56,6 @@ TEXT = Modality(
     tasks="workers.evaluation.text_tasks:TEXT_TASKS",
     worker="workers.serving.engine_worker:EngineWorker",
     training="workers.training.finetuning.text:TEXT_TRAINING",
+    losses="workers.training.text_losses:TextLosses",
     copies_on_cpu=2,  # vLLM computes with a packed copy, besides the plain weights that merges are written into
 )

@@ -17,7 +17,15 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from workers.errors import InvalidModel, InvalidTask
-from workers.evaluation.image_tasks import ImageSet, ImageTask, check_decodable, load_image_task, read_image_set
+from workers.evaluation.image_tasks import (
+    ENTROPY,
+    ImageSet,
+    ImageTask,
+    check_decodable,
+    check_right_answers,
+    load_image_task,
+    read_image_set,
+)
 from workers.file_access import FileAccess
 from workers.models.checkpoints import Checkpoint, open_checkpoint
 from workers.models.image_processors import decoded, load_processor, pixels_of
@@ -131,6 +139,7 @@ class ImageEvaluator:
         self._tasks: dict[str, tuple[ImageTask, tuple[int, ...]]] = {}
         for objective in spec.evaluation.objectives:
             task = load_image_task(task_of(objective, seed=spec.seed, access=access))
+            check_right_answers(task)
             if task.head != spec.name:
                 raise InvalidTask(
                     f"objective {objective.name!r}: its head is that of {task.head!r}; the expert in training has only "
@@ -239,7 +248,7 @@ class ImageTraining:
     def lack_of_losses(self, spec: FinetuneSpec, task: TaskSpec) -> str | None:
         if spec.method.kind == "tangent":
             return "has images: merges of linearized classifiers are not measured; leave out the analysis, or tangent"
-        return None
+        return "has images without right answers; use acc or acc_top5" if task.metric == ENTROPY else None
 
     def merge_losses(
         self,
@@ -289,7 +298,10 @@ def _images(spec: FinetuneSpec, base: Path, access: FileAccess | None) -> ImageS
         raise InvalidTask(
             f"data: {base} reads images; give images, a folder or a JSONL file, in place of file or dataset"
         )
-    return read_image_set(_description(spec), access)
+    images = read_image_set(_description(spec), access)
+    if not images.is_labelled:
+        raise InvalidTask(f"data.images: {images.where}: its images have no labels; expected a label for each image")
+    return images
 
 
 def _model_of_head(spec: FinetuneSpec, base: Path) -> Checkpoint:

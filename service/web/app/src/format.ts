@@ -56,4 +56,17 @@ export function duration(seconds: number): string {
 /** A time (RFC 3339) in the viewer's time zone. */
 export const localTime = (time: string) => new Date(time).toLocaleString()
 
+/** A time to the minute, for tables. */
+export const shortTime = (time: string) =>
+  new Date(time).toLocaleString(undefined, { dateStyle: 'short', timeStyle: 'short' })
+
+/** A text of the server with real minuses in place of the hyphens before numbers, as the page's own numbers have. */
+export const withMinuses = (text: string) => text.replace(/(?<![\w.-])-(?=[\d.])/g, '−')
+
+/** The label of a trial, such as that of a baseline; empty where it only repeats the trial's number. */
+export const ownLabel = (number: number, label: string) => (label === `trial ${number}` ? '' : label)
+
+/** The number at a mark of an axis. */
+export const mark = (x: number) => minus(x.toLocaleString('en-US', { maximumSignificantDigits: 12 }))
+
 const minus = (text: string) => text.replace('-', '−')

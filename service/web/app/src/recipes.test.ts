@@ -1,5 +1,5 @@
 import { expect, test } from 'vitest'
-import { differences } from './recipes'
+import { differences, lastWord } from './recipes'
 
 const at = (expert: string, layer: number | null, part: string, value: number) => ({ expert, layer, part, value })
 
@@ -23,4 +23,8 @@ test('a coefficient of a whole layer is that of each component', () => {
 
 test('recipes without coefficients have no cells', () => {
   expect(differences([], []).cells).toEqual([])
+})
+
+test('charts have the last word of a tensor name', () => {
+  expect(['model.embed_tokens', 'self_attn.k_proj', 'mlp'].map(lastWord)).toEqual(['embed_tokens', 'k_proj', 'mlp'])
 })

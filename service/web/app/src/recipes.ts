@@ -14,6 +14,9 @@ export interface Cell {
   difference: number | null
 }
 
+/** The last word of a tensor's name or the name of a component, which fit into a chart. */
+export const lastWord = (part: string) => part.split('.').at(-1)!
+
 const name = (expert: string, layer: number | null, part: string) => JSON.stringify([expert, layer, part])
 
 /**

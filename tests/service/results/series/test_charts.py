@@ -101,6 +101,19 @@ def test_costs_alone_have_a_history_without_samples() -> None:
     assert [(point.trial, point.value, point.samples) for point in found.points] == [(0, 5.0, 0)]
 
 
+def test_points_of_a_front_have_the_interval_of_the_mean(run: RunRecord) -> None:
+    """The interval of the mean of K equal and symmetric intervals is narrower by sqrt(K); one objective has none."""
+    full = next(trial for trial in run.trials if trial.values)
+    values, errors = dict.fromkeys(full.values, 0.5), dict.fromkeys(full.values, 0.05)
+    rung = RungRecord(len(full.rungs) - 1, dict.fromkeys(values, 30), values, errors)
+    trial = replace(full, values=values, standard_errors=errors, rungs=(*full.rungs[:-1], rung))
+    (point,) = front(replace(run, trials=(trial,))).points
+    width = 0.05 * 2.0452 / len(values) ** 0.5
+    assert point.mean_interval == pytest.approx([0.5 - width, 0.5 + width], abs=1e-4)
+    (alone,) = front(replace(run, objectives=run.objectives[:1], trials=(trial,))).points
+    assert alone.mean_interval is None
+
+
 def test_a_front_has_the_intervals_of_the_list_of_studies(run: RunRecord) -> None:
     """Intervals depend on the number of samples, have a width at the best value, and are exact values' own."""
     first = run.objectives[0]

@@ -13,9 +13,11 @@ from search_spaces.errors import Problem
 from search_spaces.searchers import SEARCHERS
 from search_spaces.spaces.base import SearchSpace
 from search_spaces.study.file import Study, parse_study
-from service.studies.preflight.algorithm import Algorithm, algorithm_of, check_refinement
+from search_spaces.study.search import GradientOptions
+from service.studies.preflight.algorithm import Algorithm, FittedLosses, algorithm_of, check_refinement, fitted_losses
 from tests.conftest import write_choices
 from tests.search_spaces.spaces.families import models, space
+from tests.vision import image_folder
 from workers.types import TaskSpec
 
 LFS = space("lfs")
@@ -53,7 +55,8 @@ def chosen(
     algorithm: str, over: SearchSpace, tasks: dict[str, TaskSpec], **search: Any
 ) -> tuple[Algorithm, list[Problem]]:
     problems: list[Problem] = []
-    return algorithm_of(study(algorithm, **search), over, tasks, problems), problems
+    given = study(algorithm, **search)
+    return algorithm_of(given, over, fitted_losses(given, tasks, problems), problems), problems
 
 
 @pytest.mark.parametrize("named", ["auto", "gradient"])
@@ -86,12 +89,12 @@ def test_auto_takes_smac_elsewhere(tasks: Any, tmp_path: Path) -> None:
     assert "use auto or another searcher" in problems[0].message
 
 
-def test_auto_takes_smac_without_room_for_gradients(tasks: Any) -> None:
+def test_auto_takes_smac_without_room_for_gradients() -> None:
     """Where no device has room for gradients, `auto` takes SMAC and says why, and `gradient` is refused."""
     lack = "they need 32.6 GiB of memory beside the engines"
     for named, expected in (("auto", "smac"), ("gradient", "smac")):
         problems: list[Problem] = []
-        found = algorithm_of(study(named), LAYERWISE, tasks, problems, lack_of_room=lack)
+        found = algorithm_of(study(named), LAYERWISE, FittedLosses(), problems, lack_of_room=lack)
         assert found == Algorithm(expected, f"gradients cannot be used: {lack}")
         assert [problem.message for problem in problems] == (
             [f"gradient cannot be used: {lack}; use auto or another searcher"] if named == "gradient" else []
@@ -138,14 +141,16 @@ def test_refinement_needs_reference_answers(tasks: Any) -> None:
     refined = {"preferences": {"lattice": 2}, "refinement": {}, "search_space": {"kind": "hm3"}}
     assert chosen("smac", own, tasks, **refined)[1] == []
     problems: list[Problem] = []
-    check_refinement(study("smac", **refined), tasks, problems)
+    given = study("smac", **refined)
+    check_refinement(given, fitted_losses(given, tasks, problems), problems)
     assert problems == []
     judged = {**tasks, "judged": TaskSpec({"file": "none.jsonl"}, "exact_match")}
-    check_refinement(study("smac", **refined), judged, problems)
+    lacking = fitted_losses(given, judged, problems)
+    check_refinement(given, lacking, problems)
     ((field, message),) = [(problem.field, problem.message) for problem in problems]
     assert field == "search.refinement"
     assert message.startswith("objective 'judged' has no reference answers: ")
-    check_refinement(study("smac"), judged, problems)
+    check_refinement(study("smac"), lacking, problems)
     assert len(problems) == 1
 
 
@@ -225,3 +230,32 @@ def test_a_policy_learns_in_time(tasks: Any, preferences: dict[str, Any] | None,
     _, (problem,) = chosen("hm3", over, tasks, max_staleness=most + 1, **given)
     assert problem.field == "search.max_staleness"
     assert problem.message.endswith(f"not known; give at most {most}")
+
+
+def test_the_loss_of_each_objective(tasks: Any, tmp_path: Path) -> None:
+    """Tasks of images have cross-entropies or, if the study asks for them, entropies; texts have no entropies."""
+    pictures = TaskSpec({"images": str(image_folder(tmp_path / "images")), "head": "math"}, "acc")
+    both = {"pictures": pictures, "more": pictures}
+    problems: list[Problem] = []
+    assert fitted_losses(study("auto"), both, problems) == FittedLosses()
+    asked = study("auto", gradient={"loss": "entropy"})
+    assert fitted_losses(asked, both, problems) == FittedLosses(("pictures", "more"))
+    assert not problems
+    found = algorithm_of(asked, LAYERWISE, FittedLosses(("pictures", "more")), problems)
+    assert found.name == "gradient"
+    assert found.reason.endswith("the entropy of predictions is the loss of pictures, more")
+    lacking = fitted_losses(asked, {**both, **tasks}, problems)
+    assert lacking.lack == "objective 'sums' has no entropy of predictions"
+    ((field, message),) = [(problem.field, problem.message) for problem in problems]
+    assert field == "search.gradient.loss"
+    assert message.startswith("entropy: objective 'sums' has none: its answers are texts")
+
+
+def test_defaults_of_a_descent_on_entropies() -> None:
+    """They are those of AdaMerging; what the study states is kept, and other descents keep theirs."""
+    found = GradientOptions.model_validate({"loss": "entropy", "steps": 30})
+    assert (found.steps, found.learning_rate, found.schedule, found.start) == (30, 1e-3, "constant", 0.3)
+    plain = GradientOptions()
+    assert (plain.steps, plain.learning_rate, plain.schedule, plain.start) == (48, 0.2, "linear", None)
+    stored = study("auto", gradient={"loss": "entropy"}).canonical()
+    assert parse_study(stored).canonical() == stored

@@ -27,6 +27,7 @@ from service.merges.merge import check_merge
 from service.resolved_study import ResolvedStudy
 from service.studies.planning.here import profile_for
 from service.studies.preflight import resources
+from service.studies.preflight.dtype import engine_dtype
 from service.studies.preflight.examine import examine
 from service.studies.preflight.models import check_models
 from service.studies.preflight.resources import (
@@ -588,6 +589,8 @@ def test_a_head_without_gpus_checks_for_the_gpus_of_the_cluster(root: Path, monk
         here = examine(study, available_bytes=memory)
         found = examine(study, machines=nodes, available_bytes=memory)
         assert (here.dtype, found.dtype) == ("float32", "bfloat16")
+        stored = ResolvedStudy.from_json(found.resolved().to_json())
+        assert (engine_dtype(study, stored), engine_dtype(study)) == ("bfloat16", "float32"), "exports are as scored"
         assert found.models.export_bytes * 2 == here.models.export_bytes
         assert found.memory.engine_bytes == ENGINE_OVERHEAD_BYTES < here.memory.engine_bytes, "nothing is packed"
         assert here.gradients is not None

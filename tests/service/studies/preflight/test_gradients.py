@@ -21,6 +21,7 @@ from service.studies.preflight.gradients import (
 )
 from service.studies.preflight.resources import MemoryPlan
 from tests.workers.merging.test_devices import peak_of
+from workers.engines.images.classifiers import new_encoder
 from workers.engines.vllm.memory import usable_gpu_bytes
 from workers.training.memory import activation_bytes
 
@@ -159,6 +160,37 @@ def test_activations_take_what_is_planned(recomputes: bool) -> None:
     taken = peak_of(step)
     planned = activation_bytes(config.to_dict(), tokens.numel(), 4, recomputes=recomputes)
     assert taken <= planned <= 1.5 * taken
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_activations_of_images_take_what_is_planned(recomputes: bool) -> None:
+    """A backward pass through an encoder of images takes at most the planned memory, and at least two fifths of it."""
+    config = {
+        "model_type": "vit",
+        "hidden_size": 128,
+        "intermediate_size": 512,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 4,
+        "image_size": 88,
+        "patch_size": 8,
+    }
+    encoder = new_encoder(config, layers=8, dtype=torch.float32, device=torch.device("cpu"))
+    with torch.no_grad():
+        for parameter in encoder.module.parameters():
+            parameter.fill_(0.01)
+    if recomputes:
+        encoder.module.train().gradient_checkpointing_enable({"use_reentrant": False})
+    for parameter in encoder.module.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda leaf: setattr(leaf, "grad", None))
+    pixels = torch.zeros(8, 3, 88, 88)
+
+    def step() -> None:
+        torch.autograd.backward(encoder.differentiable_features(pixels).logsumexp(-1).sum())
+
+    taken = peak_of(step)
+    planned = activation_bytes(config, 8 * 122, 4, recomputes=recomputes)
+    assert taken <= planned <= 2.5 * taken
 
 
 def test_float16_models_are_named_where_auto_rounds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from search_spaces.errors import InvalidStudy, Problem
 from search_spaces.study.file import parse_study
+from service.cli.main import main
+from service.engine_machines import EngineMachines
 from service.studies.planning.schedule import study_lengths
 from service.studies.preflight.examine import examine
 from service.studies.preflight.files import FilesRefused
@@ -75,23 +79,79 @@ SPACES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("space", SPACES, ids=lambda space: space["kind"])
 def test_all_spaces_are_planned(space: dict[str, Any], root: Path) -> None:
-    """A study of classifiers is planned in every search space; without gradients, auto is a searcher by scores."""
+    """A study of classifiers is planned in every search space; auto descends where coefficients have gradients."""
     found = examine(parse_study(document(root, search_space=space)))
     assert found.models.num_layers == 2
     assert found.models.family.modality == "image"
     assert found.models.engine_note == ""
     assert {name: info.num_samples for name, info in found.tasks.search_infos.items()} == {"shapes": 24, "answers": 24}
-    assert found.algorithm.name != "gradient"
+    assert (found.algorithm.name == "gradient") == (space["kind"] in ("layerwise", "sfs"))
     assert found.memory.engine_bytes > CACHE_BYTES
     lengths = study_lengths(found, str(root / "base"))
     assert lengths.objectives["shapes"].read == 17  # 4 x 4 patches and the token of the class
 
 
-def test_why_there_are_no_gradients(root: Path) -> None:
+def test_engines_of_images_compute_in_float32_without_a_gpu(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A build of PyTorch for GPUs decides about vLLM only; image engines run on the CPU where there is no GPU."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    study = parse_study(document(root))
+    assert examine(study).resolved().dtype == "float32"
+    assert examine(study, machines=[EngineMachines(1, 2**40)]).resolved().dtype == "bfloat16"
+
+
+def test_auto_descends(root: Path) -> None:
+    """Layerwise merges of classifiers have gradients, whose memory and time are planned."""
     found = examine(parse_study(document(root)))
-    assert "gradients are computed for text models only" in found.algorithm.reason
-    wrong = problems(root, search={"algorithm": "gradient"})
+    assert found.algorithm.name == "gradient"
+    assert found.algorithm.reason == "merges in this space have gradients, and all objectives have reference answers"
+    assert found.memory.gradient_bytes > CACHE_BYTES
+    inputs = found.gradient_inputs()
+    assert inputs is not None
+    assert (inputs.device, inputs.entropies) == ("cpu", ())
+    setting = found.search_setting(num_baselines=0)
+    assert (setting.experts, setting.has_completions) == (("shape", "answer"), False)
+    in_other_space = examine(parse_study(document(root, search_space={"kind": "lfs", "layer_groups": 2})))
+    assert "coefficients of a space of kind lfs have no gradients" in in_other_space.algorithm.reason
+    wrong = problems(root, search_space={"kind": "lfs", "layer_groups": 2}, search={"algorithm": "gradient"})
     assert "gradient cannot be used" in wrong["search.algorithm"]
+
+
+def test_gradient_steps_are_planned(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The plan of a study of classifiers has the phase of its gradient steps, and the memory of gradients."""
+    (tmp_path / "study.yaml").write_text(json.dumps(document(root, search={"max_trials": 4, "gradient": {"steps": 7}})))
+    assert main(["plan", str(tmp_path / "study.yaml"), "--profile", "h100x8"]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"^gradient step +7 ", printed, re.MULTILINE)
+    assert re.search(r"^gradients +a GPU of their own ", printed, re.MULTILINE)
+
+
+def test_the_entropy_of_predictions_may_be_asked_for(root: Path) -> None:
+    found = examine(parse_study(document(root, search={"gradient": {"loss": "entropy"}})))
+    assert "the entropy of predictions is the loss of shapes, answers" in found.algorithm.reason
+    inputs = found.gradient_inputs()
+    assert inputs is not None
+    assert inputs.entropies == ("shapes", "answers")
+
+
+def test_images_without_labels_are_searched_by_entropy(root: Path, tmp_path: Path) -> None:
+    """A task without labels is scored, and descended on, by the entropy of predictions; other tasks by their labels."""
+    (tmp_path / "plain").mkdir()
+    for number, file in enumerate(sorted((root / "search" / "shapes").rglob("*.png"))):
+        (tmp_path / "plain" / f"{number:03}.png").write_bytes(file.read_bytes())
+    plain = {"name": "plain", "task": {"images": str(tmp_path / "plain"), "head": "shape"}, "metric": "entropy"}
+    labelled = document(root)["objectives"][1]
+    found = examine(parse_study(document(root, objectives=[plain, labelled], holdout=[])))
+    assert found.algorithm.name == "gradient"
+    assert found.entropies == ("plain",)
+    assert found.algorithm.reason.endswith("the entropy of predictions is the loss of plain")
+    direction = {each.name: each.direction for each in found.tasks.objectives}
+    assert direction == {"plain": "minimize", "answers": "maximize"}
+    asked = {"algorithm": "gradient", "gradient": {"loss": "cross_entropy"}}
+    wrong = problems(root, objectives=[plain, labelled], holdout=[], search=asked)
+    assert "objective 'plain' has no reference answers: its images have no labels" in wrong["search.algorithm"]
+    wrong = problems(root, objectives=[{**plain, "metric": "acc"}, labelled], holdout=[])
+    assert "its images have no labels, which acc needs" in wrong["objectives.0.metric"]
 
 
 def test_a_changed_image_changes_the_study(root: Path, tmp_path: Path) -> None:

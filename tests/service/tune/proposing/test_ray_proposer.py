@@ -54,6 +54,7 @@ from service.types import EventKind
 from tests.conftest import OPTIONS
 from tests.search_spaces.spaces.families import models
 from tests.service.tune.harness import FINGERPRINTS, Killed, drive, killer, make_plan, new_study, trial_list
+from tests.vision import image_folder, vit_family
 from workers.errors import EngineUnavailable, InvalidTask
 from workers.models.family import open_sources
 from workers.serving.fake import FakeScorer
@@ -61,6 +62,10 @@ from workers.types import Family, TaskSpec
 
 NAMES = ("math", "text")
 GRADIENT = GradientOptions(steps=6, batch=4, points=3)
+
+# Losses of image classifiers: the cross-entropy of labels, and the entropy of predictions.
+IMAGES = ("image", "entropy")
+every_loss = pytest.mark.parametrize("inputs", ["text", *IMAGES], indirect=True)
 
 
 def differentiable(known: SearchedModels) -> DifferentiableSpace:
@@ -176,7 +181,29 @@ def parameters_of(inputs: GradientInputs) -> Parameters:
 
 
 @pytest.fixture
-def inputs(untied_family: Family, tmp_path: Path) -> GradientInputs:
+def inputs(request: pytest.FixtureRequest, tmp_path: Path) -> GradientInputs:
+    """Inputs of a gradient actor: of language models or, by the parameter, of image classifiers, by either loss."""
+    kind = getattr(request, "param", "text")
+    return (
+        _image_inputs(tmp_path, kind)
+        if kind in IMAGES
+        else _text_inputs(request.getfixturevalue("untied_family"), tmp_path)
+    )
+
+
+def _image_inputs(tmp_path: Path, kind: str) -> GradientInputs:
+    folder = image_folder(tmp_path / "images", per_class=14)
+    tasks = {
+        name: TaskSpec({"images": str(folder), "head": name}, "acc", permutation_seed=seed)
+        for seed, name in enumerate(NAMES)
+    }
+    family = vit_family(tmp_path, experts=NAMES)
+    sources = open_sources(family)
+    space = differentiable(searched_models(sources, sources.fingerprints))
+    return GradientInputs(family, OPTIONS, tasks, space, entropies=NAMES if kind == "entropy" else ())
+
+
+def _text_inputs(untied_family: Family, tmp_path: Path) -> GradientInputs:
     file = tmp_path / "sums.jsonl"
     file.write_text("".join(json.dumps({"prompt": f"{i}+{i}=", "answer": str(2 * i)}) + "\n" for i in range(40)))
     tasks = {
@@ -254,6 +281,20 @@ def test_ray_gradients_survive_the_actor(ray_cluster: None, inputs: GradientInpu
     assert len({result.recipe for result in gradients}) == len(gradients)
 
 
+@pytest.mark.parametrize("inputs", IMAGES, indirect=True)
+def test_image_gradients_survive_the_actor(ray_cluster: None, inputs: GradientInputs) -> None:
+    """Descents of image classifiers are the same again, after the actor's death and from stored steps."""
+    steps, proposals = steps_and_proposals(inputs)
+    assert [step.request.kind for step in steps] == ["note"] + ["gradient"] * 4
+    again, same = steps_and_proposals(inputs, kill_after=3)
+    assert (list(map(without_seconds, again)), same) == (list(map(without_seconds, steps)), proposals)
+    rest, same = steps_and_proposals(inputs, before=steps[:3])
+    assert (list(map(without_seconds, rest)), same) == (list(map(without_seconds, steps[3:])), proposals)
+    gradients = [step.result for step in steps if isinstance(step, GradientStep)]
+    assert all(any(result.gradient) and result.bank == inputs.family.fingerprint for result in gradients)
+
+
+@every_loss
 def test_coefficients_survive_the_actor(ray_cluster: None, inputs: GradientInputs) -> None:
     """The gradient along a path is the same from an actor that replaces a dead one."""
     sources = open_sources(inputs.family)
@@ -361,6 +402,7 @@ def gradient(actor: Any, point: tuple[float, ...], positions: Any, weights: Any)
     return found.gradient
 
 
+@every_loss
 @pytest.mark.parametrize("value", [0.0, 1.0])
 def test_coefficients_of_zero_have_derivatives(inputs: GradientInputs, value: float) -> None:
     """A range that ends at 0 would keep them there; one expert at 1 and the others at 0 is that expert as it is."""
@@ -371,6 +413,7 @@ def test_coefficients_of_zero_have_derivatives(inputs: GradientInputs, value: fl
     assert all(found)
 
 
+@every_loss
 def test_the_gradient_is_that_of_finite_differences(inputs: GradientInputs) -> None:
     """By a whole parameter: over the tensors of a component, at the positions that are asked for."""
     from service.tune.proposing.gradient_actor import GradientActor

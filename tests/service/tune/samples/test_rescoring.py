@@ -24,6 +24,7 @@ from workers.errors import EngineFault
 from workers.serving.fake import FakeScorer
 from workers.types import (
     CanaryReport,
+    SamplePictures,
     SampleResult,
     SampleTexts,
     ScoreRequest,
@@ -60,6 +61,9 @@ class Replicas:
 
     def sample_texts(self, task: TaskSpec, start: int, stop: int) -> SampleTexts:
         return self.replicas[0].sample_texts(task, start, stop)
+
+    def sample_pictures(self, task: TaskSpec, start: int, stop: int) -> SamplePictures:
+        return self.replicas[0].sample_pictures(task, start, stop)
 
     def verify(self, recipe: Recipe, samples: tuple[SampleResult, ...], spans: tuple[Span, ...]) -> VerificationReport:
         return self.replicas[0].verify(recipe, samples, spans)

@@ -48,14 +48,20 @@ export const columns = (id: string, fields = '*') =>
 // Trials from whose configurations the names of the parameters are taken; a column of each would be large.
 const NAMED_TRIALS = 200
 
-/** Names of the parameters of proposed trials, in the order of the search space. */
+/**
+ * Names of the parameters of proposed trials: `names` in the order of the search space, `variedFirst` with those that
+ * differ between the first trials at the front.
+ */
 export const parameterNames = (id: string) =>
   queryOptions({
     queryKey: ['study', id, 'parameters'],
     queryFn: async ({ signal }) => {
       const params = { path: { study_id: id }, query: { origin: 'search' as const, limit: NAMED_TRIALS } }
       const { trials } = (await api.GET('/v1/studies/{study_id}/trials', { params, signal })).data!
-      return [...new Set(trials.flatMap((trial) => Object.keys(trial.configuration ?? {})))]
+      const names = [...new Set(trials.flatMap((trial) => Object.keys(trial.configuration ?? {})))]
+      const distinct = (name: string) =>
+        new Set(trials.map(({ configuration }) => JSON.stringify(configuration?.[name])))
+      return { names, variedFirst: [...new Set([...names.filter((name) => distinct(name).size > 1), ...names])] }
     },
   })
 

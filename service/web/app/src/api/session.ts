@@ -1,5 +1,5 @@
 /** Who uses the page, and what the server lets them do: what they may not do is absent from the page. */
-import { useMutation, useQuery, useQueryClient, type QueryKey } from '@tanstack/react-query'
+import { useQuery } from '@tanstack/react-query'
 import { BASE, api } from './client'
 import { session } from './queries'
 import type { Session, User } from './types'
@@ -39,13 +39,4 @@ export function useSession(): Session & Rights {
 export async function logOut(): Promise<void> {
   await api.POST('/v1/logout')
   location.assign(`${BASE}/login`)
-}
-
-/** A request that changes something, after which the queries with the given keys are requested again. */
-export function useChange<V, D>(change: (given: V) => Promise<D>, ...keys: QueryKey[]) {
-  const client = useQueryClient()
-  return useMutation({
-    mutationFn: change,
-    onSuccess: () => Promise.all(keys.map((queryKey) => client.invalidateQueries({ queryKey }))),
-  })
 }

@@ -13,9 +13,9 @@ const line = (from: readonly number[], to: readonly number[], stroke: string) =>
   style: { stroke, lineWidth: 2 },
 })
 
-/** A point [x, y, low, high] with its interval along one axis. */
+/** A point [x, y, low, high] with its interval along one axis; without a radius the interval alone. */
 export const drawInterval =
-  (along: 'x' | 'y') =>
+  (along: 'x' | 'y', r = 4) =>
   (_: unknown, item: Drawing): object => {
     const [x, y, low, high] = [0, 1, 2, 3].map((k) => item.value(k)) as [number, number, number, number]
     const end = (at: number) => item.coord(along === 'x' ? [at, y] : [x, at])
@@ -23,7 +23,10 @@ export const drawInterval =
     const [cx, cy] = item.coord([x, y])
     return {
       type: 'group',
-      children: [line(end(low), end(high), fill), { type: 'circle', shape: { cx, cy, r: 4 }, style: { fill } }],
+      children: [
+        line(end(low), end(high), fill),
+        ...(r > 0 ? [{ type: 'circle', shape: { cx, cy, r }, style: { fill } }] : []),
+      ],
     }
   }
 

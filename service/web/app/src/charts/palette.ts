@@ -1,4 +1,5 @@
 import { useComputedColorScheme } from '@mantine/core'
+import { mark } from '../format'
 
 /** Colours of charts in one colour scheme. */
 export interface Palette {
@@ -59,7 +60,11 @@ export const axis = (p: Palette, name: string, extra: object = {}) => ({
   nameGap: 30,
   nameTextStyle: { color: p.soft },
   axisLine: { lineStyle: { color: p.rule } },
-  axisLabel: { color: p.soft, hideOverlap: true },
+  axisLabel: {
+    color: p.soft,
+    hideOverlap: true,
+    formatter: (at: number | string) => (typeof at === 'number' ? mark(at) : at),
+  },
   splitLine: { lineStyle: { color: p.rule } },
   scale: true,
   ...extra,

@@ -2,9 +2,14 @@ import { Alert, Button } from '@mantine/core'
 import type { UseQueryResult } from '@tanstack/react-query'
 import type { ReactNode } from 'react'
 import { Refused } from '../api/client'
+import { Page } from './Page'
 
-/** What a query's answer shows; before the answer that it loads, and after a failure what failed and a way to retry. */
-export function Answer<T>({ of: query, children }: { of: UseQueryResult<T>; children: (data: T) => ReactNode }) {
+/**
+ * What a query's answer shows; before the answer that it loads, and after a failure what failed and a way to retry.
+ * Where the answer is a whole page, `title` is the heading of the page without one.
+ */
+export function Answer<T>(props: { of: UseQueryResult<T>; title?: string; children: (data: T) => ReactNode }) {
+  const { of: query, title, children } = props
   if (query.data !== undefined) {
     return (
       <>
@@ -13,7 +18,10 @@ export function Answer<T>({ of: query, children }: { of: UseQueryResult<T>; chil
       </>
     )
   }
-  if (query.isError) return <Failure error={query.error} retry={() => query.refetch()} />
+  if (query.isError) {
+    const failure = <Failure error={query.error} retry={() => query.refetch()} />
+    return title === undefined ? failure : <Page title={title}>{failure}</Page>
+  }
   return (
     <p role="status" className="soft">
       Loading

@@ -31,5 +31,9 @@ export function ChooseObjective(props: { names: readonly string[]; value: string
   if (names.length < 2) return null
   if (names.length < 6)
     return <SegmentedControl aria-label="Objective" size="xs" data={[...names]} value={value} onChange={onChange} />
-  return <Choose label="Objective" options={names} value={value} onChange={(name) => name && onChange(name)} />
+  return (
+    <div className="row">
+      <Choose label="Objective" options={names} value={value} onChange={(name) => name && onChange(name)} />
+    </div>
+  )
 }

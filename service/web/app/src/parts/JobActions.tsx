@@ -1,7 +1,8 @@
 import { Button } from '@mantine/core'
-import { useMutation, useQueryClient } from '@tanstack/react-query'
+import { useQueryClient } from '@tanstack/react-query'
 import { useNavigate } from '@tanstack/react-router'
 import { type ReactNode, useState } from 'react'
+import { useChange } from '../api/change'
 import { api } from '../api/client'
 import { useMay } from '../api/rights'
 import type { Study } from '../api/types'
@@ -9,6 +10,7 @@ import { isFinished } from '../api/jobs'
 import { type Steered, VERBS, type VerbName } from '../api/verbs'
 import { Failure } from './Answer'
 import { Confirm } from './Confirm'
+import { useKeptFocus } from './useKeptFocus'
 
 // Searches alone are stopped early.
 type Verb = Exclude<VerbName, 'stop'>
@@ -60,27 +62,29 @@ export function JobActions(props: {
   const client = useQueryClient()
   const navigate = useNavigate()
   const [asked, setAsked] = useState<'cancel' | 'delete'>()
-  const act = useMutation({
-    mutationFn: (verb: Verb | 'delete') => send(kind, job.id, verb),
-    onSuccess: async (_, verb) => {
+  const act = useChange(
+    (verb: Verb | 'delete') => send(kind, job.id, verb),
+    [queryKey],
+    async (_, verb) => {
       setAsked(undefined)
-      if (verb === 'delete') {
-        await navigate({ to: list })
-        client.removeQueries({ queryKey })
-      } else await client.invalidateQueries({ queryKey })
+      if (verb !== 'delete') return
+      await navigate({ to: list })
+      client.removeQueries({ queryKey })
     },
-  })
+  )
+  const row = useKeptFocus<HTMLDivElement>()
   const close = () => {
     setAsked(undefined)
     act.reset()
   }
   return (
     <>
-      <div className="row">
+      <div className="row" {...row}>
         {mayChange &&
           permitted(job).map((verb) => (
             <Button
               key={verb}
+              data-place={verb === 'resume' ? 'pause' : verb}
               size="xs"
               variant="default"
               disabled={act.isPending}

@@ -1,8 +1,9 @@
 import { keepPreviousData, useQuery, useQueryClient } from '@tanstack/react-query'
 import type { ReactNode } from 'react'
 import { useLiveJobs } from '../api/live'
+import { session as sessionQuery } from '../api/queries'
 import type { Study } from '../api/types'
-import { count, duration, localTime } from '../format'
+import { count, duration, shortTime } from '../format'
 import { Answer, Nothing } from './Answer'
 import { JobFilters, type JobSearch } from './JobFilters'
 import { CONNECTIONS } from './JobHead'
@@ -50,6 +51,7 @@ export function JobList<J extends Job>(props: {
 }) {
   const { kind, listKey, noun, search, onSearch, load, withProgress, link, columns, beside, actions, empty } = props
   const client = useQueryClient()
+  const session = useQuery(sessionQuery)
   const queryKey = [listKey, search]
   const connection = useLiveJobs(kind, listKey, ({ job, progress }) =>
     client.setQueryData<Jobs<J>>(
@@ -76,9 +78,9 @@ export function JobList<J extends Job>(props: {
       ),
     },
     ...columns,
-    { head: 'owner', isText: true, cell: ({ owner }) => owner },
+    ...(session.data?.has_accounts ? [{ head: 'owner', isText: true, cell: ({ owner }: J) => owner }] : []),
     { head: 'time', cell: ({ wall_clock_s }) => duration(wall_clock_s) },
-    { head: 'created', title: (job) => job.created_at, cell: ({ created_at }) => localTime(created_at) },
+    { head: 'created', title: (job) => job.created_at, cell: ({ created_at }) => shortTime(created_at) },
     ...(actions ? [{ head: 'actions', cell: actions }] : []),
   ]
   const isSearched = Boolean(search.q || search.state)
@@ -133,7 +135,7 @@ function Table<J extends Job>({ label, jobs, columns }: { label: string; jobs: J
               {columns.map(({ head, isText, width, title, cell }, k) => {
                 const own = { className: isText ? 'l' : '', style: { minWidth: width }, title: title?.(job) }
                 return k === 0 ? (
-                  <th key={head} scope="row" {...own}>
+                  <th key={head} scope="row" {...own} className="l name">
                     {cell(job)}
                   </th>
                 ) : (

@@ -1,6 +1,6 @@
 import { value } from '../format'
 
-/** A value with one standard error, small beside it. */
+/** A value with one standard error, or another spread, small beside it. */
 export function WithError({ value: x, error }: { value: number | null | undefined; error: number | null | undefined }) {
   return (
     <>

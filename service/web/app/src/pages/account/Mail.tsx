@@ -2,7 +2,8 @@ import { Button, TextInput } from '@mantine/core'
 import { useQuery } from '@tanstack/react-query'
 import { useState } from 'react'
 import { api } from '../../api/client'
-import { useChange, useSession } from '../../api/session'
+import { useChange } from '../../api/change'
+import { useSession } from '../../api/session'
 import { localTime } from '../../format'
 import { Answer, Nothing } from '../../parts/Answer'
 import { Fields } from '../../parts/Fields'
@@ -21,9 +22,9 @@ export function Mail({ user }: { user: string }) {
   const [chosen, setChosen] = useState<Notice[]>()
   const set = useChange(
     (body: { address: string; events: Notice[] }) => api.PUT('/v1/users/{user}/mail', { params, body }),
-    ['mail', user],
+    [['mail', user]],
   )
-  const remove = useChange(() => api.DELETE('/v1/users/{user}/mail', { params }), ['mail', user])
+  const remove = useChange(() => api.DELETE('/v1/users/{user}/mail', { params }), [['mail', user]])
   return (
     <Answer of={mail}>
       {(found) => {

@@ -1,7 +1,7 @@
 import { NativeSelect, TextInput } from '@mantine/core'
 import { useState } from 'react'
 import { api } from '../../api/client'
-import { useChange } from '../../api/session'
+import { useChange } from '../../api/change'
 import type { Token } from '../../api/types'
 import { CopyField } from '../../parts/CopyField'
 import { Fields, Once } from '../../parts/Fields'
@@ -27,7 +27,7 @@ export function NewToken({ user }: { user: string }) {
   const create = useChange(async () => {
     const body = { user, name, scope, expires_in_days: days === '' ? null : Number(days) }
     return (await api.POST('/v1/tokens', { body })).data!
-  }, ['tokens'])
+  }, [['tokens']])
   if (create.data)
     return (
       <Once onDone={() => create.reset()}>

@@ -2,7 +2,8 @@ import { Button } from '@mantine/core'
 import { useQuery } from '@tanstack/react-query'
 import { useState } from 'react'
 import { api } from '../../api/client'
-import { useChange, useSession } from '../../api/session'
+import { useChange } from '../../api/change'
+import { useSession } from '../../api/session'
 import type { Token } from '../../api/types'
 import { localTime } from '../../format'
 import { Answer, Nothing } from '../../parts/Answer'
@@ -47,7 +48,7 @@ function Table({ tokens }: { tokens: Token[] }) {
       await api.DELETE('/v1/tokens/{token_id}', { params: { path: { token_id: token.id } } })
       setAsked(undefined)
     },
-    ['tokens'],
+    [['tokens']],
   )
   const isValid = (token: Token) => stateOf(token) === 'valid'
   const ordered = [...tokens.filter(isValid), ...tokens.filter((token) => !isValid(token))]

@@ -2,7 +2,8 @@ import { Button, TextInput } from '@mantine/core'
 import { useQuery } from '@tanstack/react-query'
 import { useState } from 'react'
 import { api } from '../../api/client'
-import { useChange, useSession } from '../../api/session'
+import { useChange } from '../../api/change'
+import { useSession } from '../../api/session'
 import type { Webhook } from '../../api/types'
 import { localTime } from '../../format'
 import { Answer, Failure, Nothing } from '../../parts/Answer'
@@ -44,10 +45,9 @@ function OneWebhook({ webhook }: { webhook: Webhook }) {
   const params = { path: { webhook_id: webhook.id } }
   const test = useChange(
     () => api.POST('/v1/webhooks/{webhook_id}:test', { params }),
-    ['deliveries', webhook.id],
-    ['webhooks'],
+    [['deliveries', webhook.id], ['webhooks']],
   )
-  const remove = useChange(() => api.DELETE('/v1/webhooks/{webhook_id}', { params }), ['webhooks'])
+  const remove = useChange(() => api.DELETE('/v1/webhooks/{webhook_id}', { params }), [['webhooks']])
   return (
     <section aria-label={`Webhook ${webhook.url}`}>
       <h3 style={{ overflowWrap: 'anywhere' }}>{webhook.url}</h3>
@@ -146,7 +146,7 @@ function NewWebhook() {
           ? { covers: 'own' as const }
           : { covers: 'team' as const, team: covers.replace('team ', '') }
     return (await api.POST('/v1/webhooks', { body: { url, events, ...jobs } })).data!
-  }, ['webhooks'])
+  }, [['webhooks']])
   const managed = Object.entries(user?.teams ?? {}).filter(([, role]) => role === 'admin')
   const choices = [
     { value: 'own', label: 'your jobs' },

@@ -3,7 +3,8 @@ import { useQuery, useQueryClient } from '@tanstack/react-query'
 import { Link } from '@tanstack/react-router'
 import { useState } from 'react'
 import { BASE, api } from '../../api/client'
-import { useChange, useSession } from '../../api/session'
+import { useChange } from '../../api/change'
+import { useSession } from '../../api/session'
 import type { QueueEntry } from '../../api/types'
 import { localTime } from '../../format'
 import { Answer, Failure, Nothing } from '../../parts/Answer'
@@ -59,7 +60,7 @@ function Waiting({ entries }: { entries: QueueEntry[] }) {
     const body = before === undefined ? { job } : { job, before }
     client.setQueryData(['queue'], (await api.POST('/v1/queue:move', { body })).data!)
     setSaid(words)
-  })
+  }, [])
   return (
     <>
       {move.error && <Failure error={move.error} />}

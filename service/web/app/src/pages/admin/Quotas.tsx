@@ -2,7 +2,8 @@ import { Button, Progress, TextInput } from '@mantine/core'
 import { useQuery } from '@tanstack/react-query'
 import { useState } from 'react'
 import { api } from '../../api/client'
-import { useChange, useSession } from '../../api/session'
+import { useChange } from '../../api/change'
+import { useSession } from '../../api/session'
 import type { Team, TeamUsage } from '../../api/types'
 import { bytes, count } from '../../format'
 import { Answer } from '../../parts/Answer'
@@ -123,10 +124,9 @@ function Editor({ team, onDone }: { team: Team; onDone: () => void }) {
         params: { path: { team: team.name } },
         body: Object.fromEntries(changed) as Partial<Limits>,
       })
-      onDone()
     },
-    ['teams'],
-    ['usage'],
+    [['teams'], ['usage']],
+    onDone,
   )
   return (
     <Fields

@@ -2,7 +2,8 @@ import { Button, TextInput } from '@mantine/core'
 import { useQuery } from '@tanstack/react-query'
 import { useState } from 'react'
 import { api } from '../../api/client'
-import { useChange, useSession } from '../../api/session'
+import { useChange } from '../../api/change'
+import { useSession } from '../../api/session'
 import type { Role, Team } from '../../api/types'
 import { Answer, Failure, Nothing } from '../../parts/Answer'
 import { Choose } from '../../parts/Choose'
@@ -44,7 +45,7 @@ export function Teams() {
 function OneTeam({ team }: { team: Team }) {
   const { administers } = useSession()
   const [isAsked, setAsked] = useState(false)
-  const remove = useChange(() => api.DELETE('/v1/teams/{team}', { params: { path: { team: team.name } } }), ['teams'])
+  const remove = useChange(() => api.DELETE('/v1/teams/{team}', { params: { path: { team: team.name } } }), [['teams']])
   return (
     <section aria-label={`Team ${team.name}`}>
       <h2>{team.name}</h2>
@@ -53,7 +54,7 @@ function OneTeam({ team }: { team: Team }) {
         <Quotas team={team} />
       </div>
       {administers && (
-        <Button size="compact-sm" variant="default" onClick={() => setAsked(true)}>
+        <Button size="compact-sm" variant="default" mt="xs" onClick={() => setAsked(true)}>
           Remove team {team.name}
         </Button>
       )}
@@ -82,13 +83,11 @@ function Members({ team }: { team: Team }) {
   const set = useChange(
     ({ member, role }: { member: string; role: Role }) =>
       api.PUT('/v1/teams/{team}/members/{user}', { ...at(member), body: { role } }),
-    ['teams'],
-    ['session'],
+    [['teams'], ['session']],
   )
   const remove = useChange(
     (member: string) => api.DELETE('/v1/teams/{team}/members/{user}', at(member)),
-    ['teams'],
-    ['session'],
+    [['teams'], ['session']],
   )
   const error = set.error ?? remove.error
   const members = Object.entries(team.members)
@@ -185,7 +184,7 @@ function NewTeam() {
   const add = useChange(async () => {
     await api.POST('/v1/teams', { body: { name } })
     setName('')
-  }, ['teams'])
+  }, [['teams']])
   return (
     <>
       <h2>Add a team</h2>

@@ -2,7 +2,8 @@ import { Button, TextInput } from '@mantine/core'
 import { useQuery } from '@tanstack/react-query'
 import { useState } from 'react'
 import { api } from '../../api/client'
-import { useChange, useSession } from '../../api/session'
+import { useChange } from '../../api/change'
+import { useSession } from '../../api/session'
 import type { User } from '../../api/types'
 import { localTime } from '../../format'
 import { Answer, Failure, Nothing } from '../../parts/Answer'
@@ -44,8 +45,7 @@ function Table({ users }: { users: User[] }) {
   const change = useChange(
     ({ user, body }: { user: string; body: Change }) =>
       api.PATCH('/v1/users/{user}', { params: { path: { user } }, body }),
-    ['users'],
-    ['session'],
+    [['users'], ['session']],
   )
   const actions = (user: User): [verb: string, body: Change][] => [
     user.is_disabled ? ['Enable', { is_disabled: false }] : ['Disable', { is_disabled: true }],
@@ -128,7 +128,7 @@ function NewUser() {
   const add = useChange(async () => {
     await api.POST('/v1/users', { body: { name, is_admin: false } })
     setName('')
-  }, ['users'])
+  }, [['users']])
   return (
     <>
       <h2>Add a user</h2>

@@ -24,7 +24,7 @@ export function FinetunePage() {
   const key = ['finetune', id]
   const { progress, connection } = useLive<TrainingProgress>(`/v1/finetunes/${id}`, key, query.data?.last_event_id)
   return (
-    <Answer of={query}>
+    <Answer title="Fine-tuning" of={query}>
       {(stored) => {
         const finetune = withProgress(stored, progress)
         return (

@@ -1,6 +1,7 @@
 import type { Analysis } from '../../api/types'
 import { value } from '../../format'
 import { Nothing } from '../../parts/Answer'
+import { WithError } from '../../parts/WithError'
 
 type Merge = Analysis['fleets'][number]['merges'][number]
 
@@ -69,15 +70,21 @@ function Cells({ merge, hasValues }: { merge: Merge | undefined; hasValues: bool
     <>
       {hasValues && <td>{value(merge?.value)}</td>}
       <td>
-        {merge && loss(merge.mean)}
-        {merge?.spread != null && merge.coefficient !== null && <small>± {value(merge.spread)}</small>}
+        {merge &&
+          (merge.mean == null ? (
+            NOT_FINITE
+          ) : (
+            <WithError value={merge.mean} error={merge.coefficient === null ? null : merge.spread} />
+          ))}
       </td>
       <td>{merge?.coefficient != null && Number(merge.coefficient.toFixed(4))}</td>
     </>
   )
 }
 
-const loss = (x: number | null | undefined) => (x == null ? 'not finite' : value(x))
+const NOT_FINITE = 'not finite'
+
+const loss = (x: number | null | undefined) => (x == null ? NOT_FINITE : value(x))
 
 /** Losses on each expert's own tasks, folded. */
 function PerExpert({ analysis }: { analysis: Analysis }) {

@@ -1,12 +1,18 @@
 import { Button, Textarea } from '@mantine/core'
-import { useMutation, useQuery } from '@tanstack/react-query'
+import { type UseMutationResult, useMutation, useQuery } from '@tanstack/react-query'
 import { useNavigate } from '@tanstack/react-router'
-import { useRef, useState } from 'react'
-import { api } from '../../api/client'
+import { useMemo, useRef, useState } from 'react'
+import { api, Refused } from '../../api/client'
 import { Answer, Failure, Nothing } from '../../parts/Answer'
 import { Page } from '../../parts/Page'
 import { newFinetuneRoute } from '../../router'
 import { useMaySubmit } from '../../api/rights'
+import type { Form } from '../studies/new/FormParts'
+import { ModelsOffered } from '../studies/new/ModelField'
+import type { Schemas } from '../studies/new/schema'
+import { schemasQuery } from '../studies/new/schemas'
+import { parsed } from '../studies/new/yamlText'
+import { FinetuneForm } from './FinetuneForm'
 
 const EXAMPLE = `name: family
 base: /models/base
@@ -17,10 +23,11 @@ experts:
   text: {data: {file: /data/text_train.jsonl}, training: {steps: 800}}
 `
 
-/** A specification in a text editor, which is submitted as a fine-tuning; `from` in the address copies another one. */
+/** A specification as text and form, which is submitted as a fine-tuning; `from` in the address copies another one. */
 export function NewFinetune() {
   const { from } = newFinetuneRoute.useSearch()
   const maySubmit = useMaySubmit()
+  const schemas = useQuery(schemasQuery)
   const copied = useQuery({
     queryKey: ['finetune', from, 'specification'],
     queryFn: async ({ signal }) => {
@@ -31,20 +38,24 @@ export function NewFinetune() {
     enabled: from !== undefined,
     staleTime: Infinity,
   })
+  const editor = (key: string, initial: string) => (
+    <Answer of={schemas}>{(found) => <Editor key={key} initial={initial} schemas={found} />}</Answer>
+  )
   return (
     <Page title="New fine-tuning">
       {!maySubmit ? (
         <Nothing>You may not submit fine-tunings with this login.</Nothing>
       ) : from === undefined ? (
-        <Editor key="example" initial={EXAMPLE} />
+        editor('example', EXAMPLE)
       ) : (
-        <Answer of={copied}>{(text) => <Editor key={from} initial={text} />}</Answer>
+        <Answer of={copied}>{(text) => editor(from, text)}</Answer>
       )}
     </Page>
   )
 }
 
-function Editor({ initial }: { initial: string }) {
+/** One document as text and as a form; a problem that a submission has is at its field until the text changes. */
+function Editor({ initial, schemas }: { initial: string; schemas: Schemas }) {
   const navigate = useNavigate()
   const [text, setText] = useState(initial)
   // The same key as long as the text is the same, so that a repeated request creates nothing twice.
@@ -64,6 +75,44 @@ function Editor({ initial }: { initial: string }) {
     },
     onSuccess: (made) => navigate({ to: '/finetunes/$id', params: { id: made.id } }),
   })
+  const { content, error } = useMemo(() => parsed(text), [text])
+  const refused =
+    submit.error instanceof Refused && submit.variables === text ? submit.error.problem.problems : undefined
+  const form: Form = {
+    schemas,
+    root: schemas.FinetuneSpec ?? {},
+    content,
+    // An option of all experts is refused in each of them.
+    errorOf: (field) =>
+      refused?.find((problem) => problem.field === field || problem.field.replace(/^experts\.[^.]+\./, '') === field)
+        ?.message,
+    change: (edit) => setText((before) => edit(before)),
+  }
+  return (
+    <div className="halves">
+      <section aria-label="Form">
+        <h2>Form</h2>
+        {error === undefined ? (
+          <ModelsOffered>
+            <FinetuneForm form={form} />
+          </ModelsOffered>
+        ) : (
+          <p>The form follows when the text is YAML again: {error.message.split('\n')[0]}</p>
+        )}
+      </section>
+      <div className="beside">
+        <Text text={text} setText={setText} submit={submit} />
+      </div>
+    </div>
+  )
+}
+
+function Text(props: {
+  text: string
+  setText: (text: string) => void
+  submit: UseMutationResult<{ id: string }, Error, string>
+}) {
+  const { text, setText, submit } = props
   return (
     <form
       onSubmit={(event) => {

@@ -27,7 +27,7 @@ export function Chat() {
   const key = ['served', id]
   const { progress, connection } = useLive<ServedProgress>(`/v1/served/${id}`, key, query.data?.last_event_id)
   return (
-    <Answer of={query}>
+    <Answer of={query} title="Chat">
       {(served) => (
         <Page title={served.name} before={<JobHead job={served} connection={connection} />}>
           <JobNotes job={served} />

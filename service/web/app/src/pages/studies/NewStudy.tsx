@@ -2,7 +2,7 @@ import { Button, FileButton } from '@mantine/core'
 import { useMutation, useQuery } from '@tanstack/react-query'
 import { Link } from '@tanstack/react-router'
 import { useRef, useState } from 'react'
-import { api, BASE } from '../../api/client'
+import { api } from '../../api/client'
 import { session as sessionQuery } from '../../api/queries'
 import { maySubmit } from '../../api/rights'
 import type { Session } from '../../api/types'
@@ -13,7 +13,7 @@ import { newStudyRoute } from '../../router'
 import { EXAMPLES } from './examples'
 import { EnqueueRecipe } from './new/EnqueueRecipe'
 import { StudyEditor } from './new/StudyEditor'
-import type { Schemas } from './new/schema'
+import { schemasQuery } from './new/schemas'
 import { asYaml } from './new/yamlText'
 
 /** A study file to write and submit, from an example, a former study or the experts of a fine-tuning. */
@@ -36,16 +36,6 @@ export function NewStudy() {
       </Answer>
     </Page>
   )
-}
-
-const schemasQuery = {
-  queryKey: ['openapi'],
-  queryFn: async ({ signal }: { signal: AbortSignal }): Promise<Schemas> => {
-    const found = await fetch(`${BASE}/openapi.json`, { signal })
-    if (!found.ok) throw new Error(`the schema of study files: ${found.status} ${found.statusText}`)
-    return (await found.json()).components.schemas
-  },
-  staleTime: Infinity,
 }
 
 function Begun({ session }: { session: Session }) {

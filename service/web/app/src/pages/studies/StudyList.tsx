@@ -37,8 +37,7 @@ const COLUMNS: JobColumn<Study>[] = [
   {
     head: 'samples/s',
     title: () => 'samples scored, over the time that the study has worked',
-    cell: ({ progress, wall_clock_s }) =>
-      progress && wall_clock_s > 0 && (progress.samples_scored / wall_clock_s).toPrecision(3),
+    cell: ({ progress, wall_clock_s }) => speed(progress?.samples_scored, wall_clock_s),
   },
 ]
 
@@ -82,12 +81,15 @@ export function StudyList() {
   )
 }
 
+// A job that has not reported yet has no progress, and one of another version may lack a part of it.
+const speed = (samples: number | undefined, seconds: number) =>
+  samples !== undefined && seconds > 0 && (samples / seconds).toPrecision(3)
+
 const finished = (trials: Study['trials']) =>
   Object.entries(trials ?? {}).reduce((sum, [state, n]) => sum + (UNFINISHED.has(state) ? 0 : n), 0)
 
 /** The best trial's value of each objective, named, with its 95 % interval. */
 function Best({ progress }: { progress: StudyProgress | null }) {
-  // A job that has not reported yet has no progress, and one of another version may lack a part of it.
   return Object.entries(progress?.best ?? {}).map(([name, x]) => {
     const limits = progress?.best_ci95?.[name]
     return (

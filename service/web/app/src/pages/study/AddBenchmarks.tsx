@@ -1,6 +1,6 @@
 import { Button, Textarea } from '@mantine/core'
-import { useMutation, useQueryClient } from '@tanstack/react-query'
 import { useState } from 'react'
+import { useChange } from '../../api/change'
 import { api } from '../../api/client'
 import type { Study } from '../../api/types'
 import { Failure } from '../../parts/Answer'
@@ -12,17 +12,16 @@ const EXAMPLE = `benchmarks:
 /** Benchmarks in the form of a study file, which are added to a study that is complete; it then continues. */
 export function AddBenchmarks({ study }: { study: Study }) {
   const [text, setText] = useState('')
-  const client = useQueryClient()
-  const add = useMutation({
-    mutationFn: (document: string) =>
+  const add = useChange(
+    (document: string) =>
       api.POST('/v1/studies/{study_id}/benchmarks', {
         params: { path: { study_id: study.id } },
         headers: { 'Content-Type': document.trimStart().startsWith('{') ? 'application/json' : 'application/yaml' },
         body: document as never,
         bodySerializer: (body) => body as unknown as string,
       }),
-    onSuccess: () => client.invalidateQueries({ queryKey: ['study', study.id] }),
-  })
+    [['study', study.id]],
+  )
   return (
     <section aria-labelledby="add-benchmarks">
       <h3 id="add-benchmarks">Add benchmarks</h3>

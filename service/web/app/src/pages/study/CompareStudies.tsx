@@ -104,7 +104,6 @@ function Histories({ a, b }: { a: Own; b: Own }) {
       xAxis: axis(p, 'samples scored', {
         scale: false,
         splitLine: { show: false },
-        axisLabel: { color: p.soft, hideOverlap: true },
       }),
       yAxis: axis(p, name, { nameGap: 38 }),
       series: lines.map(({ own, found }, k) => ({

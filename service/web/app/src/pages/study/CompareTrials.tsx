@@ -9,11 +9,11 @@ import type { Objective, Summary, Trial } from '../../api/types'
 import { escaped } from '../../charts/escaped'
 import { EChart } from '../../charts/EChart'
 import type { Palette } from '../../charts/palette'
-import { count, signed, value } from '../../format'
+import { count, ownLabel, signed, value } from '../../format'
 import { Answer, Nothing } from '../../parts/Answer'
 import { Difference, Interval } from '../../parts/Interval'
 import { WithError } from '../../parts/WithError'
-import { type Cell, differences } from '../../recipes'
+import { type Cell, differences, lastWord } from '../../recipes'
 import { useStudy } from './StudyLayout'
 
 type Series = components['schemas']['CoefficientsPlot']
@@ -65,7 +65,7 @@ function Values(props: { objectives: Objective[]; trials: [Trial, Trial]; summar
                   <Link to="/studies/$id/trials/$number" params={{ id: study.id, number: `${trial.number}` }}>
                     trial {trial.number}
                   </Link>{' '}
-                  {trial.label !== `trial:${trial.number}` && trial.label}
+                  {ownLabel(trial.number, trial.label)}
                 </th>
               ))}
               <th scope="col">
@@ -202,7 +202,7 @@ function HeatMap({ a, b, series }: { a: number; b: number; series: [Series, Seri
         nameLocation: 'middle',
         nameGap: 26,
         nameTextStyle: { color: p.soft },
-        axisLabel: { color: p.soft },
+        axisLabel: { color: p.soft, interval: 0, hideOverlap: true, formatter: lastWord },
         axisLine: { show: false },
         axisTick: { show: false },
       },
@@ -223,7 +223,7 @@ function HeatMap({ a, b, series }: { a: number; b: number; series: [Series, Seri
         bottom: 0,
         itemWidth: 12,
         itemHeight: 110,
-        text: [`more in ${a}`, `more in ${b}`],
+        text: [`more in trial ${a}`, `more in trial ${b}`],
         textStyle: { color: p.soft },
         inRange: { color: [...p.diverging] },
       },

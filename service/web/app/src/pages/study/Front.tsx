@@ -9,7 +9,7 @@ import { escaped } from '../../charts/escaped'
 import { EChart } from '../../charts/EChart'
 import { drawCross } from '../../charts/intervals'
 import { type Palette, axis } from '../../charts/palette'
-import { interval, percent, value } from '../../format'
+import { interval, ownLabel, percent, value } from '../../format'
 import { Nothing } from '../../parts/Answer'
 import { ExportButton } from '../../parts/ExportButton'
 import { Difference } from '../../parts/Interval'
@@ -136,7 +136,7 @@ function Picked(props: { point: Point; objectives: Objective[]; row: Summary['ho
     <>
       <p style={{ margin: '4px 0' }}>
         Trial {point.trial}
-        {point.label !== `trial ${point.trial}` && `, ${point.label}`}:
+        {ownLabel(point.trial, point.label) && `, ${point.label}`}:
       </p>
       <dl style={{ display: 'grid', gridTemplateColumns: 'auto 1fr', gap: '2px 12px', margin: '0 0 10px' }}>
         {objectives.map(({ name }) => (
@@ -426,7 +426,8 @@ function sayAll(point: Point | undefined, objectives: Objective[], safe = (text:
     )
     .join(', ')
   const violated = Object.keys(point.violations).map(safe)
-  const label = point.label === `trial ${point.trial}` ? '' : ` (${safe(point.label)})`
+  const own = ownLabel(point.trial, point.label)
+  const label = own && ` (${safe(own)})`
   return `trial ${point.trial}${label}: ${values}${violated.length ? `; violates ${violated.join(', ')}` : ''}`
 }
 

@@ -1,5 +1,6 @@
 import { Link } from '@tanstack/react-router'
 import { useCallback, useMemo, useState } from 'react'
+import { isFinished } from '../../api/jobs'
 import type { Estimate, Objective, Study, Summary } from '../../api/types'
 import { EChart } from '../../charts/EChart'
 import { drawInterval } from '../../charts/intervals'
@@ -34,7 +35,9 @@ export function HeldOut({ study, summary }: { study: Study; summary: Summary }) 
         <Nothing>
           {study.state === 'COMPLETE'
             ? 'The study has no held-out data.'
-            : 'Trials are scored on held-out data when the search has ended.'}
+            : isFinished(study)
+              ? 'The study ended before a trial was scored on held-out data.'
+              : 'Trials are scored on held-out data when the search has ended.'}
         </Nothing>
       ) : (
         <>

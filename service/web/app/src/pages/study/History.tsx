@@ -3,7 +3,7 @@ import { useCallback, useMemo, useState } from 'react'
 import type { Columns, FrontSeries, Objective, Study } from '../../api/types'
 import { EChart } from '../../charts/EChart'
 import { type Palette, axis } from '../../charts/palette'
-import { count, interval, value } from '../../format'
+import { count, interval, ownLabel, value } from '../../format'
 import { drawInterval } from '../../charts/intervals'
 import { escaped } from '../../charts/escaped'
 import { ChooseObjective } from '../../parts/Choose'
@@ -28,7 +28,7 @@ interface Row {
   isFull: boolean
   isFeasible: boolean
   isBaseline: boolean
-  /** 95 % interval of the value of a trial at full budget; there is none of a mean. */
+  /** 95 % interval of the value of a trial at full budget. */
   ends: number[] | undefined
 }
 
@@ -39,6 +39,7 @@ function rowsOf(trials: Columns, front: FrontSeries['points'] | undefined, names
     const values = names.map((name) => trials[`value.${name}`]?.[i] as number | null | undefined)
     if (values.some((x) => x == null)) return
     const errors = names.map((name) => (trials[`standard_error.${name}`]?.[i] as number | null) ?? 0)
+    const point = full.get(number as number)
     rows.push({
       trial: number as number,
       label: trials.label![i] as string,
@@ -46,9 +47,9 @@ function rowsOf(trials: Columns, front: FrontSeries['points'] | undefined, names
       error: Math.sqrt(errors.reduce((sum, x) => sum + x * x, 0)) / names.length,
       rung: trials.rung![i] as number,
       samples: trials.samples![i] as number,
-      isFull: full.has(number as number),
-      isFeasible: Object.keys(full.get(number as number)?.violations ?? {}).length === 0,
-      ends: names.length === 1 ? full.get(number as number)?.intervals[names[0]!] : undefined,
+      isFull: point !== undefined,
+      isFeasible: Object.keys(point?.violations ?? {}).length === 0,
+      ends: (names.length === 1 ? point?.intervals[names[0]!] : point?.mean_interval) ?? undefined,
       isBaseline: BASELINES.includes(trials.origin![i] as string),
     })
   })
@@ -137,7 +138,7 @@ export function History(props: { study: Study; trials: Columns; front: FrontSeri
             itemStyle: { color: p.ink },
             encode: { x: 0, y: [1, 2, 3] },
             data: record.flatMap(({ trial, value: at, ends }) => (ends ? [[trial, at, ...ends]] : [])),
-            renderItem: drawInterval('y'),
+            renderItem: drawInterval('y', 0), // the points are there already
           },
         ],
       }
@@ -183,9 +184,9 @@ export function History(props: { study: Study; trials: Columns; front: FrontSeri
       />
       <p className="soft">
         A darker point was scored on more samples. Values on different numbers of samples are not comparable; the line
-        is the best at full budget, with the 95 % interval of each best trial of one objective. Orange rings are
-        baselines: sources and published recipes. Values are on the samples of the search, which overestimate the best
-        trial; <a href="#held-out">held-out values</a> do not.
+        is the best at full budget, with the 95 % interval of each best trial; in that of the mean, the errors of the
+        objectives count as independent. Orange rings are baselines: sources and published recipes. Values are on the
+        samples of the search, which overestimate the best trial; <a href="#held-out">held-out values</a> do not.
       </p>
     </>
   )
@@ -193,7 +194,8 @@ export function History(props: { study: Study; trials: Columns; front: FrontSeri
 
 function text(row: Row | undefined, name: string, safe: (text: string) => string = (given) => given): string {
   if (!row) return ''
-  const label = row.label && row.label !== `trial ${row.trial}` ? ` (${safe(row.label)})` : ''
+  const own = ownLabel(row.trial, row.label)
+  const label = own && ` (${safe(own)})`
   const [low, high] = row.ends ?? []
   const within = low === undefined || high === undefined ? '' : ` (${interval(low, high)})`
   return `trial ${row.trial}${label}: ${safe(name)} ${value(row.value)} ± ${value(row.error)}${within} on ${count(row.samples)} samples`

@@ -1,7 +1,7 @@
 import { useQuery } from '@tanstack/react-query'
 import { columns, plot, summary } from '../../api/queries'
 import type { Progress, Study, Summary } from '../../api/types'
-import { count, duration, percent, value } from '../../format'
+import { count, duration, percent, value, withMinuses } from '../../format'
 import { Answer } from '../../parts/Answer'
 import { Figures } from '../../parts/Figures'
 import { Interval } from '../../parts/Interval'
@@ -27,7 +27,7 @@ export function Overview() {
       <Answer of={results}>
         {(found) => (
           <>
-            <p style={{ fontSize: 18 }}>{found.finding.text}</p>
+            <p style={{ fontSize: 18 }}>{withMinuses(found.finding.text)}</p>
             <Key study={study} progress={progress} summary={found} />
             <Careful summary={found} />
           </>

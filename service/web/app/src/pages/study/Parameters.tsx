@@ -43,11 +43,11 @@ export function Parameters() {
     <Answer of={objectives}>
       {(front) => (
         <Answer of={parameters}>
-          {(all) =>
-            all.length === 0 ? (
+          {({ variedFirst }) =>
+            variedFirst.length === 0 ? (
               <Nothing>No proposed trial has parameters yet.</Nothing>
             ) : (
-              <OfObjective objectives={front.objectives} parameters={all} />
+              <OfObjective objectives={front.objectives} parameters={variedFirst} />
             )
           }
         </Answer>
@@ -56,6 +56,7 @@ export function Parameters() {
   )
 }
 
+/** `parameters` are names of the search space, of which those that differ between trials are first. */
 function OfObjective({ objectives, parameters }: { objectives: Objective[]; parameters: string[] }) {
   const { study } = useStudy()
   const search = parametersRoute.useSearch()
@@ -114,7 +115,9 @@ function Coordinates(props: {
       <h2 id="coordinates">Parallel coordinates</h2>
       <ChooseAxes chosen={chosen} values={values} parameters={parameters.map((name) => `parameter.${name}`)} />
       {asked === undefined && isWaiting && (
-        <p className="soft">The axes are the first parameters until their importance is computed.</p>
+        <p className="soft">
+          The axes are the first parameters that differ between trials until their importance is computed.
+        </p>
       )}
       <Answer of={trials}>{(found) => <Filtered columns={found.columns} chosen={chosen} values={values} />}</Answer>
     </section>

@@ -55,7 +55,7 @@ export function StudyLayout() {
     // oxlint-disable-next-line react-hooks/exhaustive-deps
   }, [pathname])
   return (
-    <Answer of={query}>
+    <Answer of={query} title="Study">
       {(study) => (
         <Context value={{ study, progress: progress ?? study.progress, connection }}>
           <Page

@@ -182,7 +182,8 @@ function Chart({ shown }: { shown: Shown }) {
         yAxis: {
           type: 'category',
           inverse: true,
-          data: replicas.map((name, k) => `${name}  ${percent(busy(bins[k]!))}`),
+          // The share first: a long name is cut at its end.
+          data: replicas.map((name, k) => `${percent(busy(bins[k]!))}  ${name}`),
           axisLabel: { color: p.soft, width: 118, overflow: 'truncate' },
           axisLine: { show: false },
           axisTick: { show: false },
@@ -252,7 +253,7 @@ function Legend() {
           {phase}
         </span>
       ))}
-      <span>From the bottom of a row: score, swap, merge; the rest is idle. Beside each name: its busy share.</span>
+      <span>From the bottom of a row: score, swap, merge; the rest is idle. Before each name: its busy share.</span>
     </p>
   )
 }

@@ -3,6 +3,7 @@ import type { Study, Trial } from '../../api/types'
 import { count, duration, parameterValue, value } from '../../format'
 import { State } from '../../parts/State'
 import type { Column } from '../../parts/VirtualTable'
+import { WithError } from '../../parts/WithError'
 
 /** A column of the table of trials; a reader may hide it, unless it is always shown. */
 export interface TrialColumn extends Column<Trial> {
@@ -41,15 +42,7 @@ export function trialColumns(study: Study, parameters: readonly string[]): Trial
       const last = (trial: Trial) => trial.rungs.at(-1)
       return [
         own(name, `value.${name}`, (trial) => last(trial)?.values[name], {
-          cell: (trial) => {
-            const error = last(trial)?.standard_errors[name]
-            return (
-              <>
-                {value(last(trial)?.values[name])}
-                {error != null && <small>± {value(error)}</small>}
-              </>
-            )
-          },
+          cell: (trial) => <WithError value={last(trial)?.values[name]} error={last(trial)?.standard_errors[name]} />,
         }),
         own(`standard error of ${name}`, undefined, (trial) => last(trial)?.standard_errors[name], {
           isUsual: false,

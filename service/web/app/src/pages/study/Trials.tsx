@@ -39,7 +39,7 @@ export function Trials() {
   // As the rows, columns stay until the reader asks for what is new.
   const key = ['study', study.id, 'trials', 'parameters']
   const parameters = useQuery({ ...parameterNames(study.id), queryKey: key })
-  const all = trialColumns(study, parameters.data ?? [])
+  const all = trialColumns(study, parameters.data?.names ?? [])
   const shown = shownColumns(all, search.columns)
   const load = async (offset: number, limit: number, signal?: AbortSignal): Promise<Page<Trial>> => {
     const query = { q, where: where ? [where] : undefined, sort, offset, limit, ...({ state, origin } as Chosen) }

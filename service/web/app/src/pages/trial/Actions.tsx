@@ -1,7 +1,7 @@
 import { Button, TextInput } from '@mantine/core'
-import { useMutation, useQueryClient } from '@tanstack/react-query'
 import { Link } from '@tanstack/react-router'
 import { type FormEvent, type ReactNode, useState } from 'react'
+import { useChange } from '../../api/change'
 import { api } from '../../api/client'
 import { useMay, useMaySubmit } from '../../api/rights'
 import type { ShownTrial, Study } from '../../api/types'
@@ -51,15 +51,10 @@ function ExportTrial({ study, trial }: Of) {
   )
 }
 
-/** An action that refetches the study's data, with its button, what it says afterwards, and its failure. */
-function useAction<T>(study: Study, send: () => Promise<T>) {
-  const client = useQueryClient()
-  return useMutation({
-    mutationFn: send,
-    onSuccess: () => client.invalidateQueries({ queryKey: ['study', study.id] }),
-  })
-}
+/** An action that refetches the study's data. */
+const useAction = <T,>(study: Study, send: () => Promise<T>) => useChange<void, T>(send, [['study', study.id]])
 
+/** The button of an action, what it says afterwards, and its failure. */
 function Action<T>(props: {
   verb: string
   action: ReturnType<typeof useAction<T>>

@@ -5,6 +5,7 @@ import { EChart } from '../../charts/EChart'
 import { type Palette, usePalette } from '../../charts/palette'
 import { value } from '../../format'
 import { Nothing } from '../../parts/Answer'
+import { lastWord } from '../../recipes'
 
 type Coefficient = CoefficientsPlot['values'][number]
 
@@ -24,6 +25,8 @@ export function Coefficients({ plot }: { plot: CoefficientsPlot }) {
         The merge has no factor of each expert&apos;s task vector by layer. The recipe shows what it has instead.
       </Nothing>
     )
+  if (values.every((each) => each.value === 0))
+    return <Nothing>The merge has no part of any task vector: all coefficients are 0.</Nothing>
   return (
     <>
       <Scale largest={largest} />
@@ -80,14 +83,14 @@ function Panel({ expert, values, largest }: { expert: string; values: Coefficien
     (p: Palette) => {
       const category = { type: 'category', axisTick: { show: false }, axisLine: { lineStyle: { color: p.rule } } }
       return {
-        grid: { left: 84, right: 6, top: 4, bottom: below },
+        grid: { left: 96, right: 6, top: 4, bottom: below },
         tooltip: {
           confine: true,
           formatter: ({ dataIndex }: { dataIndex: number }) => escaped(say(cells[dataIndex]!.of)),
         },
         xAxis: {
           ...category,
-          data: columns.map(short),
+          data: columns.map(lastWord),
           axisLabel: {
             show: columns.length > 1,
             color: p.soft,
@@ -101,7 +104,7 @@ function Panel({ expert, values, largest }: { expert: string; values: Coefficien
           ...category,
           data: rows,
           inverse: true,
-          axisLabel: { color: p.soft, width: 76, overflow: 'truncate' },
+          axisLabel: { color: p.soft, width: 88, overflow: 'truncate' },
         },
         visualMap: { show: false, min: -largest, max: largest, inRange: { color: [...p.diverging] } },
         series: [
@@ -141,10 +144,7 @@ function columnsOf(values: Coefficient[]): string[] {
   return [...COMPONENTS.filter((part) => parts.has(part)), ...[...parts].filter((part) => !COMPONENTS.includes(part))]
 }
 
-const rowOf = ({ layer, part }: Coefficient) => (layer === null ? short(part) : `layer ${layer}`)
-
-/** The last words of a tensor's name, which fit into a chart. */
-const short = (part: string) => part.split('.').slice(-2).join('.')
+const rowOf = ({ layer, part }: Coefficient) => (layer === null ? lastWord(part) : `layer ${layer}`)
 
 function say({ expert, layer, part, value: x }: Coefficient): string {
   const where = [layer === null ? '' : `layer ${layer}`, part].filter(Boolean).join(' ')

@@ -3,7 +3,7 @@ import { Button } from '@mantine/core'
 import { useLocalStorage } from '@mantine/hooks'
 import { useInfiniteQuery, useQuery } from '@tanstack/react-query'
 import { Link } from '@tanstack/react-router'
-import { type RefObject, useEffect, useRef } from 'react'
+import { type RefObject, useEffect, useRef, useState } from 'react'
 import { benchmarks as benchmarksQuery, pareto, study as studyQuery, trial as trialQuery } from '../../api/queries'
 import { KEPT, type Kept, SPLITS, type Split, oneOf, samples as samplesQuery, trialNumber } from '../../api/samples'
 import type { components } from '../../api/schema'
@@ -177,7 +177,7 @@ function List(props: {
       <h2>Answers</h2>
       {missing.map((reason) => (
         <p key={reason} className="soft">
-          ○ Texts are missing: {reason}.
+          ○ {first.has_pictures ? 'Pictures or answers' : 'Texts'} are missing: {reason}.
         </p>
       ))}
       <p role="status" className="soft">
@@ -194,7 +194,8 @@ function List(props: {
           <kbd>j</kbd> next sample, <kbd>k</kbd> previous sample
           {against !== undefined && (
             <>
-              , <kbd>f</kbd> flips the two trials. Underlined words are in one answer only.
+              , <kbd>f</kbd> flips the two trials.
+              {!first.has_pictures && ' Underlined words are in one answer only.'}
             </>
           )}
         </p>
@@ -206,7 +207,13 @@ function List(props: {
       )}
       <ol className="samples" ref={list}>
         {all.map((sample) => (
-          <Row key={sample.position} sample={sample} trial={trial.number} against={against} />
+          <Row
+            key={sample.position}
+            sample={sample}
+            trial={trial.number}
+            against={against}
+            isImage={first.has_pictures}
+          />
         ))}
       </ol>
       {query.hasNextPage && (
@@ -307,20 +314,23 @@ function Counts({ shown, direction }: { shown: Shown; direction: Objective['dire
   )
 }
 
-function Row({ sample, trial, against }: { sample: Sample; trial: number; against: number | undefined }) {
+function Row(props: { sample: Sample; trial: number; against: number | undefined; isImage: boolean }) {
+  const { sample, trial, against, isImage } = props
   const { position, document: name, prompt, reference, a, b } = sample
   const [left, right] =
-    b && a.response !== null && b.response !== null ? wordDifferences(a.response, b.response) : [undefined, undefined]
+    !isImage && b && a.response !== null && b.response !== null
+      ? wordDifferences(a.response, b.response)
+      : [undefined, undefined]
   return (
     // Not in the order of the tab key: the keys j and k move the focus to it.
     <li tabIndex={-1} aria-label={`Sample ${position}`}>
       <h3>
         Sample {position} <span className="soft">document {name}</span>
       </h3>
-      {prompt !== null && <Prompt text={prompt} />}
+      {isImage ? <Picture of={sample} /> : prompt !== null && <Prompt text={prompt} />}
       {reference !== null && (
         <>
-          <div className="soft">Reference</div>
+          <div className="soft">{isImage ? 'Class' : 'Reference'}</div>
           <div className="text">{reference}</div>
         </>
       )}
@@ -329,6 +339,27 @@ function Row({ sample, trial, against }: { sample: Sample; trial: number; agains
         {b && <Response trial={against!} scored={b} runs={right} />}
       </div>
     </li>
+  )
+}
+
+/** The stored picture of an image. Its class is said below, so that the text in place of it names the image alone. */
+function Picture({ of: { picture, document: name } }: { of: Sample }) {
+  const [isLost, setIsLost] = useState(false)
+  if (picture === null) return <Nothing>No picture is stored.</Nothing>
+  if (isLost) return <Nothing>The picture cannot be loaded.</Nothing>
+  return <img className="picture" src={picture} alt={`Image ${name}`} loading="lazy" onError={() => setIsLost(true)} />
+}
+
+/** The likeliest classes for an image, with their probabilities. */
+function Predictions({ of: found }: { of: Schemas['PredictionDocument'][] }) {
+  return (
+    <ol className="predictions">
+      {found.map(({ name, probability }) => (
+        <li key={name}>
+          {name} <span className="soft">{(100 * probability).toFixed(1)} %</span>
+        </li>
+      ))}
+    </ol>
   )
 }
 
@@ -361,13 +392,17 @@ function Response(props: { trial: number; scored: Schemas['ScoredSampleDocument'
         <span className="soft">{value(scored.value)}</span>
         {scored.is_truncated && <span className="soft">, the prompt was cut</span>}
       </div>
-      <div className="text">
-        {scored.response === null ? <Nothing>No answer is stored.</Nothing> : null}
-        {runs
-          ? // oxlint-disable-next-line react/no-array-index-key
-            runs.map((run, k) => (run.isOwn ? <mark key={k}>{run.text}</mark> : <span key={k}>{run.text}</span>))
-          : scored.response}
-      </div>
+      {scored.predictions?.length ? (
+        <Predictions of={scored.predictions} />
+      ) : (
+        <div className="text">
+          {scored.response === null ? <Nothing>No answer is stored.</Nothing> : null}
+          {runs
+            ? // oxlint-disable-next-line react/no-array-index-key
+              runs.map((run, k) => (run.isOwn ? <mark key={k}>{run.text}</mark> : <span key={k}>{run.text}</span>))
+            : scored.response}
+        </div>
+      )}
     </div>
   )
 }

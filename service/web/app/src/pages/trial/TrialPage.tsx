@@ -3,6 +3,7 @@ import { Link } from '@tanstack/react-router'
 import { useLive } from '../../api/live'
 import { study as studyQuery, summary as summaryQuery, trial as trialQuery } from '../../api/queries'
 import type { ShownTrial, Study, Summary } from '../../api/types'
+import { ownLabel } from '../../format'
 import { Answer } from '../../parts/Answer'
 import { Page } from '../../parts/Page'
 import { State } from '../../parts/State'
@@ -64,7 +65,7 @@ function Head({ trial }: { trial: ShownTrial }) {
   return (
     <>
       <p>
-        <State state={trial.state} /> {trial.label}, {trial.origin}
+        <State state={trial.state} /> {[ownLabel(trial.number, trial.label), trial.origin].filter(Boolean).join(', ')}
         {trial.bracket !== null && `, bracket ${trial.bracket}`}
         {trial.reason && `: ${trial.reason}`}
       </p>

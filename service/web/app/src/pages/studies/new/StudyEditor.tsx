@@ -11,7 +11,8 @@ import { Choose } from '../../../parts/Choose'
 import { idOf } from './Field'
 import { ModelsOffered } from './ModelField'
 import { Plan } from './Plan'
-import { type Form, StudyForm } from './StudyForm'
+import type { Form } from './FormParts'
+import { StudyForm } from './StudyForm'
 import { type Editor, TextEditor } from './TextEditor'
 import type { Schemas } from './schema'
 import { parsed, pathOf, rangeOf } from './yamlText'
@@ -69,6 +70,7 @@ export function StudyEditor(props: { name: string; start: string; schemas: Schem
   const problems = unique([...(check.data?.problems ?? []), ...ofFull, ...ofSubmit])
   const form: Form = {
     schemas,
+    root: schemas.Study ?? {},
     content,
     errorOf: (field) => problems.find((problem) => problem.field === field)?.message,
     change: (edit) => setText((before) => edit(before)),

@@ -1,19 +1,10 @@
-import { Button, NativeSelect } from '@mantine/core'
-import { type ReactNode, useId } from 'react'
-import { Draft, Elsewhere, Field, idOf } from './Field'
+import { NativeSelect } from '@mantine/core'
+import { Draft, Elsewhere, idOf } from './Field'
+import { Add, Group, More, type Part, Problem, Remove, Value, entriesOf, schemaAt, set } from './FormParts'
 import { ModelField } from './ModelField'
-import { type Schema, type Schemas, inputOf, kindsOf, property, resolved } from './schema'
+import { TaskOf } from './TaskForm'
+import { inputOf, kindsOf, property, resolved } from './schema'
 import { type Path, changed, renamed, valueAt } from './yamlText'
-
-/** What all parts of the form need: the file, its schema, its problems, and a way to change the text. */
-export interface Form {
-  schemas: Schemas
-  content: unknown
-  errorOf: (field: string) => string | undefined
-  change: (edit: (text: string) => string) => void
-}
-
-type Part = { form: Form }
 
 /** The options of a study file as a form, made from its JSON Schema. */
 export function StudyForm({ form }: Part) {
@@ -29,7 +20,7 @@ export function StudyForm({ form }: Part) {
         <Value form={form} path={['search', 'seed']} />
       </Group>
       <Group title="Fidelity">
-        {Object.keys(resolved(form.schemas, property(form.schemas, studyOf(form), 'fidelity')).properties ?? {}).map(
+        {Object.keys(resolved(form.schemas, property(form.schemas, form.root, 'fidelity')).properties ?? {}).map(
           (name) => (
             <Value key={name} form={form} path={['fidelity', name]} />
           ),
@@ -41,48 +32,6 @@ export function StudyForm({ form }: Part) {
   )
 }
 
-const studyOf = (form: Form): Schema => form.schemas.Study ?? {}
-
-const set = (form: Form, path: Path, value: unknown) => form.change((text) => changed(text, path, value))
-
-function schemaAt({ schemas }: Form, of: Schema, names: Path): Schema {
-  return names.reduce<Schema>((schema, name) => property(schemas, schema, String(name)), of)
-}
-
-/** One value; `of` is the schema of what `path` begins with, and `names` the keys in it. */
-function Value({ form, path, of, label }: Part & { path: Path; of?: Schema; label?: string }) {
-  const field = path.join('.')
-  const schema = of === undefined ? schemaAt(form, studyOf(form), path) : schemaAt(form, of, path.slice(-1))
-  return (
-    <Field
-      field={field}
-      label={label ?? String(path.at(-1))}
-      schema={schema}
-      value={valueAt(form.content, path)}
-      error={form.errorOf(field)}
-      onChange={(value) => set(form, path, value)}
-    />
-  )
-}
-
-function Group({ title, help, children }: { title: string; help?: string; children: ReactNode }) {
-  const id = useId()
-  return (
-    <fieldset aria-describedby={help && id}>
-      <legend>{title}</legend>
-      {help && (
-        <p id={id} className="soft" style={{ margin: 0 }}>
-          {help}
-        </p>
-      )}
-      {children}
-    </fieldset>
-  )
-}
-
-const entriesOf = (value: unknown): [string, unknown][] =>
-  typeof value === 'object' && value !== null ? Object.entries(value) : []
-
 function Base({ form }: Part) {
   const path = ['models', 'base']
   const value = valueAt(form.content, path)
@@ -90,7 +39,7 @@ function Base({ form }: Part) {
     <ModelField
       id={idOf('models.base')}
       label="base"
-      description={schemaAt(form, studyOf(form), path).description}
+      description={schemaAt(form, form.root, path).description}
       isBase
       value={typeof value === 'string' ? value : ''}
       error={form.errorOf('models.base')}
@@ -101,7 +50,7 @@ function Base({ form }: Part) {
 
 function Experts({ form }: Part) {
   const path = ['models', 'experts']
-  const help = schemaAt(form, studyOf(form), path).description
+  const help = schemaAt(form, form.root, path).description
   const found = entriesOf(valueAt(form.content, path))
   const names = new Set(found.map(([alias]) => alias))
   const add = () => {
@@ -150,7 +99,7 @@ function fromOf(model: object): string {
 }
 
 function Space({ form }: Part) {
-  const section = schemaAt(form, studyOf(form), ['search_space'])
+  const section = schemaAt(form, form.root, ['search_space'])
   const kinds = kindsOf(form.schemas, section)
   const usual = (section.default as { kind?: string } | undefined)?.kind
   const given = valueAt(form.content, ['search_space', 'kind'])
@@ -187,7 +136,7 @@ function Space({ form }: Part) {
 const OWN = ['name', 'task', 'metric']
 
 function Tasks({ form, section, title }: Part & { section: 'objectives' | 'holdout'; title: string }) {
-  const schema = schemaAt(form, studyOf(form), [section])
+  const schema = schemaAt(form, form.root, [section])
   const found = valueAt(form.content, [section])
   const list: unknown[] = Array.isArray(found) ? found : []
   const add = () => set(form, [section, list.length], { name: '', task: '', metric: '' })
@@ -236,87 +185,5 @@ function Task({ form, path, noun }: Part & { path: Path; noun: string }) {
       </More>
       {remove}
     </Group>
-  )
-}
-
-/** A task of lm-eval, by its name, or a file with samples; others, such as tasks of images, are edited in the text. */
-function TaskOf({ form, path }: Part & { path: Path }) {
-  const task = valueAt(form.content, path)
-  const isSection = typeof task === 'object' && task !== null
-  const isFile = isSection && 'file' in task
-  const inline = form.schemas.InlineTask ?? {}
-  const field = path.join('.')
-  const choose = (kind: string) => set(form, path, kind === 'file' ? { file: '' } : '')
-  if (isSection && !isFile) return <Elsewhere id={idOf(field)} label="task" error={form.errorOf(field)} />
-  return (
-    <>
-      <NativeSelect
-        label="source of the task"
-        data={[
-          { value: 'name', label: 'lm-eval: a task or a YAML file' },
-          { value: 'file', label: 'samples in a JSONL file' },
-        ]}
-        value={isFile ? 'file' : 'name'}
-        onChange={(event) => choose(event.currentTarget.value)}
-      />
-      {isFile ? (
-        <>
-          <Problem form={form} field={field} />
-          <Value form={form} path={[...path, 'file']} of={inline} />
-          <Value form={form} path={[...path, 'max_tokens']} of={inline} />
-        </>
-      ) : (
-        <Draft
-          id={idOf(field)}
-          label="task"
-          value={typeof task === 'string' ? task : ''}
-          error={form.errorOf(field)}
-          onChange={(text) => set(form, path, text)}
-        />
-      )}
-    </>
-  )
-}
-
-/** A problem of a field that has several inputs. */
-function Problem({ form, field }: Part & { field: string }) {
-  const error = form.errorOf(field)
-  if (error === undefined) return null
-  return (
-    <p id={idOf(field)} tabIndex={-1} className="wrong">
-      {error}
-    </p>
-  )
-}
-
-function More({ title, children }: { title: string; children: ReactNode }) {
-  return (
-    <details>
-      <summary>{title}</summary>
-      <div className="form">{children}</div>
-    </details>
-  )
-}
-
-function Add({ onClick, children }: { onClick: () => void; children: string }) {
-  return (
-    <Button variant="default" size="xs" onClick={onClick} style={{ justifySelf: 'start' }}>
-      {children}
-    </Button>
-  )
-}
-
-function Remove({ what, onClick }: { what: string; onClick: () => void }) {
-  return (
-    <Button
-      variant="subtle"
-      color="red"
-      size="compact-xs"
-      onClick={onClick}
-      style={{ justifySelf: 'start' }}
-      aria-label={`Remove ${what}`}
-    >
-      Remove
-    </Button>
   )
 }

@@ -13,6 +13,7 @@ export interface Schema {
   required?: string[]
   default?: unknown
   description?: string
+  examples?: unknown[]
 }
 
 export type Schemas = Record<string, Schema>

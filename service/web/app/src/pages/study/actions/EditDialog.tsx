@@ -1,13 +1,13 @@
 import { Button, TagsInput, TextInput, Textarea } from '@mantine/core'
 import { useQuery } from '@tanstack/react-query'
 import { useState } from 'react'
+import { shownOf, useChange } from '../../../api/change'
 import { api, Refused } from '../../../api/client'
 import { sentenceOf } from '../eventSentence'
 import { isFinished } from '../../../api/jobs'
 import type { Study, StudyEvent } from '../../../api/types'
 import { Answer, Failure } from '../../../parts/Answer'
 import { Dialog } from '../../../parts/Dialog'
-import { useChange } from './useChange'
 
 /** What may be edited, as the texts of its inputs. */
 interface Edited {
@@ -86,15 +86,15 @@ function Fields({ read: found, again, onClose }: { read: Read; again: () => void
   const { study } = found
   const before = textsOf(found)
   const [after, setAfter] = useState(before)
-  const change = useChange<Record<string, unknown>>(
-    study,
-    (body) => {
+  const change = useChange(
+    (body: Record<string, unknown>) => {
       const header = { 'If-Match': `"${study.version}"` }
       return api.PATCH('/v1/studies/{study_id}', {
         params: { path: { study_id: study.id }, header },
         body: body as never,
       })
     },
+    shownOf(study),
     onClose,
   )
   const body = bodyOf(before, after)

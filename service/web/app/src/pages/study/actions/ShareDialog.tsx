@@ -1,10 +1,10 @@
 import { NativeSelect, Radio, Stack } from '@mantine/core'
 import { useState } from 'react'
+import { shownOf, useChange } from '../../../api/change'
 import { api } from '../../../api/client'
 import { teamsOf } from '../../../api/rights'
 import type { Session, Study } from '../../../api/types'
 import { Dialog } from '../../../parts/Dialog'
-import { useChange } from './useChange'
 
 const SHARING = [
   { value: 'private', label: 'private: its owner and administrators' },
@@ -19,9 +19,10 @@ export function ShareDialog(props: { study: Study; session: Session; onClose: ()
   const { study, session, onClose } = props
   const [sharing, setSharing] = useState<Sharing>(study.sharing)
   const [team, setTeam] = useState(study.team)
-  const change = useChange<{ sharing: Sharing; team?: string | null }>(
-    study,
-    (body) => api.PUT('/v1/studies/{study_id}/sharing', { params: { path: { study_id: study.id } }, body }),
+  const change = useChange(
+    (body: { sharing: Sharing; team?: string | null }) =>
+      api.PUT('/v1/studies/{study_id}/sharing', { params: { path: { study_id: study.id } }, body }),
+    shownOf(study),
     onClose,
   )
   const own = teamsOf(session)

@@ -1,7 +1,7 @@
 import { Button, Menu } from '@mantine/core'
 import { useQuery } from '@tanstack/react-query'
 import { useNavigate } from '@tanstack/react-router'
-import { useState } from 'react'
+import { useRef, useState } from 'react'
 import { isFinished } from '../../../api/jobs'
 import { session as sessionQuery } from '../../../api/queries'
 import { may, maySubmit } from '../../../api/rights'
@@ -19,7 +19,12 @@ export function StudyMenu({ study, isSmall }: { study: Study; isSmall?: boolean 
   const session = useQuery(sessionQuery)
   const navigate = useNavigate()
   const [dialog, setDialog] = useState<Dialog>()
-  const close = () => setDialog(undefined)
+  const target = useRef<HTMLButtonElement>(null)
+  // A dialog gives the focus back to what had it before: an item of the menu, which is gone.
+  const close = () => {
+    setDialog(undefined)
+    target.current?.focus()
+  }
   if (!maySubmit(session.data)) return null
   const isOwn = may(session.data, study, 'change')
   const verb = VERBS.find(({ name }) => name === dialog)
@@ -28,6 +33,7 @@ export function StudyMenu({ study, isSmall }: { study: Study; isSmall?: boolean 
       <Menu position="bottom-end" withinPortal transitionProps={{ duration: 0 }}>
         <Menu.Target>
           <Button
+            ref={target}
             variant={isSmall ? 'subtle' : 'default'}
             size={isSmall ? 'compact-xs' : 'xs'}
             aria-label={`Actions on ${study.name}`}

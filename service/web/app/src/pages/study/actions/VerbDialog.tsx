@@ -1,21 +1,21 @@
 import { TextInput } from '@mantine/core'
 import { useState } from 'react'
+import { shownOf, useChange } from '../../../api/change'
 import { api } from '../../../api/client'
 import type { Study } from '../../../api/types'
 import { Dialog } from '../../../parts/Dialog'
-import { useChange } from './useChange'
 import type { Verb } from '../../../api/verbs'
 
 /** Asks for the reason of a pause, resume, stop or cancel, and says what it does. */
 export function VerbDialog({ study, verb, onClose }: { study: Study; verb: Verb; onClose: () => void }) {
   const [reason, setReason] = useState('')
   const { name, says } = verb
-  const change = useChange<string>(
-    study,
-    (given) => {
+  const change = useChange(
+    (given: string) => {
       const params = { path: { study_id: study.id }, query: { reason: given.trim() || undefined } }
       return api.POST(`/v1/studies/{study_id}:${name}`, { params })
     },
+    shownOf(study),
     onClose,
   )
   const word = name[0]!.toUpperCase() + name.slice(1)

@@ -1,0 +1,64 @@
+"""Small pictures of a task's images, which reports and pages show to people.
+
+A picture is a copy of an image as the model's processor gets it (RGB, not rotated by its metadata), made smaller: at
+most SIDE pixels on its longer side, and never enlarged. It is a WebP file, without loss if the image is small enough
+anyway. It holds nothing else of the image's file, such as metadata.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from workers.errors import InvalidTask
+from workers.evaluation.image_tasks import NUM_THREADS, ImageTask
+from workers.models.image_processors import decoded
+from workers.types import SamplePictures
+
+__all__ = ["MAX_BYTES", "SIDE", "picture_of", "pictures_of"]
+
+# Pixels on the longer side of a picture, and the largest side of images that are kept without loss.
+SIDE = 112
+LOSSLESS_SIDE = 48
+# Bytes of a picture; one that would have more is encoded with less quality.
+MAX_BYTES = 8 * 2**10
+QUALITIES = (80, 50, 20)
+
+
+def pictures_of(task: ImageTask, start: int, stop: int) -> SamplePictures:
+    """Small pictures of the samples [start, stop) of a task, in the order of scoring.
+
+    A sample whose image cannot be read or decoded has None.
+    """
+    samples = [task.images.samples[index] for index in task.order[start:stop]]
+
+    def picture(sample: Any) -> bytes | None:
+        try:
+            return picture_of(decoded(task.images.read(sample), str(sample.file)))
+        except (InvalidTask, ValueError):
+            return None
+
+    with ThreadPoolExecutor(NUM_THREADS) as threads:
+        return tuple(threads.map(picture, samples))
+
+
+def picture_of(image: Any) -> bytes | None:
+    """Encode a PIL image in RGB as a small WebP file; None if MAX_BYTES are too few for it at every quality."""
+    small = image.copy()
+    small.thumbnail((SIDE, SIDE))
+    settings: list[dict[str, Any]] = [{"quality": quality} for quality in QUALITIES]
+    if max(image.size) <= LOSSLESS_SIDE:
+        settings.insert(0, {"lossless": True})
+    return _first_that_fits(_encoded(small, each) for each in settings)
+
+
+def _first_that_fits(pictures: Iterable[bytes]) -> bytes | None:
+    return next((picture for picture in pictures if len(picture) <= MAX_BYTES), None)
+
+
+def _encoded(image: Any, settings: dict[str, Any]) -> bytes:
+    file = io.BytesIO()
+    image.save(file, "WEBP", icc_profile=b"", exif=b"", xmp=b"", **settings)
+    return file.getvalue()

@@ -1,0 +1,109 @@
+"""Interface of the losses of a modality's tasks, by which the coefficients of merges have gradients.
+
+`workers.training.gradients` merges, reduces gradients to derivatives and saves memory in the same way for all
+modalities. What depends on the modality is the model that merges are written into, the data that it reads, and the loss
+of a sample. A modality names its class in its declaration (`workers.models.modalities`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from search_spaces.recipe import Recipe
+from search_spaces.study.engine import EngineOptions
+from workers.merging.bank import Bank
+from workers.training.model import Leaves
+from workers.types import TaskSpec
+
+__all__ = ["TaskLosses", "WritableModel"]
+
+
+class WritableModel(Protocol):
+    """Interface of a model into which merges are written in place, and whose parameters have gradients.
+
+    - `module`: the module of transformers
+    - `memory`: for each merged tensor, by name, the part of the model's weights into which it is written
+    - `leaves`: pairs of a parameter and the merged tensors that it contains, by name
+    - `device`: the device of the inputs and of all that is not in layers
+    - `num_layers_on`: the number of layers on each device
+    """
+
+    module: Any
+    memory: Mapping[str, torch.Tensor]
+    leaves: Leaves
+    device: torch.device
+    num_layers_on: Sequence[int]
+
+    def recompute(self) -> None:
+        """Enable activation checkpointing: from now on, recompute activations within layers in the backward pass."""
+        ...
+
+    def holds(self, recipe: Recipe, bank: Bank) -> bool:
+        """Whether the merge of `recipe` has the layers of this model, so that it can be written into it."""
+        ...
+
+
+ModelT = TypeVar("ModelT", contravariant=True)
+TargetT = TypeVar("TargetT")
+
+
+class TaskLosses(Protocol[ModelT, TargetT]):
+    """Losses of one modality's tasks on merges of the models in a bank.
+
+    The constructor takes the bank, the options of the study's engines, and the dtype in which the model computes.
+    `TargetT` is what the loss of a sample is computed from, such as the tokens of the right answer, and `ModelT` is the
+    model. Every method raises InvalidTask if a task cannot be used.
+    """
+
+    def __init__(self, bank: Bank, options: EngineOptions, *, dtype: torch.dtype) -> None: ...
+
+    def model(
+        self,
+        *,
+        device: torch.device,
+        more_devices: Sequence[torch.device] = (),
+        recomputes: bool = False,
+        like: Recipe | None = None,
+    ) -> Any:
+        """Make a model (`WritableModel`) with the layers of the merge of `like`, or those of the base if it is None.
+
+        The layers are divided over `device` and `more_devices`. With `recomputes`, activations within layers are
+        computed again in the backward pass. Raises InvalidModel if the models cannot be used.
+        """
+        ...
+
+    def targets(self, spec: TaskSpec, *, is_entropy: bool = False) -> Sequence[TargetT]:
+        """The targets of all samples of the task `spec`, in the order in which they are scored.
+
+        With `is_entropy`, the loss is the entropy of the predicted classes, in place of the loss of right answers.
+        """
+        ...
+
+    def unit(self, spec: TaskSpec) -> float:
+        """Divisor for losses on the task `spec`, which makes losses on several tasks comparable."""
+        ...
+
+    def size(self, target: TargetT) -> float:
+        """Divisor for the loss of one sample; the `unit` of a task is the mean of these."""
+        ...
+
+    def of_completion(self, spec: TaskSpec, position: int, tokens: Sequence[int]) -> TargetT:
+        """The target of the sample at `position` if a model's completion, `tokens`, counts as the right answer."""
+        ...
+
+    def minibatches(self, targets: Sequence[TargetT], max_tokens: int) -> Iterator[list[int]]:
+        """Divide targets into minibatches, each for one forward pass; yield the indices of each one's targets.
+
+        A minibatch has at most `max_tokens` tokens, or a single target.
+        """
+        ...
+
+    def of_samples(self, model: ModelT, targets: Sequence[TargetT]) -> torch.Tensor:
+        """Compute the loss of `model` on each target by one forward pass, in float32: [len(targets)].
+
+        The losses have gradients if gradients are enabled in torch.
+        """
+        ...
