@@ -152,9 +152,9 @@ class LfsSpace:
         """Build the space over the base model `base` and its `experts`, which are aliases.
 
         `fingerprints` maps these aliases to content fingerprints. `num_layers` is the number of layers of each model.
-        `tokenizer` is the tokenizer of every recipe. The other arguments are the options of these names in the study
-        file's section `search_space`, where they are described. Raises InvalidStudy if there are no experts, if there
-        are more layer groups than layers, for an unknown method, and for options that contradict the `preset`.
+        `tokenizer` is the tokenizer of every recipe. The other arguments are the options with the same names in the
+        study file's section `search_space`, where they are described. Raises InvalidStudy if there are no experts, if
+        there are more layer groups than layers, for an unknown method, and for options that contradict the `preset`.
         """
         given = {
             "layer_groups": layer_groups,

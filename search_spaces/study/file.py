@@ -89,9 +89,9 @@ class Study(Section):
 
     @model_validator(mode="after")
     def _backend_of_tasks(self) -> Self:
-        """Write the program that scores the study's tasks as `engine.backend`.
+        """Set `engine.backend` to the program that scores the study's tasks.
 
-        Studies of images that were stored by earlier versions have `vllm`, the only value that there was.
+        Studies of images that earlier versions stored have the value `vllm`.
         """
         tasks = [spec.task for _, spec in self.with_tasks() if isinstance(spec.task, DescribedTask)]
         backend = next((task.backend for task in tasks if task.backend != "vllm"), self.engine.backend)

@@ -165,7 +165,7 @@ def lack_of_references(spec: TaskSpec) -> str | None:
 
 
 def lack_of_entropy(spec: TaskSpec) -> str | None:
-    """Reason why the entropy of predictions on the task `spec` cannot be computed, as text; None if it can."""
+    """Reason why the entropy of predictions on the task `spec` cannot be computed; None if it can be computed."""
     return reader_of(spec.task).lack_of_entropy(spec)
 
 

@@ -77,7 +77,7 @@ def sari(source: str, references: Sequence[str], answer: str) -> float:
 
     `source` is the text before simplification, `answer` is the simplified text, and `references` are right
     simplifications. SARI is the mean of three scores over n-grams of one to four tokens: the F-measure of kept n-grams,
-    the F-measure of added n-grams, and the precision of deleted n-grams. Each is computed by comparison with the
+    the F-measure of added n-grams, and the precision of deleted n-grams. Each score is computed by comparison with the
     references. Texts are in lower case and tokenized as sacrebleu does ("13a"). A score without n-grams is 1, as in the
     metric of Hugging Face.
     """

@@ -56,7 +56,7 @@ class TaskReader(Protocol):
         ...
 
     def lack_of_entropy(self, spec: TaskSpec) -> str | None:
-        """Reason why predictions on the task have no entropy over classes; None if they have one."""
+        """Reason why the entropy of a model's predictions on the task cannot be computed; None if it can be."""
         ...
 
 

@@ -46,7 +46,7 @@ READ_BY_RULE = frozenset({"ramplus_tl"})
 class Scratch:
     """Memory that is reused for one merged tensor after another, to save allocations.
 
-    Pass the method `tensor` to `merged_tensors` as `into`. Then each tensor must be copied before the next one is
+    Pass the method `tensor` to `merged_tensors` as `into`. Then each tensor must be copied before the next tensor is
     computed. The memory is on the device of `bank`, the source weights.
     """
 

@@ -59,7 +59,10 @@ def in_common_names(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def settled(config: Any) -> Any:
-    """Set to 0 the settings of transformers' `config` that make training passes random, such as dropout; return it."""
+    """Set the settings of `config` that make training random, such as dropout, to 0, and return `config`.
+
+    `config` is a configuration of transformers.
+    """
     for name, value in config.to_dict().items():
         if isinstance(value, float) and any(word in name for word in RANDOM):
             setattr(config, name, 0.0)

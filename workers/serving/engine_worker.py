@@ -176,7 +176,7 @@ class EngineWorker:
         return self.evaluator.sample_texts(task, start, stop)
 
     def sample_pictures(self, task: TaskSpec, start: int, stop: int) -> SamplePictures:
-        """Raise InvalidTask: prompts of text have no pictures."""
+        """Raise InvalidTask, because the samples of text tasks have no pictures."""
         raise InvalidTask(f"{task.task}: is a task of text, whose samples have no pictures; give an image task")
 
     def verify(self, recipe: Recipe, samples: tuple[SampleResult, ...], spans: tuple[Span, ...]) -> VerificationReport:

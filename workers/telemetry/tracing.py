@@ -203,9 +203,9 @@ def span(name: str, attributes: Attributes, *, parent: str | None = None, kind: 
 def record(name: str, attributes: Attributes, *, parent: str | None, start_ns: int, seconds: float) -> Span:
     """Make a trace span of work that is over.
 
-    `name` and `attributes` are those of the span. `parent` identifies the parent span, as in the W3C header
-    `traceparent`; None is the current span. `start_ns` is the time at which the work began, in nanoseconds since the
-    epoch, and `seconds` is how long it took.
+    `name` and `attributes` are the span's name and attributes. `parent` identifies the parent span, as in the W3C
+    header `traceparent`; None is the current span. `start_ns` is the time at which the work began, in nanoseconds since
+    the epoch, and `seconds` is how long it took.
     """
     made = begin(name, attributes, parent=parent, start_ns=start_ns)
     if made._made is not None:
