@@ -2,8 +2,8 @@
 
 HM3 reports the first eight (SUN397 to DTD); MergOPT reports these and Flowers102 and PCAM. The data sets are the copies
 on the hub that publications on merging use. The templates are from the zero-shot evaluations of Radford et al. 2021, as
-published with CLIP. The names of classes have the same source if a data set's own labels are not words; otherwise they
-are the data set's labels.
+published with CLIP. The names of classes are the data set's labels; if these labels are not words, the names are also
+from these evaluations.
 """
 
 from __future__ import annotations

@@ -143,8 +143,8 @@ def fit_moments(x_ND: Tensor, y_ND: Tensor, *, first: tuple[Tensor, Tensor] | No
 
     `first` is a pair of the activations, in x and in y, of the first tokens of texts, each [texts, channels]. These
     tokens are not among the rows. In some channels their activations are outliers in both x and y. For such a channel,
-    scale and shift map two means of x to those of y: the mean over the rows, and the mean over the first tokens. The
-    variance may then differ from that in y.
+    scale and shift map two means of x to the same two means of y: the mean over the rows, and the mean over the first
+    tokens. Then the variance of the mapped channel may differ from the variance in y.
     """
     _check(x_ND, y_ND)
     x, y = x_ND.float(), y_ND.float()
@@ -310,8 +310,8 @@ def _directions(rows: Tensor, rank: int) -> Tensor:
 def _are_outliers(first_TD: Tensor, rows_ND: Tensor) -> Tensor:
     """Channels (bool [D]) whose mean over T first tokens of texts is far from their mean over other tokens.
 
-    `first_TD` has the first tokens, `rows_ND` has the others. Far means more than OUTLIER standard deviations of the
-    other tokens.
+    `first_TD` has the first tokens, and `rows_ND` has the other tokens. Far means more than OUTLIER standard deviations
+    of the other tokens.
     """
     beyond = (first_TD.float().mean(dim=0) - rows_ND.mean(dim=0)).abs()
     return beyond > OUTLIER * rows_ND.std(dim=0)

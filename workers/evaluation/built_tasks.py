@@ -28,7 +28,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Subtask:
-    """One lm-eval task; a task of a study may consist of several.
+    """One lm-eval task; a task of a study may consist of several lm-eval tasks.
 
     - `task`: lm-eval's object, or None if it exists only in the sandboxed process that runs the task's own code
     - `filter`: the name of the lm-eval filter whose results are used; `filters` has the names of all filters of the
@@ -98,7 +98,7 @@ class PromptSettings:
     - `render`: a function that renders chat messages, with the arguments of `TemplateLM.apply_chat_template`; None if
       there is no chat template
     - `tokenizer_name`: the name under which lm-eval caches prompts of this tokenizer
-    - `limit`: the number of documents; None for all
+    - `limit`: the number of documents; None for all documents
     """
 
     system_prompt: str | None
@@ -250,10 +250,10 @@ def lack_of_references(task: BuiltTask, num_documents: int) -> str | None:
 
 
 def lack_here(task: BuiltTask, num_documents: int) -> str | None:
-    """Reason why losses cannot be computed on a task whose lm-eval objects exist in this process; None if they can.
+    """Reason why losses cannot be computed on a task that is built in this process; None if they can be computed.
 
-    The first `num_documents` documents (samples) of each of the task's lm-eval tasks are checked. The reason names a
-    document whose right answer is missing, or cannot be used for a loss.
+    The first `num_documents` documents (samples) of each of the task's lm-eval tasks are checked; the lm-eval tasks
+    must be in this process. The reason names a document whose right answer is missing, or cannot be used for a loss.
     """
     for subtask in task.subtasks:
         for index in range(min(num_documents, subtask.num_samples)):

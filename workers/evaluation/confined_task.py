@@ -125,8 +125,8 @@ class ConfinedTask(TaskProcess):
         """The task's metric for each of several samples, in the order of `answers`; all values are finite.
 
         `answers` has the model's answers to each sample. The method `documents`, which builds the prompts, must have
-        been called before. If the process ends or hangs, it is replaced by a new one once. Raises MetricFailed if the
-        metric fails, and EngineUnavailable if the new process, too, ends or hangs while it builds the task.
+        been called before. If the process ends or hangs, it is replaced once by a new process. Raises MetricFailed if
+        the metric fails, and EngineUnavailable if the new process, too, ends or hangs while it builds the task.
         """
         found = self._values(self._spec.digest, self.built, answers)
         for value, each in zip(found, answers, strict=True):

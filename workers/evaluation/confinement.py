@@ -66,8 +66,8 @@ class Confinement(ABC):
     def command(self, command: Sequence[str], environment: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
         """Return the command line and the environment with which to start a process in the sandbox.
 
-        `command` and `environment` are those of the process itself. The process must call `apply` before it runs
-        untrusted code.
+        `command` is the command line of the process itself, and `environment` is its environment. The process must call
+        `apply` before it runs untrusted code.
         """
         ...
 

@@ -150,7 +150,7 @@ class _Programs:
         """Wait until a program ends or is late, or a message arrives; return whether a message has arrived.
 
         A program is late when it has reached its time limit. Before the method returns, programs that wait for a
-        processor are started in place of those that have ended.
+        processor are started in place of programs that have ended.
         """
         running = [key.data for key in self._selector.get_map().values() if key.data]
         limit = min((each.deadline for each in running), default=None)

@@ -1,7 +1,7 @@
 """Prompts for a judge about the samples of a task, and the verdicts in the judge's answers.
 
 A judge is a model that compares a completion with the reference answer (`search_spaces.study.judge`). This module sends
-no requests to the judge; the driver of a study does (`service.tune.judging`).
+no requests to the judge; the driver of a study sends them (`service.tune.judging`).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def judge_prompt(template: str, item: JudgedItem, completion: str, *, is_swapped
     """Prompt that asks a judge, a language model, to compare a completion with the reference answer of an item.
 
     `template` has placeholders for the question and the two answers. The completion is the first answer, or the second
-    one if `is_swapped`.
+    answer if `is_swapped`.
     """
     answers = (completion.strip(), item.reference)
     first, second = reversed(answers) if is_swapped else answers

@@ -540,7 +540,7 @@ def _template_of(task: Any) -> str:
 
 
 def _use_template(task: Any, template: str, where: str) -> None:
-    """Replace the template of a task's prompts, and the template of its few-shot examples if that is the same.
+    """Replace the template of a task's prompts, and the template of its few-shot examples if the two are equal.
 
     `where` begins the message. Raises InvalidTask if the task's prompts come from no template.
     """

@@ -68,8 +68,8 @@ def _texts(task: Any, document: Any) -> tuple[str, ...]:
 def _right_options(task: Any, document: Any) -> tuple[int, ...]:
     """The indices, from 0, of the options of a multiple choice that lm-eval counts as right.
 
-    `task` is lm-eval's task object, and `document` one of its samples. Indices in the document that are not the index
-    of an option are left out.
+    `task` is lm-eval's task object, and `document` is one of its samples. Indices in the document that are not the
+    index of an option are left out.
     """
     options = task.doc_to_choice(document)
     gold = task.doc_to_text(document) if task.multiple_input else task.doc_to_target(document)

@@ -1,4 +1,4 @@
-"""Metrics of single samples, for tasks without a metric or with one that is computed over all samples at once.
+"""Metrics of single samples, for tasks without a metric, or with a metric computed over all samples at once.
 
 A search estimates a metric from a part of the samples, which works only for means over samples. Therefore corpus
 metrics such as BLEU, chrF, F1 and Matthews' correlation cannot be searched. The metrics here are the per-sample forms

@@ -1,8 +1,8 @@
 """Index of the evaluation tasks that have a name: tasks of lm-eval, and tasks shipped with this project.
 
 Building lm-eval's index parses 14,000 YAML files, which takes 10 to 70 s. Therefore the index is cached for each
-version of lm-eval. A cached index is replaced as a whole. If several processes need it, one builds it while the others
-wait.
+version of lm-eval. A cached index is replaced as a whole. If several processes need the index, one process builds it
+while the other processes wait.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def index_if_loaded() -> Mapping[str, Any] | None:
 
 
 def index_at_hand() -> Mapping[str, Any]:
-    """Index of all named tasks if this process has loaded it; raises IndexNeeded if not.
+    """Index of all named tasks if this process has loaded it; otherwise IndexNeeded is raised.
 
     The index has lm-eval's object `Entry` for each name. This function is for callers that cannot load the index
     themselves, because they have patched how lm-eval reads files.

@@ -280,7 +280,7 @@ def _function_guard(access: FileAccess | None, *, name: Callable[[str], Any] | N
 
     lm-eval calls this function for each Python function (`!function`) that a YAML file in `directory` names. The
     replacement raises InvalidTask if code in the directory must not run: `access` says which directories are trusted,
-    and None trusts all of them. The directories of shipped tasks are always trusted. For a trusted directory, the
+    and None trusts all directories. The directories of shipped tasks are always trusted. For a trusted directory, the
     replacement raises OwnCode, or, if `name` is given, returns what `name` returns for the function's name.
     """
 
@@ -375,7 +375,7 @@ def _is_address(text: str) -> bool:
 
 
 def _address_problem(address: str) -> str | None:
-    """Reason why the data file at `address` may not be read by a study whose file access is limited; None if it may.
+    """Reason why the data file at `address` may not be read by a study whose file access is limited; None if it may be.
 
     Only files on the hub may be read by address.
     """

@@ -145,7 +145,7 @@ class _Server:
 
         A document is lm-eval's term for a sample. A request is a prompt to complete or to score. `has_template` says
         whether prompts are rendered by a chat template, which the parent process does. `system_prompt` may be None,
-        `tokenizer` is the tokenizer's name, and `limit` is the number of documents; None means all.
+        `tokenizer` is the tokenizer's name, and `limit` is the number of documents; None means all documents.
         """
         task = self._built
         settings = PromptSettings(system_prompt, self._render if has_template else None, tokenizer, limit)

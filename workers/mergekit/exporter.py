@@ -172,7 +172,7 @@ def configuration_text(document: Mapping[str, Any], sources: ResolvedFamily, *, 
 
 
 def _names(sources: ResolvedFamily, *, has_directories: bool) -> dict[str, tuple[str, ...]]:
-    """Names of the models `sources` in a mergekit configuration, by alias; those of an adapter are (BASE, ADAPTER).
+    """Names of the models `sources` in a mergekit configuration, by alias; an adapter has the names (BASE, ADAPTER).
 
     A model without a hub id is named by its directory or, if `has_directories` is False, by its alias. The alias of a
     model that only an adapter changes is ADAPTER-base.
@@ -411,7 +411,7 @@ def _path_slices(recipe: Recipe) -> list[_Slice] | None:
     """Make one mergekit slice per layer for a recipe that copies whole layers, some of them moved or repeated.
 
     Returns None for any other recipe. mergekit takes the embedding from the first layer's model, and the head from the
-    last layer's model; if the recipe takes them from other models, the result is None too.
+    last layer's model; if the recipe takes them from other models, the result is also None.
     """
     merges = [layer.component(name) for layer in recipe.layers for name in COMPONENTS]
     is_copy = all(each.method == "passthrough" and each.number("scale") == 1 for each in recipe.merges())

@@ -160,7 +160,7 @@ class _Builder:
     def _warn_of_parameters(self, base: str | None, inputs: Iterable[ModelInput]) -> None:
         """Warn of parameters of the base model that mergekit reads only for other models.
 
-        `inputs` are the models of a slice. `base` is the base of this slice, or None if it has none.
+        `inputs` are the models of a slice. `base` is the base of this slice, or None if the slice has no base.
         """
         if self._method.base == "unused":
             return
@@ -241,8 +241,8 @@ class _Builder:
 
         `t` is the place of the tensor's layer in its slice: 0 for the first layer, 1 for the last. `scopes` are the
         settings from the narrowest scope to the widest: of the model, the slice, the module, the whole file. The first
-        value whose filter matches the tensor is used, or the parameter's default if none matches. If there is no
-        default either, the problem is reported at `place`, the key of the slice or model, and the result is 0.
+        value whose filter matches the tensor is used, or the parameter's default if no filter matches. If the parameter
+        has no default, the problem is reported at `place`, the key of the slice or model, and the result is 0.
         """
         for settings in scopes:
             fitting = (c for c in settings.get(parameter.name, ()) if c.filter in name)

@@ -89,12 +89,12 @@ class Bank:
     has too little room, nothing is shared, and `private_because` is the reason, as text.
 
     `room_bytes` is the available memory of `device` for merging one tensor, or None for no limit. A tensor that needs
-    more is merged on the CPU (`workers.merging.devices`).
+    more memory is merged on the CPU (`workers.merging.devices`).
 
     `sources` are models that are already opened, or a description of models. Described models are opened here and must
     have the fingerprints that the description states. Weights are searched for NaN and infinity once for each content;
-    the results of this search are cached in the directory `cache`, or in the default one if `cache` is None. Raises
-    InvalidModel if models cannot be opened, have changed, or contain NaN or infinity.
+    the results of this search are cached in the directory `cache`, or in the default directory if `cache` is None.
+    Raises InvalidModel if models cannot be opened, have changed, or contain NaN or infinity.
     """
 
     def __init__(
@@ -217,10 +217,10 @@ class Bank:
     def get(self, alias: str, name: str, shard: Shard | None = None) -> torch.Tensor:
         """Return the tensor `name` of the model `alias`, on the bank's device.
 
-        The result is always the whole tensor. `shard` says which of its elements the caller will read, so that only
-        these are counted in `elements_read`; None counts all. The result may share memory with the bank and must not be
-        written to. A tensor of an adapter is computed at every call. Raises InvalidModel if the bank has no tensor of
-        this name.
+        The result is always the whole tensor. `shard` says which elements the caller will read, so that only these
+        elements are counted in `elements_read`; None counts all elements. The result may share memory with the bank and
+        must not be written to. A tensor of an adapter is computed at every call. Raises InvalidModel if the bank has no
+        tensor of this name.
         """
         found = self._at_hand.get((alias, name))
         if found is None:
@@ -236,7 +236,7 @@ class Bank:
 
         `keys` are the tensors as (alias of the model, name). If the sources are in the memory of a GPU, the results are
         the whole tensors there, of which nothing is copied. Otherwise only the elements of the shard are copied to the
-        device, and each result has just these, in one dimension.
+        device, and each result has only these elements, in one dimension.
         """
         if self.placement is Placement.GPU:
             return tuple(self.get(alias, name, shard) for alias, name in keys)
@@ -615,7 +615,7 @@ def _content_problems(sources: ResolvedFamily, stated: Family) -> tuple[str, ...
     """Problems with the content of the models, one line each: changed files, or values that are NaN or infinite.
 
     `stated` is the description of the models when they were chosen. A model has changed if its fingerprint in `sources`
-    is not the one in `stated`.
+    differs from its fingerprint in `stated`.
     """
     changed = {
         model.alias: (

@@ -218,7 +218,8 @@ def sources_of(
 
     `tensor` is one of the merged tensors that `plan` lists. The base's tensor is None if the method needs no base. The
     results are always whole tensors. `bank` has the weights of the source models, and counts the elements that are read
-    from them. `shard` says which elements the caller will read, so that only these are counted; None counts all.
+    from them. `shard` says which elements the caller will read, so that only these elements are counted; None counts
+    all elements.
     """
     sources, base = _keys_of(tensor, plan, bank)
     return tuple(bank.get(*key, shard) for key in sources), None if base is None else bank.get(*base, shard)
@@ -430,7 +431,7 @@ class _ShardComputation:
         destination.copy_(merged if factor == 1 else merged * factor)
 
     def _operands(self, bank: Bank) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
-        """Tensors for computing the shard: those of the sources, and that of the base or None.
+        """Tensors for computing the shard: (tensors of the sources, tensor of the base or None).
 
         With kernels for the CPU, the tensors are whole. For a GPU they may have only the elements of the shard
         (`Bank.parts`). `bank` has the weights of the source models.
@@ -446,7 +447,7 @@ class _ShardComputation:
 
         The whole tensors of the sources are read if a number, such as a threshold, depends on elements outside the
         shard. `bank` has the weights of the source models. One process of a node computes such a rule and shares it
-        with the others, except for methods that use ranks.
+        with the other processes, except for methods that use ranks.
         """
         merge = self.tensor.merge
         uses = PLAIN[merge.method].uses

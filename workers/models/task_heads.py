@@ -1,7 +1,7 @@
 """Heads of classifiers: the part of a model that maps features to the classes of one task.
 
 Heads are not merged. A merge is scored on a task with the head of the model that the task names. A classifier has one
-head, which is linear. A whole CLIP model has a zero-shot head for any classes, which its text tower makes.
+head, which is linear. The text tower of a whole CLIP model can make a zero-shot head for any classes.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ class Tolerance:
 
     @property
     def too_large(self) -> str | None:
-        """Reason why these tolerances are too large to find wrong merges, as text; None if they are not."""
+        """Reason why these tolerances are too large to find wrong merges; None if no tolerance is too large."""
         return too_large(self.dtype, self.rounding, self.gap_rounding)
 
     def of(self, count: int) -> float:

@@ -121,7 +121,8 @@ def nothing_to_compare(
 
     A reason is that no task can be compared, or that there is too little memory. Only tasks with greedy completions or
     with options can be compared. `evaluator` builds the tasks. `spans` has the ranges of samples to verify. `depth` is
-    the merge's number of layers divided by that of the checkpoint in `directory`; the required memory grows with it.
+    the merge's number of layers divided by the number of layers of the checkpoint in `directory`; the required memory
+    grows with it.
     """
     if not any(evaluator.is_greedy(span.task) for span in spans):
         return _sampled([span.objective for span in spans])
@@ -160,7 +161,7 @@ def texts_to_read(
 
 @dataclass(frozen=True)
 class _Pair:
-    """One sample with two results: that of the engine (`stored`) and that of transformers (`expected`).
+    """One sample with two results: the engine's result (`stored`) and transformers' result (`expected`).
 
     `requests` are the sample's tokenized requests. A request is a prompt to complete, or one option of a multiple
     choice with its prompt.
@@ -180,7 +181,7 @@ class _Pair:
 
 
 class _Comparison:
-    """Comparison of the engine's samples of one merge with those of transformers.
+    """Comparison of the engine's samples of one merge with transformers' samples.
 
     `tolerance` has the largest differences that still count as equal. The results are in these attributes:
 
@@ -205,7 +206,7 @@ class _Comparison:
 
         `pairs` are the samples as the engine and as transformers scored them. `engine_logprobs` maps texts, as token
         ids, to the engine's log-probabilities of their tokens except the first. Two kinds of log-probabilities are
-        compared: those of all tokens of these texts, and those of the options of each sample that is a multiple choice.
+        compared: of all tokens of these texts, and of the options of each sample that is a multiple choice.
         """
         for text, values in engine_logprobs.items():
             self._add(_pair_of(text, pairs), values, logprobs(self.reference.model, text), text)
@@ -244,9 +245,9 @@ class _Comparison:
     def _compare_together(self) -> None:
         """Compare the log-probabilities of all samples together, if the engine computes in 16 bits.
 
-        The root mean square of many differences varies less by chance than that of a single sample, so its tolerance is
-        smaller. If the root mean square exceeds the tolerance, each sample whose own difference exceeds this tolerance
-        counts as different.
+        The root mean square of many differences varies less by chance than the difference of a single sample, so its
+        tolerance is smaller. If the root mean square exceeds the tolerance, each sample whose own difference exceeds
+        this tolerance counts as different.
         """
         if not self._all:
             return
@@ -302,8 +303,7 @@ class _Comparison:
 
         - "tokens": the tokens differ. The gap is the largest amount by which a token of the engine's completion is less
           likely than the likeliest token in its place.
-        - "text": only the texts differ. The gap is that between the two likeliest tokens where the texts begin to
-          differ.
+        - "text": only the texts differ. The gap is between the two likeliest tokens where the texts begin to differ.
         """
         completions = zip(pair.requests, pair.stored.tokens or (), pair.expected.tokens or (), strict=False)
         for request, ours, theirs in completions:

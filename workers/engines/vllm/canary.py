@@ -81,10 +81,10 @@ class Calibration:
     def base_share(self, ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float]:
         """Estimate how large the base model's share in an engine's log-probabilities is; it should be 0.
 
-        `ours` are the engine's log-probabilities, and `theirs` are those of transformers for the merge. The share is 0
-        if `ours` equals `theirs`, and 1 if `ours` equals the log-probabilities of the base model. A share that is far
-        from 0 suggests that some weights of the merge were not written. The estimate is by least squares over all
-        tokens, so that rounding errors average out. Therefore it detects unwritten weights much earlier than
+        `ours` are the engine's log-probabilities, and `theirs` are transformers' log-probabilities for the merge. The
+        share is 0 if `ours` equals `theirs`, and 1 if `ours` equals the log-probabilities of the base model. A share
+        that is far from 0 suggests that some weights of the merge were not written. The estimate is by least squares
+        over all tokens, so that rounding errors average out. Therefore it detects unwritten weights much earlier than
         `typical_difference` does.
 
         Returns the share, and the largest magnitude of the share that rounding explains. Returns (0, infinity) if
@@ -112,11 +112,11 @@ class Calibration:
         base model in the engine's log-probabilities (`base_share`), which should be 0, is larger in magnitude than
         rounding explains.
 
-        `ours` are the engine's log-probabilities, and `theirs` are those of transformers for the same tokens. `of`
-        names the compared texts in the message. `bounds` returns the largest change of each token's log-probability
-        that rounding explains (`rounding_bounds`). This function is called only for "float32", if a difference is
-        larger than the tolerance. The returned difference (`typical_difference`) is the largest one in float32, and a
-        root mean square in other dtypes.
+        `ours` are the engine's log-probabilities, and `theirs` are transformers' log-probabilities of the same tokens.
+        `of` names the compared texts in the message. `bounds` returns the largest change of each token's
+        log-probability that rounding explains (`rounding_bounds`). This function is called only for "float32", if a
+        difference is larger than the tolerance. The returned difference (`typical_difference`) is the largest one in
+        float32, and a root mean square in other dtypes.
         """
         difference = typical_difference(ours, theirs, dtype=self.dtype)
         if bounds is not None and self.dtype == "float32" and self.tolerance < difference < MOST:

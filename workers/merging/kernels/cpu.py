@@ -37,7 +37,7 @@ def merge(
     A rule is the formula of a merge with its numbers, as plain data. `tensors` are the sources, and `base` is the
     base's tensor or None if the rule does not use it. The sources and the base are always whole. All tensors are
     contiguous and have fewer than 2^32 elements. With `shard`, only the elements of the shard are computed, and `out`
-    has only these.
+    has only these elements.
 
     Some rules keep only elements whose magnitude reaches a threshold, and state only a lower and an upper bound of it.
     Without `shard`, the elements between the bounds are collected, the exact threshold is found among them, and these

@@ -195,7 +195,7 @@ def variance_of(base: Any, xs: Any, i: Any) -> Any:
     """The variance of element i over its values in all task vectors; a task vector is xs[s] minus `base`.
 
     `base` and `xs` are the arrays of the base and the sources, in the form of `arguments.as_array`. The result has the
-    same bits as that of `methods.competition.variance`. Callable only in compiled code.
+    same bits as the result of `methods.competition.variance`. Callable only in compiled code.
     """
     b, count = value(base[i]), np.float32(len(xs))
     first = value(xs[0][i]) - b
@@ -223,8 +223,8 @@ def either(first: Any, second: Any) -> Any:
 def zero_unless(condition: Any, number: Any) -> Any:
     """The float32 `number` if the condition is true, else zero, computed without a branch.
 
-    LLVM would compile an ordinary conditional expression whose result is stored in an array to masked stores. These
-    take about ten times longer on AMD's processors.
+    LLVM would compile an ordinary conditional expression whose result is stored in an array to masked stores. Masked
+    stores take about ten times longer on AMD's processors.
     """
     return _float(U32(bits_of(number) & U32(U32(0) - U32(condition))))
 

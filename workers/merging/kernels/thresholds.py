@@ -134,13 +134,13 @@ def variance_threshold(
     """Find the exact threshold for variances, from a lower and an upper bound (merge method SCE).
 
     The variance of an element is computed over its values in the task vectors, the differences of `xs` from `base`. The
-    threshold is a variance and a mark. Marks are hashes of the elements' indices, which `order` computes and which
-    order elements of equal variance. `trim` has the two bounds. `positions` are the indices of all elements strictly
-    between the bounds. If variances were compared without marks (`trim.magnitudes`), `positions` also has all elements
-    with the threshold's variance.
+    threshold is a variance and a mark. Marks break ties between elements of equal variance; they are hashes of the
+    elements' indices, computed by `order`. `trim` has the two bounds. `positions` are the indices of all elements
+    strictly between the bounds. If variances were compared without marks (`trim.magnitudes`), `positions` also has all
+    elements with the threshold's variance.
 
     Returns the threshold, and whether every element of `positions` with the threshold's variance reaches the threshold.
-    If all of them do, later comparisons need no marks.
+    If all these elements reach the threshold, later comparisons need no marks.
     """
     sizes, marks = _variances_at(base, xs, positions), _marks_at(positions, U32(order.factor))
     bounds = trim.low.magnitude, trim.low.mark, trim.high.magnitude, trim.high.mark, trim.num_smaller

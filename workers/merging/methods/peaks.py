@@ -1,6 +1,6 @@
 """Memory that a merge method's PyTorch function takes while it computes, in addition to its operands.
 
-Numbers are those of PyTorch's allocator, per element of the merged tensor, for every choice of coefficients. The
+Numbers are as PyTorch's allocator reports them, per element of the merged tensor, for every choice of coefficients. The
 numbers were measured on CPU, and compared with a GPU (`tests/gpu`).
 """
 

@@ -1,7 +1,7 @@
 """Sparsification of task vectors: by magnitude (TIES, Model Breadcrumbs) and at random (DARE, DELLA).
 
 DELLA keeps larger elements with higher probability. Each function returns the sparse task vector and may modify its
-argument. Random masks are those of `workers.merging.masks`; the key of a mask is made from seed, model and tensor name.
+argument. `workers.merging.masks` makes the random masks; the key of a mask is made from seed, model and tensor name.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def trimmed(tau: torch.Tensor, k: float, order: TieOrder, magnitudes: Ranked | N
     The function keeps `num_kept(k, n)` of the n elements of `tau`, about the share `k`; this is equation 6 of
     "Automated Model Merging". `order` is the rule that breaks ties between equal magnitudes. `magnitudes` is a
     precomputed table of the magnitudes, from which the threshold is taken; with None, the threshold is searched for. In
-    a merge that trims whole models, the table is that of the model's whole task vector, and n is the number of its
+    a merge that trims whole models, the table is for the model's whole task vector, and n is the number of its
     elements. `tau` may be modified.
     """
     num_elements = tau.numel() if magnitudes is None else magnitudes.num_elements
@@ -56,12 +56,12 @@ def cut_both_ends(
 ) -> torch.Tensor:
     """Set the elements of largest and of smallest magnitude in a task vector to zero (Model Breadcrumbs).
 
-    The method is that of arXiv:2312.06795. `tau` has n elements. The floor(gamma n) largest magnitudes are dropped, and
-    the floor(density n) largest of the others are kept. The paper's two percentiles are 1 - gamma and 1 - gamma -
-    density. `order` is the rule that breaks ties between equal magnitudes. `magnitudes` is a precomputed table of the
-    magnitudes, from which thresholds are taken; with None, the thresholds are searched for. In a merge that trims whole
-    models, the table is that of the model's whole task vector, and n is the number of its elements. `tau` may be
-    modified.
+    The method is from arXiv:2312.06795. `tau` has n elements. The floor(gamma n) largest magnitudes are dropped, and
+    the floor(density n) largest of the other magnitudes are kept. The paper's two percentiles are 1 - gamma and 1 -
+    gamma - density. `order` is the rule that breaks ties between equal magnitudes. `magnitudes` is a precomputed table
+    of the magnitudes, from which thresholds are taken; with None, the thresholds are searched for. In a merge that
+    trims whole models, the table is for the model's whole task vector, and n is the number of its elements. `tau` may
+    be modified.
     """
     ranks = cut_ranks(density, gamma, tau.numel() if magnitudes is None else magnitudes.num_elements)
     if ranks is None:

@@ -324,7 +324,7 @@ class Learner(BaseLearner):
         of episodes between two updates. `advantages_BT` are the advantages of the episodes' steps. `order` is the
         random number generator that draws mini-batches. Returns the policy's losses and entropies, with one number for
         each step of the optimizer; the KL divergence between the policies before and after the training; and the share
-        of steps whose probability ratio is outside PPO's clip after it.
+        of steps whose probability ratio is outside PPO's clip after the training.
         """
         options, is_step = self.options, batch.is_step
         taken = batch.steps if options.action is Action.CATEGORICAL else batch.protos

@@ -134,10 +134,10 @@ class HeldPath(HeldWeights):
     def _write_path(self, plan: TensorPlan, bank: Bank, into: Into, recipe: Recipe) -> Writing:
         """Compute the tensors of a merge that the engine lacks, and write them into the engine.
 
-        `plan` lists tensors of the merge of `recipe`: those outside layers (embedding, final norm and output head), and
-        those of the layers to write. `bank` has the weights of the source models. `into(name, shape)` returns memory
-        for computing a tensor. Returns the number of written tensors, with timings. After a failure, the contents of
-        all layers of the engine count as unknown.
+        `plan` lists tensors of the merge of `recipe`: the tensors outside layers (embedding, final norm and output
+        head), and the tensors of the layers to write. `bank` has the weights of the source models. `into(name, shape)`
+        returns memory for computing a tensor. Returns the number of written tensors, with timings. After a failure, the
+        contents of all layers of the engine count as unknown.
         """
         try:
             done = self._write(plan, bank, into)

@@ -1,6 +1,7 @@
 """Record of the contents of a path engine's pool of layers, and choice of the layers to overwrite.
 
-Layers of the pool that the current path uses are kept; the others are replaced, least recently used first.
+The layers of the pool that the current path uses are kept. The least recently used of the other layers are replaced
+first.
 """
 
 from __future__ import annotations

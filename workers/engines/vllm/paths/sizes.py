@@ -53,7 +53,7 @@ def outside_bytes(sources: ResolvedFamily, value_bytes: int) -> int:
 
 
 def alignment_bytes(config: Mapping[str, Any], max_layers: int, value_bytes: int) -> int:
-    """Bytes of the alignments of the longest merge, if each of its `max_layers` layers has one.
+    """Bytes of the alignments of the longest merge, if each of its `max_layers` layers has an alignment.
 
     An alignment is a map of the residual stream: a matrix [hidden, hidden] of values of `value_bytes` bytes. `config`
     is the model's configuration, which has the hidden size.

@@ -81,7 +81,7 @@ class WeightContents:
         }
 
     def refusal(self, recipe: Recipe) -> str | None:
-        """Reason why the engine cannot hold the merge of `recipe`; None if it can.
+        """Reason why the engine cannot hold the merge of `recipe`; None if it can hold the merge.
 
         The engine can hold only merges with as many layers as the base has.
         """
