@@ -74,8 +74,8 @@ class SharedDirectory:
         """Return `num_bytes` of memory (uint8) that this node's processes share; one of them fills it with `write`.
 
         All processes that use the directory call this method. One of them fills the memory, and the others wait until
-        it is full. If the process that fills the memory is killed, another one fills it from the beginning. The memory
-        must not be written to afterwards. Raises NoRoom if there is too little shared memory.
+        it is full. If the process that fills the memory is killed, another process fills it from the beginning. The
+        memory must not be written to afterwards. Raises NoRoom if there is too little shared memory.
         """
         while not (self.path / FILLED).exists():
             fcntl.flock(self._users, fcntl.LOCK_UN)

@@ -80,7 +80,7 @@ class Threshold:
         """Mask (bool) of the elements that are at the threshold or above it, in the shape of `magnitudes`.
 
         `magnitudes` are the magnitudes of all elements of a tensor. `order` decides, by tie-breaking marks, about
-        elements whose magnitude equals that of the threshold.
+        elements whose magnitude equals the threshold's magnitude.
         """
         equal = (magnitudes == self.magnitude).flatten()
         reached = (magnitudes > self.magnitude).flatten()
@@ -142,7 +142,7 @@ class Trim:
     threshold. Otherwise the threshold is the magnitude and mark of one of the elements strictly between the bounds;
     there are fewer than `SPACING` such elements. `num_smaller` is the number of elements between the bounds that are
     smaller than the threshold's element. `is_tied` is true if more than `MOST_LEFT` elements may have magnitudes from
-    that of `low` to that of `high`.
+    the magnitude of `low` to the magnitude of `high`.
     """
 
     low: Threshold
@@ -156,8 +156,8 @@ class Trim:
 
         An element whose magnitude is at most the first number is below the threshold. An element whose magnitude is at
         least the second number reaches the threshold. All other elements must be compared by magnitude and tie-breaking
-        mark: their magnitudes are from that of `low` to that of `high`. If no element reaches the threshold, the second
-        number is NaN, with which every comparison is false.
+        mark: their magnitudes are from the magnitude of `low` to the magnitude of `high`. If no element reaches the
+        threshold, the second number is NaN, with which every comparison is false.
         """
         if self == NOTHING:
             return float("inf"), float("nan")
@@ -211,8 +211,9 @@ class Ranked(Protocol):
 class Selection:
     """The magnitudes of a tensor's elements, with a selection algorithm that finds the element of a given rank.
 
-    `select(n)` returns the element that n others precede in ascending order of magnitude, so `select(0)` returns the
-    smallest element. `num_zeros()` counts the elements that are zero, and `num_elements` is the number of all elements.
+    `select(n)` returns the element that n other elements precede in ascending order of magnitude, so `select(0)`
+    returns the smallest element. `num_zeros()` counts the elements that are zero, and `num_elements` is the number of
+    all elements.
     """
 
     num_elements: int

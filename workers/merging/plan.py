@@ -36,7 +36,7 @@ class TensorPlan:
 
     Functions that accept a recipe also accept its plan, which saves them the check. For example, writing a merge into
     an engine takes several calls with one plan. A plan is valid for the bank (source weights in memory) for which it
-    was made. `aliases` maps the recipe's aliases to those of the bank.
+    was made. `aliases` maps the recipe's aliases to the bank's aliases.
     """
 
     recipe: Recipe

@@ -100,7 +100,7 @@ class WholeTaskVector:
     returns a tensor by its name. `compiles` says whether compiled kernels may be used. Finding the magnitude of a rank
     n takes two to five passes over the expert and the base. The first pass counts elements, and is the same for all
     ranks. Its counts (512 KiB) are kept, so that each further rank takes one pass less. The result for each rank is
-    kept, too.
+    also kept.
     """
 
     def __init__(

@@ -73,7 +73,8 @@ def foreign_adapters(opened: Mapping[str, Checkpoint], given: Mapping[str, str])
 def differences(base: Checkpoint, expert: Checkpoint, *, any_depth: bool = False) -> Iterator[str]:
     """Yield the reasons why layers of `expert` cannot replace layers of `base`; yield nothing if they can.
 
-    With `any_depth` the models may have different numbers of layers, and only the layers that both have are compared.
+    With `any_depth` the models may have different numbers of layers, and only the layers that both models have are
+    compared.
     """
     where = str(expert.directory)
     if expert.modality is not base.modality:

@@ -62,7 +62,8 @@ class Layout:
       embedding is not included.
     - `num_layers`: the number of decoder layers
     - `layer_prefix`: the text before the layer's index in names of tensors, such as "model.layers."
-    - `tied_head`: the name of a tied output head that a file contains anyway; None if there is none
+    - `tied_head`: the name of a tied output head that a file contains anyway; None if no file contains a tied output
+      head
     - `task_heads`: the names of tensors that belong to one task, such as the head of a classifier; they are never
       merged, and are not in `places`
     """

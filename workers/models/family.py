@@ -285,11 +285,11 @@ class ResolvedFamily:
 class LocatedFamily:
     """The places where a base model and its experts were found, before the models are opened.
 
-    All fields are by alias; the first alias of `given` is that of the base.
+    All fields are by alias; the first alias of `given` is the base's alias.
 
     - `given`: the directory or hub id by which the caller named each model
     - `directories`: the directory of each model that was found
-    - `problems`: for each other model, the reasons why it was not found
+    - `problems`: for each model that was not found, the reasons why it was not found
     - `adapted`: for each adapter that changes another model than the base, the directory of that model
     """
 

@@ -57,10 +57,10 @@ def make_result_dir(
 
 
 def merged_config(recipe: Recipe, base: Checkpoint, models: Mapping[str, Checkpoint], *, dtype: str) -> dict[str, Any]:
-    """The config.json of a merged model: a copy of the base's, adapted to `dtype` and to the recipe's layers.
+    """The config.json of a merged model: the base's config.json, adapted to `dtype` and to the recipe's layers.
 
-    `dtype` is a name such as "float32". The fields for layers change if the number or order of layers is not the
-    base's. Some fields, such as the kinds of attention, have an entry for each layer. In these fields, a merged layer
+    `dtype` is a name such as "float32". The fields for layers change if the number or order of layers differs from the
+    base. Some fields, such as the kinds of attention, have an entry for each layer. In these fields, a merged layer
     gets the entry of the source layer from which its attention is merged, or, if there are several source layers, the
     entry of the first one. `models` are by the recipe's aliases, and may have another number of layers than the base.
     Raises InvalidRecipe for an order of layers that the configuration cannot express.

@@ -1,10 +1,10 @@
 """Alignment of vocabularies: the rows of embeddings and output heads of all models get the order of one vocabulary.
 
-This vocabulary is the base's, the base's with the tokens that other models have added (union), or one expert's. Rows
-are found by the token's string. A model without a row for a token gets the base's row. If the base, too, has no row for
-the token, the model and the base get the mean of the rows of the models that have a row for it. Therefore the task
-vectors of models without the token are zero in this row. Some rows represent no token; in all models, these rows are
-taken from the model whose vocabulary is used.
+This vocabulary is the base's vocabulary, the base's vocabulary with the tokens that other models have added (union), or
+the vocabulary of one expert. Rows are found by the token's string. A model without a row for a token gets the base's
+row. If the base, too, has no row for the token, the model and the base get the mean of the rows of the models that have
+a row for it. Therefore the task vectors of models without the token are zero in this row. Some rows represent no token;
+in all models, these rows are taken from the model whose vocabulary is used.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class VocabularyOptions:
 
         - tokens: the sources of the embedding rows of single tokens, by token; each is {"model", "token", "id",
           "force"}, with the meaning of the fields of `TokenRow`
-        - multiple_of: the number to a multiple of which the number of rows is rounded up
+        - multiple_of: the number of rows is rounded up to a multiple of this number
         - by_id: whether tokens that other models add to the base's vocabulary are in the order of their ids
 
         Raises InvalidModel for any other document.

@@ -1,6 +1,6 @@
 """Zero-shot heads of CLIP, whose weights are embeddings of the class names, computed once by the text tower.
 
-The construction is that of Radford et al. 2021 (section 3.1.4, "Prompt engineering and ensembling"). Each template is a
+The construction follows Radford et al. 2021 (section 3.1.4, "Prompt engineering and ensembling"). Each template is a
 text with a placeholder for the class's name. The texts of a class are embedded; the embeddings are normalised, averaged
 over templates, and normalised again. The head's output for an image and a class is the cosine of their embeddings,
 times the model's `logit_scale`. The text tower is not merged.

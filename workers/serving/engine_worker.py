@@ -157,7 +157,7 @@ class EngineWorker:
         """Yield the completions that have joined `batch` since the last call, with tokenized prompts.
 
         A completion whose prompt is invalid ends with the error. If `closes` is True and no valid completion has
-        joined, the batch is closed, so that no further one can join it.
+        joined, the batch is closed, so that no further completion can join it.
         """
         while taken := batch.take(closes=closes):
             for live in taken:

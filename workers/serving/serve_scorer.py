@@ -111,7 +111,7 @@ class ServeScorer:
         """Call the method `method` of each running replica, and return the answers by replica name.
 
         `name_of` reads the name from an answer. Serve chooses the replica for each call. Therefore calls are repeated
-        until each replica has answered, but at most 8 times as often as there are replicas.
+        until each replica has answered; the number of calls is at most 8 times the number of replicas.
         """
         running = self._known_replicas()["RUNNING"]
         found: dict[Any, Any] = {}

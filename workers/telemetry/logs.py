@@ -39,8 +39,8 @@ _fields: ContextVar[Mapping[str, Any]] = ContextVar("log fields", default={})  #
 def fields(**values: Any) -> Iterator[None]:
     """Context manager that adds the given fields, such as the job, to each log line of this thread.
 
-    Contexts can be nested; a line has the fields of all of them. A value of None adds no field. Other threads have the
-    fields only if they run in a copy of the context (see `contextvars`).
+    Contexts can be nested; a line has the fields of all contexts around it. A value of None adds no field. Other
+    threads have the fields only if they run in a copy of the context (see `contextvars`).
     """
     token = _fields.set({**_fields.get(), **{name: value for name, value in values.items() if value is not None}})
     try:

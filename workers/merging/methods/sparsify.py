@@ -105,7 +105,7 @@ def cut_ranks(density: float, gamma: float, num_elements: int) -> CutRanks | Non
 
 
 def dropped(tau: torch.Tensor, density: float, key: int) -> torch.Tensor:
-    """Keep each element of a task vector with probability `density`, and set the others to zero (DARE).
+    """Keep each element of a task vector with probability `density`, and set the other elements to zero (DARE).
 
     DARE is described in arXiv:2311.03099. `key` is the key of the random mask. The kept elements are not rescaled.
     `tau` is modified.
@@ -137,18 +137,19 @@ def magnitude_sampled(
     rescale: bool = True,
     ranks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """MagPrune (DELLA, arXiv:2406.11617): keep elements at random, larger ones of a row with higher probability.
+    """MagPrune (DELLA, arXiv:2406.11617): keep random elements, larger elements of a row with higher probability.
 
     `tau` is the task vector. The probability of keeping an element is from density - epsilon to density + epsilon, in
     steps by the rank of its magnitude in its row. A tensor with fewer than two dimensions is one row. `key` is the key
     of the random mask. With `rescale`, elements that are kept are divided by their probability. `order` is the rule
     that breaks ties between equal magnitudes; in recipes of format 1, the earlier of two equal elements counts as the
-    smaller one. `ranks` are the precomputed ranks of magnitudes in their rows, where 0 is the smallest; None computes
-    them.
+    smaller element. `ranks` are the precomputed ranks of magnitudes in their rows, where 0 is the smallest; None
+    computes them.
 
-    The paper's epsilon is twice the argument `epsilon`. Its drop probability is p_min + epsilon r / n, where rank r is
-    0 for the largest element. Therefore the smallest element is kept with a probability one step above density -
-    epsilon. With `is_symmetric` the divisor is n - 1, as in mergekit, and this probability is density - epsilon.
+    The paper's epsilon is twice the argument `epsilon`. The paper's drop probability is p_min + epsilon r / n, where
+    rank r is 0 for the largest element. Therefore the smallest element is kept with a probability one step above
+    density - epsilon. With `is_symmetric` the divisor is n - 1, as in mergekit, and this probability is density -
+    epsilon.
     """
     ranks = _sorted_ranks(tau, order) if ranks is None else ranks
     origin, start, step = probability_by_rank(row_width(tau), density, epsilon, is_symmetric=is_symmetric)
@@ -163,7 +164,7 @@ def row_width(tensor: torch.Tensor) -> int:
     """Length of a tensor's rows; MagPrune ranks the elements within each row.
 
     A row is a vector along the last dimension of `tensor`; a tensor with fewer than two dimensions is one row. MagPrune
-    is a method that drops elements of task vectors at random, smaller ones of a row more often.
+    is a method that drops elements of task vectors at random, and smaller elements of a row more often.
     """
     return tensor.numel() if tensor.dim() < 2 else tensor.shape[-1]
 
@@ -195,10 +196,11 @@ def _sorted_ranks(tau: torch.Tensor, order: TieOrder) -> torch.Tensor:
 
 
 def match_l1_norm(sparse: torch.Tensor, tau: torch.Tensor, norm: float | None = None) -> torch.Tensor:
-    """Scale a sparse task vector so that its L1 norm is that of the whole task vector `tau`, as in mergekit.
+    """Scale a sparse task vector to the L1 norm of the whole task vector `tau`, as in mergekit.
 
     `sparse` is `tau` after some elements were set to zero. `norm` is the precomputed sum of magnitudes of `tau`; None
-    computes it. The sparse task vector is returned unchanged if its sum of magnitudes or that of `tau` is below 1e-7.
+    computes it. The sparse task vector is returned unchanged if its sum of magnitudes, or the sum of magnitudes of
+    `tau`, is below 1e-7.
     """
     return sparse * l1_ratio(total(torch.abs, tau) if norm is None else norm, total(torch.abs, sparse))
 
@@ -206,7 +208,7 @@ def match_l1_norm(sparse: torch.Tensor, tau: torch.Tensor, norm: float | None = 
 def l1_ratio(before: float, after: float) -> float:
     """Factor that restores the sum of magnitudes of a task vector after elements were dropped.
 
-    `before` is the sum of magnitudes of the whole task vector, and `after` is that of the sparse one, after elements
-    were dropped. The factor is `before` / `after`, or 1 if either of them is below 1e-7.
+    `before` is the sum of magnitudes of the whole task vector. `after` is the sum of magnitudes after elements were
+    dropped. The factor is `before` / `after`, or 1 if one of the two sums is below 1e-7.
     """
     return 1.0 if min(before, after) < NO_NORM else before / after

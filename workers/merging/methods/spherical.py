@@ -71,9 +71,9 @@ def multislerp_unscaled(
 ) -> torch.Tensor:
     """Multi-SLERP (`multislerp`) with weights used as given (mergekit: `normalize_weights: false`).
 
-    The mean direction is that of `multislerp`, because it does not depend on the sum of the weights. The length of the
-    result is the sum of the tensors' norms times their weights, which need not sum to one. `eps` is a small number that
-    is added to norms. `products` are the precomputed inner products of the tensors; None computes them.
+    The mean direction is the same as in `multislerp`, because it does not depend on the sum of the weights. The length
+    of the result is the sum of the tensors' norms times their weights, which need not sum to one. `eps` is a small
+    number that is added to norms. `products` are the precomputed inner products of the tensors; None computes them.
     """
     if len(tensors) == 1:
         return tensors[0]
@@ -86,9 +86,9 @@ def multislerp_weights(
 ) -> list[float]:
     """The factor of each tensor in Multi-SLERP, which interpolates directions on the sphere.
 
-    The factors are those of `multislerp` or, without `normalize`, of `multislerp_unscaled`. `weights` are the weights
-    of the tensors, and `products` are the inner products of all pairs of tensors. `eps` is a small number that is added
-    to norms. Raises InvalidRecipe if the directions of more than two tensors cancel each other.
+    The factors are for `multislerp` or, without `normalize`, for `multislerp_unscaled`. `weights` are the weights of
+    the tensors, and `products` are the inner products of all pairs of tensors. `eps` is a small number that is added to
+    norms. Raises InvalidRecipe if the directions of more than two tensors cancel each other.
     """
     if len(products) == 1:
         return [1.0]

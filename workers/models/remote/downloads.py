@@ -129,8 +129,8 @@ def _origin(record: SnapshotRecord) -> Origin:
 def lack_of_space(directories: Iterable[Path]) -> str | None:
     """Error text if a disk is too small to download the weights of the models in `directories`; None otherwise.
 
-    Only directories without the contents of the weights (metadata-only snapshots) need a download. The disks are those
-    of the caches of the Hugging Face hub and of object stores; MARGIN_BYTES must remain free.
+    Only directories without the contents of the weights (metadata-only snapshots) need a download. The downloads go to
+    the caches of the Hugging Face hub and of object stores, on whose disks MARGIN_BYTES must remain free.
     """
     records = [read_record(directory) for directory in sorted({*directories}) if is_metadata_only(directory)]
     for origin in (Hub(), Objects()):

@@ -1,6 +1,7 @@
 """Models in object stores: their files, partial reads, and downloads to this machine.
 
-A model is a folder, or an artifact of the service. The URL of an artifact is that of its manifest, {"path": {"digest":
+A model is a folder, or an artifact of the service. The URL of an artifact is the URL of its manifest, {"path":
+{"digest":
 ..., "bytes": ...}}. Next to the manifest are the files, each named by its sha256. A model's files are listed whenever
 the model is located; the names, sizes and version tags in the listing determine its commit. A model's files are
 downloaded once per machine, to a directory of that commit:

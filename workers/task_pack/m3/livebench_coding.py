@@ -29,8 +29,8 @@ def passes(document: Mapping[str, Any], responses: Sequence[str]) -> dict[str, f
     """Execute the program in a model's answer to one document; return {"pass_at_1": 1.0} if it passes all tests.
 
     `responses` has the answer as its only entry. The value is 0 if a test case fails. The document has public and
-    private test cases; the private ones are not executed if a public one fails, which gives the same value as in the
-    published code. Raises ValueError for a document without test cases that can be read.
+    private test cases. Private test cases are not executed if a public test case fails; the value is then the same as
+    by the published code. Raises ValueError for a document without test cases that can be read.
     """
     import evaluate  # type: ignore[import-untyped]
 
