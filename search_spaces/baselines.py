@@ -120,7 +120,7 @@ def _without_m3(sources: tuple[Source, ...]) -> Iterator[tuple[str, Merge]]:
 
     `sources` are the experts that are merged. The methods are:
 
-    - task arithmetic and TIES with the coefficients of the paper's table 3, which include those of table 4
+    - task arithmetic and TIES with the coefficients of the paper's table 3, which include the coefficients of table 4
     - DARE with density 0.8, in combination with the average, task arithmetic and TIES
 
     TIES is the variant of the paper's code, which trims whole models.

@@ -274,8 +274,8 @@ class Parameters:
     def build(self, choose: Callable[[Parameter], Any]) -> dict[str, Any]:
         """Make a configuration by choosing the value `choose(parameter)` for each active parameter.
 
-        A parameter is active if the conditions under which it exists are met. Its value is chosen after those of the
-        parameters in its conditions.
+        A parameter is active if the conditions under which it exists are met. Its value is chosen after the values of
+        the parameters in its conditions.
         """
         configuration: dict[str, Any] = {}
         for parameter in self:

@@ -93,7 +93,7 @@ def dirichlet(num_objectives: int, *, num_vectors: int, rng: np.random.Generator
 
     There are `num_vectors` vectors with a weight for each of `num_objectives` objectives; the weights of a vector sum
     to one. With `alpha` 1 the vectors are uniformly distributed over all preference vectors. Larger values of `alpha`
-    give more equal weights; smaller ones favour single objectives. `rng` is the source of randomness.
+    give more equal weights; smaller values favour single objectives. `rng` is the source of randomness.
     """
     return rng.dirichlet(np.full(num_objectives, alpha), num_vectors)
 

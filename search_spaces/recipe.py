@@ -179,7 +179,7 @@ class Recipe:
         tokenizer: str = "base",
         vocabulary: Mapping[str, Any] | None = None,
     ) -> Self:
-        """The recipe of one unchanged model: every tensor is that of `model`, one of the aliases in `models`.
+        """The recipe of one unchanged model: every tensor is a tensor of `model`, one of the aliases in `models`.
 
         `models`, `base`, `tokenizer` and `vocabulary` become the recipe's fields of these names. `num_layers` is the
         number of layers of `model`.

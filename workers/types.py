@@ -160,8 +160,8 @@ class TaskSpec:
     - `until`: the strings at which a completion of an lm-eval task ends; with None, the task chooses them
     - `content`: the sha256 of the data file, if there is a data file, so that changed data is detected
     - `permutation_seed`: fixes the order of the samples: position i is the same sample in every replica and every study
-    - `template`: a Jinja template of the prompts that replaces the task's own template; with None, the task's own is
-      used
+    - `template`: a Jinja template of the prompts that replaces the task's own template; with None, the task's own
+      template is used
     - `access`: limits the files that the task may use; None means no limit. The digest of the specification does not
       depend on `access`.
     """

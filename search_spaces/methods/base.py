@@ -65,7 +65,7 @@ class PairShare:
 class NumSources:
     """Rule for a coefficient that is a number of sources, such as how many must agree; it is not searched.
 
-    The coefficient is `value`, or the merge's number of sources if that is smaller.
+    The coefficient is `value`, or the merge's number of sources if this number is smaller.
     """
 
     value: float

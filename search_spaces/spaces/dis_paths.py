@@ -194,8 +194,8 @@ class DisPaths:
         """The blocks of the merge that a configuration describes.
 
         A block has the layers that the merge uses in place of a few adjacent layers of the base; its path is the
-        sequence of these layers. If the merge would have more layers than the space allows, some are removed. With
-        `retains`, an empty path means that the base's own layers stay. A block with exactly these layers is then
+        sequence of these layers. If the merge would have more layers than the space allows, some layers are removed.
+        With `retains`, an empty path means that the base's own layers stay. A block with exactly these layers is then
         returned with an empty path.
         """
         spelled = []
@@ -241,8 +241,8 @@ class DisPaths:
     def layers(self, blocks: Sequence[Block]) -> list[tuple[str, int, float]]:
         """The layers of the merge that consists of `blocks`, each as a tuple (model, layer number, scale).
 
-        A block has the layers that the merge uses in place of a few adjacent layers of the base. Its scale is that of
-        its last layer; its other layers have scale 1.
+        A block has the layers that the merge uses in place of a few adjacent layers of the base. The scale of a block
+        is the scale of its last layer; its other layers have scale 1.
         """
         found = []
         for index, block in enumerate(blocks):

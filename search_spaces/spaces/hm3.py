@@ -10,9 +10,9 @@ With `merged`, the pool has one more model, whose layers are merged in their par
 model is different for each preference vector, because its coefficients depend on the vector. A path has one of these
 vectors, and states which of its layers are merged.
 
-In the paper, any layer may follow any other. Almost no random path of this kind is a usable model, so a policy would
-have no reward to learn from. Here the layer that follows layer l is at most `max_jump` layers away from layer l + 1;
-`max_jump: null` removes the limit.
+In the paper, any layer may follow any other layer. Almost no random path of this kind is a usable model, so a policy
+would have no reward to learn from. Here the layer that follows layer l is at most `max_jump` layers away from layer l +
+1; `max_jump: null` removes the limit.
 """
 
 from __future__ import annotations

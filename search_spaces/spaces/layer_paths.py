@@ -42,7 +42,7 @@ class LayerPaths:
     any layer may follow any other layer.
 
     The model whose name is the constant MERGED has layers that are merged from several models, with weights that follow
-    from a preference vector. There are `num_preferences` preference vectors. A path uses one of them, and its
+    from a preference vector. There are `num_preferences` preference vectors. A path uses one of these vectors, and its
     configuration has the number of this vector, or 0 if the path has no merged layer.
 
     `scale_range` has the lowest and the highest scale. With a `scale_range`, every layer of a path except the last has
@@ -212,8 +212,8 @@ class LayerPaths:
     def scale_of(self, place: float) -> float:
         """Convert a position on the logarithmic axis of scales, from -1 (lowest) to 1 (highest), to the scale.
 
-        Positions `place` below -1 give the lowest scale, and positions above 1 the highest. Scales are rounded in the
-        same way as coefficients.
+        Positions `place` below -1 give the lowest scale, and positions above 1 give the highest scale. Scales are
+        rounded in the same way as coefficients.
         """
         assert self.scale_range is not None, "paths without scales"
         low, high = map(math.log, self.scale_range)
@@ -278,12 +278,12 @@ class LayerPaths:
         return self._configuration_of(layers, preference=preference)
 
     def mutant(self, configuration: Configuration, rng: np.random.Generator, *, most: int = 3) -> dict[str, Any]:
-        """A configuration whose path (sequence of layers) differs from that of `configuration` by a few random changes.
+        """A configuration whose path (sequence of layers) differs from the path of `configuration` by a few changes.
 
-        The number of changes is from one to `most`; smaller numbers are likelier. A change takes a layer from another
-        model, repeats a layer, or leaves a layer out. If layers have scales, one scale is also replaced by a random
-        scale. `rng` gives the random numbers. The result may describe the same path as `configuration`, because one
-        change may undo another.
+        The changes are random. The number of changes is from one to `most`; smaller numbers are likelier. A change
+        takes a layer from another model, repeats a layer, or leaves a layer out. If layers have scales, one scale is
+        also replaced by a random scale. `rng` gives the random numbers. The result may describe the same path as
+        `configuration`, because one change may undo another.
         """
         num_changes = int(math.exp(rng.uniform(0.0, math.log(most + 1))))
         path = self.path(configuration)

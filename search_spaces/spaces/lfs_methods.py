@@ -89,8 +89,8 @@ class TaskArithmetic:
 class DirectedTaskArithmetic:
     """Task arithmetic with a weight for each of m experts: base + lambda * m * (weighted mean of task vectors).
 
-    The m task vectors are those of the selected experts. Their weights, which sum to one, are the direction; lambda * m
-    is the scale. With equal weights this is `TaskArithmetic` with the same lambda. Direction and scale are searched
+    The m task vectors belong to the selected experts. Their weights, which sum to one, are the direction; lambda * m is
+    the scale. With equal weights this is `TaskArithmetic` with the same lambda. Direction and scale are searched
     separately, as in Mixup Model Merge (M3), section 3.1.
     """
 

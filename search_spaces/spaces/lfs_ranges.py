@@ -1,4 +1,4 @@
-"""The merge methods that LFS can search in addition to the published ones, in the ranges that the methods declare.
+"""The merge methods that LFS can search besides the published methods, in the ranges that the methods declare.
 
 Weights are searched as one number per selected expert. For methods that divide by the sum of the weights, these numbers
 are divided by their sum before they are stored in a recipe. All random masks have the same seed, so that configurations

@@ -36,7 +36,7 @@ STRENGTHS = (0.0, 2.0)
 
 @dataclass(frozen=True)
 class _Piece:
-    """One merge in a recipe, such as that of a layer's attention, with the search parameters for its coefficients.
+    """One merge in a recipe, such as the merge of a layer's attention, with the parameters for its coefficients.
 
     `coefficient` is the name of the coefficient in the merge. `names` are the names of the parameters: one for each
     source or, if the sources share the coefficient, a single name.
@@ -68,7 +68,7 @@ class PathCoefficients:
     A layer path is a sequence of layers of several models; `recipe` describes the merge that has these layers. The
     class is immutable and implements `Coefficients`. In every part of the model that the recipe takes unchanged from a
     model, or merges by task arithmetic, each of `experts` has a coefficient. If `scale_range` (the lowest and the
-    highest scale) is given, the scales of all layers but the last are parameters too.
+    highest scale) is given, the scales of all layers except the last are also parameters.
     """
 
     # Coefficients by source are left out of recipes where they are 0, as those of task arithmetic are.

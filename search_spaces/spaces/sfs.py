@@ -6,7 +6,7 @@ first factor multiplies the tensors of attention and MLP (biases included, but n
 residual stream after the layer, as in DIS (`LayerRecipe.scale`). The last layer's output has no factor, because the
 final norm would cancel it.
 
-The range of the factors is that of DIS. Merges are differentiable with respect to both factors.
+The range of the factors is the same as in DIS. Merges are differentiable with respect to both factors.
 """
 
 from __future__ import annotations

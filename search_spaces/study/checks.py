@@ -76,7 +76,7 @@ def without_consequences(problems: list[Problem]) -> list[Problem]:
     """Leave out problems that are only consequences of other problems in the list.
 
     For example, a holdout entry with the key `cost` is a problem, because a cost needs no holdout data. The entry then
-    also lacks a task and a metric. These two problems follow from the first one, and are not reported.
+    also lacks a task and a metric. These two problems follow from the first problem, and are not reported.
     """
     costs = {problem.field.removesuffix("cost") for problem in problems if problem.field.endswith(".cost")}
     return [

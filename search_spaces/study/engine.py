@@ -69,7 +69,7 @@ NOT_OF_ONE_ENGINE = frozenset({"replicas", "verify"})
 
 
 class EngineOptions(Engine):
-    """Options for starting one engine: those of the section `engine` of the study file, and further options.
+    """Options for starting one engine: the options of the study file's section `engine`, and further options.
 
     The further options are not keys of the study file; only programs set them. The class inherits all fields of the
     section, so a field that is added to the section becomes an option of engines.

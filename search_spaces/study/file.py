@@ -212,9 +212,9 @@ def with_benchmarks(study: Study, added: AddedBenchmarks) -> Study:
     Each benchmark lists the trials that are scored on it. A benchmark in `added` may have the name of a benchmark of
     the study, if both have the same task, metric, prompt attack and judge (an LLM that rates completions); the copy's
     benchmark then has the trials of both benchmarks. `added` may also change the limits on contamination, which is the
-    overlap of benchmarks with the data of the search. The names in `contamination.allowed`, which are those of
-    benchmarks that may overlap, are added to the study's names. `contamination.max_share`, the largest share of items
-    that may overlap, replaces the study's value. Raises InvalidStudy if a task, metric, attack or judge differs.
+    overlap of benchmarks with the data of the search. The names in `contamination.allowed`, names of benchmarks that
+    may overlap, are added to the study's names. `contamination.max_share`, the largest share of items that may overlap,
+    replaces the study's value. Raises InvalidStudy if a task, metric, attack or judge differs.
     """
     known = {spec.name: spec for spec in study.benchmarks}
     problems = []
@@ -245,7 +245,7 @@ def same_but_limits(stored: Study, given: Study) -> tuple[str, ...]:
 
     These changes are accepted: other `limits` and `contamination`, a larger `search.max_trials`, and more benchmarks.
     The task, metric, prompt attack and judge (an LLM that rates completions) of a known benchmark must stay the same.
-    In a space that changes the number of layers, `limits.max_layers` must stay the same too, because it is part of the
+    In a space that changes the number of layers, `limits.max_layers` must also stay the same, because it is part of the
     space.
     """
     before, after = _flat(stored.canonical()), _flat(given.canonical())

@@ -1,9 +1,9 @@
-"""The image tasks that a study file can name: the ten of the HM3 and MergOPT papers, for zero-shot heads of CLIP.
+"""The image tasks that a study file can name: ten tasks of the HM3 and MergOPT papers, for CLIP's zero-shot heads.
 
-HM3 reports the first eight (SUN397 to DTD); MergOPT reports these and Flowers102 and PCAM. The data sets are the copies
-on the hub that publications on merging use. The templates are from the zero-shot evaluations of Radford et al. 2021, as
-published with CLIP. The names of classes are the data set's labels; if these labels are not words, the names are also
-from these evaluations.
+HM3 reports the first eight tasks (SUN397 to DTD); MergOPT reports all ten, with Flowers102 and PCAM. The data sets are
+the copies on the hub that publications on merging use. The templates are from the zero-shot evaluations of Radford et
+al. 2021, as published with CLIP. The names of classes are the data set's labels; if these labels are not words, the
+names are also from these evaluations.
 """
 
 from __future__ import annotations

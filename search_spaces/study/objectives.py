@@ -118,8 +118,9 @@ class ImageTask(DescribedTask):
     """A task of images: a folder, a JSONL file or a hub data set, scored with the head of a source model.
 
     A head maps an image's features to classes. The metric `acc` is the share of images whose right class has the
-    largest logit. The metric `acc_top5` is the share of images whose right class is among the five largest logits. The
-    metric `entropy`, which needs no labels, is the mean entropy of the predicted classes.
+    largest logit. The metric `acc_top5` is the share of images whose right class is among the five classes with the
+    largest logits. The metric `entropy`, which needs no labels, is the mean entropy of the predicted classes, divided
+    by the largest possible entropy.
     """
 
     images: Line

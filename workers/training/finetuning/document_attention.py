@@ -46,7 +46,7 @@ def use_document_attention(
     The replacement is used in calls whose inputs have the bounds of documents (`document_bounds`); other calls, such as
     evaluations, are not changed. `model` is a transformers or peft model. `max_length` is the largest number of tokens
     of a row, `device` is the model's device, and `dtype` is the dtype of activations. If the model has shards, `called`
-    is the adapter that is called in its place. The logits of a row of two documents are compared with those of the
+    is the adapter that is called in its place. The logits of a row of two documents are compared with the logits by the
     model's own attention. If the logits differ by more than rounding, or the new attention fails, the model keeps its
     own attention.
     """

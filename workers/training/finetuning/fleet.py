@@ -154,8 +154,8 @@ def load_pipeline(file: Path) -> Pipeline:
 def parse_pipeline(document: Mapping[str, Any], directory: Path | None = None) -> Pipeline:
     """Read the specification of a fine-tuning of one or several experts from a parsed document.
 
-    Relative paths are relative to `directory`, or left as they are if it is None. Raises InvalidStudy with every
-    problem found.
+    Relative paths are relative to `directory`; if `directory` is None, they are left as they are. Raises InvalidStudy
+    with every problem found.
     """
     problems: list[Problem] = []
     analysis = _analysis(document.get(ANALYSIS), problems)

@@ -84,7 +84,8 @@ class Landscape:
 class Candidate(NamedTuple):
     """A merge of experts by a published method, with one of the coefficients to try for this method.
 
-    `method` is the method's name in tables. `coefficient` is the coefficient, or None for a method without one.
+    `method` is the method's name in tables. `coefficient` is the coefficient, or None for a method without a
+    coefficient.
     """
 
     method: str
@@ -122,10 +123,10 @@ class MergeLoss:
 class MergeLosses:
     """Measurement of losses and metrics of merges of trained experts, on each expert's tasks.
 
-    The first `samples` samples of each task are for choosing coefficients, and the next `samples` samples for reporting
-    merges. If a task has fewer than twice `samples` samples, each of the two parts has half of them. Raises
-    InvalidModel if a model cannot be used, and InvalidTask if a sample has no reference answer or a task has a single
-    sample.
+    The first `samples` samples of each task are for choosing coefficients, and the next `samples` samples are for
+    reporting merges. If a task has fewer than twice `samples` samples, each of the two parts has half of the samples.
+    Raises InvalidModel if a model cannot be used, and InvalidTask if a sample has no reference answer or a task has a
+    single sample.
 
     - `base`: the directory of the base model
     - `directories`: the directory of each expert, by alias
@@ -397,12 +398,12 @@ def mixed_table(
 ) -> tuple[MergeLoss, ...]:
     """Measure merges of two experts that were trained in different ways: one row for each merge method.
 
-    The table is that of table 19 in the paper of MergOPT, an optimizer for experts that will be merged. `experts` has
-    pairs of aliases: the keys are experts of one training, and the value is the expert of the other training for the
-    same tasks. From each pair of the first IN_PAIRS keys, two merges are made, each with one expert of each training.
-    `measure` returns a merge's loss on each expert's tasks; coefficients are chosen by this loss. `report` returns the
-    losses and metrics that the table has. `seed` determines the random masks of DARE. With `wudi`, WUDI-Merging is one
-    of the methods. The losses and metrics in a row are listed by the keys of `experts`.
+    The result corresponds to table 19 in the paper of MergOPT, an optimizer for experts that will be merged. `experts`
+    has pairs of aliases: the keys are experts of one training, and the value is the expert of the other training for
+    the same tasks. From each pair of the first IN_PAIRS keys, two merges are made, each with one expert of each
+    training. `measure` returns a merge's loss on each expert's tasks; coefficients are chosen by this loss. `report`
+    returns the losses and metrics that the table has. `seed` determines the random masks of DARE. With `wudi`,
+    WUDI-Merging is one of the methods. The losses and metrics in a row are listed by the keys of `experts`.
     """
     pairs = list(combinations(list(experts)[:IN_PAIRS], 2))
     mixed = [pair for one, two in pairs for pair in ((one, experts[two]), (experts[one], two))]

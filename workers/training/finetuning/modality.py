@@ -53,7 +53,7 @@ class Examples(Protocol):
     def inputs(self, rows: Sequence[int]) -> dict[str, Any]:
         """Inputs for one forward pass over some rows: the model's tensors and numbers, and `labels`.
 
-        The label IGNORED means no loss. Without rows, the inputs are those of a single row without targets.
+        The label IGNORED means no loss. Without rows, the inputs are for a single row without targets.
         """
         ...
 

@@ -419,7 +419,7 @@ class _Update:
         return ranks.total(total) / self.num_targets
 
     def _micro_batches(self) -> Iterator[tuple[Sequence[int], bool]]:
-        """Yield this rank's micro-batches of the batch, each with a flag that is True for the last one.
+        """Yield this rank's micro-batches of the batch, each with a flag that is True for the last micro-batch.
 
         A micro-batch has the rows of one forward pass. All ranks have the same number of micro-batches, because they
         gather weights together. For a rank that has too few rows, a micro-batch may be without rows.

@@ -106,7 +106,7 @@ class BaseLearner(ABC):
     A learner has the networks, the number of their updates, and a replay buffer: the remembered episodes, from which
     the value network learns. The learner computes on the CPU in float32. In an episode, a policy builds one layer path,
     a sequence of layers of several models; `paths` has these models. `descriptors` are statistics of the layers'
-    weights, or None. `networks` are the options of the networks, and `options` are those of the learner. `seed`
+    weights, or None. `networks` are the options of the networks, and `options` are the options of the learner. `seed`
     determines the learner's random numbers. Subclasses implement `_learn` with their own optimizers.
     """
 
@@ -213,7 +213,7 @@ class BaseLearner(ABC):
         """Learn from the episodes of one iteration (`batch`) and from all remembered episodes (`memory`).
 
         In an episode, a policy builds one layer path (the sequence of layers of a new model); an iteration is the group
-        of episodes between two updates. `memory` contains the episodes of `batch` too. `order` is the random number
+        of episodes between two updates. `memory` also contains the episodes of `batch`. `order` is the random number
         generator that draws mini-batches. Returns the losses and policy changes of this update.
         """
 
@@ -358,7 +358,7 @@ class Learner(BaseLearner):
         """Train the value network and the encoder on remembered episodes, without changing the policy's actions.
 
         In an episode, a policy builds one layer path (the sequence of layers of a new model). `memory` has the
-        remembered episodes, among them the newest ones, `batch`. `order` is the random number generator that draws
+        remembered episodes, among them the newest episodes, `batch`. `order` is the random number generator that draws
         mini-batches. Returns the value network's losses and the policy's drift. The drift is the KL divergence between
         the policies before and after this training, over the steps of `batch`.
         """
@@ -516,7 +516,7 @@ def stacked(first_BT: Tensor, second_BT: Tensor) -> Tensor:
     """Concatenate two batches of episodes, given as the steps of each episode: [episodes, steps].
 
     In an episode, a policy builds one layer path (the sequence of layers of a new model). The result has the episodes
-    of `first_BT`, then those of `second_BT`, padded with 0 to the longest episode.
+    of `first_BT`, then the episodes of `second_BT`, padded with 0 to the longest episode.
     """
     longest = max(first_BT.shape[1], second_BT.shape[1])
     return torch.cat([torch.nn.functional.pad(steps, (0, longest - steps.shape[1])) for steps in (first_BT, second_BT)])

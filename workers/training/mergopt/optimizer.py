@@ -68,9 +68,9 @@ def draw_of(
 ) -> Draw:
     """Draw the merge that step `step` of the optimizer MergOPT simulates.
 
-    A step simulates the effect of merging the model with others. The coefficient is drawn from `coefficients`, and the
-    number of models is drawn from 1 to `max_models`. The random numbers depend only on `seed` and `step`, so that all
-    ranks draw the same merge.
+    A step simulates the effect of merging the model with other models. The coefficient is drawn from `coefficients`,
+    and the number of models is drawn from 1 to `max_models`. The random numbers depend only on `seed` and `step`, so
+    that all ranks draw the same merge.
     """
     rng = random.Random(f"mergopt {seed} {step}")
     return Draw(rng.choice(list(coefficients)), rng.randint(1, max_models), draw_key(seed, step))
@@ -253,8 +253,8 @@ class MergOPT(OptimizerWrapper):
         MergOPT adds a random offset to the parameters while gradients are computed, to simulate a later merge.
         MergOPT's own part of the state has the seed and the number of updates so far, which determine the next offset.
         It also has the number of elements that get an offset and, if offsets are made of the task vectors of given
-        experts, the digest of these task vectors; `load_state_dict` compares both with those of the optimizer that is
-        restored.
+        experts, the digest of these task vectors; `load_state_dict` compares this number and this digest with the
+        optimizer that is restored.
         """
         own = {"seed": self._seed, "step": self._step, "moved": self.num_moved, **self._experts}
         return {**super().state_dict(), STATE: own}
@@ -267,7 +267,7 @@ class MergOPT(OptimizerWrapper):
         offset; this number is then not checked.
 
         Raises:
-            ValueError: The state is that of another kind of optimizer, another number of elements got an offset, or the
+            ValueError: The state is from another kind of optimizer, another number of elements got an offset, or the
                 offsets were made of task vectors of other experts.
         """
         if STATE not in state_dict:

@@ -1,7 +1,7 @@
 """Sharpness-aware minimization (SAM and ASAM); the method SAFT-Merge uses it to train experts for merging.
 
-A step computes two gradients: g at the parameters theta, then another one at theta plus an offset, where the loss is
-higher. The second gradient updates theta. With rho as the size of the offset and eta as a small constant:
+A step computes two gradients: g at the parameters theta, then another gradient at theta plus an offset, where the loss
+is higher. The second gradient updates theta. With rho as the size of the offset and eta as a small constant:
 
     SAM:  offset = rho g / |g|;    ASAM:  offset = rho T^2 g / |T g|, T = |theta| + eta on matrices, 1 on vectors
 

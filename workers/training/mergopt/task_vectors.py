@@ -40,7 +40,7 @@ class TaskVectors:
 
     An offset is added to the parameters while gradients are computed, as if the model were merged. `vectors[j][i]` is
     the task vector of expert j on parameter i, in the order, shapes, dtypes and devices of the parameters that get the
-    offset. `origin` has the values of these parameters in the base model; the offsets are then those of merges with the
+    offset. `origin` has the values of these parameters in the base model; the offsets then simulate merges with the
     experts. If `origin` is None, offsets are resampled: for each parameter, the offset is the task vector of a randomly
     drawn expert, times a factor. If parameters are sharded, `vectors` and `origin` have this rank's parts, and
     `known_digest` is the digest of the whole task vectors (`digest_of`). Raises ValueError if there is no expert.
