@@ -112,7 +112,7 @@ class Merge:
     def at_layer(self, layer: int | None) -> Self:
         """A copy of the merge in which all sources are in layer `layer`.
 
-        With `layer` None, the sources' tensors are those outside layers.
+        With `layer` None, the sources' tensors are outside layers.
         """
         return replace(self, sources=tuple(Source(source.model, layer) for source in self.sources))
 
@@ -163,7 +163,7 @@ class Merge:
 
 
 def _whole(value: Any) -> int | None:
-    """Return `value` after checking that it is a whole number or None. Raises TypeError if it is not."""
+    """Return `value` if it is a whole number or None; raise TypeError otherwise."""
     return None if value is None else operator.index(value)
 
 

@@ -224,7 +224,7 @@ def replacing(file: Path) -> Iterator[Path]:
 
 
 def write_file(file: Path, content: str | bytes) -> None:
-    """Write a file atomically: other processes, and a restarted machine, find either the old content or the new one."""
+    """Write a file atomically: other processes, and a restarted machine, find the old content or the new content."""
     with replacing(file) as new:
         new.write_bytes(content.encode() if isinstance(content, str) else content)
 

@@ -385,8 +385,7 @@ class VerificationReport:
     - `differences`: the samples that are not equal: the metric's value differs, the completion differs, or a
       log-probability differs by more than `tolerance`
     - `num_beyond`: the number of differences that rounding does not explain
-    - `num_logprobs`: the number of compared log-probabilities, which are those of options and of the tokens of prompts
-      and completions
+    - `num_logprobs`: the number of compared log-probabilities: of options, and of the tokens of prompts and completions
     - `num_unstable`: the number of log-probabilities that differ by more than `tolerance` because small rounding errors
       change them much; `max_logprob_difference` does not include them
     - `max_logprob_difference`: the largest difference between two compared log-probabilities

@@ -4,7 +4,7 @@ The paper is "HM3: Hierarchical Multi-Objective Model Merging for Pretrained Mod
 
 A merge is a path of any length between two limits. The embedding is taken from the first layer's model; the final norm
 and the output head are taken from the last layer's model. The searcher `hm3` learns a policy that builds such paths.
-Every other searcher may search the space too, for comparison with the method.
+Every other searcher may also search the space, for comparison with the method.
 
 With `merged`, the pool has one more model, whose layers are merged in their parameters (the upper level of HM3). This
 model is different for each preference vector, because its coefficients depend on the vector. A path has one of these

@@ -15,8 +15,7 @@ __all__ = ["AnotherStudy", "Chained", "FromFinetune", "FromStudy", "Models", "Tr
 class AnotherStudy(Section):
     """A reference to another study.
 
-    The other study is that of a `mergesearch run` in the directory `dir`, or the study with the id `id` on the same
-    server.
+    The other study is a `mergesearch run` in the directory `dir`, or has the id `id` on the same server.
     """
 
     dir: Line | None = None

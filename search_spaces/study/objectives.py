@@ -61,7 +61,7 @@ class DescribedTask(Section, ABC):
 
     @property
     def may_be_folder(self) -> bool:
-        """Whether the data may be a folder; otherwise they are a file."""
+        """Whether the data may be a folder, and not only a file."""
         return False
 
     def description(self) -> dict[str, Any]:

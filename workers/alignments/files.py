@@ -1,7 +1,7 @@
 """Alignments as safetensors files that are named by their digests.
 
 A layer of a recipe names the alignment after it by the sha256 of its file, `DIGEST.safetensors` in
-`Family.alignments_dir`. Therefore a recipe's digest covers the alignment's numbers too. If `Family.alignments_dir` is
+`Family.alignments_dir`. Therefore a recipe's digest also covers the alignment's numbers. If `Family.alignments_dir` is
 the URL of an object store, the file is among the store's artifacts, and each machine downloads it once.
 """
 

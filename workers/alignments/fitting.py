@@ -197,7 +197,7 @@ def fit_mlp(
     `train` and `held_out` are each a pair (x, y) of activations, with a row for each token: the output of one layer,
     and the input of the layer that follows the alignment. `first` has the activations of the texts' first tokens in x
     and in y, which are not among the rows. In channels of x in which the first tokens are outliers, the alignment stays
-    that of `fit_moments`. The epoch with the smallest `discrepancy` on the held-out rows is kept. `options` are the
+    as `fit_moments` fits it. The epoch with the smallest `discrepancy` on the held-out rows is kept. `options` are the
     sizes and the learning rate; None means the defaults. `seed` fixes the initial weights and the order of rows. Equal
     arguments give equal bits on one machine with one number of threads.
     """
@@ -235,7 +235,7 @@ class _Projection(nn.Module):
     """Network that computes a projection [D, D] and a shift [D] from `statistics` [D, F] of the D channels.
 
     Projection and shift are an alignment, a map of the residual stream. The projection is diag(scale) + U V^T with U
-    and V of low rank. Before training, projection and shift equal those of `moments`, an alignment that only scales and
+    and V of low rank. Before training, projection and shift are as in `moments`, an alignment that only scales and
     shifts each channel. Channels for which `is_free` [D] is False stay as in `moments`.
     """
 

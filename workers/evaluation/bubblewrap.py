@@ -1,7 +1,7 @@
 """Sandbox by bubblewrap: a process runs in separate namespaces, without other files, processes and networks.
 
 The program `bwrap` must be installed (Debian: the package bubblewrap), version 0.8 or newer, and the system must let
-users create namespaces. Within the namespaces, the filter of system calls and the limits of `confinement` apply too.
+users create namespaces. Within the namespaces, the filter of system calls and the limits of `confinement` also apply.
 
 Source: bwrap(1).
 """

@@ -33,7 +33,7 @@ ELSEWHERE = {"TRACE": "the archive that the README of https://github.com/Beyonde
 
 
 def data_dir() -> Path | None:
-    """The directory of the user's own copies of data sets; None if none is configured."""
+    """The directory of the user's own copies of data sets; None if no directory is configured."""
     given = os.environ.get(DATA_VARIABLE)
     return Path(given).expanduser().absolute() if given else None
 

@@ -34,9 +34,9 @@ def judged_items(spec: TaskSpec) -> tuple[JudgedItem, ...]:
     """Question and reference answer of each sample of a task, in scoring order.
 
     A judge (a language model) compares completions with the reference answer. `spec` is the task. A question is the
-    prompt without few-shot examples. If a sample has several right answers, the first one is the reference answer.
-    Raises InvalidTask if the task cannot be built, does not generate text, draws several completions of a prompt, or
-    has a sample without a reference answer.
+    prompt without few-shot examples. If a sample has several right answers, the first right answer is the reference
+    answer. Raises InvalidTask if the task cannot be built, does not generate text, draws several completions of a
+    prompt, or has a sample without a reference answer.
     """
     with build_task(replace(spec, num_fewshot=0)) as task:
         if task.output_type != "generate_until":

@@ -146,7 +146,7 @@ def _files_of_task(directory: Path, access: FileAccess | None) -> Iterator[Path]
     """Yield the files in a task's directory that code of the task may read.
 
     These are the files of the directory itself, and the Python and YAML files below it. Hidden files are left out.
-    Files that `access` refuses, such as links to files elsewhere, are left out too, except for files of shipped tasks.
+    Files that `access` refuses, such as links to files elsewhere, are also left out, except for files of shipped tasks.
     """
     access = None if is_shipped(directory) else access
     for place, folders, names in os.walk(directory):
@@ -567,7 +567,7 @@ def _use_split(task: Any, split: str, where: str) -> None:
 
 
 def is_file(task: str) -> bool:
-    """Whether `task` is the path of a YAML file; otherwise it is the name of a registered task."""
+    """Whether `task` is the path of a YAML file, not the name of a registered task."""
     return Path(task).suffix in YAML
 
 

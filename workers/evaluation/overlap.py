@@ -1,7 +1,7 @@
 """Overlap of the items of two tasks: equal items, and items with 13 consecutive words in common.
 
-An item is the question of a sample, with its options and right answers, without few-shot examples. The rule is that of
-the analysis of GPT-3 (Brown et al. 2020, "Language models are few-shot learners", appendix C): n-grams of 13 words, in
+An item is the question of a sample, with its options and right answers, without few-shot examples. The rule follows the
+analysis of GPT-3 (Brown et al. 2020, "Language models are few-shot learners", appendix C): n-grams of 13 words, in
 lower case, without punctuation. An n-gram that occurs in more than 10 items is not counted, because it counts as text
 of the prompt template.
 """

@@ -299,7 +299,7 @@ def _data_guard(access: FileAccess | None) -> Wrapper:
 
     The wrapper raises InvalidTask if `access` does not allow a directory of the data; if `access` is None, any file is
     allowed. A call that names a file format such as "json" but no files is always refused, because `datasets` would
-    search every directory below the current one.
+    search every directory below the current directory.
     """
 
     def wrapper(load_dataset: Callable[..., Any]) -> Callable[..., Any]:

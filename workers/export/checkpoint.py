@@ -164,7 +164,7 @@ def _check_weights(out: Path, recipe: Recipe) -> None:
     """Check that an export has all files for loading the model, and that its weight files are complete.
 
     `out` is the directory of the export. If `recipe` has alignments (maps of the residual stream between layers), the
-    file of the model class is required too. Raises OSError or ValueError if a file is missing or damaged.
+    file of the model class is also required. Raises OSError or ValueError if a file is missing or damaged.
     """
     if all(layer.alignment is None for layer in recipe.layers):
         open_checkpoint(out)

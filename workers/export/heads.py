@@ -71,7 +71,7 @@ class UnmergedParts(Protocol):
 
 @dataclass(frozen=True)
 class UnmergedTowers:
-    """The unmerged parts of a whole CLIP model: all tensors except those of the vision tower."""
+    """The unmerged parts of a whole CLIP model: all tensors except the tensors of the vision tower."""
 
     added: Mapping[str, torch.Tensor]
     config: Mapping[str, Any] = field(default_factory=dict)

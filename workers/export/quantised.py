@@ -181,7 +181,7 @@ def _file_tensors(
 def _compressed(weight: torch.Tensor, scheme: QuantizationScheme, sizes: _Sizes) -> dict[str, torch.Tensor]:
     """Quantise a weight [outputs, inputs]; return the tensors that replace it by name, such as `weight_scale`.
 
-    Names and format are those of the library compressed-tensors. Sizes and errors are added up in `sizes`.
+    Names and format are as in the library compressed-tensors. Sizes and errors are added up in `sizes`.
     """
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization.lifecycle.forward import fake_quantize

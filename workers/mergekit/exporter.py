@@ -273,7 +273,7 @@ def _counterpart_config(
 ) -> dict[str, Any]:
     """Convert a recipe whose merges all use the method `method` to a mergekit configuration.
 
-    mergekit has this method too, but may call it by another name. `layout` has the names of the models' tensors, and
+    mergekit also has this method, but may call it by another name. `layout` has the names of the models' tensors, and
     `directories` has a directory or hub id for each of the recipe's aliases. The merge is stored in `dtype`. Raises
     Inexpressible if mergekit would compute other tensors.
     """

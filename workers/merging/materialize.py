@@ -1,6 +1,6 @@
 """Computation of a recipe's merged tensors, as one stream for the running engine and for exports.
 
-Names of tensors are those of the merged model in Hugging Face's format.
+Tensors have their names in the merged model in Hugging Face's format.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class Threshold:
     def key(self) -> int:
         """The threshold as one integer, for comparison with the integers of elements (`magnitude_keys`).
 
-        An element reaches the threshold if its integer is at least this one.
+        An element reaches the threshold if its integer is at least the threshold's integer.
         """
         return int(np.float32(self.magnitude).view(np.uint32)) << 32 | self.mark
 

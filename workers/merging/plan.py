@@ -1,6 +1,6 @@
 """Plans of merges: the tensors to compute for a recipe, after checking it against the source models.
 
-This module computes no tensors. Names of tensors are those of the merged model in Hugging Face's format.
+This module computes no tensors. Tensors have their names in the merged model in Hugging Face's format.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def computations(recipe: Recipe | TensorPlan, bank: Bank) -> dict[str, Hashable]
 def check_recipe(recipe: Recipe, bank: Bank) -> None:
     """Check that a recipe can be merged from the source models in `bank`.
 
-    Raises InvalidRecipe, InvalidModel or EvidenceMismatch if it cannot.
+    Raises InvalidRecipe, InvalidModel or EvidenceMismatch if the recipe cannot be merged.
     """
     plan_tensors(recipe, bank)
 

@@ -193,7 +193,7 @@ class _PlainWords:
     """A tensor's elements as 64-bit sort keys, computed by PyTorch on any device.
 
     The n-th largest of a whole model's elements is found by counting the keys that begin with certain bits. The class
-    implements `order_statistics.Words`. The elements are those of the task vector of `tensor`, by magnitude.
+    implements `order_statistics.Words`. The elements are the elements of the task vector of `tensor`, by magnitude.
     """
 
     def __init__(self, tensor: ModelTensor) -> None:

@@ -71,7 +71,7 @@ class Checkpoint:
         return self.directory if has_own or self.base is None else self.base.directory
 
     def tensor(self, name: str) -> SourceTensor | None:
-        """Tensor of the checkpoint with the given name, or stacked MoE tensor with this name; None if there is neither.
+        """Tensor of the checkpoint, or stacked MoE tensor, with the given name; None if there is no such tensor.
 
         A stacked MoE tensor joins one matrix of each expert of a layer's mixture of experts (`Layout.stacks`).
         """

@@ -62,8 +62,8 @@ def merged_config(recipe: Recipe, base: Checkpoint, models: Mapping[str, Checkpo
     `dtype` is a name such as "float32". The fields for layers change if the number or order of layers differs from the
     base. Some fields, such as the kinds of attention, have an entry for each layer. In these fields, a merged layer
     gets the entry of the source layer from which its attention is merged, or, if there are several source layers, the
-    entry of the first one. `models` are by the recipe's aliases, and may have another number of layers than the base.
-    Raises InvalidRecipe for an order of layers that the configuration cannot express.
+    entry of the first source layer. `models` are by the recipe's aliases, and may have another number of layers than
+    the base. Raises InvalidRecipe for an order of layers that the configuration cannot express.
     """
     config = {key: value for key, value in base.config.items() if key != "_name_or_path"}
     for key in {"dtype", "torch_dtype"} & config.keys() or {"dtype"}:

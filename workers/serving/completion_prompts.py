@@ -1,4 +1,4 @@
-"""Tokenization of the prompts of completion requests; BOS, chat template and maximum length are those of scoring."""
+"""Tokenization of the prompts of completion requests, with BOS, chat template and maximum length as in scoring."""
 
 from __future__ import annotations
 

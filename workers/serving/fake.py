@@ -204,11 +204,11 @@ class FakeScorer:
         return len(read_inline(task.task)) if "file" in task.task else reader_of(task.task).check(task).num_samples
 
     def sample_texts(self, task: TaskSpec, start: int, stop: int) -> SampleTexts:
-        """Prompts and right answers of samples; unlike other methods, this one and `sample_pictures` build the task."""
+        """Prompts and right answers of samples. Only this method and `sample_pictures` build the task."""
         return sample_texts(task, start, stop)
 
     def sample_pictures(self, task: TaskSpec, start: int, stop: int) -> SamplePictures:
-        """Pictures of samples; unlike other methods, this one and `sample_texts` read the task."""
+        """Pictures of samples. Only this method and `sample_texts` read the task."""
         if not modality_of_task(task.task).has_pictures:
             raise InvalidTask(f"{task.task}: samples of text have no pictures; give an image task")
         return pictures_of(load_image_task(task), start, stop)

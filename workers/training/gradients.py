@@ -61,7 +61,7 @@ class CoefficientGradients:
     measures change only the rounding of sums. Equal calls give equal bits on the same device with the same number of
     threads, independent of earlier calls, as long as no GPU is full.
 
-    - `tasks`: the task of each objective; all tasks, except those of `entropies`, must have right answers
+    - `tasks`: the task of each objective; all tasks, except the tasks of `entropies`, must have right answers
       (`references.lack_of_references`)
     - `options`: the options of the study's engines, which define prompts and dtype; float32 replaces float16, in which
       gradients vanish

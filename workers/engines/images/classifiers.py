@@ -114,7 +114,7 @@ def _tower(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_bare(config: Mapping[str, Any]) -> bool:
-    """Whether `config` is that of a vision tower, which has no classification head."""
+    """Whether `config` is the configuration of a vision tower, which has no classification head."""
     return config["model_type"] in {model_type for _, model_type in MERGED_TOWERS.values()}
 
 

@@ -213,9 +213,9 @@ def _last_logits_only(model: Any) -> dict[str, int]:
 def _checked(logits: torch.Tensor, num_prompts: int) -> torch.Tensor:
     """Return `logits` unchanged; raise EvidenceMismatch if they contain NaN or are infinite.
 
-    The logits are those of a merge that an engine has scored. The engine would have refused to score a merge with
-    logits that are NaN or infinite. Therefore, if transformers' logits are NaN or infinite, the engine must have had
-    other weights. `num_prompts`, the number of prompts, is for the message.
+    An engine has scored the merge that gives the logits. The engine would have refused to score a merge with logits
+    that are NaN or infinite. Therefore, if transformers' logits are NaN or infinite, the engine must have had other
+    weights. `num_prompts`, the number of prompts, is for the message.
     """
     if any(rows := bad_rows(logits).tolist()):
         raise EvidenceMismatch(

@@ -225,9 +225,10 @@ class _Comparison:
     def _add(self, pair: _Pair, ours: Sequence[float], theirs: Sequence[float], text: Tokens = ()) -> None:
         """Compare two lists of log-probabilities for one sample, and record how much they differ.
 
-        `pair` is the sample. `ours` has the engine's log-probabilities, and `theirs` has those of transformers. With
-        `text`, both lists are for the tokens of this text; without it, they are for the options of a multiple choice.
-        If the engine computes in float32, differences of single tokens that rounding explains are left out.
+        `pair` is the sample. `ours` has the engine's log-probabilities, and `theirs` has transformers'
+        log-probabilities. With `text`, both lists are for the tokens of this text; without it, they are for the options
+        of a multiple choice. If the engine computes in float32, differences of single tokens that rounding explains are
+        left out.
         """
         dtype, tolerance = self.tolerance.dtype, self.tolerance.of(len(ours))
         apart = _finite(typical_difference(ours, theirs, dtype=dtype))
@@ -317,9 +318,9 @@ class _Comparison:
         """Measure how far the engine's completion is from transformers' greedy choices, as a gap of log-probabilities.
 
         `prompt` and `completion` are token ids. For each token of `completion`, the gap is the log-probability (natural
-        log) of the likeliest token minus that of this token, by transformers. The result is the largest gap, but at
-        most FAR, a very large number. The result is also FAR if the completion has a token that the exported model
-        lacks.
+        log) of the likeliest token minus the log-probability of this token, by transformers. The result is the largest
+        gap, but at most FAR, a very large number. The result is also FAR if the completion has a token that the
+        exported model lacks.
         """
         if max(completion) >= self.reference.model.get_input_embeddings().num_embeddings:
             return FAR

@@ -53,7 +53,7 @@ MAX_STANDARD_ERRORS = 5.0
 class Calibration:
     """Measurements on the base model for computing the tolerances of a canary.
 
-    A canary is a comparison of an engine's log-probabilities with those of transformers.
+    A canary is a comparison of an engine's log-probabilities with transformers' log-probabilities.
 
     - `dtype`: the engine's dtype
     - `base`: the log-probabilities that transformers computes for the base model in float32
@@ -106,7 +106,7 @@ class Calibration:
         of: str,
         bounds: Callable[[], Sequence[float]] | None = None,
     ) -> float:
-        """Compare an engine's log-probabilities with those of transformers, and return how much they differ.
+        """Compare an engine's log-probabilities with transformers' log-probabilities, and return how much they differ.
 
         Raises EvidenceMismatch in two cases: if the difference is larger than rounding explains, or if the share of the
         base model in the engine's log-probabilities (`base_share`), which should be 0, is larger in magnitude than

@@ -1,9 +1,9 @@
 """The warm engine: one vLLM engine whose weights are replaced by one merge after another without a restart.
 
 A swap requires that no request is in flight. The swap writes the weights in place, packs them again (on CPU), resets
-the prefix cache and computes a checksum of the parameters. The engine's log-probabilities are compared with those of
-transformers when it starts, every `canary.CANARY_EVERY` swaps, and on request. An engine that fails a check refuses all
-further calls, because its results cannot be trusted.
+the prefix cache and computes a checksum of the parameters. The engine's log-probabilities are compared with
+transformers' log-probabilities when the engine starts, every `canary.CANARY_EVERY` swaps, and on request. An engine
+that fails a check refuses all further calls, because its results cannot be trusted.
 
 Not thread-safe: the owner of an engine (`workers.serving.replica`) holds a lock over swap and score.
 """
@@ -102,7 +102,7 @@ class Engine:
     engines in the cluster, for which the host's memory is planned; None means one for each GPU. Raises
     EngineUnavailable, with the reason, if the models cannot be opened or vLLM cannot start or compute. Raises
     InvalidModel if contents of source models have changed or cannot be used. Raises EngineFault if the engine's
-    log-probabilities differ from those of transformers.
+    log-probabilities differ from transformers' log-probabilities.
     """
 
     def __init__(
@@ -264,7 +264,7 @@ class Engine:
     def _failing_for_good(self) -> Iterator[None]:
         """Context manager around calls of the engine that declares the engine faulty if a check fails.
 
-        A failed check is an EvidenceMismatch: the engine's weights or results are not those of the requested recipe.
+        A failed check is an EvidenceMismatch: the engine's weights or results do not belong to the requested recipe.
         The failed check is raised as an EngineFault, and the engine refuses all later calls. There is one exception: if
         files of the source models have changed, the engine is not at fault, and the error is raised as an
         EvidenceMismatch. If the engine has failed a check before, EngineFault is raised before the context is entered.
@@ -343,7 +343,7 @@ class Engine:
         Nothing is compared if the engine has scored nothing since the last comparison that it passed. The comparison is
         on the merge of the recipe that the engine holds. If the engine holds no recipe, or if this comparison is not
         possible, for example because logits are not finite, the base model is written into the engine and compared.
-        Raises EngineFault if the engine's log-probabilities differ from those of transformers.
+        Raises EngineFault if the engine's log-probabilities differ from transformers' log-probabilities.
         """
         with self._failing_for_good():
             if not self._is_checked:

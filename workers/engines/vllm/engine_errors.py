@@ -18,7 +18,7 @@ def engine_errors() -> Iterator[None]:
 
     This project's own errors are raised unchanged. Errors of reading or writing a file (OSError) are also raised
     unchanged, because the engine can continue: after a failed write of a merge it holds no recipe, and the next write
-    covers all weights. ConnectionError is an OSError, too, but raises EngineCrashed, because it shows that a process of
+    covers all weights. ConnectionError is also an OSError, but raises EngineCrashed, because it shows that a process of
     the engine has ended.
     """
     try:

@@ -97,8 +97,8 @@ class HeldWeights:
         """Fill all weights with NaN, so that a check can find weights that the first merge did not write.
 
         An engine starts with random weights. vLLM also gives random values to buffers, and then computes some of the
-        buffers. A buffer counts as not computed if its values are in vLLM's range of random numbers; it is filled with
-        NaN, too.
+        buffers. A buffer counts as not computed if its values are in vLLM's range of random numbers; it is also filled
+        with NaN.
         """
         parameters = self._parameters()
         buffers = {name: each for name, each in self.model.state_dict().items() if name not in parameters}

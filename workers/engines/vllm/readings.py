@@ -41,7 +41,7 @@ class Reading:
 
     - `tokens`: the prompt
     - `start`: the index in the prompt of the first token whose log-probability is needed; the log-probabilities of all
-      later tokens are needed too
+      later tokens are also needed
     - `choices`: tokens that may follow the prompt, whose log-probabilities after the whole prompt are needed
     """
 

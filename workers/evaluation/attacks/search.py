@@ -7,7 +7,7 @@ be stopped at any template and repeated later with the same values. The search d
 StressTest's sentences (Naik et al., 2018, "Stress Test Evaluation for Natural Language Inference") are tried one by
 one. The attacks on words are greedy. First, each word in turn is replaced by "[UNK]", and the loss of the metric is
 measured. The word with the largest loss is changed first. Then each word is changed in several ways. The change with
-the lowest metric is kept if the metric is lower than that of the present template (Jin et al., 2019, "Is BERT Really
+the lowest metric is kept if the metric is lower than with the present template (Jin et al., 2019, "Is BERT Really
 Robust?"; TextAttack and PromptBench search in this way).
 """
 

@@ -281,9 +281,9 @@ def m3_dare_ties(
     are set to zero. `keys` has the mask's key for each model. Then `m3_ties_majority` trims the task vectors, elects
     signs and interpolates, with the arguments `weights`, `lambda_`, `k`, `orders` and `majority` (a number whose sign
     is elected where the trimmed task vectors sum to zero; None is the sign elected for most elements). k is a share of
-    all elements, including the elements that DARE has set to zero. With equal weights the result is the same as that of
-    DARE with TIES in MergeLM. `magnitudes` has, for each model, a precomputed table of the magnitudes of its task
-    vector after the mask, from which trimming takes its threshold; None computes the threshold without a table.
+    all elements, including the elements that DARE has set to zero. With equal weights the result is the same as by DARE
+    with TIES in MergeLM. `magnitudes` has, for each model, a precomputed table of the magnitudes of its task vector
+    after the mask, from which trimming takes its threshold; None computes the threshold without a table.
     """
     taus = [
         trimmed(masked, k, order, known)

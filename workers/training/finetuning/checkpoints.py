@@ -2,7 +2,7 @@
 
 All ranks write a checkpoint together by torch.distributed.checkpoint: each writes its shards to a safetensors file. Any
 number of ranks can load it. A checkpoint's directory appears only when it is complete (`workers.directories`), so the
-newest checkpoint can always be loaded. Checkpoints of earlier versions, which one rank wrote, are loaded too.
+newest checkpoint can always be loaded. Checkpoints of earlier versions, which one rank wrote, are also loaded.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def step_of(checkpoint: Path | None) -> int:
 def optimizer_state(checkpoint: Path) -> Mapping[str, Any]:
     """Read the optimizer's state in a checkpoint, except its tensors.
 
-    The keys are those of the optimizer's `state_dict`.
+    The keys are the keys of the optimizer's `state_dict`.
     """
     state: Mapping[str, Any] = json.loads((checkpoint / STATE).read_text())["optimizer"]
     return state

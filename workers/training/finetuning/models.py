@@ -131,7 +131,7 @@ def load_model(
 
 
 def _in_four_bits(base: Path, device: torch.device, dtype: torch.dtype) -> Any:
-    """Load the base model with linear layers in 4 bits (NF4; their scales are quantised too), computing in `dtype`.
+    """Load the base model with linear layers in 4 bits (NF4; their scales are also quantised), computing in `dtype`.
 
     Each weight is quantised as it is read, so that no copy of the model in full is in memory. Raises InvalidModel if
     bitsandbytes is not installed.

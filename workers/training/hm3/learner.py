@@ -221,7 +221,7 @@ class BaseLearner(ABC):
     def _state(self) -> dict[str, Any]:
         """State of a subclass, such as its optimizers, which is saved together with the state of this base class.
 
-        The keys are those in the saved state.
+        The keys are the keys in the saved state.
         """
 
     @abstractmethod

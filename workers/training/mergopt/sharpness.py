@@ -94,7 +94,7 @@ class SharpnessAware(OptimizerWrapper):
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a parameter or gradient that this rank holds, or all of it if it is not sharded.
+    """The part of a parameter or gradient that this rank holds; all of it if it is not sharded.
 
     The result shares the memory of `tensor`.
     """

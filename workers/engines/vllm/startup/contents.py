@@ -1,7 +1,7 @@
 """Options, memory sizes and possible merges of an engine, for the process that starts vLLM.
 
 `WeightContents` is for one model with the base's layers. Its subclasses are for other models, such as layer paths. The
-class `Engine` is the same for all of them: start, swaps, evidence, canary.
+class `Engine` is the same for all models: start, swaps, evidence, canary.
 """
 
 from __future__ import annotations
