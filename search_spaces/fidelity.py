@@ -54,7 +54,7 @@ def rungs(min_samples: int, max_samples: int, eta: int) -> tuple[int, ...]:
 
 
 def fidelities(rungs: Sequence[int]) -> tuple[float, ...]:
-    """For each rung, its number of samples divided by the number of the last rung, in (0, 1].
+    """For each rung, its number of samples divided by the number of samples at the last rung, in (0, 1].
 
     `rungs` has the numbers of samples on which trials are scored at the rungs of successive halving.
     """

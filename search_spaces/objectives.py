@@ -128,7 +128,7 @@ class Candidate:
 
 
 def dominates(costs: Costs, other: Costs) -> bool:
-    """Whether `costs` dominates `other`: no cost is larger than the one in `other`, and at least one is smaller."""
+    """Whether `costs` dominates `other`: no cost is larger than the same cost in `other`, and one is smaller."""
     return all(a <= b for a, b in zip(costs, other, strict=True)) and costs != other
 
 

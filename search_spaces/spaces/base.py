@@ -149,7 +149,7 @@ class SearchSpace(Protocol):
         ...
 
     def from_recipe(self, recipe: Recipe) -> dict[str, Any] | None:
-        """Find a configuration that decodes to the merge of `recipe`; None if the space has none."""
+        """Find a configuration that decodes to the merge of `recipe`; None if the space has no such configuration."""
         ...
 
     def describe(self) -> SpaceDescription:
@@ -357,7 +357,7 @@ class SpaceSection(Section, ABC):
 def repeated(option: str, values: Sequence[object]) -> Iterator[Problem]:
     """Yield a problem for each repeated entry of a list in the section `search_space`.
 
-    `option` is the name of the list, `values` are its entries.
+    `option` is the name of the list, and `values` are its entries.
     """
     for index, value in enumerate(values):
         if value in values[:index]:

@@ -202,7 +202,7 @@ class Linear:
 class Slerp:
     """Spherical interpolation between the two models of a pair in LFS.
 
-    The parameter t = 0 gives the first model, t = 1 the second.
+    The parameter t = 0 gives the first model, and t = 1 gives the second model.
     """
 
     name = "slerp"

@@ -69,8 +69,8 @@ class SfsSpace:
     def __init__(self, models: SearchedModels, section: SfsSection) -> None:
         """Build the space with the options `section` over one of the models of a study.
 
-        Raises InvalidStudy if there are no experts, if `section` names no model and there are several experts, or if
-        it names a model that is not one of the study.
+        Raises InvalidStudy if there are no experts, if `section` names no model and there are several experts, or if it
+        names a model that the study does not have.
         """
         known = (*models.experts, models.base)
         if problems := tuple(_problems(models, section, known)):

@@ -47,7 +47,7 @@ def local_copy(path: str) -> Path | None:
 
 
 def snapshot_of(path: str) -> Path | None:
-    """Newest snapshot with data files of the data set `path` (owner/name) in the hub client's cache; None if none."""
+    """Newest snapshot with data files of the data set `path` (owner/name) in the hub client's cache, or None."""
     if not is_on_hub(path):
         return None
     folder = hub_cache() / f"datasets--{path.replace('/', '--')}"

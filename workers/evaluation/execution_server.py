@@ -107,7 +107,7 @@ def serve() -> None:
 
 
 class _Programs:
-    """Programs of this process: those that wait for a processor, are running, or have ended."""
+    """Programs of this process, which wait for a processor, are running, or have ended."""
 
     def __init__(self, start: ExecutionStart) -> None:
         self._confinement = start.confinement

@@ -132,7 +132,7 @@ class ImageSet:
         return str(sample.label) if self.classes is None else self.classes[sample.label]
 
     def read(self, sample: ImageSample) -> bytes:
-        """Read the encoded image of a sample, as bytes. Raises InvalidTask, with the file's name, if that fails."""
+        """Read the encoded image of a sample, as bytes. Raises InvalidTask, with the file's name, if reading fails."""
         file = sample.file
         if sample.row is not None:
             stored = self.rows[sample.row][self.column] or {}
@@ -440,7 +440,7 @@ def _of_folder(folder: Path, stated: tuple[str, ...] | None, access: FileAccess 
 def _image_file(file: Path, access: FileAccess | None) -> Path:
     """Return `file`, a file in a folder of images, after checking that it may be read.
 
-    Raises InvalidTask if the name's suffix is not one of SUFFIXES, or if `access` does not allow to read the file.
+    Raises InvalidTask if the name's suffix is not one of SUFFIXES, or if `access` does not allow reading the file.
     """
     if file.suffix.lower() not in SUFFIXES:
         message = f"{file}: is no image by its name; expected one of {', '.join(SUFFIXES)}"

@@ -121,8 +121,8 @@ class Layout:
     def suffixes(self, component: str, layer: int | None = None) -> tuple[str, ...]:
         """Names of a component's tensors within the layer `layer`, sorted.
 
-        With `layer` None, the result has the full names of the component's tensors outside layers, such as those of the
-        embedding.
+        With `layer` None, the result has the full names of the component's tensors outside layers, such as the
+        embedding's tensor.
         """
         return self._groups.get((component, layer), ())
 

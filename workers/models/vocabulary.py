@@ -211,7 +211,7 @@ def token_ids(directory: Path) -> Mapping[str, int] | None:
 def added_tokens(directory: Path) -> Mapping[str, Mapping[str, Any]]:
     """Tokens that the tokenizer in `directory` has in addition to its original vocabulary.
 
-    The keys are the texts of the tokens, the values their entries in tokenizer.json.
+    The keys are the texts of the tokens, and the values are their entries in tokenizer.json.
     """
     file = directory / TOKENIZER
     document = json.loads(file.read_bytes()) if file.is_file() else {}
@@ -359,7 +359,7 @@ class _Plan:
     def applied(self, name: str, models: Mapping[str, Vocabulary]) -> SourceTensor:
         """The model's tensor `name` (embedding or output head) with its rows in the order of the common vocabulary.
 
-        `models` has the tensors of all models by alias, because rows that the model lacks are taken from others.
+        `models` has the tensors of all models by alias, because rows that the model lacks are taken from other models.
         """
         others = tuple(
             RowsOfOthers(positions, tuple(models[donor].tensors[name] for donor in donors), rows)

@@ -91,7 +91,7 @@ class LiveCompletion:
         self.is_cancelled = True
 
     async def parts(self) -> AsyncIterator[CompletionPart]:
-        """Yield the parts of the completion up to the last one. Raises the error with which the completion ended."""
+        """Yield the parts of the completion up to the last part. Raises the error with which the completion ended."""
         while True:
             part = await self._parts.get()
             if isinstance(part, Exception):

@@ -57,7 +57,7 @@ def is_json() -> bool:
 def log_to_stderr() -> None:
     """Write the logs of this process, from INFO on, to standard error, in the format that the environment names.
 
-    In JSON, exceptions that end the process or a thread, and warnings, are log lines too.
+    In JSON, exceptions that end the process or a thread, and warnings, are also log lines.
     """
     logging.basicConfig(level=logging.INFO, handlers=[_handler()])
     if is_json():

@@ -526,7 +526,7 @@ def _by_scale(recipe: Recipe, reducers: Iterable[_Reducer]) -> dict[int, float]:
 def _deterministic() -> Iterator[None]:
     """Context manager that makes torch use deterministic algorithms.
 
-    An operation that has no deterministic algorithm is computed by another one, and torch warns about it.
+    An operation that has no deterministic algorithm is computed by another algorithm, and torch warns about it.
     """
     was, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     memory: Any = torch.utils.deterministic

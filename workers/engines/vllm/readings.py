@@ -164,8 +164,8 @@ def _num_shared(tails: Sequence[Tokens]) -> int:
 
 
 def neighbours(prompts: Sequence[Sequence[int]]) -> list[int]:
-    """Order prompts so that those with a common prefix are neighbours, and return their indices in this order.
+    """Order prompts so that prompts with a common prefix are neighbours, and return their indices in this order.
 
-    A prompt that is a prefix of another one comes first.
+    A prompt that is a prefix of another prompt comes before it.
     """
     return sorted(range(len(prompts)), key=lambda index: array("I", prompts[index]).tobytes())

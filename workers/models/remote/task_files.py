@@ -4,7 +4,7 @@ CACHE/tasks/s3:/BUCKET/FOLDER/FILE@VERSION/FILE    a data file
 CACHE/tasks/s3:/BUCKET/FOLDER@VERSION/FILE         an lm-eval YAML file, with the other files of its folder
 CACHE/tasks/....latest                             the version that was found last, for use if the store does not answer
 
-Versions that were not used for UNUSED_S are deleted when another one is downloaded.
+Versions that were not used for UNUSED_S are deleted when another version is downloaded.
 """
 
 from __future__ import annotations

@@ -202,8 +202,8 @@ def _all(directory: Path) -> list[Path]:
 def _split(state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Split an optimizer's state (`state_dict`) into its tensors and the rest as plain data.
 
-    A tensor's name is "optimizer.N.NAME", where N is the number of the parameter and NAME the name in the optimizer's
-    state.
+    A tensor's name is "optimizer.N.NAME", where N is the number of the parameter and NAME is the name in the
+    optimizer's state.
     """
     tensors, plain = {}, {}
     for number, entries in state["state"].items():
