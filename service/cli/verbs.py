@@ -641,8 +641,7 @@ def begin(options: argparse.Namespace) -> int:
     import yaml
 
     from search_spaces.section import NAME
-    from search_spaces.study.yaml import read_document
-    from service.merges.study_file import study_from_mergekit
+    from service.merges.study_file import study_of_file
 
     def warn(line: str) -> None:
         print(f"{options.file}: {line}", file=sys.stderr)
@@ -650,7 +649,7 @@ def begin(options: argparse.Namespace) -> int:
     if re.fullmatch(NAME, options.name) is None:
         raise InvalidStudy((Problem("name", f"{options.name!r} does not match {NAME}"),))
     try:
-        document = study_from_mergekit(read_document(options.file), name=options.name, warn=warn)
+        document = study_of_file(options.file, name=options.name, warn=warn)
     except InvalidRecipe as error:
         raise InvalidRecipe(f"{options.file}: {error}") from error
     if options.json:

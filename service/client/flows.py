@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import parse_qs, urlsplit
 
+from search_spaces.study.yaml import read_document
 from service.client.job_flows import jobs, submit_job
 from service.client.requests import (
     Call,
@@ -160,8 +161,6 @@ def begin_study(configuration: Path | str | Mapping[str, Any], *, name: str = "m
         >>> client.submit({**study, "objectives": [{"name": "math", "task": "gsm8k", "metric": "exact_match"}]})
     """
     if not isinstance(configuration, Mapping):
-        from search_spaces.study.yaml import read_document
-
         configuration = read_document(Path(configuration))
     headers = {"Content-Type": "application/json"}
     content = json.dumps(dict(configuration)).encode()

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from search_spaces.errors import InvalidRecipe
+from search_spaces.study.yaml import read_document
 from service.merges.sources import aliases_of
 from workers.mergekit.config import split_adapter
 from workers.mergekit.reader import read_configuration
 
-__all__ = ["study_from_mergekit"]
+__all__ = ["study_from_mergekit", "study_of_file"]
 
 # Keys of a mergekit configuration whose values are names of models.
 MODEL_KEYS = ("model", "base_model", "tokenizer_source", "source")
 
 BASE = "base"
+
+
+def study_of_file(file: Path, *, name: str, warn: Callable[[str], None]) -> dict[str, Any]:
+    """Begin a study file with the mergekit configuration in `file`: see `study_from_mergekit`.
+
+    Raises InvalidStudy if the file cannot be read as YAML, besides the errors of `study_from_mergekit`.
+    """
+    return study_from_mergekit(read_document(file), name=name, warn=warn)
 
 
 def study_from_mergekit(document: Any, *, name: str, warn: Callable[[str], None]) -> dict[str, Any]:

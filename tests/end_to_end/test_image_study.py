@@ -208,7 +208,7 @@ def test_killed_descents_continue(loss: str, root: Path, scorers: dict[int, Scor
     search["gradient"] = {"loss": loss, "steps": 4, "batch": 6, "points": 2, "learning_rate": 0.1}
     fidelity = {"scheduler": "none", "max_samples": 36}
     preflight = preflight_of(root, SPACES["layerwise"], search=search, fidelity=fidelity)
-    assert preflight.entropies == (HEADS if loss == "entropy" else ())
+    assert preflight.entropies == (tuple(HEADS) if loss == "entropy" else ())
     scorer = scorer_of(preflight, scorers)
     (tmp_path / "whole").mkdir()
     (tmp_path / "killed").mkdir()

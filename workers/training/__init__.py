@@ -4,8 +4,9 @@
 - `model`: a transformers model into which merges are written
 - `memory`: memory of activations, and a setting with which a process keeps freed memory for its next step
 - `losses`: minibatches, and their losses by teacher forcing
-- `task_losses`: what a modality must offer for its coefficients to have gradients
-- `text_losses`, `image_losses`: the losses of language models and of image classifiers
+- `task_losses`: interface of a modality's losses, which gradients of coefficients need
+- `text_losses`: losses of language models on right answers, by teacher forcing
+- `image_losses`: losses of image classifiers: cross-entropy of labels, or entropy of predictions
 - `finetuning`: training of experts on data, by one or several processes
 - `hm3`: a policy that builds layer paths, and learns which paths are good
 - `mergopt`: an optimizer for experts that are to be merged, and optimizers that it is compared with

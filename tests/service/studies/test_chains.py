@@ -141,7 +141,7 @@ def test_a_merge_of_a_run_becomes_a_directory_that_is_a_source(finished: Finishe
     assert set(family.fingerprints) == {"base", "text", "merged"}
 
 
-def test_merges_have_the_dtype_of_the_machines_that_the_study_was_checked_for(
+def test_merges_have_the_dtype_that_was_checked(
     tied_family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A head without GPUs writes the merges of a study as its GPU nodes have scored them, and the reverse."""

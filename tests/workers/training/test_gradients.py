@@ -218,7 +218,7 @@ def test_equal_calls_give_equal_bits_whatever_was_called_before(tied: Coefficien
 
 
 @pytest.mark.parametrize(("max_tokens", "num_passes"), [(MAX_TOKENS, 1), (80, 4)])
-def test_a_step_reads_sources_for_the_merge_and_once_for_each_pass(
+def test_sources_are_read_once_for_the_merge_and_each_pass(
     tied: CoefficientGradients, tasks: Mapping[str, TaskSpec], max_tokens: int, num_passes: int, tmp_path: Path
 ) -> None:
     """Gradients are not kept, so each pass reads the sources to reduce its own; the merge before has read them once."""
