@@ -66,7 +66,7 @@ def _solution(document: Mapping[str, Any], completion: str) -> str:
 
 
 def _code(completion: str) -> str:
-    """The code in a completion: its last fenced block (```), or the whole completion if it has no such block."""
+    """The code in a completion: the content of its last fenced block (```), else the whole completion."""
     lines = completion.rstrip().split("\n")
     fences = [number for number, line in enumerate(lines) if "```" in line]
     if len(fences) > 1:
