@@ -58,7 +58,7 @@ def all_baselines(
     and `experts` are aliases, which `fingerprints` maps to content fingerprints. `num_layers` is the number of layers
     of each model. `tokenizer` is the vocabulary of the merges, as in a recipe. `chosen` selects some of the baselines;
     `baseline_labels` explains its values. Every recipe is in canonical form. If two baselines have equal recipes, only
-    the first one is returned.
+    the first of these baselines is returned.
     """
     labels = baseline_labels(chosen, experts)
     found: dict[str, Baseline] = {}
@@ -76,10 +76,16 @@ def baseline_labels(chosen: BaselineGroup | Sequence[str], experts: Sequence[str
     """Names of the baselines that `chosen` selects, in the order of `all_baselines`.
 
     A baseline is a model or a published merge that is scored for comparison. `chosen` is the value of the study file's
-    `search.baselines`. The word "sources" selects the study's models, "published" well-known merges, "all" both of
-    these, "none" nothing, and "m3" the merges of the paper on Mixup Model Merge. A list has such words, except "all"
-    and "none", or names of single baselines. `experts` are the aliases of the study's experts; names that are not
-    baselines of such a study are ignored.
+    `search.baselines`, one of these words:
+
+    - "sources": the study's models
+    - "published": well-known merges
+    - "all": the study's models and well-known merges
+    - "none": nothing
+    - "m3": the merges of the paper on Mixup Model Merge
+
+    `chosen` may also be a list of names of single baselines and of these words, except "all" and "none". `experts` are
+    the aliases of the study's experts; names that are not baselines of such a study are ignored.
     """
     names = {chosen} if isinstance(chosen, str) else {*chosen}
     groups = {*names, *(BY_DEFAULT if ALL in names else ())}
@@ -114,7 +120,7 @@ def _without_m3(sources: tuple[Source, ...]) -> Iterator[tuple[str, Merge]]:
 
     `sources` are the experts that are merged. The methods are:
 
-    - task arithmetic and TIES with the coefficients of the paper's table 3, which include those of table 4
+    - task arithmetic and TIES with the coefficients of the paper's table 3, which include the coefficients of table 4
     - DARE with density 0.8, in combination with the average, task arithmetic and TIES
 
     TIES is the variant of the paper's code, which trims whole models.

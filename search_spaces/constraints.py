@@ -33,9 +33,9 @@ _CONSTRAINT = re.compile(
 class Constraint:
     """A bound on the value of one objective.
 
-    With the `relation` ">=" the value must be at least the bound, with "<=" at most the bound. The bound is `offset`,
-    or, if there is a `reference` ("base", "best expert" or "expert:ALIAS"), that model's value plus `offset`. `text` is
-    the constraint as the user wrote it.
+    With the `relation` ">=" the value must be at least the bound; with "<=" the value must be at most the bound.
+    Without a `reference` the bound is `offset`. With a `reference` ("base", "best expert" or "expert:ALIAS") the bound
+    is this model's value plus `offset`. `text` is the constraint as the user wrote it.
     """
 
     text: str

@@ -1,7 +1,7 @@
 """Rungs and brackets of successive halving, as pure functions of budgets and the reduction factor eta.
 
-A budget is a number of samples of every objective. Brackets are those of Li et al., "Hyperband" (2018), algorithm 1;
-bracket sizes are equal to SMAC's. This module does not depend on trials or scores.
+A budget is a number of samples of every objective. Brackets follow Li et al., "Hyperband" (2018), algorithm 1; bracket
+sizes are equal to SMAC's. This module does not depend on trials or scores.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def rungs(min_samples: int, max_samples: int, eta: int) -> tuple[int, ...]:
 
 
 def fidelities(rungs: Sequence[int]) -> tuple[float, ...]:
-    """For each rung, its number of samples divided by the number of the last rung, in (0, 1].
+    """For each rung, its number of samples divided by the number of samples at the last rung, in (0, 1].
 
     `rungs` has the numbers of samples on which trials are scored at the rungs of successive halving.
     """
@@ -124,9 +124,9 @@ def hyperband_brackets(num_rungs: int, eta: int) -> tuple[Bracket, ...]:
 def bracket_cycle(scheduler: Scheduler, *, num_rungs: int, eta: int, max_trials: int) -> tuple[Bracket, ...]:
     """The brackets (groups of configurations for successive halving) that a search repeats, in order.
 
-    With the scheduler hyperband they are the brackets of one Hyperband iteration. With racing, each configuration has a
-    separate bracket. With asha and none, and with hyperband on a single rung, one bracket has all `max_trials`
-    configurations. `num_rungs` is the number of rungs, and one configuration in `eta` is promoted.
+    With the scheduler `hyperband`, the result has the brackets of one Hyperband iteration. With `racing`, each
+    configuration has a separate bracket. With `asha` or `none`, or with `hyperband` on a single rung, one bracket has
+    all `max_trials` configurations. `num_rungs` is the number of rungs, and one configuration in `eta` is promoted.
     """
     if scheduler == "racing":
         return (Bracket(1, first_rung=0, num_rungs=num_rungs, eta=eta),)

@@ -77,7 +77,8 @@ class Merge:
     def per_source(self, name: str) -> tuple[float, ...]:
         """The values of the coefficient `name`, one for each source; a number that all sources share is repeated.
 
-        A coefficient that the merge does not state has its default. Raises InvalidRecipe if there is no default either.
+        A coefficient that the merge does not state has its default. Raises InvalidRecipe if the coefficient is not
+        stated and has no default.
         """
         value = self.coefficients[name] if name in self.coefficients else self._default(name)
         if value is None:
@@ -85,7 +86,7 @@ class Merge:
         return value if isinstance(value, tuple) else (value,) * len(self.sources)
 
     def check(self) -> None:
-        """Check that the merge's method accepts its sources, coefficients and seed. Raises InvalidRecipe if not."""
+        """Check the merge's sources, coefficients and seed; raise InvalidRecipe if its method does not accept them."""
         declared = METHODS.get(self.method)
         if declared is None:
             raise InvalidRecipe(f"merge: unknown merge method {self.method!r}; known are {', '.join(METHODS)}")
@@ -111,7 +112,7 @@ class Merge:
     def at_layer(self, layer: int | None) -> Self:
         """A copy of the merge in which all sources are in layer `layer`.
 
-        With `layer` None, the sources' tensors are those outside layers.
+        With `layer` None, the sources' tensors are outside layers.
         """
         return replace(self, sources=tuple(Source(source.model, layer) for source in self.sources))
 
@@ -162,7 +163,7 @@ class Merge:
 
 
 def _whole(value: Any) -> int | None:
-    """Return `value` after checking that it is a whole number or None. Raises TypeError if it is not."""
+    """Return `value` if it is a whole number or None; raise TypeError otherwise."""
     return None if value is None else operator.index(value)
 
 

@@ -3,9 +3,9 @@
 All comparisons use costs: 0 is best, 1 is worst, smaller is better. Therefore the hypervolume of all studies has the
 same reference point, 1.1 in every objective. Values are in the metric's own unit and direction.
 
-Non-dominated ranks and crowding distances are those of Deb et al., "NSGA-II" (2002), sections III-A and III-B. The
-library moocore computes ranks, fronts and hypervolumes. Functions import it when they need it, because loading takes
-0.1 s or more.
+Non-dominated ranks and crowding distances follow Deb et al., "NSGA-II" (2002), sections III-A and III-B. The library
+moocore computes ranks, fronts and hypervolumes. Functions import it when they need it, because loading takes 0.1 s or
+more.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Objective:
         """The cost of a value: 0 at the better end of the range, 1 at the worse end.
 
         Costs are not clipped to [0, 1], so they keep the order of values outside the range. Raises InvalidStudy if no
-        range is stated and `value` is outside [0, 1], ValueError if `value` is not finite.
+        range is stated and `value` is outside [0, 1], and ValueError if `value` is not finite.
         """
         if not math.isfinite(value):
             raise ValueError(f"objective {self.name!r}: {self.metric}={value} is not a finite number")
@@ -128,7 +128,7 @@ class Candidate:
 
 
 def dominates(costs: Costs, other: Costs) -> bool:
-    """Whether `costs` dominates `other`: no cost is larger than the one in `other`, and at least one is smaller."""
+    """Whether `costs` dominates `other`: no cost is larger than the same cost in `other`, and one is smaller."""
     return all(a <= b for a, b in zip(costs, other, strict=True)) and costs != other
 
 
@@ -137,7 +137,7 @@ def constrained_dominates(candidate: Candidate, other: Candidate) -> bool:
 
     A failed candidate dominates no other. The rule is definition 1 of Deb et al., "NSGA-II" (2002), with one
     difference: between two candidates that violate constraints equally the costs decide, while in the paper neither
-    dominates.
+    dominates the other.
     """
     if candidate.costs is None or other.costs is None:
         return candidate.costs is not None and other.costs is None
@@ -202,7 +202,7 @@ def promotion_order(candidates: Sequence[Candidate]) -> tuple[int, ...]:
     """Trial numbers in the order of promotion to the next rung of successive halving.
 
     Candidates that meet all constraints come first: by non-dominated rank, then crowding distance (larger first), then
-    trial number. Candidates that violate constraints follow, those with the least violation first. Failed candidates
+    trial number. Candidates that violate constraints follow, in the order of increasing violation. Failed candidates
     are last. With one objective and no constraints this is the order of cost, then trial number.
     """
     scored = [candidate for candidate in candidates if candidate.costs is not None and candidate.violation == 0]

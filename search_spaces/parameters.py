@@ -140,10 +140,10 @@ Parameter: TypeAlias = Float | Integer | Categorical
 
 
 class Structure(Protocol):
-    """Rules of a search space: how random configurations are drawn, and which of several equal ones is stored.
+    """Rules of a search space: how configurations are drawn, and which of several equivalent ones is stored.
 
-    If several configurations give the same merge, only one of them is stored; it is called the repaired configuration.
-    Implementations are immutable and picklable.
+    Configurations are equivalent if they give the same merge. The configuration that is stored is called the repaired
+    configuration. Implementations are immutable and picklable.
     """
 
     def sample(self, rng: np.random.Generator) -> dict[str, Any]:
@@ -165,10 +165,10 @@ class Structure(Protocol):
 class Parameters:
     """The parameters of a search space, an ordered and immutable collection.
 
-    A parameter may exist only if another one, its parent, has certain values; parents come before such parameters.
-    Parameters with the same role have the same meaning in different places, for example the coefficient of TIES in each
-    layer group. Searchers may start with configurations in which all parameters of a role have the same value. A
-    parameter may have no role.
+    A parameter may exist only if another parameter, its parent, has certain values. A parent comes before the
+    parameters that depend on it. Parameters with the same role have the same meaning in different places, for example
+    the coefficient of TIES in each layer group. Searchers may start with configurations in which all parameters of a
+    role have the same value. A parameter may have no role.
     """
 
     def __init__(
@@ -253,7 +253,7 @@ class Parameters:
                 )
 
     def sample(self, rng: np.random.Generator) -> dict[str, Any]:
-        """A random configuration, drawn by the rules in the space's `structure`, or uniformly if there are none.
+        """A random configuration, drawn by the rules in the space's `structure`, or uniformly without a `structure`.
 
         `rng` gives the random numbers. A parameter is drawn after the parameters that decide whether it exists. The
         same generator state gives the same configuration.
@@ -274,8 +274,8 @@ class Parameters:
     def build(self, choose: Callable[[Parameter], Any]) -> dict[str, Any]:
         """Make a configuration by choosing the value `choose(parameter)` for each active parameter.
 
-        A parameter is active if the conditions under which it exists are met. Its value is chosen after those of the
-        parameters in its conditions.
+        A parameter is active if the conditions under which it exists are met. Its value is chosen after the values of
+        the parameters in its conditions.
         """
         configuration: dict[str, Any] = {}
         for parameter in self:

@@ -93,7 +93,7 @@ def dirichlet(num_objectives: int, *, num_vectors: int, rng: np.random.Generator
 
     There are `num_vectors` vectors with a weight for each of `num_objectives` objectives; the weights of a vector sum
     to one. With `alpha` 1 the vectors are uniformly distributed over all preference vectors. Larger values of `alpha`
-    give more equal weights; smaller ones favour single objectives. `rng` is the source of randomness.
+    give more equal weights; smaller values favour single objectives. `rng` is the source of randomness.
     """
     return rng.dirichlet(np.full(num_objectives, alpha), num_vectors)
 
@@ -101,8 +101,8 @@ def dirichlet(num_objectives: int, *, num_vectors: int, rng: np.random.Generator
 def augmented_chebyshev(gaps: Vectors, vector: ArrayLike, *, rho: float = AUGMENTATION) -> NDArray[np.float64]:
     """The augmented Chebyshev distance of each merge from the best values, [num_merges]; smaller is better.
 
-    `gaps` [num_merges, num_objectives] are each merge's distances from the best value in each objective, `vector` has
-    the weights of the objectives. The result is the largest weighted gap, plus `rho` times the sum of the weighted
+    `gaps` [num_merges, num_objectives] are each merge's distances from the best value in each objective, and `vector`
+    has the weights of the objectives. The result is the largest weighted gap, plus `rho` times the sum of the weighted
     gaps. Every point of a Pareto front has the smallest distance for some weights. With a weighted sum in place of this
     distance, points where the front is not convex would never be the best. Knowles, "ParEGO", IEEE TEC 10(1), 2006,
     equation 2; Su and Geiping, "Fine, I'll Merge It Myself" (2025), equation 3.

@@ -104,14 +104,14 @@ class Recipe:
       the merged model
     - `tokenizer`: the merged model's vocabulary, to which the rows of embeddings are aligned: "base", "union", or the
       alias of another model
-    - `keeps_equal`: for methods that keep the largest elements up to a rank: if several elements have the magnitude at
-      that rank, all of them are kept, as in files of recipe format 1
+    - `keeps_equal`: whether methods that keep the largest elements up to a rank keep all elements that have the
+      magnitude at this rank, as in files of recipe format 1
     - `vocabulary`: further options of the vocabulary, which `workers.models.vocabulary` reads
-    - `stacks_experts`: all experts of a layer of a mixture of experts are merged as one tensor; otherwise each expert
-      is merged separately
+    - `stacks_experts`: whether all experts of a layer's mixture of experts are merged as one tensor; otherwise each
+      expert is merged separately
     - `trim`: for methods that keep a share of a task vector's elements by magnitude (`MergeMethod.trims`): with
-      "tensor", the share is kept of each tensor; with "model", the share is kept of all tensors of the model together,
-      so that it differs between tensors. A recipe without such a method has "tensor".
+      "tensor", this share of each tensor is kept; with "model", this share of all tensors of the model together is
+      kept, so that the kept share of a tensor differs between tensors. A recipe without such a method has "tensor".
     """
 
     models: Mapping[str, str]
@@ -179,7 +179,7 @@ class Recipe:
         tokenizer: str = "base",
         vocabulary: Mapping[str, Any] | None = None,
     ) -> Self:
-        """The recipe of one unchanged model: every tensor is that of `model`, one of the aliases in `models`.
+        """The recipe of one unchanged model: every tensor is a tensor of `model`, one of the aliases in `models`.
 
         `models`, `base`, `tokenizer` and `vocabulary` become the recipe's fields of these names. `num_layers` is the
         number of layers of `model`.
@@ -314,8 +314,8 @@ def may_keep_equal(text: str) -> bool:
     """Whether a recipe may keep more elements of a task vector than its density says, because of equal magnitudes.
 
     Some merge methods keep the n elements with the largest magnitudes, for a number n that follows from the density. If
-    several elements have the n-th largest magnitude, recipes of format 1 keep all of these. The result is True if
-    `text`, a recipe as JSON, has this format and names such a method.
+    several elements have the n-th largest magnitude, recipes of format 1 keep all elements with this magnitude. The
+    result is True if `text`, a recipe as JSON, has this format and names one of these methods.
     """
     return FORMAT in text and any(f'"{name}"' in text for name, method in METHODS.items() if method.cuts_at_rank)
 

@@ -102,7 +102,7 @@ def scratch(num_bytes: int, *, name: str, places: Sequence[Path]) -> Iterator[Pa
     The directory is made in the first of `places` whose disk has this space and SCRATCH_MARGIN bytes more. `name` is
     the purpose of the files, and begins the directory's name. First, directories of the same purpose that killed
     processes left behind are removed. Raises OSError (ENOSPC) if no disk has the space; the message has the free space
-    of each.
+    of each disk.
     """
     seen = []
     for place in places:
@@ -224,7 +224,7 @@ def replacing(file: Path) -> Iterator[Path]:
 
 
 def write_file(file: Path, content: str | bytes) -> None:
-    """Write a file atomically: other processes, and a restarted machine, find either the old content or the new one."""
+    """Write a file atomically: other processes, and a restarted machine, find the old content or the new content."""
     with replacing(file) as new:
         new.write_bytes(content.encode() if isinstance(content, str) else content)
 

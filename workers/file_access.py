@@ -26,9 +26,10 @@ class FileAccess:
 
     `readable` and `trusted` are absolute directories. Files below any of them may be read; task files below `trusted`
     may also name Python functions. Symbolic links are resolved before a path is compared with the directories. `urls`
-    are folders in object stores; models and files below these may be read too. `judges` are the URLs of endpoints with
-    a language model that may judge completions. Files below a directory of `closed` may not be read. An exception is a
-    directory of `readable` or `trusted` that is itself below a closed one: files below it may be read.
+    are folders in object stores; models and files below these folders may also be read. `judges` are the URLs of
+    endpoints with a language model that may judge completions. Files below a directory of `closed` may not be read. An
+    exception is a directory of `readable` or `trusted` that is itself below a directory of `closed`: files below it may
+    be read.
     """
 
     readable: tuple[str, ...]
@@ -56,9 +57,9 @@ class FileAccess:
         """Reason why the file or directory `path` may not be read; None if it may be read.
 
         Reading is allowed in the directories of `readable` and `trusted` and everything below them, but not below a
-        directory of `closed`, unless a directory of `readable` or `trusted` is itself below the closed one. The file
+        directory of `closed`, unless a directory of `readable` or `trusted` is itself below this directory. The file
         `database.url`, which may hold the password of the server's database, is refused in any directory. For a URL,
-        the result is that of `url_refusal`.
+        the result is the result of `url_refusal`.
         """
         if is_object_url(str(path)):
             return self.url_refusal(str(path))
@@ -80,10 +81,10 @@ class FileAccess:
         )
 
     def refusal_of_all(self, path: str | Path) -> str | None:
-        """Reason why the directory `path` or an entry of it may not be read; None if all may be read.
+        """Reason why the directory `path` or an entry of it may not be read; None if all entries may be read.
 
         Entries are checked one by one because they may be links to other places. For a URL, whose entries are no links,
-        the result is that of `url_refusal`.
+        the result is the result of `url_refusal`.
         """
         if is_object_url(str(path)):
             return self.url_refusal(str(path))
@@ -92,7 +93,7 @@ class FileAccess:
     def url_refusal(self, url: str) -> str | None:
         """Reason why the model or file at `url`, in an object store, may not be read; None if it may be read.
 
-        The URL may be read if it is one of `urls` or below one, has no part `.` or `..`, and is valid
+        The URL may be read if it is one of `urls` or below one of `urls`, has no part `.` or `..`, and is valid
         (`object_url_problem`).
         """
         if problem := object_url_problem(url):
@@ -121,8 +122,8 @@ class FileAccess:
     def distrust(self, directory: str | Path) -> str | None:
         """Reason why Python functions that task files in `directory` name must not run; None if they may run.
 
-        The functions may run if the directory is one of the directories `trusted` or below one, and is not below one of
-        `closed`.
+        The functions may run if the directory is one of the directories `trusted` or below one of them, and is not
+        below a directory of `closed`.
         """
         if _is_below(directory, self.trusted) and not _is_below(directory, self.closed):
             return None

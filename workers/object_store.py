@@ -1,6 +1,6 @@
 """Objects in S3, Google Cloud Storage and compatible stores, addressed by URL through fsspec.
 
-Credentials, regions and endpoints are those of the environment (AWS_ACCESS_KEY_ID, AWS_PROFILE, AWS_ENDPOINT_URL,
+Credentials, regions and endpoints come from the environment (AWS_ACCESS_KEY_ID, AWS_PROFILE, AWS_ENDPOINT_URL,
 GOOGLE_APPLICATION_CREDENTIALS, ...), never part of a URL. The drivers s3fs and gcsfs are optional packages.
 """
 
@@ -65,10 +65,11 @@ def is_object_url(text: str) -> bool:
 
 
 def object_url_problem(url: str) -> str | None:
-    """Reason why `url` cannot be used as the URL of an object store; None if it can.
+    """Reason why `url` cannot be used as the URL of an object store; None if it can be used.
 
     The URL cannot be used if it is not the URL of an object store, or if it contains credentials, white space, a quote
-    or a control character. It must not contain "::" either, because the part after it could be taken for another URL.
+    or a control character. It also cannot be used if it contains "::", because the part after "::" could be taken for
+    another URL.
     """
     scheme, _, rest = url.partition("://")
     bucket = rest.partition("/")[0]
@@ -103,11 +104,12 @@ def blobs_in(text: str) -> list[tuple[str, str]]:
 class ObjectStore:
     """Objects of an S3 or compatible store below one URL; paths of objects are relative to the URL.
 
-    Every process and thread may use it. Creating one reads nothing from the store. Every method raises ObjectStoreError
-    if the store does not answer or refuses the operation, and FileNotFoundError if the object or bucket does not exist.
+    Every process and thread may use the object. Creating the object reads nothing from the store. Every method raises
+    ObjectStoreError if the store does not answer or refuses the operation, and FileNotFoundError if the object or
+    bucket does not exist.
 
     Raises:
-        ValueError: The URL is not that of an object store, holds credentials, or has characters that are refused.
+        ValueError: The URL is not the URL of an object store, holds credentials, or has characters that are refused.
         ObjectStoreError: The package that is needed for URLs of this scheme is not installed.
     """
 
@@ -120,7 +122,8 @@ class ObjectStore:
     def read(self, path: str, *, start: int | None = None, stop: int | None = None) -> bytes:
         """Return the bytes from `start` to `stop` - 1 of the object at `path`.
 
-        If `start` is None, the bytes begin with the first one; if `stop` is None, they end with the last one.
+        If `start` is None, the bytes begin with the object's first byte; if `stop` is None, they end with its last
+        byte.
         """
         with self._asking("read", path):
             content: bytes = self._fs.cat_file(self._key(path), start=start, end=stop)
@@ -202,7 +205,7 @@ class ObjectStore:
     def _asking(self, what: str, path: str) -> Iterator[None]:
         """Context manager that turns errors of the store's driver into ObjectStoreError.
 
-        In the message of the error, `what` names the operation, such as "read", and `path` the object.
+        In the message of the error, `what` names the operation, such as "read", and `path` is the path of the object.
         """
         try:
             yield

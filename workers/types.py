@@ -113,7 +113,7 @@ class Family:
     `tokenizer` selects the vocabulary of every merge: "base", "union", or an expert's alias. `vocabulary` has further
     options of the vocabulary, such as the sources of embedding rows of single tokens (`workers.models.vocabulary`).
     `alignments_dir` is the directory, or the URL of the object store, that has the alignments which recipes name
-    (`workers.alignments`); it is "" if there are none. Files may be added to this directory while engines run.
+    (`workers.alignments`); it is "" if there are no alignments. Files may be added to this directory while engines run.
     `modality` is the name of the kind of data that the models read (`workers.models.modalities`).
     """
 
@@ -160,8 +160,8 @@ class TaskSpec:
     - `until`: the strings at which a completion of an lm-eval task ends; with None, the task chooses them
     - `content`: the sha256 of the data file, if there is a data file, so that changed data is detected
     - `permutation_seed`: fixes the order of the samples: position i is the same sample in every replica and every study
-    - `template`: a Jinja template of the prompts that replaces the task's own template; with None, the task's own is
-      used
+    - `template`: a Jinja template of the prompts that replaces the task's own template; with None, the task's own
+      template is used
     - `access`: limits the files that the task may use; None means no limit. The digest of the specification does not
       depend on `access`.
     """
@@ -199,11 +199,12 @@ class TaskInfo:
     - `higher_is_better`: whether larger values of the metric are better
     - `output_type`: lm-eval's output type, such as "generate_until" or "multiple_choice"
     - `num_truncated`: the number of prompts that were cut to the engine's `max_model_len`
-    - `groups`: the number of samples of each group (usually an lm-eval task); every beginning of the scoring order
-      contains all groups in proportion to these numbers
+    - `groups`: the number of samples of each part of the task, such as one of its lm-eval tasks, or a class of images;
+      every prefix of the scoring order contains all parts in proportion to these numbers
     - `filters`: the names of the filters, if the task, or one of the lm-eval tasks of which it consists, has several
       filters; otherwise empty
-    - `categories`: the lm-eval tasks of each group within an lm-eval group, such as `mmlu_stem` of `mmlu`
+    - `categories`: for a task that consists of named categories, such as `mmlu` with `mmlu_stem`: the lm-eval tasks of
+      each category
     - `confined_by`: the sandbox of the process that runs the task's own code; "" if the task has no code
     - `template`: the Jinja template of the prompts; "" if the prompts come from a function or a column of the data, or
       if the task consists of lm-eval tasks with different templates
@@ -242,13 +243,13 @@ class Span:
 class ScoreRequest:
     """Request of a study to score a recipe on samples, which are given as spans (ranges of positions).
 
-    `crashes` is the number of engines that have crashed on this request so far, if the caller counts crashes. In that
-    case the next crash is raised as EngineCrashed. After the first crash, a replica that has not scored anything yet
-    first scores one sample with the base model, which shows whether the engine works at all. If `crashes` is None, the
-    scorer itself sends the request again after a crash.
+    `crashes` is the number of engines that have crashed on this request so far. If it is a number, the next crash is
+    raised as EngineCrashed; if it is None, the scorer itself sends the request again after a crash. With at least one
+    crash, a new replica first scores one sample with the base model, which shows whether the engine works at all.
 
-    `trial` is the number of the trial that the request is for, which logs name; None if it is for none. `traceparent`
-    is the place in its trace of the span that sends the request; None if it is not traced.
+    `trial` is the number of the trial that the request is for, which logs name; None if the request is for no trial.
+    `traceparent` identifies the trace span that sends the request, as in the W3C header; None if the request is not
+    traced.
     """
 
     study: str
@@ -296,8 +297,8 @@ class Evidence:
     - `replica`, `swap_count`: the name of the engine's replica, and the number of merges that were written into it so
       far (swaps)
     - `engine`: a description of the engine: its program and dtype, the size and placement of the source weights, the
-      part of the merge that was not computed on the engine's device, the tensors that each of several ranks merged
-      whole, and, if tasks have their own code, the sandbox of this code
+      part of the merge that was not computed on the engine's device, the tensors that every rank merged completely
+      instead of only its share, and, if tasks have their own code, the sandbox of this code
     - `canaries`: the number of canaries (comparisons with transformers) that the engine had passed before it scored;
       the samples count as checked once the engine has passed another canary
     """
@@ -384,8 +385,7 @@ class VerificationReport:
     - `differences`: the samples that are not equal: the metric's value differs, the completion differs, or a
       log-probability differs by more than `tolerance`
     - `num_beyond`: the number of differences that rounding does not explain
-    - `num_logprobs`: the number of compared log-probabilities, which are those of options and of the tokens of prompts
-      and completions
+    - `num_logprobs`: the number of compared log-probabilities: of options, and of the tokens of prompts and completions
     - `num_unstable`: the number of log-probabilities that differ by more than `tolerance` because small rounding errors
       change them much; `max_logprob_difference` does not include them
     - `max_logprob_difference`: the largest difference between two compared log-probabilities
@@ -477,9 +477,9 @@ class Scorer(Protocol):
     def sample_texts(self, task: TaskSpec, start: int, stop: int) -> SampleTexts:
         """Return the prompt and the right answer of the samples [start, stop) of a task, in the order of scoring.
 
-        The prompt is the text that engines get, with system prompt and chat template if there are any. The right answer
-        is None if the task does not state it as text. There are fewer samples if the task has fewer. An engine that has
-        scored the task does not build it again.
+        The prompt is the text that engines get, with the system prompt and the chat template if the engine's options
+        have them. The right answer is None if the task does not state it as text. The result is shorter if the task has
+        fewer than `stop` samples. An engine that has scored the task does not build it again.
 
         Raises:
             InvalidTask: The task cannot be built.
@@ -501,7 +501,7 @@ class Scorer(Protocol):
     def verify(self, recipe: Recipe, samples: tuple[SampleResult, ...], spans: tuple[Span, ...]) -> VerificationReport:
         """Score samples again with plain transformers on the recipe's exported checkpoint, and compare with `samples`.
 
-        `spans` are the ranges of samples to compare, and `samples` the engine's stored results for these. If nothing
+        `spans` are the ranges of samples to compare, and `samples` are the engine's stored results for them. If nothing
         can be compared, the report has 0 samples and the reason.
         """
         ...

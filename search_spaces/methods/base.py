@@ -37,10 +37,10 @@ SourceChoice = Literal["experts", "pair", "ordered pair", "model"]
 class Range:
     """The range [low, high] in which a coefficient is searched.
 
-    With `per_expert` each expert that is merged has its own parameter; otherwise all experts share one. With
-    `on_simplex` the experts' coefficients are divided by their sum before they are stored in a recipe. `default` is
-    used if a configuration selects none of the experts, and so has no parameters for them: then all experts are merged,
-    each with this coefficient.
+    With `per_expert` each expert that is merged has its own parameter; otherwise all experts share one parameter. With
+    `on_simplex` the experts' coefficients are divided by their sum before they are stored in a recipe. `default` is the
+    coefficient of every expert if a configuration selects no expert, and so has no parameters for experts: then all
+    experts are merged.
     """
 
     low: float
@@ -65,7 +65,7 @@ class PairShare:
 class NumSources:
     """Rule for a coefficient that is a number of sources, such as how many must agree; it is not searched.
 
-    The coefficient is `value`, or the merge's number of sources if that is smaller.
+    The coefficient is `value`, or the merge's number of sources if this number is smaller.
     """
 
     value: float
@@ -75,15 +75,15 @@ class NumSources:
 class Coefficient:
     """The declaration of a coefficient of a merge method: its range [low, high], its default, and how it is searched.
 
-    - `per_model`: whether a merge may state one number per source instead of one for all
-    - `default`: the value of a coefficient that a merge does not state; without a default it must be stated. Canonical
-      recipes leave out a coefficient that has its default.
+    - `per_model`: whether a merge may state one number for each source instead of one number for all sources
+    - `default`: the value of a coefficient that a merge does not state; a coefficient without a default must be stated.
+      Canonical recipes leave out a coefficient that has its default.
     - `is_whole`: whether only whole numbers are accepted
     - `searched`: how a search varies the coefficient; None if it keeps its default
     - `has_gradient`: whether the merged tensor is differentiable with respect to the coefficient; the elements that the
       method keeps and the signs that it elects are held fixed
     - `decimals`: the number of decimals to which the coefficient is rounded; small coefficients, such as tolerances,
-      need many
+      need many decimals
     """
 
     name: str

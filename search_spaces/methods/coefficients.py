@@ -1,7 +1,8 @@
 """Coefficients and constraints that several methods share, most with the range for searching them.
 
-For the methods of Su and Geiping, and similar ones, ranges are those of "Fine, I'll Merge It Myself: A Multi-Fidelity
-Framework for Automated Model Merging" (2025), appendix A.6. A method with another range states the range's source.
+For the methods of Su and Geiping, and similar methods, the ranges are from "Fine, I'll Merge It Myself: A
+Multi-Fidelity Framework for Automated Model Merging" (2025), appendix A.6. A method with another range states the
+range's source.
 """
 
 from __future__ import annotations

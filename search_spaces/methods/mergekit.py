@@ -34,8 +34,9 @@ EQUAL_MAGNITUDES = (
 class Parameter:
     """A parameter in mergekit's configuration files.
 
-    Its `scope` says how many values it has: "shared" means one number for all inputs, "each" one for each input, and
-    "expert" one for each input that is not the base. A parameter without a `default` must be given.
+    `scope` says how many values the parameter has. "shared" means one number for all inputs, "each" means one number
+    for each input, and "expert" means one number for each input that is not the base. A parameter without a `default`
+    must be given.
     """
 
     name: str
@@ -79,7 +80,8 @@ class Counterpart:
     - `settings`: the values of mergekit's flags, by name
     - `base`: the role of mergekit's base model: it has no effect ("none"), it is the recipe's base ("recipe"), or it is
       the first source ("first")
-    - `parameters`: the parameters of mergekit's method; merge methods with the same counterpart list the same ones
+    - `parameters`: the parameters of mergekit's method; merge methods with the same counterpart list the same
+      parameters
     - `coefficients`: the function that converts mergekit's parameters to coefficients; None if each coefficient is the
       parameter of the same name
     - `exact_at`: the values of coefficients, by name, at which the two methods agree, if they do not always agree
@@ -183,8 +185,8 @@ def _kept(values: Values, names: tuple[str, ...]) -> tuple[bool, ...]:
 def _sparsity(values: Values, names: tuple[str, ...]) -> dict[str, CoefficientValue]:
     """Convert mergekit's parameters of a sparse mask to the method's coefficients for this mask.
 
-    `values` are the values of mergekit's parameters. `names` are the names of the parameters that describe the mask; if
-    there are none, the result is empty. At density 1 or more no element is dropped, so the mask's other parameters are
+    `values` are the values of mergekit's parameters. `names` are the names of the parameters that describe the mask;
+    without names the result is empty. At density 1 or more no element is dropped, so the mask's other parameters are
     set to zero. The density 0 is replaced by 1. This has no influence, because the callers give the weight zero to a
     task vector of which no element is kept (`_kept`).
     """

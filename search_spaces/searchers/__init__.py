@@ -33,8 +33,9 @@ def unsupported(
 ) -> tuple[Problem, ...]:
     """Check that the searcher named `algorithm` can handle the features of a search.
 
-    A search needs features such as conditional parameters, several objectives or constraints; which ones follows from
-    the other arguments. Returns (), or one problem that names the missing features and the searchers that handle them.
+    `algorithm` is the name of a searcher. The other arguments describe the search, and so the features that it needs,
+    such as conditional parameters, several objectives or constraints. Returns (), or one problem that names the missing
+    features and the searchers that handle them.
     """
     needed = needed_features(parameters, num_objectives=num_objectives, num_constraints=num_constraints)
     lacking = " and ".join(feature for feature in Feature if feature in needed - SEARCHERS[algorithm].handles)

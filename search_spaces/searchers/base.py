@@ -27,8 +27,8 @@ class SearcherDeclaration:
 
     - `learns`: whether proposals depend on results, not only on which configurations were proposed before
     - `reference`: the publication that describes the algorithm
-    - `handles`: the features that the searcher can handle; a search that needs another one is refused
-    - `alias_of`: the name of the searcher that is used when a study names this one; None for a searcher with its own
+    - `handles`: the features that the searcher can handle; a search that needs another feature is refused
+    - `alias_of`: the name of the searcher whose algorithm this searcher uses; None for a searcher with its own
       algorithm
     - `computes_steps`: whether the searcher needs gradients with respect to the parameters of the space
     - `waits_for_baselines`: whether the searcher is first asked for a proposal when all baselines are scored

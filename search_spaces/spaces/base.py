@@ -41,8 +41,8 @@ LayerPair: TypeAlias = tuple[tuple[str, int], tuple[str, int]]
 class TensorLocation:
     """The part of the model that a tensor belongs to.
 
-    `part` is a component of decoder layer `layer` (0-based), or the embedding or the head; for these, `layer` is None.
-    `suffix` is the tensor's name within its layer; outside layers it is the whole name.
+    `part` is a component of decoder layer `layer` (0-based), or the embedding or the head; for embedding and head,
+    `layer` is None. `suffix` is the tensor's name within its layer; outside layers it is the whole name.
     """
 
     part: Part
@@ -59,8 +59,8 @@ class SearchedModels:
     - `fingerprints`: the content fingerprints of `base` and `experts`
     - `tensors`: the merged model's tensors, by name and in the order in which they are merged: embedding, layer by
       layer, head. An output head that is tied to the embedding is not included.
-    - `tied`: if the base's output head is tied to the embedding and its files store it anyway, the name of the
-      embedding by the name of the head; otherwise empty
+    - `tied`: the name of the embedding by the name of the output head, if the head is tied to the embedding although
+      the base's files store a tensor of the head; otherwise empty
     - `tokenizer`: the tokenizer of every recipe
     - `max_layers`: the largest number of layers that a merge may have, or None if the study states no limit
     - `preferences`: the study's preference vectors: weights by objective, at least 0, that sum to one. A study without
@@ -100,7 +100,7 @@ class ParameterPlace:
 
     - `layers`: the layers, such as a layer group
     - `part`: the component group of these layers, such as attention, or a tensor, or a part outside of layers
-    - `expert`: the alias of the model whose share it changes
+    - `expert`: the alias of the model whose share the parameter changes
     """
 
     layers: LayerGroup | None = None
@@ -114,7 +114,7 @@ class SpaceDescription:
 
     - `layer_groups`: groups of adjacent layers, which cover the layers in order
     - `component_groups`: the parts of a layer that have separate coefficients, by name. The value lists the components
-      (attention, MLP, norms) in this part; for a part of a component, it is this component.
+      (attention, MLP, norms) in this part. If the part is a piece of one component, the value has this component.
     - `text`: a description of the searched parameters, in words
     """
 
@@ -149,7 +149,7 @@ class SearchSpace(Protocol):
         ...
 
     def from_recipe(self, recipe: Recipe) -> dict[str, Any] | None:
-        """Find a configuration that decodes to the merge of `recipe`; None if the space has none."""
+        """Find a configuration that decodes to the merge of `recipe`; None if the space has no such configuration."""
         ...
 
     def describe(self) -> SpaceDescription:
@@ -231,8 +231,8 @@ class Coefficients(Protocol):
         """The name of the merge method that has the coefficients.
 
         If tensors are merged by several methods, the result is one of them. Any of them may be used to look up the
-        default of the searched coefficient, such as 0, because it is the same for all these methods. The default is
-        needed because a recipe leaves out a coefficient that has its default.
+        default of the searched coefficient, such as 0, because the default is the same for all these methods. The
+        default is needed because a recipe leaves out a coefficient that has its default.
         """
         ...
 
@@ -254,8 +254,8 @@ class Coefficients(Protocol):
         The result has pairs of a source's alias and the name of the parameter with the source's coefficient. If the
         sources share the coefficient, only the first source is listed. The result is empty for a tensor without a
         searched coefficient. `tensor_name` is the name of a tensor of the merged model. It may also be the name of an
-        output head that is tied to the embedding; the result is then that of the embedding. Raises KeyError for any
-        other name.
+        output head that is tied to the embedding; the result is then the result for the embedding. Raises KeyError for
+        any other name.
         """
         ...
 
@@ -357,7 +357,7 @@ class SpaceSection(Section, ABC):
 def repeated(option: str, values: Sequence[object]) -> Iterator[Problem]:
     """Yield a problem for each repeated entry of a list in the section `search_space`.
 
-    `option` is the name of the list, `values` are its entries.
+    `option` is the name of the list, and `values` are its entries.
     """
     for index, value in enumerate(values):
         if value in values[:index]:

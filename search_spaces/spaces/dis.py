@@ -14,10 +14,11 @@ Tables 12 to 14 rest, multiplies only the output of that layer's MLP, which is a
 mlp`. A scale of the stream after the last block has no influence, because the final norm cancels it, so the last block
 has no such scale.
 
-Two more defaults differ from the published code, and are options. Scales are in [0.5, 1.5] instead of [0, 2]. Random
-paths are near one source instead of drawn with uniform parameters. In the published search, paths may be too deep, and
-the trials with such paths are lost (56 % and 20 % of all trials in Table 10). Here every configuration describes a path
-within the limit. The published code runs only with D = 1 and R = 1. `dis_paths` has the configurations of paths.
+Two more defaults differ from the published code, and are options. Scales are in [0.5, 1.5], where the published code
+has [0, 2]. Random paths are near one source, where the published code draws all parameters uniformly. In the published
+search, paths may be too deep, and the trials with such paths are lost (56 % and 20 % of all trials in Table 10). Here
+every configuration describes a path within the limit. The published code runs only with D = 1 and R = 1. `dis_paths`
+has the configurations of paths.
 """
 
 from __future__ import annotations

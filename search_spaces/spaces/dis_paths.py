@@ -152,9 +152,9 @@ class DisPaths:
         """The search parameters that describe the layer paths of the space.
 
         A layer path is the sequence of a merge's layers. It goes through blocks of adjacent layers. A block has one bit
-        for each copy of each layer that it may use; the bit says whether the path has this copy. All copies together
-        have an order, which is one number or, if there are too many orders, a sort key for each copy. The block's scale
-        is a further parameter.
+        for each copy of each layer that it may use; the bit says whether the path has this copy. The order of all
+        copies is one parameter or, if there are too many orders, is given by a sort key for each copy. The block's
+        scale is a further parameter.
         """
         for block in range(self.num_blocks):
             names = self._names[block]
@@ -194,8 +194,8 @@ class DisPaths:
         """The blocks of the merge that a configuration describes.
 
         A block has the layers that the merge uses in place of a few adjacent layers of the base; its path is the
-        sequence of these layers. If the merge would have more layers than the space allows, some are removed. With
-        `retains`, an empty path means that the base's own layers stay. A block with exactly these layers is then
+        sequence of these layers. If the merge would have more layers than the space allows, some layers are removed.
+        With `retains`, an empty path means that the base's own layers stay. A block with exactly these layers is then
         returned with an empty path.
         """
         spelled = []
@@ -214,9 +214,8 @@ class DisPaths:
         """The configuration (values of the space's parameters) of a merge in which `blocks` replace layers of the base.
 
         A block stands for a few adjacent layers of the base; its path is the sequence of layers that the merge uses in
-        their place. `blocks` must be in the form in which the method `blocks` returns them: with the
-        option `retains`, an empty path stands for the base's own layers, so a block of exactly these layers must have
-        an empty path.
+        their place. `blocks` must be in the form that the method `blocks` returns. With the option `retains`, an empty
+        path stands for the base's own layers, so a block of exactly these layers must have an empty path.
         """
         found: dict[str, Any] = {}
         for names, block in zip(self._names, blocks, strict=True):
@@ -234,7 +233,7 @@ class DisPaths:
         """Convert a proposed configuration to the form that studies store.
 
         Several configurations may describe the same merge; only one of these is stored, and is the result. If
-        `configuration` describes a merge with too many layers, the result describes a shortened one (`blocks`). The
+        `configuration` describes a merge with too many layers, the result describes the shortened merge (`blocks`). The
         values of `configuration` must be valid values of the space's parameters.
         """
         return self.configuration(self.blocks(configuration))
@@ -242,8 +241,8 @@ class DisPaths:
     def layers(self, blocks: Sequence[Block]) -> list[tuple[str, int, float]]:
         """The layers of the merge that consists of `blocks`, each as a tuple (model, layer number, scale).
 
-        A block has the layers that the merge uses in place of a few adjacent layers of the base. Its scale is that of
-        its last layer; its other layers have scale 1.
+        A block has the layers that the merge uses in place of a few adjacent layers of the base. The scale of a block
+        is the scale of its last layer; its other layers have scale 1.
         """
         found = []
         for index, block in enumerate(blocks):
@@ -542,8 +541,8 @@ def _used(bits: tuple[bool, ...], place: int, num_candidates: int, repeats: int)
 def _num_starting_with(candidate: int, left: Sequence[int]) -> int:
     """The number of different orders of candidates that start with `candidate`.
 
-    Candidates are numbers that stand for layers which a block may use. `left` has, by the candidate's number, how often
-    an order contains each candidate. The result is 0 if `candidate` has no copy left.
+    Candidates are numbers that stand for layers which a block may use. `left[i]` is how often an order contains
+    candidate i. The result is 0 if `left[candidate]` is 0.
     """
     if not left[candidate]:
         return 0

@@ -4,15 +4,15 @@ The paper is "HM3: Hierarchical Multi-Objective Model Merging for Pretrained Mod
 
 A merge is a path of any length between two limits. The embedding is taken from the first layer's model; the final norm
 and the output head are taken from the last layer's model. The searcher `hm3` learns a policy that builds such paths.
-Every other searcher may search the space too, for comparison with the method.
+Every other searcher may also search the space, for comparison with the method.
 
 With `merged`, the pool has one more model, whose layers are merged in their parameters (the upper level of HM3). This
 model is different for each preference vector, because its coefficients depend on the vector. A path has one of these
 vectors, and states which of its layers are merged.
 
-In the paper, any layer may follow any other. Almost no random path of this kind is a usable model, so a policy would
-have no reward to learn from. Here the layer that follows layer l is at most `max_jump` layers away from layer l + 1;
-null removes the limit.
+In the paper, any layer may follow any other layer. Almost no random path of this kind is a usable model, so a policy
+would have no reward to learn from. Here the layer that follows layer l is at most `max_jump` layers away from layer l +
+1; `max_jump: null` removes the limit.
 """
 
 from __future__ import annotations
@@ -322,7 +322,7 @@ class Hm3Space:
         return found
 
     def _is_natural(self, first: tuple[str, int], second: tuple[str, int]) -> bool:
-        """Whether layer `second` follows layer `first` in one model, so that they need no alignment between them.
+        """Whether layer `second` follows layer `first` in one model, so that no alignment is needed between the two.
 
         An alignment maps the residual stream after a layer to the stream that a layer of another model expects. A layer
         is given as a model's name and the layer's number. Models with equal recipes count as the same model.
@@ -348,8 +348,9 @@ class Hm3Space:
     def _digests(self) -> dict[str, str]:
         """Recipe digest of each model that provides layers for layer paths, by the model's name in `pool`.
 
-        A layer path is the sequence of layers of a new model. Some of the models are merged from the experts, each by
-        another preference vector (weights of the objectives). Two models whose recipes are equal have the same digest.
+        A layer path is the sequence of layers of a new model. Some of the models are merged from the experts, each with
+        the weights of one preference vector (weights of the objectives). Two models whose recipes are equal have the
+        same digest.
         """
         return {name: recipe.digest for name, recipe in self.pool.items()}
 
@@ -362,8 +363,8 @@ class Hm3Space:
         """Cache of the complete recipes of the models that provide layers for layer paths; empty at first.
 
         A layer path is the sequence of layers of a new model. A key is (alias, 0) for a model of the study. For a model
-        that is merged from the experts it is (MERGED, index of the preference vector that gives the experts' weights),
-        where MERGED is a constant name.
+        that is merged from the experts, the key is (MERGED, index of the preference vector that gives the experts'
+        weights), where MERGED is a constant name.
         """
         return {}
 

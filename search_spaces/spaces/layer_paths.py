@@ -35,14 +35,14 @@ SCALED = 0.5
 class LayerPaths:
     """Paths of `min_length` to `max_length` layers through several models, and their conversion to configurations.
 
-    The class implements `Structure`, the rules for drawing random configurations and for storing one of several equal
-    ones. Each of `models` has `num_layers` layers. With a `max_jump`, layer l is followed by one of the layers l + 1 -
-    max_jump to l + 1 + max_jump of any model. The first layer of a path is then at most `max_jump` from layer 0, and
-    the last layer is at most `max_jump` from layer num_layers - 1. With `max_jump` None, any layer may follow any other
-    layer.
+    The class implements `Structure`, the rules for drawing random configurations and for storing one of several
+    equivalent configurations. Each of `models` has `num_layers` layers. With a `max_jump`, layer l is followed by one
+    of the layers l + 1 - max_jump to l + 1 + max_jump of any model. The first layer of a path is then at most
+    `max_jump` from layer 0, and the last layer is at most `max_jump` from layer num_layers - 1. With `max_jump` None,
+    any layer may follow any other layer.
 
     The model whose name is the constant MERGED has layers that are merged from several models, with weights that follow
-    from a preference vector. There are `num_preferences` preference vectors. A path uses one of them, and its
+    from a preference vector. There are `num_preferences` preference vectors. A path uses one of these vectors, and its
     configuration has the number of this vector, or 0 if the path has no merged layer.
 
     `scale_range` has the lowest and the highest scale. With a `scale_range`, every layer of a path except the last has
@@ -126,7 +126,7 @@ class LayerPaths:
         return self.max_jump is None or self.layer_of(path[-1]) >= self.num_layers - 1 - self.max_jump
 
     def next_layers(self, path: Sequence[int], *, max_length: int | None = None) -> tuple[int, ...]:
-        """Layer numbers, ascending, that may come next in a path that begins with `path`; they hold for any model.
+        """The numbers, ascending, of the layers of any model that may come next in a path that begins with `path`.
 
         `path` is a sequence of step numbers; a step is one layer of one model. A layer number is listed only if the
         path can still be completed after it within `max_length` layers in total. By default `max_length` is the largest
@@ -180,7 +180,7 @@ class LayerPaths:
 
         Each layer is given by one number: the index of its model in `models`, times `num_layers`, plus the layer's
         index in the model. The space's parameters must accept the configuration's values. A layer that may not follow
-        the previous one is replaced by the nearest layer of the same model that may follow it.
+        the previous layer is replaced by the nearest layer of the same model that may follow it.
         """
         found: list[int] = []
         length = configuration[LENGTH]
@@ -212,8 +212,8 @@ class LayerPaths:
     def scale_of(self, place: float) -> float:
         """Convert a position on the logarithmic axis of scales, from -1 (lowest) to 1 (highest), to the scale.
 
-        Positions `place` below -1 give the lowest scale, and positions above 1 the highest. Scales are rounded in the
-        same way as coefficients.
+        Positions `place` below -1 give the lowest scale, and positions above 1 give the highest scale. Scales are
+        rounded in the same way as coefficients.
         """
         assert self.scale_range is not None, "paths without scales"
         low, high = map(math.log, self.scale_range)
@@ -235,9 +235,10 @@ class LayerPaths:
     ) -> dict[str, Any]:
         """The configuration of a path, which is given as step numbers; a step is one layer of one model.
 
-        `preference` is the index of the preference vector by whose weights the merged layers of the path are merged.
-        `scales` has the scales of all layers except the last. If `scales` is empty, all scales are 1. A space without a
-        `scale_range` ignores `scales`.
+        A merged layer is a layer of the model MERGED: its parameters are merged from the experts, with weights that
+        follow from a preference vector. `preference` is the index of this vector; without a merged layer, the
+        configuration has 0 instead. `scales` has the scales of all layers except the last. If `scales` is empty, all
+        scales are 1. A space without a `scale_range` ignores `scales`.
         """
         found: dict[str, Any] = {LENGTH: len(path)}
         for at, step in enumerate(path):
@@ -277,12 +278,12 @@ class LayerPaths:
         return self._configuration_of(layers, preference=preference)
 
     def mutant(self, configuration: Configuration, rng: np.random.Generator, *, most: int = 3) -> dict[str, Any]:
-        """A configuration whose path (sequence of layers) differs from that of `configuration` by a few random changes.
+        """A configuration whose path (sequence of layers) differs from the path of `configuration` by a few changes.
 
-        The number of changes is from one to `most`; smaller numbers are likelier. A change takes a layer from another
-        model, repeats a layer, or leaves a layer out. If layers have scales, one scale is also replaced by a random
-        one. `rng` gives the random numbers. The result may describe the same path as `configuration`, because one
-        change may undo another.
+        The changes are random. The number of changes is from one to `most`; smaller numbers are likelier. A change
+        takes a layer from another model, repeats a layer, or leaves a layer out. If layers have scales, one scale is
+        also replaced by a random scale. `rng` gives the random numbers. The result may describe the same path as
+        `configuration`, because one change may undo another.
         """
         num_changes = int(math.exp(rng.uniform(0.0, math.log(most + 1))))
         path = self.path(configuration)

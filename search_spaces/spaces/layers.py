@@ -47,9 +47,9 @@ def one_layer(layer: int) -> LayerGroup:
 
 
 def expert_of(parameter: str, experts: Sequence[str]) -> str | None:
-    """The expert whose alias, after a dot, ends the name of a parameter; None if there is none.
+    """The expert whose alias, after a dot, ends the name of a parameter; None if no alias does.
 
-    An alias may have dots, so the longest one counts.
+    Aliases may contain dots; if several aliases end the name, the result is the longest.
     """
     return max((alias for alias in experts if parameter.endswith(f".{alias}")), key=len, default=None)
 
@@ -77,8 +77,8 @@ def recipe_of_path(models: SearchedModels, layers: Sequence[tuple[str, int, floa
 
     `layers` has, for each layer of the merge, the model, the number of the layer in this model, and a scale. `models`
     has the models that may be named. `scale_of` says whether the scales multiply the residual stream or the output of
-    the MLP. The embedding is that of the first layer's model. The final norm and the output head are those of the last
-    layer's model.
+    the MLP. The embedding is from the first layer's model. The final norm and the output head are from the last layer's
+    model.
     """
     return Recipe(
         models.fingerprints,
@@ -91,12 +91,12 @@ def recipe_of_path(models: SearchedModels, layers: Sequence[tuple[str, int, floa
 
 
 def path_of_recipe(recipe: Recipe, *, scale_of: ScaleOf) -> list[tuple[str, int, float]] | None:
-    """Read the sequence of layers (layer path) from a recipe that copies whole layers of models; None for others.
+    """Read the layer path from a recipe that copies whole layers of models; None for other recipes.
 
     The result has, for each layer of the merge, the model, the number of the layer in this model, and a scale. A layer
-    has a scale on the residual stream and one on the output of the MLP; `scale_of` says which of them is read. Returns
-    None also if the other scale is not 1 in some layer, or if a layer has an alignment (a learned map that is applied
-    to the residual stream after it).
+    has a scale on the residual stream and a scale on the output of the MLP; `scale_of` says which scale is read.
+    Returns None also if the other scale is not 1 in some layer, or if a layer has an alignment (a learned map that is
+    applied to the residual stream after it).
     """
     layers = [_step(layer, scale_of) for layer in recipe.layers]
     found = [step for step in layers if step is not None]

@@ -6,17 +6,17 @@ Su and Geiping, "Fine, I'll Merge It Myself: A Multi-Fidelity Framework for Auto
 The layers are divided into G consecutive groups of sizes that are as equal as possible. Each layer's tensors are
 divided into C component groups (1: the whole layer; 3: mlp, attention, norm). A layer group chooses its method and the
 experts that are merged. A component group has the method's coefficients. The embedding follows the first layer group;
-the final norm and the output head follow the last. With C = 3 both use the group's `norm` coefficients, which Table 11
-calls "other".
+the final norm and the output head follow the last layer group. With C = 3 both use the group's `norm` coefficients,
+which Table 11 calls "other".
 
-One bit per expert and layer group selects the experts that are merged. **If no bit is set, all are merged.** Therefore
-every configuration is a merge of at least one expert. No configuration has to be repaired or rejected, so a surrogate
-model is fitted to exactly the proposed configurations. The set of all experts, the most promising choice, is slightly
-more likely than each smaller set.
+One bit per expert and layer group selects the experts that are merged. **If no bit is set, all experts are merged.**
+Therefore every configuration is a merge of at least one expert. No configuration has to be repaired or rejected, so a
+surrogate model is fitted to exactly the proposed configurations. The set of all experts, the most promising choice, is
+slightly more likely than each smaller set.
 
 SLERP merges two models, so it chooses a pair instead: two experts, or one expert and the base. All other methods of two
 models, and methods of one model, choose their models in the same way. For these methods, bits would be redundant and do
-not exist. With `method_per: component` they always exist, because another component group may need them.
+not exist. With `method_per: component` the bits always exist, because another component group may need them.
 
 With `selection: all`, as in the published code, every group merges all experts. There are no bits, and for SLERP and
 other methods of two models, a pair consists of two experts, never of the base and an expert.
@@ -152,9 +152,9 @@ class LfsSpace:
         """Build the space over the base model `base` and its `experts`, which are aliases.
 
         `fingerprints` maps these aliases to content fingerprints. `num_layers` is the number of layers of each model.
-        `tokenizer` is the tokenizer of every recipe. The other arguments are the options of these names in the study
-        file's section `search_space`, where they are described. Raises InvalidStudy if there are no experts, if there
-        are more layer groups than layers, for an unknown method, and for options that contradict the `preset`.
+        `tokenizer` is the tokenizer of every recipe. The other arguments are the options with the same names in the
+        study file's section `search_space`, where they are described. Raises InvalidStudy if there are no experts, if
+        there are more layer groups than layers, for an unknown method, and for options that contradict the `preset`.
         """
         given = {
             "layer_groups": layer_groups,
@@ -248,8 +248,8 @@ class LfsSpace:
         """Conditions for merging a component group of a layer group by one of `methods`.
 
         A condition says that a search parameter has one of certain values. `components` is the name of the component
-        group, such as attention, and `group` the name of the layer group. Returns () if `methods` contains all methods
-        of the space, because no condition is needed then.
+        group, such as attention, and `group` is the name of the layer group. Returns () if `methods` contains all
+        methods of the space, because no condition is needed then.
         """
         if set(self._methods) <= set(methods):
             return ()
@@ -266,7 +266,7 @@ class LfsSpace:
     def _role(self, name: str) -> str:
         """Role of the search parameter `name`, which is equal for all layer groups and component groups.
 
-        A layer group is a number of adjacent layers, a component group a part of each layer, such as attention. The
+        A layer group consists of adjacent layers, and a component group is a part of each layer, such as attention. The
         parts of a parameter's name are separated by dots. The role is the name without the parts that name the layer
         group and the component group.
         """

@@ -1,7 +1,7 @@
 """The merge methods published with LFS (layer-wise fusion): their parameters, and the conversion to a Merge and back.
 
 `lfs_ranges` has all other methods. The ranges of parameters are in the declarations of the methods
-(`search_spaces.methods`). Merges in this module have no layer; `lfs` adds it.
+(`search_spaces.methods`). Merges in this module have no layer; `lfs` adds the layer.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class SearchedMethod(Protocol):
     def decode(self, cell: ComponentGroup, operands: tuple[str, ...], configuration: Configuration) -> Merge: ...
 
     def encode(self, cell: ComponentGroup, operands: tuple[str, ...], merge: Merge) -> dict[str, Any] | None:
-        """Parameter values that make the method produce `merge` from `operands`; None if there are none.
+        """Parameter values that make the method produce `merge` from `operands`; None if no values do.
 
         `cell` is the part of the model that is merged, a component group (such as attention) of a layer group.
         `operands` are the aliases of the models that are merged. `merge` is in canonical form.
@@ -89,8 +89,8 @@ class TaskArithmetic:
 class DirectedTaskArithmetic:
     """Task arithmetic with a weight for each of m experts: base + lambda * m * (weighted mean of task vectors).
 
-    The m task vectors are those of the selected experts. Their weights, which sum to one, are the direction; lambda * m
-    is the scale. With equal weights this is `TaskArithmetic` with the same lambda. Direction and scale are searched
+    The m task vectors belong to the selected experts. Their weights, which sum to one, are the direction; lambda * m is
+    the scale. With equal weights this is `TaskArithmetic` with the same lambda. Direction and scale are searched
     separately, as in Mixup Model Merge (M3), section 3.1.
     """
 
@@ -158,9 +158,9 @@ class Linear:
     """The weighted mean of the selected experts in LFS; the weights sum to one.
 
     Each expert has a parameter, which exists only in configurations that select the expert. The weights are the
-    parameters' values divided by their sum, or equal if all values are zero. If a configuration selects no expert, all
-    experts are merged with equal weights. If it selects a single expert, the expert is averaged with the base, whose
-    weight is 1 minus the expert's.
+    parameters' values divided by their sum; if all values are zero, the weights are equal. If a configuration selects
+    no expert, all experts are merged with equal weights. If it selects a single expert, the expert is averaged with the
+    base, whose weight is 1 minus the expert's weight.
     """
 
     name = "linear"
@@ -202,7 +202,7 @@ class Linear:
 class Slerp:
     """Spherical interpolation between the two models of a pair in LFS.
 
-    The parameter t = 0 gives the first model, t = 1 the second.
+    The parameter t = 0 gives the first model, and t = 1 gives the second model.
     """
 
     name = "slerp"

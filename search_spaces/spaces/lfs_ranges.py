@@ -1,4 +1,4 @@
-"""The merge methods that LFS can search in addition to the published ones, in the ranges that the methods declare.
+"""The merge methods that LFS can search besides the published methods, in the ranges that the methods declare.
 
 Weights are searched as one number per selected expert. For methods that divide by the sum of the weights, these numbers
 are divided by their sum before they are stored in a recipe. All random masks have the same seed, so that configurations
@@ -78,17 +78,17 @@ class RangedMethod:
         return values
 
     def _encode_model(self, cell: ComponentGroup, operands: tuple[str, ...], model: str) -> dict[str, Any] | None:
-        """Parameter values that make a merge return the model `model` unchanged; None if there are none.
+        """Parameter values that make a merge return the model `model` unchanged; None if no values do.
 
         `cell` is the part of the model that is merged, a component group (such as attention) of a layer group;
-        `operands` are the aliases of the models that are merged in it. There are such values in three cases:
+        `operands` are the aliases of the models that are merged in it. Values exist in three cases:
 
         - `model` is the base, the method has a coefficient that makes the merge the base at the value 0, and 0 is in
           the searched range of this coefficient.
         - `model` is the first operand, and the method has a coefficient (its `first_at_zero`) that makes the merge the
           first operand at the value 0.
-        - `model` is the only operand, and the method returns a single source unchanged, or needs several sources. In
-          the latter case `decode` makes a passthrough merge, an unchanged copy.
+        - `model` is the only operand, and the method returns a single source unchanged, or needs several sources. If
+          the method needs several sources, `decode` makes a passthrough merge, an unchanged copy.
         """
         method = self.method
         leaves_base = (method.base_at_zero, None if method.is_itself_alone else method.drops_zeros)

@@ -6,7 +6,7 @@ The merge is base + s * sum of share_k * task vector k (equation 2). The directi
 vectors; shares sum to 1. s is the scale. There are two kinds of directions:
 
 - drawn from Beta(alpha, alpha) for two experts (equation 3) and from its generalisation, the symmetric Dirichlet
-  distribution, for more
+  distribution, for more experts
 - a p-series over an order of the experts: share_k is proportional to k^-p (equation 4)
 
 The parameters are quantiles in [0, 1], which the inverse distribution functions convert to shares. Therefore uniform
@@ -14,8 +14,8 @@ draws give the paper's distributions, random search in this space is the paper's
 search the same space. The Dirichlet distribution is drawn share by share: an expert that is followed by k other experts
 gets a Beta(alpha, k * alpha) share of the rest that earlier experts leave.
 
-Constants are those of section 4.1, of section 4.4 (DARE's drop rate of 0.2) and of Table 3 (the share k that TIES
-keeps). A method without a scale, namely the average, has only shares. Random masks always have the same seed.
+Constants are from section 4.1, section 4.4 (DARE's drop rate of 0.2) and Table 3 (the share k that TIES keeps). A
+method without a scale, namely the average, has only shares. Random masks always have the same seed.
 
 `m3_ties_majority` with `trim: model` is TIES of the authors' code, and `m3_dare_ties` is the authors' combination of
 DARE and TIES (Table 7). `m3_ties` is this project's interpretation of appendix H; studies of earlier versions use it.
@@ -268,10 +268,10 @@ class M3Space:
     def _numbers(self, method: str, merge: Merge) -> _Numbers | None:
         """Read the experts' coefficients from a canonical merge; None if `method` cannot have made the merge.
 
-        `method` is the merge method that the space would use. An expert that the merge leaves out has the coefficient
-        0. Task arithmetic states only the products of the scale and the experts' shares; the scale in the result is
-        then None. Other methods state the shares, and the scale is known. The result is also None if a coefficient is
-        negative, or if all are 0.
+        `method` is the merge method that the space would use. Task arithmetic states only the products of the scale and
+        the experts' shares; the scale in the result is then None. Other methods state the shares, and the scale is
+        known. If the merge leaves out an expert, its coefficient in the result is zero. The result is also None if a
+        coefficient is negative, or if all coefficients are zero.
         """
         models = [source.model for source in merge.sources]
         if merge.method == "passthrough" and not merge.coefficients:
@@ -389,9 +389,9 @@ def _exact_shares(found: _Numbers, scales: tuple[float, float]) -> tuple[float, 
 def _scale(numbers: Sequence[float], shares: Sequence[float], scales: tuple[float, float]) -> float:
     """Reconstruct the scale of a recipe from its coefficients; each is the scale times an expert's share, rounded.
 
-    `numbers` are the rounded coefficients, and `shares` the experts' shares in the same order. Because of the rounding,
-    many scales, an interval, give the same coefficients; the result is the middle of the interval. `scales` are the
-    lowest and the highest scale that the space allows.
+    `numbers` are the rounded coefficients, and `shares` are the experts' shares in the same order. Because of the
+    rounding, all scales in an interval give the same coefficients; the result is the middle of this interval. `scales`
+    are the lowest and the highest scale that the space allows.
     """
     half = 0.5 * 10.0**-COEFFICIENT_DECIMALS
     pairs = [(number, share) for number, share in zip(numbers, shares, strict=True) if share > half]

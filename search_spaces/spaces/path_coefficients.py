@@ -36,10 +36,10 @@ STRENGTHS = (0.0, 2.0)
 
 @dataclass(frozen=True)
 class _Piece:
-    """One merge in a recipe, such as that of a layer's attention, with the search parameters for its coefficients.
+    """One merge in a recipe, such as the merge of a layer's attention, with the parameters for its coefficients.
 
     `coefficient` is the name of the coefficient in the merge. `names` are the names of the parameters: one for each
-    source or, if the sources share the coefficient, a single one.
+    source or, if the sources share the coefficient, a single name.
     """
 
     merge: Merge
@@ -48,7 +48,7 @@ class _Piece:
 
     @property
     def has_weights(self) -> bool:
-        """Whether each source of the merge has its own coefficient; otherwise all sources share one."""
+        """Whether each source of the merge has its own coefficient; otherwise all sources share one coefficient."""
         return isinstance(self.merge.coefficients[self.coefficient], tuple)
 
     def with_values(self, configuration: Configuration) -> Merge:
@@ -68,7 +68,7 @@ class PathCoefficients:
     A layer path is a sequence of layers of several models; `recipe` describes the merge that has these layers. The
     class is immutable and implements `Coefficients`. In every part of the model that the recipe takes unchanged from a
     model, or merges by task arithmetic, each of `experts` has a coefficient. If `scale_range` (the lowest and the
-    highest scale) is given, the scales of all layers but the last are parameters too.
+    highest scale) is given, the scales of all layers except the last are also parameters.
     """
 
     # Coefficients by source are left out of recipes where they are 0, as those of task arithmetic are.
@@ -140,15 +140,16 @@ def _piece(merge: Merge, name: str, experts: Sequence[str]) -> tuple[_Piece, flo
     """Turn the coefficients of one merge into parameters of a search, and return them with the range to search.
 
     The first result is a merge with the names of its parameters. The two numbers are the lowest and the highest value
-    that is searched for each parameter; `PathCoefficients` extends this range to a coefficient of `merge` that is
-    outside.
+    that is searched for each parameter; if a coefficient of `merge` is outside of this range, `PathCoefficients`
+    extends the range.
 
     If `merge` is an unchanged model or task arithmetic, the first result is task arithmetic of all `experts`, with a
-    parameter for each, so that a search can add any expert's task vector to any layer. The parameters begin with the
-    coefficients of `merge`: 1 for an unchanged expert, and 0 for experts that do not take part.
+    parameter for each expert, so that a search can add any expert's task vector to any layer. The parameters begin with
+    the coefficients of `merge`: 1 for an unchanged expert, and 0 for experts that do not take part.
 
-    If `merge` is by another method, it keeps its sources. It has a parameter for each source or, if the method has no
-    coefficient for each source that can be searched by gradient, a single one for its strength.
+    If `merge` has another method, the first result has the sources of `merge`. If the method has a coefficient for each
+    source, and it can be searched by gradient, there is a parameter for each source; otherwise a single parameter is
+    the strength of the merge.
 
     `name` is the part of the model, such as "layer1.mlp"; the names of the parameters begin with it. The merge is in
     canonical form, and all its sources are in the same layer.

@@ -6,7 +6,7 @@ first factor multiplies the tensors of attention and MLP (biases included, but n
 residual stream after the layer, as in DIS (`LayerRecipe.scale`). The last layer's output has no factor, because the
 final norm would cancel it.
 
-The range of the factors is that of DIS. Merges are differentiable with respect to both factors.
+The range of the factors is the same as in DIS. Merges are differentiable with respect to both factors.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ SPACE = SfsSection
 class SfsSpace:
     """The search space SFS over one model of a study, in which each layer of the model has two factors.
 
-    One factor multiplies the layer's weights, the other the layer's output. The last layer has no factor on its output.
-    The class is immutable and implements `DifferentiableSpace`.
+    One factor multiplies the layer's weights, and the other factor multiplies the layer's output. The last layer has no
+    factor on its output. The class is immutable and implements `DifferentiableSpace`.
     """
 
     kind = "sfs"
@@ -69,8 +69,8 @@ class SfsSpace:
     def __init__(self, models: SearchedModels, section: SfsSection) -> None:
         """Build the space with the options `section` over one of the models of a study.
 
-        Raises InvalidStudy if there are no experts, if `section` names no model and there are several experts, or if
-        it names a model that is not one of the study.
+        Raises InvalidStudy if there are no experts, if `section` names no model and there are several experts, or if it
+        names a model that the study does not have.
         """
         known = (*models.experts, models.base)
         if problems := tuple(_problems(models, section, known)):

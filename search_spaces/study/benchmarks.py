@@ -50,9 +50,9 @@ class BenchmarkSpec(ScoredTask):
     """A judge that compares each completion with the reference answer. The metric is then `win_rate`. Default: none."""
 
     def is_same_task(self, other: BenchmarkSpec) -> bool:
-        """Whether `other` has the same samples and the same metric, so that stored results are valid for both.
+        """Whether `other` has the same samples and metric, so that stored results are valid for both benchmarks.
 
-        The prompt attacks and the judges (LLMs that rate completions) of the two benchmarks must be the same, too.
+        The prompt attacks and the judges (LLMs that rate completions) of the two benchmarks must also be the same.
         """
         fields = set(BenchmarkSpec.model_fields) - {"name", "direction", "range", "group", "trials"}
         return all(getattr(self, name) == getattr(other, name) for name in fields)

@@ -76,7 +76,7 @@ def without_consequences(problems: list[Problem]) -> list[Problem]:
     """Leave out problems that are only consequences of other problems in the list.
 
     For example, a holdout entry with the key `cost` is a problem, because a cost needs no holdout data. The entry then
-    also lacks a task and a metric. These two problems follow from the first one, and are not reported.
+    also lacks a task and a metric. These two problems follow from the first problem, and are not reported.
     """
     costs = {problem.field.removesuffix("cost") for problem in problems if problem.field.endswith(".cost")}
     return [
@@ -293,8 +293,8 @@ def _length_contradictions(fidelity: Fidelity, objectives: Mapping[int, Objectiv
     """Find numbers of rungs that differ between objectives, or do not suit the scheduler.
 
     All objectives must have the same number of rungs: one with the scheduler `none`, and two or more with `asha` or
-    `racing`. The section `fidelity` has the scheduler and the numbers of samples at the rungs, unless an objective
-    states its own. `objectives` are the entries of the study file by position.
+    `racing`. The section `fidelity` has the scheduler and the numbers of samples at the rungs, and an objective may
+    state its own numbers of samples. `objectives` are the entries of the study file by position.
     """
     own = {f"objectives.{index}.rungs": spec.rungs for index, spec in objectives.items() if spec.rungs is not None}
     written = own if fidelity.rungs is None else {"fidelity.rungs": fidelity.rungs, **own}
@@ -477,7 +477,7 @@ def _constraint_contradictions(search: Search, parts: ValidParts) -> Iterator[Pr
 
 
 def _lack_of_baselines(constraint: Constraint, search: Search, experts: Sequence[str]) -> str:
-    """Error text if the bound of a constraint needs a score that the study does not have, or "" if it does not.
+    """Error text if the bound of a constraint needs a score that the study does not have, else "".
 
     A bound such as "base - 0.01" needs the score of a source model, which is a baseline. The text names the source
     models that `search.baselines` leaves out. `experts` are the aliases of the experts.

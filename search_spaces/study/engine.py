@@ -69,10 +69,10 @@ NOT_OF_ONE_ENGINE = frozenset({"replicas", "verify"})
 
 
 class EngineOptions(Engine):
-    """Options for starting one engine: those of the section `engine` of the study file, and further options.
+    """Options for starting one engine: the options of the study file's section `engine`, and further options.
 
     The further options are not keys of the study file; only programs set them. The class inherits all fields of the
-    section, so a field added there becomes an option of engines.
+    section, so a field that is added to the section becomes an option of engines.
     """
 
     threads: int = 0
@@ -87,8 +87,8 @@ class EngineOptions(Engine):
     def document(self) -> dict[str, Any]:
         """The options by name, as plain data. Engines with equal options are interchangeable.
 
-        Options that earlier versions did not have are left out if they have their default, so that the document of an
-        old study keeps its digest. The backend follows from the models and is always written as "vllm".
+        Options that were added later are left out if they have their default, so that the document of an old study
+        keeps its digest. The backend follows from the models and is always written as "vllm".
         """
         fields = type(self).model_fields
         newer = {name for name in ("max_layers", "model_runner") if getattr(self, name) == fields[name].default}

@@ -89,9 +89,9 @@ class Study(Section):
 
     @model_validator(mode="after")
     def _backend_of_tasks(self) -> Self:
-        """Write the program that scores the study's tasks as `engine.backend`.
+        """Set `engine.backend` to the program that scores the study's tasks.
 
-        Studies of images that were stored by earlier versions have `vllm`, the only value that there was.
+        Studies of images that earlier versions stored have the value `vllm`.
         """
         tasks = [spec.task for _, spec in self.with_tasks() if isinstance(spec.task, DescribedTask)]
         backend = next((task.backend for task in tasks if task.backend != "vllm"), self.engine.backend)
@@ -211,10 +211,10 @@ def with_benchmarks(study: Study, added: AddedBenchmarks) -> Study:
 
     Each benchmark lists the trials that are scored on it. A benchmark in `added` may have the name of a benchmark of
     the study, if both have the same task, metric, prompt attack and judge (an LLM that rates completions); the copy's
-    benchmark then has the trials of both. `added` may change the limits on contamination, the overlap of benchmarks
-    with the data of the search: its `contamination.allowed`, the names of benchmarks that may overlap, are added to the
-    study's, and its `contamination.max_share`, the largest share of items that may overlap, replaces the study's.
-    Raises InvalidStudy if a task, metric, attack or judge differs.
+    benchmark then has the trials of both benchmarks. `added` may also change the limits on contamination, which is the
+    overlap of benchmarks with the data of the search. The names in `contamination.allowed`, names of benchmarks that
+    may overlap, are added to the study's names. `contamination.max_share`, the largest share of items that may overlap,
+    replaces the study's value. Raises InvalidStudy if a task, metric, attack or judge differs.
     """
     known = {spec.name: spec for spec in study.benchmarks}
     problems = []
@@ -240,12 +240,12 @@ def with_benchmarks(study: Study, added: AddedBenchmarks) -> Study:
 def same_but_limits(stored: Study, given: Study) -> tuple[str, ...]:
     """Fields that differ between a stored study and a new version of it, although they must not change.
 
-    `stored` is the stored study, and `given` the new version. If the result is empty, the study may be resumed as
+    `stored` is the stored study, and `given` is the new version. If the result is empty, the study may be resumed as
     `given` states it. The fields are dotted paths; the path of a benchmark has its name, as in "benchmarks.mmlu".
 
     These changes are accepted: other `limits` and `contamination`, a larger `search.max_trials`, and more benchmarks.
     The task, metric, prompt attack and judge (an LLM that rates completions) of a known benchmark must stay the same.
-    In a space that changes the number of layers, `limits.max_layers` must stay the same too, because it is part of the
+    In a space that changes the number of layers, `limits.max_layers` must also stay the same, because it is part of the
     space.
     """
     before, after = _flat(stored.canonical()), _flat(given.canonical())

@@ -1,9 +1,9 @@
-"""The image tasks that a study file can name: the ten of the HM3 and MergOPT papers, for zero-shot heads of CLIP.
+"""The image tasks that a study file can name: ten tasks of the HM3 and MergOPT papers, for CLIP's zero-shot heads.
 
-HM3 reports the first eight (SUN397 to DTD); MergOPT reports these and Flowers102 and PCAM. The data sets are the copies
-on the hub that publications on merging use. The templates are from the zero-shot evaluations of Radford et al. 2021, as
-published with CLIP. The names of classes have the same source if a data set's own labels are not words; otherwise they
-are the data set's labels.
+HM3 reports the first eight tasks (SUN397 to DTD); MergOPT reports all ten, with Flowers102 and PCAM. The data sets are
+the copies on the hub that publications on merging use. The templates are from the zero-shot evaluations of Radford et
+al. 2021, as published with CLIP. The names of classes are the data set's labels; if these labels are not words, the
+names are also from these evaluations.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ DIGITS = tuple("0123456789")
 class ImageSuite:
     """Description of an image task that a study file can name.
 
-    - `data`: the name of the data set on the hub, and `config` its configuration, if it has several
+    - `data`, `config`: the name of the data set on the hub, and its configuration if it has several
     - `sizes`: the number of images of the split `test`; data sets have further splits, such as `train`
     - `templates`: texts that describe a class, with {} in place of its name
-    - `classes`: the names of the classes in the order of the labels; None for the names that the data set has
+    - `classes`: the names of the classes in the order of the labels; None if the names in the data set are used
     - `paper`, `licence`: the tables that report the task, and the licence of the data
     """
 

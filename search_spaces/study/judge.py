@@ -1,8 +1,8 @@
 """Option `judge` of a benchmark: a model behind an HTTP endpoint that compares completions with reference answers.
 
-The protocol is that of AlpacaEval (Li et al., 2023, "AlpacaEval: An automatic evaluator of instruction-following
-models"): the judge reads the question, the completion and the reference answer, and says which of the two is better.
-Each completion is judged in both orders, and the metric is the plain win rate; a tie counts as half a win.
+The protocol follows AlpacaEval (Li et al., 2023, "AlpacaEval: An automatic evaluator of instruction-following models"):
+the judge reads the question, the completion and the reference answer, and says which of the two answers is better. Each
+completion is judged in both orders, and the metric is the plain win rate; a tie counts as half a win.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ First say in one or two sentences what decides between the answers. Then write t
 class JudgeSpec(Section):
     """The judge of a benchmark: a model behind an endpoint with OpenAI's chat completions API, such as a vLLM server.
 
-    The driver sends the key in its environment variable MERGESEARCH_JUDGE_KEY, if it has one. Answers are drawn at
-    temperature 0.
+    If the driver's environment variable MERGESEARCH_JUDGE_KEY is set, the driver sends its value as the API key.
+    Answers are drawn at temperature 0.
     """
 
     url: Line

@@ -15,8 +15,7 @@ __all__ = ["AnotherStudy", "Chained", "FromFinetune", "FromStudy", "Models", "Tr
 class AnotherStudy(Section):
     """A reference to another study.
 
-    The other study is that of a `mergesearch run` in the directory `dir`, or the study with the id `id` on the same
-    server.
+    The other study is a `mergesearch run` in the directory `dir`, or has the id `id` on the same server.
     """
 
     dir: Line | None = None
@@ -108,9 +107,9 @@ class Models(Section):
 
     @property
     def named(self) -> dict[str, str]:
-        """Experts that are given as directories or hub ids, by name, without experts from other jobs.
+        """Experts that are given as directories or hub ids, by name.
 
-        Once the merges of other studies have been exported, and the experts of fine-tunings been found
-        (`service.studies.chains`), all experts are directories or hub ids.
+        Experts that are results of other jobs are missing until `service.studies.chains` has replaced them by
+        directories. Afterwards all experts are included.
         """
         return {alias: expert for alias, expert in self.experts.items() if isinstance(expert, str)}

@@ -27,7 +27,7 @@ Rungs = Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1)]
 
 
 class DescribedTask(Section, ABC):
-    """A task that the study file describes by its data, in place of a name."""
+    """A task that the study file describes by its data, instead of naming it."""
 
     @property
     @abstractmethod
@@ -56,12 +56,12 @@ class DescribedTask(Section, ABC):
 
     @property
     def part(self) -> str | None:
-        """The part of the data that the task has, such as a split; None if it has all."""
+        """The part of the data that the task has, such as a split; None if the task has all data."""
         return None
 
     @property
     def may_be_folder(self) -> bool:
-        """Whether the data may be a folder; otherwise they are a file."""
+        """Whether the data may be a folder, and not only a file."""
         return False
 
     def description(self) -> dict[str, Any]:
@@ -115,11 +115,12 @@ class InlineTask(DescribedTask):
 
 
 class ImageTask(DescribedTask):
-    """A task of images with labels: a folder, a JSONL file or a hub data set, scored with the head of a source model.
+    """A task of images: a folder, a JSONL file or a hub data set, scored with the head of a source model.
 
     A head maps an image's features to classes. The metric `acc` is the share of images whose right class has the
-    largest logit. The metric `acc_top5` is the share of images whose right class is among the five largest logits. The
-    metric `entropy`, which needs no labels, is the mean entropy of the predicted classes.
+    largest logit. The metric `acc_top5` is the share of images whose right class is among the five classes with the
+    largest logits. The metric `entropy`, which needs no labels, is the mean entropy of the predicted classes, divided
+    by the largest possible entropy.
     """
 
     images: Line

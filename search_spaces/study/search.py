@@ -110,7 +110,7 @@ class GradientOptions(Section):
 class RefinementOptions(Section):
     """Options of the refinement: after the search, gradient descent optimises the merge coefficients of the best paths.
 
-    A path is a sequence of layers of several models. The refined paths are those of the Pareto front.
+    A path is a sequence of layers of several models. The paths of the Pareto front are refined.
     """
 
     paths: Annotated[int, Field(ge=1, le=1000)] = 8
@@ -336,8 +336,9 @@ class Search(Section):
         """Number of an objective's samples that are scored for a trial.
 
         `num_samples` is the number of all samples. With the option `fit_share` below 1, this share of the samples is
-        used for gradients only, and the other samples are scored; with `fit_share` 1, all samples are used for both.
-        The scored samples are the first ones in an order that the study's seed determines. With a share below 1, a
-        result of 0 or of `num_samples` means that one of the two parts has no sample.
+        used for gradients only, and the other samples are scored; with `fit_share` 1, all samples are used for
+        gradients and are scored. The scored samples are the first samples in an order that the study's seed determines.
+        With a share below 1, a result of 0 means that no sample is scored, and a result of `num_samples` means that no
+        sample is used for gradients.
         """
         return num_samples if self.fit_share == 1 else num_samples - round(self.fit_share * num_samples)

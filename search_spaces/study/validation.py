@@ -199,9 +199,9 @@ def _shown(value: Any) -> str:
 def _node(schema: Mapping[str, Any], place: Sequence[str | int]) -> Mapping[str, Any]:
     """The part of a JSON Schema that describes the value at `place`, the location of a validation error.
 
-    `place` is a sequence of keys, list positions and tags (names of a value's form) that pydantic reports. If several
-    parts of `schema` may describe the value, the result is the first part with properties or, if there is none, the
-    first with an enumeration, a constant or a type. Returns an empty mapping if there is none.
+    `place` is a sequence of keys, list positions and tags (names of a value's form) that pydantic reports. Several
+    parts of `schema` may describe the value. The result is the first part that has properties. If no part has
+    properties, it is the first part with an enumeration, a constant or a type, or an empty mapping.
     """
     found = _nodes(schema, place)
     wanted = ("properties", "enum", "const", "type")

@@ -88,7 +88,8 @@ def _refused(name: object, message: str) -> InvalidStudy:
 class _RepeatedKey(Exception):
     """Raised if a mapping has the same key twice.
 
-    `place` is the line and column of the second occurrence, counted from 1; it is empty if they are not known.
+    `place` is the line and column of the second occurrence, counted from 1; it is empty if line and column are not
+    known.
     """
 
     def __init__(self, key: str, place: tuple[int, ...] = ()) -> None:

@@ -1,7 +1,7 @@
 """Alignments of HM3: maps of the residual stream between layers of different models in one merged model.
 
-In a layer path, a layer may follow a layer of another model. The distribution of its inputs then differs from that in
-its own model. An alignment between the two layers corrects this shift.
+In a layer path, a layer may follow a layer of another model. The distribution of its inputs then differs from their
+distribution in its own model. An alignment between the two layers corrects this shift.
 
 Alignments and their files:
 

@@ -1,8 +1,8 @@
 """Recording of the input of each layer of a model on given prompts.
 
-The activations of the first token of each text are stored separately. In trained models they are larger than all others
-by orders of magnitude (Sun et al., "Massive Activations in Large Language Models", 2024), so they would dominate an
-alignment that is fitted to them.
+The activations of the first token of each text are stored separately. In trained models they are larger than all other
+activations by orders of magnitude (Sun et al., "Massive Activations in Large Language Models", 2024), so they would
+dominate an alignment that is fitted to them.
 
 Axes: L layers, N tokens, D channels of the residual stream.
 """
@@ -30,12 +30,12 @@ MAX_ROWS, MAX_TOKENS = 4096, 16_384
 
 @dataclass(frozen=True)
 class Activations:
-    """Activations of a model with L layers, in float32: the residual stream before each layer and after the last.
+    """Activations of a model with L layers, in float32: the residual stream before each layer and at the end.
 
     `before` [L + 1, N tokens, D channels] has the input of each layer, then the output of the last layer, without the
     first token of each text. `first` [L + 1, texts, D] has the activations of these first tokens. `is_held_out` [N] is
-    true for the tokens of held-out texts: alignments are not learned from these tokens, but the quality of alignments
-    is measured on them.
+    true for the tokens of held-out texts, which measure the quality of alignments. Alignments are learned from the
+    other tokens.
     """
 
     before: Tensor

@@ -5,14 +5,15 @@ The output of layer t, h, is mapped to the input of layer t + 1:
     projection    W h + b,      W [hidden, hidden], b [hidden]
     moments       a * h + b,    a, b [hidden], for each channel
 
-b is optional. The paper "HM3: Hierarchical Multi-Objective Model Merging for Pretrained Models" fits such modules
-between layers of different models.
+b is optional. The paper "HM3: Hierarchical Multi-Objective Model Merging for Pretrained Models" fits such maps between
+layers of different models.
 
-If layers have scales, engines and transformers compute with g = h / c (`workers.merging.residual_scales`). On g, a
-projection is W g + b / c: its shift is divided by c, as the branches of the next layer are. The weights of an ordinary
-checkpoint cannot contain an alignment. A norm divides by the length of its input, and both `W` and `a` change this
-length in a way that depends on h. Therefore `residual_scales.branch_factors` refuses alignments, and exports contain a
-separate model class (`workers.alignments.export`).
+If layers have scales, engines and transformers compute with g = h / c, where c is the product of the scales so far
+(`workers.merging.residual_scales`). The projection of g is W g + b / c: only the shift is divided by c.
+
+The weights of an ordinary checkpoint cannot contain an alignment: a norm divides by the length of its input, and W and
+a change this length in a way that depends on h. Therefore `residual_scales.branch_factors` refuses alignments, and
+exports contain a separate model class (`workers.alignments.export`).
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Alignment:
         return of.shape[-1] if of.ndim else 0
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Tensors of the alignment by name: "projection" or "scale", and "shift" if it has one.
+        """Tensors of the alignment by name: "projection" or "scale", and "shift" if there is a shift.
 
         An alignment is a map of the residual stream between two layers.
         """

@@ -1,7 +1,7 @@
 """Alignments as safetensors files that are named by their digests.
 
 A layer of a recipe names the alignment after it by the sha256 of its file, `DIGEST.safetensors` in
-`Family.alignments_dir`. Therefore a recipe's digest covers the alignment's numbers too. If `Family.alignments_dir` is
+`Family.alignments_dir`. Therefore a recipe's digest also covers the alignment's numbers. If `Family.alignments_dir` is
 the URL of an object store, the file is among the store's artifacts, and each machine downloads it once.
 """
 
@@ -61,10 +61,10 @@ def is_stored(directory: str | Path, digest: str) -> bool:
 def read_alignment(directory: str | Path, digest: str, *, layer: int, hidden_size: int) -> Alignment:
     """Read the alignment `digest` from a directory or object store, in float32.
 
-    An alignment is a map of the residual stream, and its digest the sha256 of its file. `directory` may be the URL of
-    an object store. `layer` is the index of the layer after which recipes state the alignment; error messages name it.
-    Raises InvalidRecipe, with the layer and the file, if the file is missing, its content has another digest, or it is
-    not an alignment of `hidden_size` channels.
+    An alignment is a map of the residual stream, and its digest is the sha256 of its file. `directory` may be the URL
+    of an object store. `layer` is for error messages: the index of the layer that the alignment follows in the recipe.
+    Raises InvalidRecipe, with the layer and the file, if the file is missing, has another digest, or is not an
+    alignment of `hidden_size` channels.
     """
     try:
         return _read(directory, digest, hidden_size)
@@ -100,7 +100,7 @@ def _read(directory: str | Path, digest: str, hidden_size: int) -> Alignment:
 def _downloaded(url: str, digest: str) -> Path:
     """Path of an alignment's file in this machine's cache.
 
-    An alignment is a map of the residual stream, and `digest` the sha256 of its file. If the file is missing in the
+    An alignment is a map of the residual stream, and `digest` is the sha256 of its file. If the file is missing in the
     cache, or damaged, it is downloaded first from the object store at `url`.
     """
     directory = cache_dir() / "alignments"

@@ -1,8 +1,8 @@
 """Fitting of the alignment between two layers to the layers' activations.
 
-A pair is (the layer before the alignment, the layer after it). X [N, D] is the output of the first in its own model, Y
-[N, D] the input of the second in its own model, over the same texts. The map gives X the distribution of Y; activations
-are not compared token by token.
+A pair is (the layer before the alignment, the layer after it). X [N, D] is the output of the first layer in its own
+model, and Y [N, D] is the input of the second layer in its own model, both for the same texts. The map gives X the
+distribution of Y; activations are not compared token by token.
 
 - `moments`: y = scale * x + shift for each channel, so that mean and variance are equal.
 - `mlp`: y = P x + shift, where P = diag(scale) + U V^T is the output of a light network with two hidden layers, given
@@ -61,12 +61,12 @@ OUTLIER = 20.0
 class FittedAlignment:
     """An alignment, and numbers that say how well it fits the activations of held-out texts.
 
-    An alignment is a map of the residual stream between two layers. The `discrepancy` of two sets of activations, 0 if
-    their means and covariances are equal, is measured between the mapped output of the first layer and the usual input
-    of the second one.
+    An alignment is a map of the residual stream between two layers. The `discrepancy` compares the mapped output of the
+    first layer with the usual input of the second layer. It is 0 if their means and covariances are equal.
 
-    - `before`, `moments`, `after`: the discrepancy without an alignment, with an alignment of kind `moments` (a scale
-      and a shift for each channel), and with this alignment, respectively
+    - `before`: the discrepancy without an alignment
+    - `moments`: the discrepancy with an alignment of kind `moments` (a scale and a shift for each channel)
+    - `after`: the discrepancy with this alignment
     - `epochs`: the number of epochs of training; 0 for an alignment of kind `moments`
     """
 
@@ -143,8 +143,8 @@ def fit_moments(x_ND: Tensor, y_ND: Tensor, *, first: tuple[Tensor, Tensor] | No
 
     `first` is a pair of the activations, in x and in y, of the first tokens of texts, each [texts, channels]. These
     tokens are not among the rows. In some channels their activations are outliers in both x and y. For such a channel,
-    scale and shift map two means of x to those of y: the mean over the rows, and the mean over the first tokens. The
-    variance may then differ from that in y.
+    scale and shift map two means of x to the same two means of y: the mean over the rows, and the mean over the first
+    tokens. Then the variance of the mapped channel may differ from the variance in y.
     """
     _check(x_ND, y_ND)
     x, y = x_ND.float(), y_ND.float()
@@ -171,9 +171,9 @@ def fit_alignment(
 
     The kind `moments` scales and shifts each channel; the kind `mlp` is a matrix and a shift that a small network
     computes. Rows of `x_ND` and `y_ND` are tokens, columns are channels; row n of both is the same token. `is_held_out`
-    [N] is true for the rows of held-out texts, which are not used for fitting, only to measure the `discrepancy` and,
-    for the kind `mlp`, to choose the epoch. `first` has the activations of the texts' first tokens in x and in y, which
-    are not among the rows. `options` are for the kind `mlp`.
+    [N] is true for the rows of held-out texts. The map is not fitted to these rows: they measure the `discrepancy`, and
+    the kind `mlp` keeps the epoch with the smallest `discrepancy`. `first` has the activations of the texts' first
+    tokens in x and in y, which are not among the rows. `options` are for the kind `mlp`.
     """
     train = (x_ND[~is_held_out], y_ND[~is_held_out])
     out = (x_ND[is_held_out], y_ND[is_held_out])
@@ -197,7 +197,7 @@ def fit_mlp(
     `train` and `held_out` are each a pair (x, y) of activations, with a row for each token: the output of one layer,
     and the input of the layer that follows the alignment. `first` has the activations of the texts' first tokens in x
     and in y, which are not among the rows. In channels of x in which the first tokens are outliers, the alignment stays
-    that of `fit_moments`. The epoch with the smallest `discrepancy` on the held-out rows is kept. `options` are the
+    as `fit_moments` fits it. The epoch with the smallest `discrepancy` on the held-out rows is kept. `options` are the
     sizes and the learning rate; None means the defaults. `seed` fixes the initial weights and the order of rows. Equal
     arguments give equal bits on one machine with one number of threads.
     """
@@ -235,7 +235,7 @@ class _Projection(nn.Module):
     """Network that computes a projection [D, D] and a shift [D] from `statistics` [D, F] of the D channels.
 
     Projection and shift are an alignment, a map of the residual stream. The projection is diag(scale) + U V^T with U
-    and V of low rank. Before training, projection and shift equal those of `moments`, an alignment that only scales and
+    and V of low rank. Before training, projection and shift are as in `moments`, an alignment that only scales and
     shifts each channel. Channels for which `is_free` [D] is False stay as in `moments`.
     """
 
@@ -310,8 +310,8 @@ def _directions(rows: Tensor, rank: int) -> Tensor:
 def _are_outliers(first_TD: Tensor, rows_ND: Tensor) -> Tensor:
     """Channels (bool [D]) whose mean over T first tokens of texts is far from their mean over other tokens.
 
-    `first_TD` has the first tokens, `rows_ND` the others. Far means more than OUTLIER standard deviations of the other
-    tokens.
+    `first_TD` has the first tokens, and `rows_ND` has the other tokens. Far means more than OUTLIER standard deviations
+    of the other tokens.
     """
     beyond = (first_TD.float().mean(dim=0) - rows_ND.mean(dim=0)).abs()
     return beyond > OUTLIER * rows_ND.std(dim=0)

@@ -1,7 +1,7 @@
 """Cache of learned alignments: the alignment of each pair of layers is learned only once.
 
 An alignment is a function of the two layers' weights, the texts and the kind. Therefore all studies and paths that need
-the alignment of a pair use the same one. Recipes name it by the sha256 of its file.
+the alignment of a pair use the same alignment. Recipes name it by the sha256 of its file.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class AlignmentInputs:
     """The inputs from which alignments (maps of the residual stream between two layers) are learned.
 
     - `family`: the base model and the experts that are merged
-    - `pool`: the models whose layers may be joined by alignments; each is given by its recipe, a merge of `family`, by
-      name
+    - `pool`: the models whose layers may be joined by alignments, by name; a model is given by the recipe of a merge of
+      `family`
     - `tasks`: the task of each objective, whose prompts are the texts
     - `positions`: for each objective, the positions of the samples whose prompts are used, in the task's order
     - `options`: the engine's options, on which prompts depend
@@ -52,9 +52,10 @@ class AlignmentInputs:
     def key(self, pair: LayerPair) -> str:
         """Cache key of the alignment between the layers `pair`; the cached value is the alignment's digest.
 
-        An alignment is a map of the residual stream, and its digest the sha256 of its file. `pair` is (layer before the
-        alignment, layer after it), each as (name of a model in `pool`, index). The key depends on the models' weights,
-        on the texts from which the alignment is computed, and on the kind of alignment, but not on the models' names.
+        An alignment is a map of the residual stream, and its digest is the sha256 of its file. `pair` is (layer before
+        the alignment, layer after it), each as (name of a model in `pool`, index). The key depends on the models'
+        weights, on the texts from which the alignment is computed, and on the kind of alignment, but not on the models'
+        names.
         """
         engine = self.options.model_dump(mode="json")
         document = {

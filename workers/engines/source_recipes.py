@@ -18,7 +18,7 @@ def base_recipe(family: Family) -> Recipe:
 def source_recipe(family: Family, alias: str, *, num_layers: int) -> Recipe:
     """The recipe whose merge is one unchanged model of `family`, a base model and its experts.
 
-    `alias` is the model's name in the family, and `num_layers` its number of layers.
+    `alias` is the model's name in the family, and `num_layers` is its number of layers.
     """
     return Recipe.of_model(
         alias,

@@ -59,7 +59,7 @@ def without_packages(code: str) -> list[str]:
 
 
 def lack_of(confinement: Confinement) -> str | None:
-    """Reason why the sandbox `confinement` cannot restrict a process on this machine; None if it can."""
+    """Reason why the sandbox `confinement` cannot restrict a process on this machine; None if it can restrict one."""
     try:
         command, environment = confinement.command(without_packages(PROBE), {})
         found = subprocess.run(

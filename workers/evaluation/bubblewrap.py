@@ -1,7 +1,7 @@
 """Sandbox by bubblewrap: a process runs in separate namespaces, without other files, processes and networks.
 
 The program `bwrap` must be installed (Debian: the package bubblewrap), version 0.8 or newer, and the system must let
-users create namespaces. Within the namespaces, the filter of system calls and the limits of `confinement` apply too.
+users create namespaces. Within the namespaces, the filter of system calls and the limits of `confinement` also apply.
 
 Source: bwrap(1).
 """
@@ -61,9 +61,9 @@ def _version(program: str) -> str:
 class Bubblewrap(Confinement):
     """Sandbox for one process by the program bwrap, in separate Linux namespaces.
 
-    The namespaces are those of users, processes, network, mounts, IPC, host name and control groups. The process finds
-    its readable files at their usual places and no other files; /proc is absent. `program` is the path of bwrap, and
-    `version` its name and version.
+    There are separate namespaces for users, processes, network, mounts, IPC, host name and control groups. The process
+    finds its readable files at their usual places and no other files; /proc is absent. `program` is the path of bwrap,
+    and `version` is its name and version.
 
     `user` is the number of the user, and of the group, to which the process switches in `apply`; with None, it does not
     switch. Only a process that root started can switch. A process that switches has no namespace of users.
@@ -107,7 +107,7 @@ class Bubblewrap(Confinement):
         return [*ALWAYS, *namespaces, *places, *READ_ONLY, *variables, "--chdir", "/"]
 
     def exit_code(self, code: int) -> int:
-        """Convert bwrap's exit code to that of the process in the sandbox.
+        """Convert bwrap's exit code to the exit code of the process in the sandbox.
 
         bwrap reports a signal as 128 plus the signal's number. The result is then the signal's number, negated. Any
         other code is returned unchanged.

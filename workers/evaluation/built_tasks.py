@@ -28,7 +28,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Subtask:
-    """One lm-eval task; a task of a study may consist of several.
+    """One lm-eval task; a task of a study may consist of several lm-eval tasks.
 
     - `task`: lm-eval's object, or None if it exists only in the sandboxed process that runs the task's own code
     - `filter`: the name of the lm-eval filter whose results are used; `filters` has the names of all filters of the
@@ -36,7 +36,7 @@ class Subtask:
     - `prefix`: the text with which the task itself begins the answer
     - `delimiter`: the text between a prompt and its answer
     - `template`: the Jinja template of the prompts, or "" if they come from a function or a column of the data
-    - `options`: the answer options, if all samples have the same ones
+    - `options`: the answer options, if all samples have the same options
     - `categories`: the names of the inner groups that the subtask belongs to, such as `mmlu_stem`
     """
 
@@ -57,8 +57,8 @@ class Subtask:
         """The text that lm-eval puts between prompt and answer: the task's delimiter, or "".
 
         `has_template` says whether the prompt is rendered by a chat template. Without a chat template, the result is
-        the delimiter. With one, the result is usually "". But if the task itself begins the answer with a text
-        (`prefix`) that does not end in white space, the result is the delimiter.
+        the delimiter. With a chat template, the result is usually "". The exception is a task that itself begins the
+        answer with a text (`prefix`) that does not end in white space: the result is then the delimiter.
         """
         if has_template and not (self.prefix and not self.prefix[-1:].isspace()):
             return ""
@@ -69,7 +69,7 @@ class Subtask:
 class Document:
     """One sample of a task, in lm-eval's terms: its requests (`Instance` objects, in order), and its right answers.
 
-    The right answers are found when `right` is called.
+    The function `right` finds the right answers when it is called.
     """
 
     instances: tuple[Any, ...]
@@ -98,7 +98,7 @@ class PromptSettings:
     - `render`: a function that renders chat messages, with the arguments of `TemplateLM.apply_chat_template`; None if
       there is no chat template
     - `tokenizer_name`: the name under which lm-eval caches prompts of this tokenizer
-    - `limit`: the number of documents; None for all
+    - `limit`: the number of documents; None for all documents
     """
 
     system_prompt: str | None
@@ -129,7 +129,7 @@ class TaskCode(Protocol):
     def forget(self) -> None:
         """Drop all pending computations: those begun by `begin` without a result from `values` yet.
 
-        The caller has no further use for them, for example because the scoring of another sample has failed.
+        The results are no longer needed, for example because the scoring of another sample has failed.
         """
         ...
 
@@ -147,9 +147,9 @@ class TaskCode(Protocol):
 class BuiltTask:
     """A task that is ready to be scored, and the order of its samples.
 
-    `order[position]` is the sample that is scored as number `position`: (index of its lm-eval task among `subtasks`,
-    index of the document in this task), all counted from 0. `code` is the sandboxed process that computes the metric;
-    None if the task runs no code of its own and no completions.
+    `order[position]` is the sample that is scored at `position`: (index of its lm-eval task among `subtasks`, index of
+    the document in this task). All indices begin with 0. `code` is the sandboxed process that computes the metric; None
+    if the task neither has its own code nor executes completions.
     """
 
     spec: TaskSpec
@@ -201,11 +201,11 @@ class BuiltTask:
 
 
 def permutation(sizes: Mapping[str, int], *, seed: int) -> tuple[tuple[int, int], ...]:
-    """Random order of all samples; every beginning of the order has all groups in proportion to their sizes.
+    """Random order of all samples; every prefix of the order has all groups in proportion to their sizes.
 
     `sizes` maps a group's name to its number of samples. The result has a pair (index of the group, index of the sample
-    in the group) for each sample. In every beginning, groups of equal size differ by at most one sample. The order
-    depends on names, sizes and seed only, not on the version of a random generator.
+    in the group) for each sample. In every prefix, the counts of samples of two groups of equal size differ by at most
+    one. The order depends only on names, sizes and seed, not on the version of a random generator.
     """
 
     def draw(name: str, index: int) -> bytes:
@@ -239,10 +239,10 @@ def documents_here(task: BuiltTask, settings: PromptSettings) -> tuple[tuple[Doc
 
 
 def lack_of_references(task: BuiltTask, num_documents: int) -> str | None:
-    """Reason why losses cannot be computed on a task, as text; None if they can.
+    """Reason why losses cannot be computed on a task; None if they can be computed.
 
-    Losses need right answers. The reason names a document without a right answer on which a model's loss can be
-    computed. The first `num_documents` documents (samples) of each of the task's lm-eval tasks are checked.
+    Losses need right answers. The reason names a document whose right answer is missing, or cannot be used for a loss.
+    The first `num_documents` documents (samples) of each of the task's lm-eval tasks are checked.
     """
     if task.code is not None:
         return task.code.lack_of_references(num_documents)
@@ -250,10 +250,10 @@ def lack_of_references(task: BuiltTask, num_documents: int) -> str | None:
 
 
 def lack_here(task: BuiltTask, num_documents: int) -> str | None:
-    """Reason why losses cannot be computed on a task whose lm-eval objects exist in this process; None if they can.
+    """Reason why losses cannot be computed on a task that is built in this process; None if they can be computed.
 
-    The first `num_documents` documents (samples) of each of the task's lm-eval tasks are checked. The reason names a
-    document without a right answer on which a model's loss can be computed.
+    The first `num_documents` documents (samples) of each of the task's lm-eval tasks are checked; the lm-eval tasks
+    must be in this process. The reason names a document whose right answer is missing, or cannot be used for a loss.
     """
     for subtask in task.subtasks:
         for index in range(min(num_documents, subtask.num_samples)):

@@ -59,8 +59,8 @@ class ConfinedTask(TaskProcess):
 
     The process can use only the files and resources that it needs (`Confinement`). The class implements
     `built_tasks.TaskCode`; `built` is the task of `spec`. The metric of a sample may take `sample_limit_s` seconds, and
-    building the task `task_limit_s` seconds. `confinement` replaces the sandbox in tests. Raises InvalidTask if the
-    task cannot be built, and if this machine cannot confine a process.
+    building the task may take `task_limit_s` seconds. `confinement` replaces the sandbox in tests. Raises InvalidTask
+    if the task cannot be built, and if this machine cannot confine a process.
     """
 
     def __init__(
@@ -125,8 +125,8 @@ class ConfinedTask(TaskProcess):
         """The task's metric for each of several samples, in the order of `answers`; all values are finite.
 
         `answers` has the model's answers to each sample. The method `documents`, which builds the prompts, must have
-        been called before. If the process ends or hangs, it is replaced by a new one once. Raises MetricFailed if the
-        metric fails, and EngineUnavailable if the new process, too, ends or hangs while it builds the task.
+        been called before. If the process ends or hangs, it is replaced once by a new process. Raises MetricFailed if
+        the metric fails, and EngineUnavailable if the new process, too, ends or hangs while it builds the task.
         """
         found = self._values(self._spec.digest, self.built, answers)
         for value, each in zip(found, answers, strict=True):
@@ -217,7 +217,7 @@ class ConfinedTask(TaskProcess):
     def _answer(self, question: Mapping[str, Any]) -> object:
         """Answer a question of the sandboxed process: render chat messages, or execute programs.
 
-        The process asks for these because it has no tokenizer and may start no processes. The question has the key
+        The process has no tokenizer and may start no processes, so it asks this process. The question has the key
         "render", with (messages, whether a prompt for the answer is added), or "execute", with the programs. Returns
         the rendered text, or the outcomes of the programs.
         """

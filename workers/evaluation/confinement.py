@@ -66,8 +66,8 @@ class Confinement(ABC):
     def command(self, command: Sequence[str], environment: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
         """Return the command line and the environment with which to start a process in the sandbox.
 
-        `command` and `environment` are those of the process itself. The process must call `apply` before it runs
-        untrusted code.
+        `command` is the command line of the process itself, and `environment` is its environment. The process must call
+        `apply` before it runs untrusted code.
         """
         ...
 
@@ -92,8 +92,8 @@ class Confinement(ABC):
 
         From then on the process
 
-        - reads the files in `readable`, `writable` and some devices only, and writes those in `writable` only
-        - lists these directories and those in `listable` only
+        - reads only some devices and the files in `readable` and `writable`, and writes only the files in `writable`
+        - lists only the directories among these paths and the directories in `listable`
         - has no network, starts no process and no program, and sends signals to itself only
         - neither reads other processes nor changes their priority, affinity or limits
         - changes no owners, modes, times or attributes of files, mounts nothing, and enters no namespace

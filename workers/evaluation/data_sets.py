@@ -33,7 +33,7 @@ ELSEWHERE = {"TRACE": "the archive that the README of https://github.com/Beyonde
 
 
 def data_dir() -> Path | None:
-    """The directory of the user's own copies of data sets; None if none is configured."""
+    """The directory of the user's own copies of data sets; None if no directory is configured."""
     given = os.environ.get(DATA_VARIABLE)
     return Path(given).expanduser().absolute() if given else None
 
@@ -47,7 +47,7 @@ def local_copy(path: str) -> Path | None:
 
 
 def snapshot_of(path: str) -> Path | None:
-    """Newest snapshot with data files of the data set `path` (owner/name) in the hub client's cache; None if none."""
+    """Newest snapshot with data files of the data set `path` (owner/name) in the hub client's cache, or None."""
     if not is_on_hub(path):
         return None
     folder = hub_cache() / f"datasets--{path.replace('/', '--')}"

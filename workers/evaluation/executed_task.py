@@ -27,7 +27,7 @@ __all__ = ["ExecutedTask"]
 
 
 class ExecutedTask:
-    """Inline task (JSONL file) whose completions are programs: each is executed together with the sample's tests.
+    """Inline task (JSONL file) whose completions are programs, which are executed with their samples' tests.
 
     The class implements `built_tasks.TaskCode`. `task` is the task as lm-eval built it, and `rows` are its samples.
     `built` is the same task with this object as its code. Raises InvalidTask if this machine has no sandbox for
@@ -68,7 +68,7 @@ class ExecutedTask:
 
         `answers` has the completions of each sample. A completion passes if its program runs to its end. If the process
         that executes programs ends, it is started again once, and all programs are executed again. Raises
-        EngineUnavailable if it does not start or ends again.
+        EngineUnavailable if the new process does not start, or ends as well.
         """
         for each in answers:
             if each not in self._judged and each not in self._begun:

@@ -70,7 +70,7 @@ class Executor:
 
         An outcome is None if the program ran to its end, else the reason why it did not. Outcomes are in the order of
         submission. If the separate process that starts programs ends, it is started again once, and all programs are
-        executed again. Raises EngineUnavailable if it does not start or ends again.
+        executed again. Raises EngineUnavailable if the new process does not start, or ends as well.
         """
         programs, self._submitted = self._submitted, []
         limit_s = START_S + WALL_FACTOR * self._cpu_s * len(programs)
@@ -119,7 +119,8 @@ class Executor:
     def _begin(self) -> None:
         """Start the process that executes programs.
 
-        Raises EngineUnavailable if it does not start, InvalidTask if it cannot restrict programs to a sandbox.
+        Raises EngineUnavailable if the process does not start, and InvalidTask if it cannot restrict programs to a
+        sandbox.
         """
         try:
             self._start_process()

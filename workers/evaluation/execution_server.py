@@ -41,7 +41,7 @@ MAX_SAID = 4096  # bytes that a program's process may send; one that sends more 
 class ExecutionStart:
     """First message to the process that executes programs.
 
-    `confinement` is the sandbox of each program, and `num_parallel` the number of programs that run at a time.
+    `confinement` is the sandbox of each program, and `num_parallel` is the number of programs that run at a time.
     """
 
     confinement: Confinement
@@ -71,10 +71,10 @@ def serve() -> None:
     has the programs' sandbox and the number of programs that run at a time. The reply to it has the names of the
     mechanisms of the sandbox ("enforced"), or the reason why there is none ("error").
 
-    Each further message is a list of programs (texts) or None. Programs are started as soon as a processor is free. The
-    reply to None comes when all programs have ended. This reply has the key "reasons", with an entry for each program
-    since the last reply: null if the program ran to its end, else the reason why it did not. If a program could not be
-    put into its sandbox, this process replies with the reason ("failed"), and ends.
+    Each further message is a list of programs (texts), which are started as soon as processors are free, or None, which
+    asks for the outcomes. The reply to None comes when all programs have ended. This reply has the key "reasons", with
+    an entry for each program since the last reply: null if the program ran to its end, else the reason why it did not.
+    If a program could not be put into its sandbox, this process replies with the reason ("failed"), and ends.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -107,7 +107,7 @@ def serve() -> None:
 
 
 class _Programs:
-    """Programs of this process: those that wait for a processor, are running, or have ended."""
+    """Programs of this process, which wait for a processor, are running, or have ended."""
 
     def __init__(self, start: ExecutionStart) -> None:
         self._confinement = start.confinement
@@ -150,7 +150,7 @@ class _Programs:
         """Wait until a program ends or is late, or a message arrives; return whether a message has arrived.
 
         A program is late when it has reached its time limit. Before the method returns, programs that wait for a
-        processor are started in place of those that have ended.
+        processor are started in place of programs that have ended.
         """
         running = [key.data for key in self._selector.get_map().values() if key.data]
         limit = min((each.deadline for each in running), default=None)

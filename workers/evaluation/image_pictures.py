@@ -1,8 +1,8 @@
-"""Small pictures of a task's images, which reports and pages show to people.
+"""Small pictures of a task's images, for people who read reports and pages.
 
-A picture is a copy of an image as the model's processor gets it (RGB, not rotated by its metadata), made smaller: at
-most SIDE pixels on its longer side, and never enlarged. It is a WebP file, without loss if the image is small enough
-anyway. It holds nothing else of the image's file, such as metadata.
+A picture is a copy of the image that the model's processor gets (RGB, not rotated by the file's metadata). Its longer
+side is reduced to SIDE pixels; smaller images are not enlarged. Pictures are WebP files, without metadata. A picture is
+compressed without loss if the image is small (LOSSLESS_SIDE) and the result fits into MAX_BYTES.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["MAX_BYTES", "SIDE", "picture_of", "pictures_of"]
 # Pixels on the longer side of a picture, and the largest side of images that are kept without loss.
 SIDE = 112
 LOSSLESS_SIDE = 48
-# Bytes of a picture; one that would have more is encoded with less quality.
+# Bytes of a picture; a picture that would have more bytes is encoded with less quality.
 MAX_BYTES = 8 * 2**10
 QUALITIES = (80, 50, 20)
 
@@ -30,7 +30,7 @@ QUALITIES = (80, 50, 20)
 def pictures_of(task: ImageTask, start: int, stop: int) -> SamplePictures:
     """Small pictures of the samples [start, stop) of a task, in the order of scoring.
 
-    A sample whose image cannot be read or decoded has None.
+    The picture is None if the image cannot be read or decoded, or if its picture would be larger than MAX_BYTES.
     """
     samples = [task.images.samples[index] for index in task.order[start:stop]]
 
@@ -45,7 +45,7 @@ def pictures_of(task: ImageTask, start: int, stop: int) -> SamplePictures:
 
 
 def picture_of(image: Any) -> bytes | None:
-    """Encode a PIL image in RGB as a small WebP file; None if MAX_BYTES are too few for it at every quality."""
+    """Encode a PIL image in RGB as a small WebP file; None if the file would have more than MAX_BYTES bytes."""
     small = image.copy()
     small.thumbnail((SIDE, SIDE))
     settings: list[dict[str, Any]] = [{"quality": quality} for quality in QUALITIES]

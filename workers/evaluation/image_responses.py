@@ -1,4 +1,4 @@
-"""Answer of an image classifier to one image, as stored with a sample: the likeliest classes."""
+"""The answer of an image classifier to one image, as it is stored with a sample."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Response"]
 class Response:
     """A model's answer to an image: the classes with the largest logits, and their log-probabilities.
 
-    The answer is stored as JSON: {"top": [[class, log-probability], ...]}, the likeliest class first.
+    The JSON form is {"top": [[class, log-probability], ...]}; the likeliest class is first.
     """
 
     top: tuple[tuple[str, float], ...]

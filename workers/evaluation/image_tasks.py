@@ -3,7 +3,7 @@
 The description of a task in a study file has these keys:
 
 - `images`: the folder, the JSONL file, or hub:OWNER/NAME, a data set that `data_sets` finds
-- `split`, `config`: the split and, if it has several, the configuration of a data set
+- `split`, `config`: the split of a data set and, if the data set has several configurations, the configuration
 - `head`: the alias of the model whose classification head scores the task
 - `classes`: names of the classes in the order of the head's outputs; without this key, classes are matched to outputs
   by the names in the head's configuration or, if the configuration has no names, in alphabetical order
@@ -11,10 +11,11 @@ The description of a task in a study file has these keys:
 - `image`, `label`: in a JSONL file, the keys of a line's image path and label; in a data set, the names of the two
   columns. Paths are relative to the file's directory. A label is a class's name or the index of an output.
 
-Images may have no labels: a folder has the images themselves then, and the lines of a JSONL file have no label.
+Images without labels are files of the folder itself, or lines of a JSONL file without the key of the label.
 
-The metrics are `acc` (the right class has the largest logit), `acc_top5` (it is among the five largest), and `entropy`,
-which needs no labels: the entropy of the predicted classes, divided by that of equally likely classes.
+The metrics are `acc` (the right class has the largest logit), `acc_top5` (the right class is among the five classes
+with the largest logits), and `entropy`, which needs no labels: the entropy of the predicted classes, divided by the
+entropy of equally likely classes.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ __all__ = [
 
 # The number of largest logits among which the right class must be, by metric.
 IMAGE_METRICS: Mapping[str, int] = {"acc": 1, "acc_top5": 5}
-# The metric that needs no labels, and the label of an image that has none.
+# The metric that needs no labels, and the label of an image without a label.
 ENTROPY = "entropy"
 NO_LABEL = -1
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
@@ -91,8 +92,9 @@ class ImageSample:
     """One image file and its label.
 
     `name` is the sample's path within the task's data. An image of a hub data set has no file of its own: `row` is then
-    the number of its row, and `file` is only a name for messages. `label` is an index in the set's `classes` or,
-    without classes, the index of an output of the classification head; NO_LABEL if the image has no label.
+    the index of its row, and `file` is only a name for messages. `label` is an index in the set's `classes`. If the set
+    has no `classes`, `label` is the index of an output of the classification head. If the image has no label, `label`
+    is NO_LABEL.
     """
 
     file: Path
@@ -103,11 +105,11 @@ class ImageSample:
 
 @dataclass(frozen=True)
 class ImageSet:
-    """Images with labels: the data of an image task.
+    """The data of an image task: images, with or without labels.
 
-    The images of a folder are in the order of their names, those of a JSONL file or data set in the order of its rows.
-    `classes` has the names of the classes; None if labels are the indices of a head's outputs. `is_ordered` says
-    whether classes are in the order of the head's outputs. `where` is the folder or file, for messages.
+    The images of a folder are in the order of their names; the images of a JSONL file or data set are in the order of
+    its rows. `classes` has the names of the classes; None if labels are the indices of a head's outputs. `is_ordered`
+    says whether classes are in the order of the head's outputs. `where` is the folder, file or data set, for messages.
     """
 
     samples: tuple[ImageSample, ...]
@@ -120,17 +122,17 @@ class ImageSet:
 
     @property
     def is_labelled(self) -> bool:
-        """Whether the images have labels; either all have one or none."""
+        """Whether the images have labels: either all images have a label, or no image has one."""
         return all(sample.label != NO_LABEL for sample in self.samples)
 
     def class_of(self, sample: ImageSample) -> str:
-        """Name or index of a sample's class; "" if it has no label."""
+        """Name or index of a sample's class; "" if the sample has no label."""
         if sample.label == NO_LABEL:
             return ""
         return str(sample.label) if self.classes is None else self.classes[sample.label]
 
     def read(self, sample: ImageSample) -> bytes:
-        """Read the encoded image of a sample, as bytes. Raises InvalidTask, with the file's name, if that fails."""
+        """Read the encoded image of a sample, as bytes. Raises InvalidTask, with the file's name, if reading fails."""
         file = sample.file
         if sample.row is not None:
             stored = self.rows[sample.row][self.column] or {}
@@ -180,7 +182,7 @@ class ImageSet:
 class ImageTask:
     """An image task whose data have been read: its specification, its images, and the order of scoring.
 
-    Every beginning of the order has all classes in proportion to their numbers of images.
+    Every prefix of the order has all classes in proportion to their numbers of images.
     """
 
     spec: TaskSpec
@@ -195,15 +197,15 @@ class ImageTask:
 
     @property
     def num_largest(self) -> int:
-        """The number k of the metric, top-k accuracy: the right class must be among the k largest logits.
+        """The number k of a top-k accuracy: the right class must be among the k classes with the largest logits.
 
-        The metric must not be the entropy.
+        The task's metric must not be the entropy.
         """
         return IMAGE_METRICS[self.spec.metric]
 
     @property
     def is_entropy(self) -> bool:
-        """Whether the metric is the entropy of predictions."""
+        """Whether the task's metric is the entropy of the predicted classes."""
         return self.spec.metric == ENTROPY
 
 
@@ -212,7 +214,7 @@ class PreparedTask:
     """An image task with the classification head that scores it.
 
     `outputs` has, for each sample in the order of scoring, the index of the head's output for the right class, or
-    NO_LABEL. `names` has the name of each output.
+    NO_LABEL for an image without a label. `names` has the name of each output.
     """
 
     task: ImageTask
@@ -375,7 +377,7 @@ class ImageTasks:
             yield Item(sample.name, f"image {digest}")
 
     def lengths(self, spec: TaskSpec, prompts: Prompts, *, cache: str | Path | None = None) -> Lengths:
-        """Numbers of tokens for one image: the model reads one for each patch and one for the class.
+        """Numbers of tokens for one image: the model reads one token for each patch, and one token for the class.
 
         The model generates nothing; an image counts as one generated token.
         """
@@ -397,7 +399,7 @@ IMAGE_TASKS = ImageTasks()
 
 
 def check_right_answers(task: ImageTask) -> None:
-    """Check that a task tells right answers from wrong ones. Raises InvalidTask if its metric is the entropy."""
+    """Raise InvalidTask if the task's metric is the entropy, which does not say which answers are right."""
     if task.is_entropy:
         message = f"{task.images.where}: the metric {ENTROPY} knows no right answers; use {' or '.join(IMAGE_METRICS)}"
         raise InvalidTask(message, "metric")
@@ -436,7 +438,10 @@ def _of_folder(folder: Path, stated: tuple[str, ...] | None, access: FileAccess 
 
 
 def _image_file(file: Path, access: FileAccess | None) -> Path:
-    """A file of a folder of images. Raises InvalidTask if its name is not that of an image, or it may not be read."""
+    """Return `file`, a file in a folder of images, after checking that it may be read.
+
+    Raises InvalidTask if the name's suffix is not one of SUFFIXES, or if `access` does not allow reading the file.
+    """
     if file.suffix.lower() not in SUFFIXES:
         message = f"{file}: is no image by its name; expected one of {', '.join(SUFFIXES)}"
         raise InvalidTask(message, "task.images")
@@ -532,7 +537,7 @@ def _of_data_set(
 
 
 def _row(line: str, task: Mapping[str, Any], *, where: str) -> tuple[str, int | str | None]:
-    """Path and label of a line of a JSONL file; the label is None if the line has no such key."""
+    """Path of the image and label in a line of a JSONL file; the label is None if the line has no key for it."""
     try:
         document = json.loads(line)
     except ValueError as error:

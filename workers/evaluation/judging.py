@@ -1,7 +1,7 @@
 """Prompts for a judge about the samples of a task, and the verdicts in the judge's answers.
 
 A judge is a model that compares a completion with the reference answer (`search_spaces.study.judge`). This module sends
-no requests to the judge; the driver of a study does (`service.tune.judging`).
+no requests to the judge; the driver of a study sends them (`service.tune.judging`).
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def judged_items(spec: TaskSpec) -> tuple[JudgedItem, ...]:
     """Question and reference answer of each sample of a task, in scoring order.
 
     A judge (a language model) compares completions with the reference answer. `spec` is the task. A question is the
-    prompt without few-shot examples. If a sample has several right answers, the first one is the reference answer.
-    Raises InvalidTask if the task cannot be built, does not generate text, draws several completions of a prompt, or
-    has a sample without a reference answer.
+    prompt without few-shot examples. If a sample has several right answers, the first right answer is the reference
+    answer. Raises InvalidTask if the task cannot be built, does not generate text, draws several completions of a
+    prompt, or has a sample without a reference answer.
     """
     with build_task(replace(spec, num_fewshot=0)) as task:
         if task.output_type != "generate_until":
@@ -61,7 +61,7 @@ def judge_prompt(template: str, item: JudgedItem, completion: str, *, is_swapped
     """Prompt that asks a judge, a language model, to compare a completion with the reference answer of an item.
 
     `template` has placeholders for the question and the two answers. The completion is the first answer, or the second
-    one if `is_swapped`.
+    answer if `is_swapped`.
     """
     answers = (completion.strip(), item.reference)
     first, second = reversed(answers) if is_swapped else answers
@@ -75,7 +75,7 @@ def prompt_digest(prompt: str) -> str:
 
 
 def preference_of(answer: str, *, is_swapped: bool) -> float | None:
-    """Read a judge's verdict: 1 if the completion is better than the reference answer, 0 if worse, 0.5 for a tie.
+    """Read a judge's verdict: 1 if the completion is better than the reference answer, 0 if it is worse, 0.5 for a tie.
 
     `answer` is the text of the judge, a language model that compares two answers; the last verdict in the text counts.
     `is_swapped` says whether the completion was the second of the two answers. The result is None for a text without a

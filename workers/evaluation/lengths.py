@@ -26,7 +26,7 @@ def lengths_of(spec: TaskSpec, prompts: Prompts, *, cache: str | Path | None = N
     The numbers are means over the first documents of each of the task's lm-eval tasks. `prompts` has the tokenizer and
     the options on which prompts depend. Results are cached for tasks that a JSONL file defines, if `spec` has the hash
     of the file, because importing the tokenizer takes seconds. `cache` is the directory of the cache, or None for the
-    default one. Raises InvalidTask if the task cannot be built or one of these documents cannot be tokenized.
+    default directory. Raises InvalidTask if the task cannot be built or one of these documents cannot be tokenized.
     """
     return reader_of(spec.task).lengths(spec, prompts, cache=cache)
 

@@ -316,8 +316,8 @@ class TaskEvaluator:
     def sample_texts(self, spec: TaskSpec, start: int, stop: int) -> SampleTexts:
         """Prompt and right answer of the samples [start, stop) of the task `spec`, in the order of scoring.
 
-        The prompt has the system prompt and the chat template, if there are any. Raises InvalidTask if the task must be
-        built and cannot be.
+        The prompt includes the system prompt, and is rendered by the chat template, if the options have them. Raises
+        InvalidTask if the task cannot be built.
         """
         prepared = self._prepare(spec)
         self._forget_all_but({spec.digest})
@@ -363,8 +363,8 @@ class TaskEvaluator:
     def score(self, spans: Sequence[Span]) -> Scored:
         """Score all samples of `spans`; a span is a range of adjacent samples of one task.
 
-        The backend gets all prompts to complete in one batch, and all options to score in another. Raises InvalidTask
-        if a span exceeds its task's data, MetricFailed if a metric fails, and the errors of the backend.
+        The backend gets all prompts to complete in one batch, and all options to score in another batch. Raises
+        InvalidTask if a span exceeds its task's data, MetricFailed if a metric fails, and the errors of the backend.
         """
         prepared = [self._requests_of(span) for span in spans]
         self._forget_all_but({span.task.digest for span in spans})

@@ -146,7 +146,7 @@ def _files_of_task(directory: Path, access: FileAccess | None) -> Iterator[Path]
     """Yield the files in a task's directory that code of the task may read.
 
     These are the files of the directory itself, and the Python and YAML files below it. Hidden files are left out.
-    Files that `access` refuses, such as links to files elsewhere, are left out too, except for files of shipped tasks.
+    Files that `access` refuses, such as links to files elsewhere, are also left out, except for files of shipped tasks.
     """
     access = None if is_shipped(directory) else access
     for place, folders, names in os.walk(directory):
@@ -422,8 +422,8 @@ def _subtask(name: str, task: Any, spec: TaskSpec) -> Subtask:
 def _check_metric(task: Any, spec: TaskSpec, where: str) -> None:
     """Raise InvalidTask if the metric of `spec` is unknown to `task`, or is not a mean over samples.
 
-    `where` begins the message. A multiple choice that does not list the accuracy among its metrics can be scored by it
-    nevertheless: the accuracy is then added to `task`.
+    `where` begins the message. If the metric is the accuracy of a multiple choice and `task` does not list it, the
+    accuracy is added to `task`.
     """
     from lm_eval.api.registry import AGGREGATION_REGISTRY
 
@@ -540,7 +540,7 @@ def _template_of(task: Any) -> str:
 
 
 def _use_template(task: Any, template: str, where: str) -> None:
-    """Replace the template of a task's prompts and, if it is equal, the template of its few-shot examples.
+    """Replace the template of a task's prompts, and the template of its few-shot examples if the two are equal.
 
     `where` begins the message. Raises InvalidTask if the task's prompts come from no template.
     """
@@ -567,7 +567,7 @@ def _use_split(task: Any, split: str, where: str) -> None:
 
 
 def is_file(task: str) -> bool:
-    """Whether `task` is the path of a YAML file; otherwise it is the name of a registered task."""
+    """Whether `task` is the path of a YAML file, not the name of a registered task."""
     return Path(task).suffix in YAML
 
 

@@ -43,7 +43,7 @@ PROGRAM = f"from {serve.__module__} import serve; serve()"
 class TaskProcess(ABC):
     """Client of a separate process that builds tasks and computes the metrics of answers.
 
-    The process is replaced by a new one if it ends, or if computing the metric of a sample takes longer than
+    The process is replaced by a new process if it ends, or if computing the metric of a sample takes longer than
     `sample_limit_s` seconds. The new process computes the missing values sample by sample. If it also ends or takes too
     long, MetricFailed is raised for the sample at which this happens.
 
@@ -101,7 +101,7 @@ class TaskProcess(ABC):
         """Compute the metric of `task` for each of several samples; `digest` names the task to the process.
 
         `answers` has the model's answers to each sample. All values are finite. If the process ends or hangs, it is
-        replaced by a new one once, which computes the missing values. Raises MetricFailed if the metric fails,
+        replaced once by a new process, which computes the missing values. Raises MetricFailed if the metric fails,
         InvalidTask if the process cannot build the task, and EngineUnavailable if the new process, too, ends or hangs
         while it builds the task.
         """
@@ -127,7 +127,7 @@ class TaskProcess(ABC):
             is_retry = True
 
     def _restart(self) -> str:
-        """Replace the process, which has ended or hangs, by a new one that has the same tasks.
+        """Replace the process, which has ended or hangs, by a new process that has the same tasks.
 
         Returns how the old process ended: its exit code or signal.
         """
@@ -217,7 +217,7 @@ class MetricProcess(TaskProcess):
     """A separate process that computes metrics of tasks without code of their own (`metrics.Metrics`).
 
     The process is started at once. The process has no sandbox, and has this process's environment variables. The metric
-    of a sample may take `sample_limit_s` seconds, and building a task `task_limit_s` seconds.
+    of a sample may take `sample_limit_s` seconds, and building a task may take `task_limit_s` seconds.
     """
 
     def __init__(self, *, sample_limit_s: float = SAMPLE_LIMIT_S, task_limit_s: float = TASK_LIMIT_S) -> None:
@@ -241,9 +241,9 @@ class MetricProcess(TaskProcess):
         """A task's metric for each of several samples, in the order of `answers`; all values are finite.
 
         `digest` names the task, which the method `open` has sent before. If the process ends or hangs, it is replaced
-        by a new one once, which computes the missing values. Raises MetricFailed if the metric fails, InvalidTask if
-        the process cannot build the task, and EngineUnavailable if the new process, too, ends or hangs while it builds
-        the task.
+        once by a new process, which computes the missing values. Raises MetricFailed if the metric fails, InvalidTask
+        if the process cannot build the task, and EngineUnavailable if the new process, too, ends or hangs while it
+        builds the task.
         """
         return self._values(digest, self._tasks[digest][0], answers)
 

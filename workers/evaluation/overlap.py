@@ -1,8 +1,9 @@
 """Overlap of the items of two tasks: equal items, and items with 13 consecutive words in common.
 
-An item is the question of a sample, with its options and right answers, without few-shot examples. The rule is that of
-the analysis of GPT-3 (Brown et al. 2020, "Language models are few-shot learners", appendix C): n-grams of 13 words, in
-lower case, without punctuation. An n-gram in more than 10 items is not counted, because it is text of the task itself.
+An item is the question of a sample, with its options and right answers, without few-shot examples. The rule follows the
+analysis of GPT-3 (Brown et al. 2020, "Language models are few-shot learners", appendix C): n-grams of 13 words, in
+lower case, without punctuation. An n-gram that occurs in more than 10 items is not counted, because it counts as text
+of the prompt template.
 """
 
 from __future__ import annotations
@@ -48,9 +49,9 @@ class OverlappingItems:
     """Counts of the items (samples as text) of one task that overlap with the items of other tasks.
 
     - `num_items`: the number of the task's items
-    - `num_exact`: the number of items whose whole text is that of an item of another task
-    - `num_overlapping`: the number of items that are equal to an item of another task, or have 13 consecutive words in
-      common with one
+    - `num_exact`: the number of items that are equal to an item of another task
+    - `num_overlapping`: the number of items that are equal to an item of another task, or share 13 consecutive words
+      with an item of another task
     - `by_other`: for each other task, the number of items that overlap with its items
     - `examples`: names of the first overlapping items
     """
@@ -104,7 +105,7 @@ class SearchItems:
 def overlapping(search: Mapping[str, TaskSpec], tasks: Mapping[str, TaskSpec]) -> dict[str, OverlappingItems]:
     """Count, for each of `tasks`, the items that share text with items of any task in `search`.
 
-    An item is a sample's text. `search` has the tasks on which a study searches, and `tasks` has others, such as
+    An item is a sample's text. `search` has the tasks on which a study searches, and `tasks` has other tasks, such as
     held-out tasks and benchmarks. Both arguments map names to tasks; the keys of the result are the names in `tasks`.
     Results are cached by the content of the tasks. Raises InvalidTask if a task cannot be built.
     """

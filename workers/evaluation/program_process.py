@@ -46,7 +46,7 @@ def run_confined() -> None:
     """Confine this process, which bwrap has started, and execute the program on its standard input.
 
     The standard input has a `start_message`. The function `run` executes the program, and writes to the standard output
-    whether it ran to its end.
+    whether the program ran to its end.
     """
     program, token, user, limits, is_filtered = marshal.load(sys.stdin.buffer)
 

@@ -44,7 +44,7 @@ class Generation:
 class Continuation:
     """A request for the log-likelihood of a text's end, given the text before it.
 
-    `tokens` is the whole text. The first `num_context` tokens (at least 1) are given; the others are scored.
+    `tokens` is the whole text. The first `num_context` tokens (at least 1) are given; the other tokens are scored.
     """
 
     tokens: tuple[int, ...]
@@ -87,7 +87,7 @@ class Stream(Protocol):
 class Backend(Protocol):
     """Interface of a backend: the program that runs a model to complete prompts and to compute log-likelihoods.
 
-    The vLLM engine is a backend, and so is a model of plain transformers.
+    The vLLM engine and plain transformers are backends.
     """
 
     def generate(
@@ -159,7 +159,7 @@ class Prompts:
 
         If `special_tokens` is False, no special tokens are added, as for text that continues a prompt. If it is None,
         the option `add_bos_token` decides whether BOS is added; without the option, the tokenizer's default applies. A
-        text that already begins with BOS, as chat templates write it, does not get a second one.
+        text that already begins with BOS, as chat templates write it, does not get a second BOS token.
         """
         bos = self.tokenizer.bos_token_id
         add = self.options.add_bos_token if special_tokens is None else special_tokens

@@ -28,8 +28,8 @@ CHECKED = 100  # documents of each subtask whose targets are checked
 class Reading:
     """A text for computing a model's log-likelihood: the tokens of a prompt, followed by an answer.
 
-    The answer begins after the first `num_context` tokens; its log-likelihood is computed. If `ends` is not empty, the
-    answer must be followed by any one of these tokens, and the probability of this is included.
+    The answer begins after the first `num_context` tokens, and its log-likelihood is computed. If `ends` is not empty,
+    the probability that the next token is one of `ends` is multiplied in.
     """
 
     tokens: tuple[int, ...]
@@ -46,9 +46,9 @@ class Target:
     """The texts whose log-likelihoods give the loss of one sample.
 
     If `scales` is None, `readings` are alternative right completions; the loss is the negative log-likelihood (natural
-    log) of the most likely one. Otherwise `readings` are the options of a multiple choice, `right` has the indices of
-    the right options, and `scales` has a factor for each option's log-likelihood. Then the loss is the cross-entropy,
-    over all options, of the most likely right option.
+    log) of the most likely completion. Otherwise `readings` are the options of a multiple choice, `right` has the
+    indices of the right options, and `scales` has a factor for each option's log-likelihood. Then the loss is the
+    cross-entropy, over all options, of the most likely right option.
     """
 
     readings: tuple[Reading, ...]
@@ -59,8 +59,8 @@ class Target:
     def size(self) -> float:
         """Divisor for the loss of this sample, which makes losses of different tasks comparable.
 
-        For a completion it is the number of scored tokens, or the mean of this number over alternative right
-        completions. For a multiple choice it is the natural logarithm of the number of options.
+        For a completion the divisor is the number of scored tokens, or its mean over alternative right completions. For
+        a multiple choice it is the natural logarithm of the number of options.
         """
         if self.scales is not None:
             return math.log(len(self.readings))
@@ -148,7 +148,7 @@ class References:
     def _ends(self, stops: Sequence[str]) -> tuple[int, ...]:
         """Sorted ids of all tokens that end a completion of a task.
 
-        These are the end-of-text tokens, and those of the task's stop strings (`stops`) that are a single token.
+        They are the end-of-text tokens, and each of the task's stop strings (`stops`) that is a single token.
         """
         prompts = self._evaluator.lm.prompts
         encoded = [prompts.encode(stop, special_tokens=False) for stop in stops]
@@ -156,7 +156,7 @@ class References:
 
 
 def lack_of_references(spec: TaskSpec) -> str | None:
-    """Reason why no loss can be computed on the right answers of the task `spec`, as text; None if one can.
+    """Reason why no loss can be computed on the right answers of the task `spec`; None if a loss can be computed.
 
     Only the first samples are checked, and no tokenizer is needed. Raises InvalidTask if the task cannot be built or
     scored (`tasks.check_task`).
@@ -165,12 +165,12 @@ def lack_of_references(spec: TaskSpec) -> str | None:
 
 
 def lack_of_entropy(spec: TaskSpec) -> str | None:
-    """Reason why the entropy of predictions on the task `spec` cannot be computed, as text; None if it can."""
+    """Reason why the entropy of predictions on the task `spec` cannot be computed; None if it can be computed."""
     return reader_of(spec.task).lack_of_entropy(spec)
 
 
 def lack_of_right_answers(spec: TaskSpec) -> str | None:
-    """Reason why no loss can be computed on a text task (`lack_of_references`); None if one can."""
+    """Reason why no loss can be computed on a text task (`lack_of_references`); None if a loss can be computed."""
     with build_task(spec) as task:
         return built_tasks.lack_of_references(task, CHECKED)
 
@@ -178,9 +178,8 @@ def lack_of_right_answers(spec: TaskSpec) -> str | None:
 def _scales(options: Sequence[str], metric: str) -> tuple[float, ...]:
     """Factors for the log-likelihoods of the options of a multiple choice, which correct for the options' lengths.
 
-    There is a factor for each of `options`; `metric` decides whether and how lengths count. For a metric that divides
-    by lengths (acc_norm, acc_bytes), the factor is the mean length of the options divided by the option's length. For
-    any other metric it is 1.
+    There is a factor for each of `options`. For a metric that divides by lengths (acc_norm, acc_bytes), the factor is
+    the mean length of the options divided by the option's length. For any other metric the factor is 1.
     """
     if metric == "acc_norm":
         lengths = [max(1, len(option)) for option in options]

@@ -12,7 +12,7 @@ __all__ = ["RightAnswer", "right_answer"]
 class RightAnswer:
     """The right answers of one document: texts, or options of a multiple choice.
 
-    - `lack`: the reason why no loss can be computed on the right answers; None if it can be computed
+    - `lack`: the reason why no loss can be computed on the right answers; None if a loss can be computed
     - `texts`: for a generating task, the alternative right answers
     - `options`: the options of a multiple choice
     - `right`: the indices of the right options
@@ -27,9 +27,9 @@ class RightAnswer:
 def right_answer(task: Any, document: Any) -> RightAnswer:
     """The right answers of a document of an lm-eval task.
 
-    If they are not usable for computing losses, the result has the reason (`RightAnswer.lack`). A multiple choice needs
-    a right option among several options. A generating task needs a target that is a text, or a list of texts, none of
-    them empty.
+    If losses cannot be computed on the right answers, the result has the reason (`RightAnswer.lack`). A multiple choice
+    needs a right option among several options. A generating task needs a target that is a text or a list of texts; no
+    text may be empty.
     """
     try:
         if task.OUTPUT_TYPE == "multiple_choice":
@@ -68,8 +68,8 @@ def _texts(task: Any, document: Any) -> tuple[str, ...]:
 def _right_options(task: Any, document: Any) -> tuple[int, ...]:
     """The indices, from 0, of the options of a multiple choice that lm-eval counts as right.
 
-    `task` is lm-eval's task object, and `document` one of its samples. Indices in the document that are not the index
-    of an option are left out.
+    `task` is lm-eval's task object, and `document` is one of its samples. Indices in the document that are not the
+    index of an option are left out.
     """
     options = task.doc_to_choice(document)
     gold = task.doc_to_text(document) if task.multiple_input else task.doc_to_target(document)

@@ -1,4 +1,4 @@
-"""Metrics of single samples, for tasks without a metric or with one that is computed over all samples at once.
+"""Metrics of single samples, for tasks without a metric, or with a metric computed over all samples at once.
 
 A search estimates a metric from a part of the samples, which works only for means over samples. Therefore corpus
 metrics such as BLEU, chrF, F1 and Matthews' correlation cannot be searched. The metrics here are the per-sample forms
@@ -9,7 +9,7 @@ that papers report, with values from 0 to 1, and `length`:
 - `sari`: SARI (Xu et al., "Optimizing Statistical Machine Translation for Text Simplification", 2016)
 - `contains`: whether the answer contains a right answer, as LiveBench judges corrected typing errors
 - `edit_similarity`: similarity of lines of code, as CodeXGLUE judges py150
-- `length`: number of characters of the answer, which no limit bounds
+- `length`: the number of characters of the answer, which may exceed 1
 - `acc`: accuracy of a multiple choice, for tasks that list only F1 or the correlation
 """
 
@@ -75,9 +75,9 @@ def _rouge_scorer() -> Any:
 def sari(source: str, references: Sequence[str], answer: str) -> float:
     """SARI of one simplified text, from 0 to 1, a metric for simplifications.
 
-    `source` is the text before simplification, `answer` the simplified text, and `references` are right
+    `source` is the text before simplification, `answer` is the simplified text, and `references` are right
     simplifications. SARI is the mean of three scores over n-grams of one to four tokens: the F-measure of kept n-grams,
-    the F-measure of added n-grams, and the precision of deleted n-grams. Each is computed by comparison with the
+    the F-measure of added n-grams, and the precision of deleted n-grams. Each score is computed by comparison with the
     references. Texts are in lower case and tokenized as sacrebleu does ("13a"). A score without n-grams is 1, as in the
     metric of Hugging Face.
     """
@@ -121,8 +121,8 @@ def _sari_of(
 def _share(right: Counter[str], made: Counter[str]) -> float:
     """Precision of the n-grams that a text has kept or deleted: the mean, over distinct n-grams, of the right share.
 
-    `made` has the count of each n-gram that was kept (or deleted), and `right` the part of this count that agrees with
-    the references. The result is 1 if there are no n-grams.
+    `made` has the count of each n-gram that was kept (or deleted), and `right` has the part of this count that agrees
+    with the references. The result is 1 if there are no n-grams.
     """
     return _ratio(sum(right[gram] / count for gram, count in made.items()), len(made))
 

@@ -49,7 +49,7 @@ class ShippedTask:
 class FetchedData:
     """A data set on this machine, with the number of samples of each split.
 
-    `data` is the name of the data set, and `part` its configuration. `part` is None if the data set has only one
+    `data` is the name of the data set, and `part` is its configuration. `part` is None if the data set has only one
     configuration.
     """
 

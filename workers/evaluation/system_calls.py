@@ -221,9 +221,9 @@ def forbid_new_privileges() -> None:
 def filter_system_calls() -> None:
     """Make the kernel refuse forbidden system calls of the calling process for the rest of its life.
 
-    The forbidden calls are those in FORBIDDEN, and some others depending on their arguments, such as signals to other
-    processes. Raises ConfinementUnavailable if the kernel accepts no filter, if the operating system is not Linux, or
-    if the machine is not one of AUDIT_ARCHITECTURES.
+    The calls in FORBIDDEN are always refused. Some other calls are refused depending on their arguments, such as
+    signals to other processes. Raises ConfinementUnavailable if the kernel accepts no filter, if the operating system
+    is not Linux, or if the machine is not one of AUDIT_ARCHITECTURES.
     """
     machine = os.uname().machine
     if sys.platform != "linux" or machine not in AUDIT_ARCHITECTURES:

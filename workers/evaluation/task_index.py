@@ -1,8 +1,8 @@
 """Index of the evaluation tasks that have a name: tasks of lm-eval, and tasks shipped with this project.
 
 Building lm-eval's index parses 14,000 YAML files, which takes 10 to 70 s. Therefore the index is cached for each
-version of lm-eval. A cached index is replaced as a whole. If several processes need it, one builds it while the others
-wait.
+version of lm-eval. A cached index is replaced as a whole. If several processes need the index, one process builds it
+while the other processes wait.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def index_if_loaded() -> Mapping[str, Any] | None:
 
 
 def index_at_hand() -> Mapping[str, Any]:
-    """Index of all named tasks if this process has loaded it; raises IndexNeeded if not.
+    """Index of all named tasks if this process has loaded it; otherwise IndexNeeded is raised.
 
     The index has lm-eval's object `Entry` for each name. This function is for callers that cannot load the index
     themselves, because they have patched how lm-eval reads files.
@@ -89,9 +89,9 @@ def index_at_hand() -> Mapping[str, Any]:
 def index_to_send() -> PlainIndex | None:
     """The index of named tasks in plain types, to send to another process; None if it is not loaded.
 
-    The result maps each name to (kind, path of the YAML file or None, tags). lm-eval's own objects are not sent,
-    because a process imports lm-eval when it receives them. A sandboxed process receives the index before it is
-    confined, and a process that has started threads, as imports may do, cannot be confined any more.
+    The result maps each name to (kind, path of the YAML file or None, tags). lm-eval's own objects are not sent: a
+    process that receives them must import lm-eval, which may start threads. A sandboxed process receives the index
+    before it is confined, and a process with several threads cannot be confined.
     """
     index = index_if_loaded()
     return None if index is None else {name: _plain(entry) for name, entry in index.items()}

@@ -3,7 +3,7 @@
 lm-eval itself resolves the includes, groups and overrides of a task. Therefore its loading functions are wrapped while
 it builds a task; its files are not interpreted a second time. There are three ways to load a task:
 
-- `guarded_loading`: in this process, for tasks without Python functions of their own (else OwnCode)
+- `guarded_loading`: in this process, for tasks without Python functions of their own; OwnCode is raised for other tasks
 - `recorded_loading`: in this process, to load a task's data and nothing else
 - `confined_loading`: in a confined process, with the data that were loaded before
 """
@@ -278,10 +278,10 @@ def _yaml_guard(access: FileAccess) -> Wrapper:
 def _function_guard(access: FileAccess | None, *, name: Callable[[str], Any] | None = None) -> Callable[..., Any]:
     """Make a replacement of lm-eval's `_import_func_in_yml(function, directory)` that imports no code.
 
-    lm-eval calls it for each Python function (`!function`) that a YAML file in `directory` names. The replacement
-    raises InvalidTask if code in the directory must not run: `access` says which directories are trusted, and None
-    trusts all of them. The directories of shipped tasks are always trusted. For a trusted directory, the replacement
-    raises OwnCode, or, if `name` is given, returns what `name` returns for the function's name.
+    lm-eval calls this function for each Python function (`!function`) that a YAML file in `directory` names. The
+    replacement raises InvalidTask if code in the directory must not run: `access` says which directories are trusted,
+    and None trusts all directories. The directories of shipped tasks are always trusted. For a trusted directory, the
+    replacement raises OwnCode, or, if `name` is given, returns what `name` returns for the function's name.
     """
 
     def guarded(function: str, directory: Path) -> Any:
@@ -299,7 +299,7 @@ def _data_guard(access: FileAccess | None) -> Wrapper:
 
     The wrapper raises InvalidTask if `access` does not allow a directory of the data; if `access` is None, any file is
     allowed. A call that names a file format such as "json" but no files is always refused, because `datasets` would
-    search every directory below the current one.
+    search every directory below the current directory.
     """
 
     def wrapper(load_dataset: Callable[..., Any]) -> Callable[..., Any]:
@@ -347,9 +347,8 @@ def _directories(path: str, options: Mapping[str, Any], *, is_format: bool) -> I
 def _pattern_guard(access: FileAccess) -> Wrapper:
     """Make a wrapper of `resolve_pattern` of `datasets` that refuses data files outside a study's file access.
 
-    `datasets` calls `resolve_pattern(pattern, base_path)` for all data files. Some are named in `dataset_kwargs`,
-    others in the README.md of a data set, on this machine or the hub. The wrapper raises InvalidTask for a file that
-    `access` does not allow.
+    `datasets` calls `resolve_pattern(pattern, base_path)` for all data files, whether `dataset_kwargs` names them or
+    the README.md of a data set. The wrapper raises InvalidTask for a file that `access` does not allow.
     """
 
     def wrapper(resolve_pattern: Callable[..., list[str]]) -> Callable[..., list[str]]:
@@ -376,7 +375,7 @@ def _is_address(text: str) -> bool:
 
 
 def _address_problem(address: str) -> str | None:
-    """Reason why the data file at `address` may not be read by a study whose file access is limited; None if it may.
+    """Reason why the data file at `address` may not be read by a study whose file access is limited; None if it may be.
 
     Only files on the hub may be read by address.
     """
@@ -444,8 +443,8 @@ def _refuse_media(data: Any) -> None:
 def _matches(pattern: Path) -> Iterator[Path]:
     """Yield each path that a pattern of data files reads, so that its access can be checked.
 
-    For a path with wildcards, these are the directory above the first wildcard, then every file that the pattern
-    matches. Without wildcards, it is the path itself.
+    For a pattern with wildcards, the paths are the directory above the first wildcard, then every file that the pattern
+    matches. For a pattern without wildcards, the only path is the pattern itself.
     """
     text = str(_place(str(pattern)))
     if not glob.has_magic(text):

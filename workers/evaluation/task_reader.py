@@ -48,15 +48,15 @@ class TaskReader(Protocol):
         ...
 
     def check_models(self, spec: TaskSpec, sources: ResolvedFamily) -> None:
-        """Check that the models `sources` can be scored on the task; raise InvalidTask if not."""
+        """Check that the models `sources` can be scored on the task; raise InvalidTask if a model cannot."""
         ...
 
     def lack_of_references(self, spec: TaskSpec) -> str | None:
-        """Reason why no loss can be computed on the task's right answers, as text; None if one can."""
+        """Reason why no loss can be computed on the task's right answers; None if a loss can be computed."""
         ...
 
     def lack_of_entropy(self, spec: TaskSpec) -> str | None:
-        """Reason why predictions on the task have no entropy over classes; None if they have one."""
+        """Reason why the entropy of a model's predictions on the task cannot be computed; None if it can be."""
         ...
 
 

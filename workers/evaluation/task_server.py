@@ -143,9 +143,9 @@ class _Server:
     def documents(self, system_prompt: str | None, has_template: bool, tokenizer: str, limit: int | None) -> None:
         """Build the requests of all documents of this process's task, and send the requests as the reply.
 
-        A document is lm-eval's sample, a request a prompt to complete or to score. `has_template` says whether prompts
-        are rendered by a chat template, which the parent process does. `system_prompt` may be None, `tokenizer` is the
-        tokenizer's name, and `limit` is the number of documents; None means all.
+        A document is lm-eval's term for a sample. A request is a prompt to complete or to score. `has_template` says
+        whether prompts are rendered by a chat template, which the parent process does. `system_prompt` may be None,
+        `tokenizer` is the tokenizer's name, and `limit` is the number of documents; None means all documents.
         """
         task = self._built
         settings = PromptSettings(system_prompt, self._render if has_template else None, tokenizer, limit)

@@ -1,4 +1,4 @@
-"""Building and checking the task of a TaskSpec: in this process, or in a confined one if the task runs code.
+"""Building and checking the task of a TaskSpec: in this process, or in a confined process if the task runs code.
 
 A task is a name registered with lm-eval, an lm-eval YAML file, or an inline JSONL file. Metrics, filters and prompts
 are lm-eval's. Models and tokenizers are not needed: `check_task` runs without an engine, and for inline tasks even
@@ -49,8 +49,9 @@ def build_task(spec: TaskSpec) -> BuiltTask:
     """Build the lm-eval task or tasks that `spec` names, and fix the order of their samples.
 
     A task whose files name Python functions is built by a sandboxed process (`confined_task`). A task that executes
-    completions has a sandboxed process for them (`executed_task`). The process lives as long as the returned object, or
-    until the object is closed. Raises InvalidTask if the task is unknown, cannot be scored, or has no prompts.
+    completions has a sandboxed process that executes them (`executed_task`). These processes live as long as the
+    returned object, or until the object is closed. Raises InvalidTask if the task is unknown, cannot be scored, or has
+    no prompts.
     """
     modality = modality_of_task(spec.task)
     if not modality.has_vocabulary:

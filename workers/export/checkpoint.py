@@ -1,8 +1,8 @@
 """Export of a recipe's merged model as a Hugging Face checkpoint.
 
-The exported tensors are, bit for bit, those of the engine that scored the merge, with two exceptions. The first
-exception is tensors that LoRA adapters change, if the engine was on a GPU (`model_card.ADAPTED`). The second is merges
-by methods whose bits depend on the device (`model_card.BY_DEVICE`).
+The exported tensors equal, bit for bit, the tensors of the engine that scored the merge, with two exceptions. The first
+exception is tensors that LoRA adapters change, if the engine was on a GPU (`model_card.ADAPTED`). The second exception
+is merges by methods whose bits depend on the device (`model_card.BY_DEVICE`).
 
 The directory gets its name only when it is complete. Until then its files are in a hidden directory next to it,
 together with the checksums of the finished files. An export that was killed continues from these files.
@@ -59,16 +59,16 @@ def export(
     `bank` has the weights of the recipe's models. The files are tensors, config.json, tokenizer, README.md, recipe.json
     and, if mergekit can express the recipe, mergekit_config.yml. If the merge has alignments (maps of the residual
     stream between layers), there are also their tensors and the file of the model class that computes them, which
-    transformers loads with trust_remote_code. If the models are classifiers, the checkpoint has the head of one of
-    them, and the folder `heads` has all heads, each for one task.
+    transformers loads with trust_remote_code. If the models are classifiers, the checkpoint has the head of one model,
+    and the folder `heads` has the heads of all models, each for one task.
 
     The tensors are bit for bit the result of `merged_tensors` for `dtype`, in files of at most `max_shard_bytes`. The
-    tokenizer is that of the vocabulary to which `bank` has converted the models. `scores` maps an objective to its
-    value on held-out samples, and `study` is the name of the study; both are shown in the model card, README.md.
-    `chat_template` replaces the tokenizer's chat template. If `has_directories` is False, mergekit_config.yml has no
-    directories of this machine, but the models' aliases. `progress` is called for every tensor. An existing export of
-    the same recipe, dtype and template is left unchanged. If an earlier export was killed or interrupted, its complete
-    files of tensors are checked and kept.
+    tokenizer has the vocabulary to which `bank` has converted the models. `scores` maps an objective to its value on
+    held-out samples, and `study` is the name of the study; both are shown in the model card, README.md. `chat_template`
+    replaces the tokenizer's chat template. If `has_directories` is False, mergekit_config.yml has no directories of
+    this machine, but the models' aliases. `progress` is called for every tensor. An existing export of the same recipe,
+    dtype and template is left unchanged. If an earlier export was killed or interrupted, its complete files of tensors
+    are checked and kept.
 
     Raises:
         FileExistsError: `out_dir` has other content, or another process writes to it.
@@ -142,8 +142,8 @@ def is_written(recipe: Recipe, out_dir: str | Path, dtype: torch.dtype, *, chat_
     """Whether `out_dir` contains the complete export of the given recipe, dtype and chat template.
 
     `chat_template` is the chat template that was given to `export`, or None. Returns False if `out_dir` is missing or
-    empty. Raises FileExistsError if it contains anything else, such as an incomplete export or an export of another
-    recipe, and PermissionError if it cannot be created.
+    empty. Raises FileExistsError if `out_dir` contains anything else, such as an incomplete export or an export of
+    another recipe, and PermissionError if `out_dir` cannot be created.
     """
     out = Path(out_dir).resolve()
     wanted_export = f"an export of recipe {recipe.digest[:12]} in {_name(dtype)}"
@@ -164,7 +164,7 @@ def _check_weights(out: Path, recipe: Recipe) -> None:
     """Check that an export has all files for loading the model, and that its weight files are complete.
 
     `out` is the directory of the export. If `recipe` has alignments (maps of the residual stream between layers), the
-    file of the model class is required too. Raises OSError or ValueError if a file is missing or damaged.
+    file of the model class is also required. Raises OSError or ValueError if a file is missing or damaged.
     """
     if all(layer.alignment is None for layer in recipe.layers):
         open_checkpoint(out)

@@ -65,13 +65,13 @@ class UnmergedParts(Protocol):
     def loading(self) -> str: ...
 
     def write(self, directory: Path) -> None:
-        """Write the files with unmerged parts, besides the checkpoint's own, to the export in `directory`."""
+        """Write the unmerged parts that are not in the checkpoint itself to files of the export in `directory`."""
         ...
 
 
 @dataclass(frozen=True)
 class UnmergedTowers:
-    """The unmerged parts of a whole CLIP model: all tensors except those of the vision tower."""
+    """The unmerged parts of a whole CLIP model: all tensors except the tensors of the vision tower."""
 
     added: Mapping[str, torch.Tensor]
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -85,9 +85,9 @@ class UnmergedTowers:
 class ExportedHeads:
     """Classification heads of the source models, for an export; the checkpoint itself has the head `main`.
 
-    `main` is the alias of the model with this head. `heads` and `tensors` have the description, and the weight and
-    bias, of each model's head, by alias; tensors are in the dtype of the export. `config` has the fields of config.json
-    that describe the main head.
+    `main` is the alias of the model with this head. `heads` has the description of each model's head, and `tensors` has
+    each head's weight and bias in the dtype of the export, both by alias. `config` has the fields of config.json that
+    describe the main head.
     """
 
     main: str
@@ -120,9 +120,9 @@ class ExportedHeads:
 def unmerged_parts(bank: Bank, dtype: torch.dtype) -> UnmergedParts | None:
     """Unmerged parts of an export, such as classification heads; None for language models and encoders without heads.
 
-    If the base is a whole CLIP model, the parts are all its tensors outside the vision tower. Otherwise they are the
-    heads of the models in `bank`; the main head is that of the base or, if the base has no head, that of the first
-    expert with one. Tensors have the dtype `dtype`.
+    If the base is a whole CLIP model, the parts are all its tensors outside the vision tower. Otherwise the parts are
+    the heads of the models in `bank`. The main head is the base's head or, if the base has no head, the head of the
+    first expert with a head. Tensors have the dtype `dtype`.
     """
     checkpoints = bank.sources.checkpoints
     base = checkpoints[bank.sources.base_alias]

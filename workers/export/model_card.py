@@ -64,7 +64,7 @@ def model_card(
     `family` is the base model and its experts, with their directories. `dtype` is the dtype of the tensors. `scores`
     maps an objective to its value on held-out samples. `study` is the name of the study, or None if the export is not
     of a study. `mergekit` is the mergekit configuration, or the reason why there is none. `loading` says how the model
-    is loaded; "" if as any other.
+    is loaded; "" if it is loaded like any other model.
     """
     held = {model.fingerprint: model for model in family.models}
     sources = [(alias, Path(held[content].directory), content) for alias, content in recipe.models.items()]
@@ -153,7 +153,7 @@ def recipe_rows(recipe: Recipe) -> list[tuple[str, ...]]:
 
 
 def licence(directory: Path) -> str | None:
-    """Licences of a source model, as the README.md in its directory states them; None if it states none.
+    """Licences of a source model, as the README.md in its directory states them; None if it states no licence.
 
     The licences are the value of `license` in the front matter, separated by commas.
     """
@@ -216,9 +216,10 @@ def _relative(merge: Merge, index: int) -> object:
 def _described(merge: Merge, index: int | None = None, length: int = 1) -> tuple[str, str, str]:
     """The method, sources and coefficients of a merge as texts, for a row in the recipe's table.
 
-    The row is for `length` adjacent layers of the merged model, the first of which has the index `index`; all of them
-    have this merge, each from the corresponding layers of the sources. `index` is None outside layers. The text names a
-    source's layers only if their numbers differ from those of the merged layers.
+    The row is for `length` adjacent layers of the merged model, of which the first has the index `index`. `merge` is
+    the merge of the first layer; the other layers are merged in the same way from later layers of the sources. `index`
+    is None outside layers. The text names a source's layers only if their numbers differ from the numbers of the merged
+    layers.
     """
 
     def described(source: Source) -> str:

@@ -1,8 +1,9 @@
 """Quantisation of an exported checkpoint to 4 or 8 bits, in the format of compressed-tensors, which vLLM reads.
 
 Weights of linear layers are rounded to the nearest integer times a scale (RTN). Each group of weights has a scale. Of a
-few candidates for the scale, the one with the smallest squared error is used. No data are needed. Embeddings, norms and
-the output head keep their dtype. Files are read and written one by one, so that memory is needed for only one file.
+few candidates for the scale, the candidate with the smallest squared error is used. No data are needed. Embeddings,
+norms and the output head keep their dtype. Files are read and written one by one, so that memory is needed for only one
+file.
 """
 
 from __future__ import annotations
@@ -180,7 +181,7 @@ def _file_tensors(
 def _compressed(weight: torch.Tensor, scheme: QuantizationScheme, sizes: _Sizes) -> dict[str, torch.Tensor]:
     """Quantise a weight [outputs, inputs]; return the tensors that replace it by name, such as `weight_scale`.
 
-    Names and format are those of the library compressed-tensors. Sizes and errors are added up in `sizes`.
+    Names and format are as in the library compressed-tensors. Sizes and errors are added up in `sizes`.
     """
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization.lifecycle.forward import fake_quantize

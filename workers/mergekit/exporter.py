@@ -172,7 +172,7 @@ def configuration_text(document: Mapping[str, Any], sources: ResolvedFamily, *, 
 
 
 def _names(sources: ResolvedFamily, *, has_directories: bool) -> dict[str, tuple[str, ...]]:
-    """Names of the models `sources` in a mergekit configuration, by alias; those of an adapter are (BASE, ADAPTER).
+    """Names of the models `sources` in a mergekit configuration, by alias; an adapter has the names (BASE, ADAPTER).
 
     A model without a hub id is named by its directory or, if `has_directories` is False, by its alias. The alias of a
     model that only an adapter changes is ADAPTER-base.
@@ -243,9 +243,9 @@ def _slices(recipe: Recipe, slice_of: Callable[[int], _Slice]) -> list[_Slice]:
 def _with_scaled_mlps(recipe: Recipe, layout: Layout) -> Recipe:
     """Copy `recipe`, and replace its MLP scales by scaled tensors, because mergekit has no MLP scales.
 
-    An MLP scale is a factor on the output of a layer's MLP. Instead, the last tensors of the MLP
-    become copies of the source's tensors that are multiplied by the scale; `layout` has the names of the models'
-    tensors. Raises Inexpressible for an MLP with a scale that is merged from several models.
+    An MLP scale is a factor on the output of a layer's MLP. Instead, the last tensors of the MLP become copies of the
+    source's tensors that are multiplied by the scale; `layout` has the names of the models' tensors. Raises
+    Inexpressible if an MLP that has a scale is merged from several models.
     """
     if all(layer.mlp_scale == 1 for layer in recipe.layers):
         return recipe
@@ -273,8 +273,8 @@ def _counterpart_config(
 ) -> dict[str, Any]:
     """Convert a recipe whose merges all use the method `method` to a mergekit configuration.
 
-    mergekit has this method too, but may call it by another name. `layout` has the names of the models' tensors,
-    `directories` a directory or hub id for each of the recipe's aliases. The merge is stored in `dtype`. Raises
+    mergekit also has this method, but may call it by another name. `layout` has the names of the models' tensors, and
+    `directories` has a directory or hub id for each of the recipe's aliases. The merge is stored in `dtype`. Raises
     Inexpressible if mergekit would compute other tensors.
     """
     counterpart = METHODS[method].mergekit
@@ -327,8 +327,8 @@ def _pieces(recipe: Recipe, index: int, layout: Layout) -> dict[str, Merge]:
 
     `index` is the index of the layer in `recipe`. A piece is a component, such as "mlp". If single tensors of the
     recipe have separate merges, a piece is a tensor, by its name within the layer; `layout` has the names of the
-    models' tensors. The first layer also has the embedding and the last layer the head, because mergekit takes their
-    parameters from the first and the last slice.
+    models' tensors. The first layer also has the embedding, and the last layer also has the head, because mergekit
+    takes their parameters from the first and the last slice.
     """
     parts: dict[str, tuple[Merge, int | None]] = {
         name: (recipe.layers[index].component(name), index) for name in COMPONENTS
@@ -411,7 +411,7 @@ def _path_slices(recipe: Recipe) -> list[_Slice] | None:
     """Make one mergekit slice per layer for a recipe that copies whole layers, some of them moved or repeated.
 
     Returns None for any other recipe. mergekit takes the embedding from the first layer's model, and the head from the
-    last layer's model; if the recipe takes them from other models, the result is None too.
+    last layer's model; if the recipe takes them from other models, the result is also None.
     """
     merges = [layer.component(name) for layer in recipe.layers for name in COMPONENTS]
     is_copy = all(each.method == "passthrough" and each.number("scale") == 1 for each in recipe.merges())

@@ -42,8 +42,8 @@ def to_recipe(
     """Convert a mergekit configuration to the recipe that computes its merge.
 
     `layout` has the tensor names of the base. Models with another number of layers have their layout in `layouts`, by
-    alias. `aliases` maps the names of models in the configuration to their aliases in the recipe, `fingerprints` maps
-    aliases to content fingerprints. `seed` is for methods with random masks. `warn` is called with one line, which
+    alias. `aliases` maps the names of models in the configuration to their aliases in the recipe, and `fingerprints`
+    maps aliases to content fingerprints. `seed` is for methods with random masks. `warn` is called with one line, which
     names the place in the file, for each setting that mergekit ignores, such as filters that match no tensor. Raises
     InvalidRecipe, with a line for every problem.
     """
@@ -103,7 +103,7 @@ class _Builder:
         """Build the recipe's layers, embedding and head, and the merges of single tensors by name.
 
         Single tensors are the tensors whose merge differs from the merge of their component. Problems in the file are
-        added to `problems`; if there are any, the result is not usable.
+        added to `problems`; a file with problems gives no usable result.
         """
         slices = [self._with_all_inputs(slice_) for slice_ in self._configuration.slices]
         if self.problems:
@@ -125,9 +125,10 @@ class _Builder:
     def _with_all_inputs(self, slice_: Slice) -> Slice:
         """Copy a slice of a mergekit file, and add the base model to its inputs where mergekit does so.
 
-        The base is that of the slice or, if the slice names none, of the file. If the file lists `models`, a base that
-        is not among them is added. If the file lists `slices`, nothing is added; if the method uses a base, each slice
-        must list it. Problems with the slice's models and layer ranges are added to `problems`.
+        The base is the slice's base model or, if the slice names none, the file's base model. If the file lists
+        `models`, a base that is not among them is added. If the file lists `slices`, nothing is added: each slice must
+        then list the base itself if the method uses one. Problems with the slice's models and layer ranges are added to
+        `problems`.
         """
         where = f"{slice_.place}.base_model" if slice_.base else "base_model"
         base = slice_.base or self._configuration.base_model
@@ -159,7 +160,7 @@ class _Builder:
     def _warn_of_parameters(self, base: str | None, inputs: Iterable[ModelInput]) -> None:
         """Warn of parameters of the base model that mergekit reads only for other models.
 
-        `inputs` are the models of a slice. `base` is the base of this slice, or None if it has none.
+        `inputs` are the models of a slice. `base` is the base of this slice, or None if the slice has no base.
         """
         if self._method.base == "unused":
             return
@@ -178,10 +179,10 @@ class _Builder:
     def _component(self, name: str, slice_: Slice, *, offset: int | None, index: int | None, t: float) -> Merge:
         """Find the merge of most tensors in one component, such as "mlp", of one merged layer.
 
-        `name` is the component. `index` is the index of the merged layer, and `offset` its index within the slice. `t`
-        is its relative place in the slice, from 0 to 1, at which parameters that vary over the slice's layers are
-        interpolated. `index` and `offset` are None for the embedding and the head. The component's tensors with other
-        merges are added to the recipe's merges of single tensors.
+        `name` is the component. `index` is the index of the merged layer, and `offset` is the layer's index within the
+        slice. `t` is the layer's relative place in the slice, from 0 to 1; parameters that vary over the slice's layers
+        are interpolated there. `index` and `offset` are None for the embedding and the head. The component's tensors
+        with other merges are added to the recipe's merges of single tensors.
         """
         layers = [None if offset is None else self._range(source)[0] + offset for source in slice_.inputs]
         merges = {
@@ -240,8 +241,8 @@ class _Builder:
 
         `t` is the place of the tensor's layer in its slice: 0 for the first layer, 1 for the last. `scopes` are the
         settings from the narrowest scope to the widest: of the model, the slice, the module, the whole file. The first
-        value whose filter matches the tensor is used, or the parameter's default if none matches. If there is no
-        default either, the problem is reported at `place`, the key of the slice or model, and the result is 0.
+        value whose filter matches the tensor is used, or the parameter's default if no filter matches. If the parameter
+        has no default, the problem is reported at `place`, the key of the slice or model, and the result is 0.
         """
         for settings in scopes:
             fitting = (c for c in settings.get(parameter.name, ()) if c.filter in name)

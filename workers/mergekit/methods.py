@@ -1,7 +1,7 @@
 """mergekit's merge methods, the methods of this project that compute the same tensors, and the conversion of merges.
 
 Several methods of this project can correspond to one method of mergekit. The flags of mergekit's method, and whether
-there is a base model, decide which one is used.
+there is a base model, decide which of these methods is used.
 """
 
 from __future__ import annotations

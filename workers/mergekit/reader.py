@@ -358,7 +358,7 @@ class _Reader:
     def _token(self, node: Any, place: str) -> TokenSource | None:
         """Read the source of a token's embedding row; None if the file names no source for it.
 
-        `node` is the token's entry in the file, and `place` the key of the entry.
+        `node` is the token's entry in the file, and `place` is the key of the entry.
         """
         found = self._mapping(node, place, ("source", "force"))
         source, force = found.get("source"), _flag(found.get("force", False))

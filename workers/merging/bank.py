@@ -71,7 +71,8 @@ class Bank:
     """Source weights of a family of models, by model alias and tensor name, in their stored dtype.
 
     A family is a base model and its experts. The tensors are read-only and safe to read from several threads. For an
-    adapter, the bank holds the low-rank matrices; the tensors computed from these and the base are float32.
+    adapter, the bank holds the low-rank matrices; the tensors that are computed from these matrices and the base are
+    float32.
 
     `placement` is "mapped" (memory-mapped files, whose pages all processes on the machine share), "host" (a copy in
     this process's memory, pinned for a GPU) or "gpu" (a copy in the memory of `device`). Merges are computed on
@@ -88,12 +89,12 @@ class Bank:
     has too little room, nothing is shared, and `private_because` is the reason, as text.
 
     `room_bytes` is the available memory of `device` for merging one tensor, or None for no limit. A tensor that needs
-    more is merged on the CPU (`workers.merging.devices`).
+    more memory is merged on the CPU (`workers.merging.devices`).
 
     `sources` are models that are already opened, or a description of models. Described models are opened here and must
     have the fingerprints that the description states. Weights are searched for NaN and infinity once for each content;
-    the results of this search are cached in the directory `cache`, or in the default one if `cache` is None. Raises
-    InvalidModel if models cannot be opened, have changed, or contain NaN or infinity.
+    the results of this search are cached in the directory `cache`, or in the default directory if `cache` is None.
+    Raises InvalidModel if models cannot be opened, have changed, or contain NaN or infinity.
     """
 
     def __init__(
@@ -216,10 +217,10 @@ class Bank:
     def get(self, alias: str, name: str, shard: Shard | None = None) -> torch.Tensor:
         """Return the tensor `name` of the model `alias`, on the bank's device.
 
-        The result is always the whole tensor. `shard` says which of its elements the caller will read, so that only
-        these are counted in `elements_read`; None counts all. The result may share memory with the bank and must not be
-        written to. A tensor of an adapter is computed at every call. Raises InvalidModel if the bank has no tensor of
-        this name.
+        The result is always the whole tensor. `shard` says which elements the caller will read, so that only these
+        elements are counted in `elements_read`; None counts all elements. The result may share memory with the bank and
+        must not be written to. A tensor of an adapter is computed at every call. Raises InvalidModel if the bank has no
+        tensor of this name.
         """
         found = self._at_hand.get((alias, name))
         if found is None:
@@ -235,7 +236,7 @@ class Bank:
 
         `keys` are the tensors as (alias of the model, name). If the sources are in the memory of a GPU, the results are
         the whole tensors there, of which nothing is copied. Otherwise only the elements of the shard are copied to the
-        device, and each result has just these, in one dimension.
+        device, and each result has only these elements, in one dimension.
         """
         if self.placement is Placement.GPU:
             return tuple(self.get(alias, name, shard) for alias, name in keys)
@@ -369,8 +370,8 @@ class Bank:
     ) -> tuple[ModelMagnitudes, ...]:
         """Magnitude thresholds of one tensor of each source, for merges that trim whole models (`trim: model`).
 
-        Such a merge keeps the largest elements of the task vector over all tensors of a model. `sources` and `base` are
-        the tensor in each model, given as (alias of the model, name).
+        Such a merge keeps the largest elements of the task vector over all tensors of a model. `sources` and `base`
+        name the tensor in each model, as (alias of the model, name of the tensor).
 
         - `ranks`: for each source, the numbers of elements that the whole model keeps; there is a threshold for each
           number
@@ -396,7 +397,7 @@ class Bank:
         stacks_experts: bool = False,
         compiles: bool = True,
     ) -> int:
-        """Number of elements of a whole model whose elected sign is positive, minus the number with a negative one.
+        """Number of elements of a whole model with a positive elected sign, minus the number with a negative sign.
 
         The sign of the result is the majority sign, which some methods use for elements whose task vectors sum to zero.
         `sources` and `base` name the models; a model is given as (alias, name of any of its tensors). First the task
@@ -556,8 +557,8 @@ class Bank:
     def keep_ranks(self) -> None:
         """Enable caching, in host memory, of the magnitude ranks that the method `ranks` computes.
 
-        The method DELLA needs these ranks, which say where each magnitude is in its row. Ranks take two bytes for each
-        element of a source, or four bytes in rows longer than 65536.
+        The method DELLA needs these ranks, which say where each magnitude is in its row. A rank takes two bytes, or
+        four bytes in rows longer than 65536.
         """
         self._keeps_ranks = True
 
@@ -614,7 +615,7 @@ def _content_problems(sources: ResolvedFamily, stated: Family) -> tuple[str, ...
     """Problems with the content of the models, one line each: changed files, or values that are NaN or infinite.
 
     `stated` is the description of the models when they were chosen. A model has changed if its fingerprint in `sources`
-    is not the one in `stated`.
+    differs from its fingerprint in `stated`.
     """
     changed = {
         model.alias: (

@@ -39,7 +39,7 @@ def bank_for(
     The result is `bank` itself, which computes on its device, or its copy that computes on the CPU. The CPU is used if
     computing `tensor`, one of the merged tensors that `plan` lists, takes more memory (`peak_bytes`) than the bank's
     device has for merging (`Bank.room_bytes`). `dtype` is the dtype of the result. `num_elements` is the number of
-    elements that are computed, if a kernel computes only a part of the tensor; None means all.
+    elements that are computed, if a kernel computes only a part of the tensor; None means all elements.
     """
     if bank.room_bytes is None or bank.device.type == "cpu":
         return bank
@@ -70,7 +70,7 @@ def peak_bytes(
 
     `plan` lists the tensors of the merge, and `bank` has the weights of its sources. The result of the merge, in
     `dtype`, is counted. Sources that are on the device already are not counted. `num_elements` is the number of
-    elements that are computed, if a kernel computes only a part of the tensor; None means all.
+    elements that are computed, if a kernel computes only a part of the tensor; None means all elements.
     """
     merge = tensor.merge
     operands = [*merge.sources, *([merge.base_in(plan.recipe.base)] if METHODS[merge.method].needs_base else [])]

@@ -1,6 +1,6 @@
 """Computation of a recipe's merged tensors, as one stream for the running engine and for exports.
 
-Names of tensors are those of the merged model in Hugging Face's format.
+Tensors have their names in the merged model in Hugging Face's format.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ READ_BY_RULE = frozenset({"ramplus_tl"})
 class Scratch:
     """Memory that is reused for one merged tensor after another, to save allocations.
 
-    Pass the method `tensor` to `merged_tensors` as `into`. Then each tensor must be copied before the next one is
+    Pass the method `tensor` to `merged_tensors` as `into`. Then each tensor must be copied before the next tensor is
     computed. The memory is on the device of `bank`, the source weights.
     """
 
@@ -85,8 +85,8 @@ def merged_tensors(
     if that device has too little memory for it (`devices`).
 
     `into` may be a function that returns the memory for a tensor of a given name and shape. The memory must be
-    contiguous, of `dtype`, and on the bank's device. This saves time, because allocating memory takes longer than
-    filling it. If the memory for all tensors exists already, `merge_into` is faster.
+    contiguous, of `dtype`, and on the bank's device. Reusing memory saves time, because allocating memory takes longer
+    than filling it. If the memory for all tensors exists already, `merge_into` is faster.
 
     With `compiles=False` all methods are computed by plain torch functions. These give the same bits and are slower,
     but do not load Numba, which saves time for small merges (`is_small`). Raises InvalidRecipe, InvalidModel or
@@ -111,7 +111,7 @@ def is_small(recipe: Recipe | TensorPlan, bank: Bank) -> bool:
     A process that computes only this merge needs more time to load the kernels than they save. A merge is small if it
     is computed on the CPU, and all operands together have few elements: at most `SMALL`, or `SMALL_SUM` if the method
     is a weighted sum. `recipe` is the recipe of the merge, or a plan made from it; `bank` has the weights of its
-    models. Raises InvalidRecipe, InvalidModel or EvidenceMismatch if they do not fit together.
+    models. Raises InvalidRecipe, InvalidModel or EvidenceMismatch if the recipe cannot be merged from these models.
     """
     share = 0.0
     for tensor in plan_tensors(recipe, bank).tensors:
@@ -190,7 +190,7 @@ def _copy(merged: torch.Tensor, destination: torch.Tensor, shard: Shard | None) 
 
 
 def _whole_because(tensor: MergedTensor, plan: TensorPlan, bank: Bank, dtype: torch.dtype) -> str:
-    """Reason why parts (shards) of a merged tensor cannot be computed alone, as text; "" if they can.
+    """Reason why parts (shards) of a merged tensor cannot be computed alone, as text; "" if they can be.
 
     `plan` lists the tensors of the merge, among them `tensor`; `bank` has the weights of its sources. `dtype` is the
     dtype of the result.
@@ -218,7 +218,8 @@ def sources_of(
 
     `tensor` is one of the merged tensors that `plan` lists. The base's tensor is None if the method needs no base. The
     results are always whole tensors. `bank` has the weights of the source models, and counts the elements that are read
-    from them. `shard` says which elements the caller will read, so that only these are counted; None counts all.
+    from them. `shard` says which elements the caller will read, so that only these elements are counted; None counts
+    all elements.
     """
     sources, base = _keys_of(tensor, plan, bank)
     return tuple(bank.get(*key, shard) for key in sources), None if base is None else bank.get(*base, shard)
@@ -227,7 +228,8 @@ def sources_of(
 def _keys_of(tensor: MergedTensor, plan: TensorPlan, bank: Bank) -> tuple[tuple[Key, ...], Key | None]:
     """Names of the tensors that a merged tensor is computed from, as the pair (names of the sources, name of the base).
 
-    A name is (alias of the model in `bank`, name of the tensor). The base's is None if the method needs no base.
+    A name is (alias of the model in `bank`, name of the tensor). The name of the base is None if the method needs no
+    base.
     """
 
     def key(source: Source) -> Key:
@@ -429,7 +431,7 @@ class _ShardComputation:
         destination.copy_(merged if factor == 1 else merged * factor)
 
     def _operands(self, bank: Bank) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
-        """Tensors for computing the shard: those of the sources, and that of the base or None.
+        """Tensors for computing the shard: (tensors of the sources, tensor of the base or None).
 
         With kernels for the CPU, the tensors are whole. For a GPU they may have only the elements of the shard
         (`Bank.parts`). `bank` has the weights of the source models.
@@ -444,8 +446,8 @@ class _ShardComputation:
         """The kernel rule of the merge: the numbers of its formula, with exact thresholds.
 
         The whole tensors of the sources are read if a number, such as a threshold, depends on elements outside the
-        shard. `bank` has the weights of the source models. The processes of a node share such a rule, so that one of
-        them computes it, except for methods that use ranks.
+        shard. `bank` has the weights of the source models. One process of a node computes such a rule and shares it
+        with the other processes, except for methods that use ranks.
         """
         merge = self.tensor.merge
         uses = PLAIN[merge.method].uses

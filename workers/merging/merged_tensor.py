@@ -65,8 +65,8 @@ class MergedTensor:
     def split(self, merged: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """Split the computed tensor `merged` into tensors of the merged model.
 
-        A stack (the matrices of all experts of a layer's mixture of experts) gives the parts that it was joined from,
-        and any other tensor only itself. Yields (name, tensor) in the order of the method `shapes`.
+        A stack (the matrices of all experts of a layer's mixture of experts) is split into the parts that it was joined
+        from. Any other tensor is yielded as a whole. Yields (name, tensor) in the order of the method `shapes`.
         """
         if not self.pieces:
             yield self.name, merged

@@ -51,8 +51,8 @@ class SharedDirectory:
     """Directory in the node's shared memory, which exists as long as a process has it open.
 
     `name` identifies the content; processes that give the same name share one directory. The last process that closes
-    the directory removes it. If the last process was killed, the directory is removed when a process opens another one.
-    `root` is the node's shared memory, or None for SHARED_MEMORY.
+    the directory removes it. If the last process was killed, the directory is removed when a process opens another
+    directory. `root` is the node's shared memory, or None for SHARED_MEMORY.
     """
 
     def __init__(self, name: str, *, root: Path | None = None) -> None:
@@ -74,8 +74,8 @@ class SharedDirectory:
         """Return `num_bytes` of memory (uint8) that this node's processes share; one of them fills it with `write`.
 
         All processes that use the directory call this method. One of them fills the memory, and the others wait until
-        it is full. If the process that fills the memory is killed, another one fills it from the beginning. The memory
-        must not be written to afterwards. Raises NoRoom if there is too little shared memory.
+        it is full. If the process that fills the memory is killed, another process fills it from the beginning. The
+        memory must not be written to afterwards. Raises NoRoom if there is too little shared memory.
         """
         while not (self.path / FILLED).exists():
             fcntl.flock(self._users, fcntl.LOCK_UN)

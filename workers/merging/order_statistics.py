@@ -72,7 +72,7 @@ class Threshold:
     def key(self) -> int:
         """The threshold as one integer, for comparison with the integers of elements (`magnitude_keys`).
 
-        An element reaches the threshold if its integer is at least this one.
+        An element reaches the threshold if its integer is at least the threshold's integer.
         """
         return int(np.float32(self.magnitude).view(np.uint32)) << 32 | self.mark
 
@@ -80,7 +80,7 @@ class Threshold:
         """Mask (bool) of the elements that are at the threshold or above it, in the shape of `magnitudes`.
 
         `magnitudes` are the magnitudes of all elements of a tensor. `order` decides, by tie-breaking marks, about
-        elements whose magnitude equals that of the threshold.
+        elements whose magnitude equals the threshold's magnitude.
         """
         equal = (magnitudes == self.magnitude).flatten()
         reached = (magnitudes > self.magnitude).flatten()
@@ -138,10 +138,11 @@ class Trim:
     """Lower and upper bound (`low`, `high`) of the magnitude threshold that keeps a given number of elements.
 
     Elements are ordered by magnitude, and equal magnitudes by a mark, a number that breaks ties. To keep n elements,
-    the threshold is the magnitude and the mark of the n-th largest one. If the bounds are equal, they are the
-    threshold. Otherwise the threshold is at one of the elements strictly between the bounds, which are fewer than
-    `SPACING`. `num_smaller` is the number of elements between the bounds that are smaller than the threshold's element.
-    `is_tied` is true if more than `MOST_LEFT` elements may have magnitudes from that of `low` to that of `high`.
+    the threshold is the magnitude and the mark of the n-th largest element. If the bounds are equal, they are the
+    threshold. Otherwise the threshold is the magnitude and mark of one of the elements strictly between the bounds;
+    there are fewer than `SPACING` such elements. `num_smaller` is the number of elements between the bounds that are
+    smaller than the threshold's element. `is_tied` is true if more than `MOST_LEFT` elements may have magnitudes from
+    the magnitude of `low` to the magnitude of `high`.
     """
 
     low: Threshold
@@ -155,8 +156,8 @@ class Trim:
 
         An element whose magnitude is at most the first number is below the threshold. An element whose magnitude is at
         least the second number reaches the threshold. All other elements must be compared by magnitude and tie-breaking
-        mark: their magnitudes are from that of `low` to that of `high`. If no element reaches the threshold, the second
-        number is NaN, with which every comparison is false.
+        mark: their magnitudes are from the magnitude of `low` to the magnitude of `high`. If no element reaches the
+        threshold, the second number is NaN, with which every comparison is false.
         """
         if self == NOTHING:
             return float("inf"), float("nan")
@@ -208,10 +209,11 @@ class Ranked(Protocol):
 
 @dataclass(frozen=True)
 class Selection:
-    """The magnitudes of a tensor's elements, with a selection algorithm that finds the one of a given rank.
+    """The magnitudes of a tensor's elements, with a selection algorithm that finds the element of a given rank.
 
-    `select(n)` returns the element that n others precede in ascending order of magnitude, so `select(0)` is the
-    smallest one. `num_zeros()` counts the elements that are zero, and `num_elements` is the number of all.
+    `select(n)` returns the element that n other elements precede in ascending order of magnitude, so `select(0)`
+    returns the smallest element. `num_zeros()` counts the elements that are zero, and `num_elements` is the number of
+    all elements.
     """
 
     num_elements: int
@@ -317,8 +319,9 @@ class MagnitudeTable:
         """Whether many elements may have the same magnitude as the table's entry `first` or `last`.
 
         `first` and `last` are indices of entries. The table has an entry for every 128th element only. If two adjacent
-        entries have the same magnitude, all elements between them have it, too. Therefore the result is True if the
-        entry before `first` has the magnitude of `first`, or the entry after `last` that of `last`.
+        entries have the same magnitude, all elements between these two have the same magnitude. Therefore the result is
+        True if the entry before `first` has the magnitude of `first`, or if the entry after `last` has the magnitude of
+        `last`.
         """
         sizes = self._magnitudes
         return bool(

@@ -1,6 +1,6 @@
 """Plans of merges: the tensors to compute for a recipe, after checking it against the source models.
 
-This module computes no tensors. Names of tensors are those of the merged model in Hugging Face's format.
+This module computes no tensors. Tensors have their names in the merged model in Hugging Face's format.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class TensorPlan:
 
     Functions that accept a recipe also accept its plan, which saves them the check. For example, writing a merge into
     an engine takes several calls with one plan. A plan is valid for the bank (source weights in memory) for which it
-    was made. `aliases` maps the recipe's aliases to those of the bank.
+    was made. `aliases` maps the recipe's aliases to the bank's aliases.
     """
 
     recipe: Recipe
@@ -48,7 +48,7 @@ def merged_names(recipe: Recipe | TensorPlan, bank: Bank) -> dict[str, tuple[int
     """The name and shape of every merged tensor, in the order of `materialize.merged_tensors`.
 
     `recipe` is the recipe of the merge, or a plan made from it; `bank` has the weights of its models. Raises
-    InvalidRecipe, InvalidModel or EvidenceMismatch if they do not fit together (`plan_tensors`).
+    InvalidRecipe, InvalidModel or EvidenceMismatch if the recipe cannot be merged from these models (`plan_tensors`).
     """
     return {name: shape for tensor in plan_tensors(recipe, bank).tensors for name, shape in tensor.shapes().items()}
 
@@ -68,7 +68,7 @@ def computations(recipe: Recipe | TensorPlan, bank: Bank) -> dict[str, Hashable]
 def check_recipe(recipe: Recipe, bank: Bank) -> None:
     """Check that a recipe can be merged from the source models in `bank`.
 
-    Raises InvalidRecipe, InvalidModel or EvidenceMismatch if it cannot.
+    Raises InvalidRecipe, InvalidModel or EvidenceMismatch if the recipe cannot be merged.
     """
     plan_tensors(recipe, bank)
 

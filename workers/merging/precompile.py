@@ -101,8 +101,8 @@ def operands(case: Usual) -> Operands:
 def compile_kernels() -> None:
     """Compile the kernels of common merges, and the kernels that compute statistics for these merges.
 
-    The merges are those of two and three sources, in bfloat16 and float32, with the methods that most users need.
-    Kernels whose compiled code is already on disk are not compiled again.
+    The merges have two or three sources, in bfloat16 or float32, and the methods that most users need. Kernels whose
+    compiled code is already on disk are not compiled again.
     """
     for case in usual():
         merge_stored(case.merge, operands(case), torch.empty(SHAPE, dtype=case.dtype))

@@ -62,10 +62,10 @@ MLP_END = re.compile(
 class BranchFactors:
     """Factors on the outputs of one layer's attention and MLP, which replace the scales of a recipe's layers.
 
-    A scale is a factor on the residual stream after a layer. The factors have the same effect: they divide the outputs
-    that all later layers add to the stream by the scale. `stream` multiplies the output of the layer's attention, and
-    is one over the product of the scales of all earlier layers. `mlp` multiplies the output of the layer's MLP. This
-    factor is `stream` times the layer's MLP scale, a factor on the MLP's output alone.
+    A scale is a factor on the residual stream after a layer. The factors have the same effect: the outputs of all later
+    layers are divided by the scale. `stream` multiplies the output of the layer's attention, and is one over the
+    product of the scales of all earlier layers. `mlp` multiplies the output of the layer's MLP. This factor is `stream`
+    times the layer's MLP scale, a factor on the MLP's output alone.
     """
 
     stream: float = 1.0
@@ -94,9 +94,9 @@ def branch_factors(layers: Sequence[LayerRecipe], *, model_type: str) -> tuple[B
 
     Raises:
         InvalidRecipe: A layer has an alignment (a map of the residual stream after the layer), or a scale that cannot
-            be multiplied into weights; the message names the layer. A scale must be above 0, and 1 in models of a type
-            that is not in `SCALABLE`. float64 must be able to represent the product of the scales. An MLP scale must be
-            finite, and 1 in models of a type that is not in `MLP_SCALABLE`.
+            be multiplied into weights; the message names the layer. A scale must be above 0, and must be 1 in models of
+            a type that is not in `SCALABLE`. float64 must be able to represent the product of the scales. An MLP scale
+            must be finite, and must be 1 in models of a type that is not in `MLP_SCALABLE`.
     """
     factors = []
     cumulative = 1.0

@@ -55,7 +55,7 @@ def importance_of(first: torch.Tensor, second: torch.Tensor) -> Importance:
     """The rule by which the method Arcee Fusion selects elements of `second`: row factors and a threshold.
 
     The importance of an element is |second - first|, times the factor of its row. Elements whose importance is at least
-    the threshold are taken from `second`, all others from `first`. The result is that of
+    the threshold are taken from `second`, all others from `first`. The result equals the result of
     `methods.fusions.importance_of`, but is computed with little memory. The tensors are on CPU and have at least one
     element.
     """
@@ -78,8 +78,9 @@ def magnitude_selection(source: torch.Tensor, base: torch.Tensor, order: TieOrde
     """Make an object that finds the n-th largest of the magnitudes |source - base| without sorting, for any n.
 
     Magnitudes are in float32. The object searches all magnitudes each time it is asked for the threshold of a number n.
-    For tensors on a GPU, or with 2^32 elements or more, it is a table that is computed once (`magnitude_table`).
-    `order` is the rule that breaks ties between equal magnitudes. The tensors have at least one element.
+    For tensors on a GPU, or with 2^32 elements or more, the object is a table that is computed once
+    (`magnitude_table`). `order` is the rule that breaks ties between equal magnitudes. The tensors have at least one
+    element.
     """
     if source.is_cuda or source.numel() >= 2**32:
         return magnitude_table(source, base, order)
@@ -94,8 +95,8 @@ def variance_selection(sources: Sequence[torch.Tensor], base: torch.Tensor, orde
     The variance of an element is computed over its values in the task vectors, the differences of `sources` from
     `base`. The n-th largest variance is the threshold by which the merge method SCE selects elements. Nothing is
     sorted: the object searches all variances each time it is asked for the threshold of a number n. For tensors on a
-    GPU, or with 2^32 elements or more, it is a table that is computed once (`variance_table`). `order` is the rule that
-    breaks ties between equal variances. The tensors have at least one element.
+    GPU, or with 2^32 elements or more, the object is a table that is computed once (`variance_table`). `order` is the
+    rule that breaks ties between equal variances. The tensors have at least one element.
     """
     if base.is_cuda or base.numel() >= 2**32:
         return variance_table(sources, base, order)

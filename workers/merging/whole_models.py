@@ -96,10 +96,11 @@ class ModelMagnitudes:
 class WholeTaskVector:
     """Task vector of an expert over all of its tensors, whose n-th largest magnitude is found without sorting.
 
-    `names` are the names of the tensors, and `num_elements` is their number of elements. `read` returns a tensor by its
-    name. `compiles` says whether compiled kernels may be used. Finding the magnitude of a rank n takes two to five
-    passes over the expert and the base. The first pass counts elements, and is the same for all ranks. Its counts (512
-    KiB) are kept, so that each further rank takes one pass less. The result for each rank is kept, too.
+    `names` are the names of the tensors, and `num_elements` is the number of elements of all tensors together. `read`
+    returns a tensor by its name. `compiles` says whether compiled kernels may be used. Finding the magnitude of a rank
+    n takes two to five passes over the expert and the base. The first pass counts elements, and is the same for all
+    ranks. Its counts (512 KiB) are kept, so that each further rank takes one pass less. The result for each rank is
+    also kept.
     """
 
     def __init__(
@@ -145,12 +146,14 @@ class WholeTaskVector:
 
 
 def balance_of(tensors: Sequence[ModelTensor], shares: Sequence[float], known: Sequence[ModelMagnitudes]) -> int:
-    """Number of elements of one tensor with a positive elected sign, minus the number with a negative one.
+    """Number of elements of one tensor with a positive elected sign, minus the number with a negative sign.
 
     The elected sign of an element is the sign of the sum of the experts' trimmed task vectors. Trimming keeps the
-    largest elements of each expert's whole task vector. Each argument has an entry for each expert: `tensors` this
-    tensor of the expert, `shares` the share of the whole task vector to keep, and `known` the magnitude threshold that
-    follows from the share.
+    largest elements of each expert's whole task vector. Each argument has an entry for each expert:
+
+    - `tensors`: this tensor of the expert, and the same tensor of its base
+    - `shares`: the share of the whole task vector that trimming keeps
+    - `known`: the magnitude thresholds of this tensor that follow from the share
     """
     each = zip(tensors, shares, known, strict=True)
     return elected_balance([trimmed(of.task_vector(), share, of.order, table) for of, share, table in each])
@@ -190,7 +193,7 @@ class _PlainWords:
     """A tensor's elements as 64-bit sort keys, computed by PyTorch on any device.
 
     The n-th largest of a whole model's elements is found by counting the keys that begin with certain bits. The class
-    implements `order_statistics.Words`. The elements are those of the task vector of `tensor`, by magnitude.
+    implements `order_statistics.Words`. The elements are the elements of the task vector of `tensor`, by magnitude.
     """
 
     def __init__(self, tensor: ModelTensor) -> None:

@@ -7,7 +7,7 @@
 - `computed_tensors`: tensors that no file holds, such as weights changed by LoRA or rows in another order
 - `components`: the layer and component of each tensor
 - `config`: config.json with the key names that all model types share
-- `modalities`: declarations of the modalities, text and images: all properties that only models of one of them have
+- `modalities`: declarations of the modalities, text and images: all properties that only models of one modality have
 - `task_heads`: classification heads of image classifiers, each for one task
 - `zero_shot`: zero-shot heads of CLIP, which its text tower computes from the names of any classes
 - `image_processors`: image processors, which convert image files to a model's input

@@ -71,7 +71,7 @@ def stated_template(directory: Path) -> str | None:
 def most_common(directories: Iterable[Path]) -> str | None:
     """Most common chat template among the models in `directories`; None if no model has one.
 
-    If several templates are equally common, the first one is chosen.
+    If several templates are equally common, the first template is chosen.
     """
     stated = (template.strip() for directory in directories if (template := stated_template(directory)))
     return next((template for template, _ in Counter(stated).most_common(1)), None)

@@ -71,7 +71,7 @@ class Checkpoint:
         return self.directory if has_own or self.base is None else self.base.directory
 
     def tensor(self, name: str) -> SourceTensor | None:
-        """Tensor of the checkpoint with the given name, or stacked MoE tensor with this name; None if there is neither.
+        """Tensor of the checkpoint, or stacked MoE tensor, with the given name; None if there is no such tensor.
 
         A stacked MoE tensor joins one matrix of each expert of a layer's mixture of experts (`Layout.stacks`).
         """
@@ -191,14 +191,14 @@ def aligned(
 ) -> tuple[dict[str, Checkpoint], TokenAlignment]:
     """Give all checkpoints one common vocabulary in their embeddings and output heads.
 
-    `checkpoints` are by alias, the base first. `tokenizer` selects the vocabulary: BASE is that of the base, UNION is
-    that of the base with the tokens that other models added, and an alias is that of the model with this alias.
-    `options` are further options, such as the rows of single tokens. Raises InvalidModel if the vocabularies cannot be
-    aligned.
+    `checkpoints` are by alias, the base first. `tokenizer` selects the vocabulary. BASE selects the base's vocabulary,
+    UNION selects the base's vocabulary with the tokens that other models added, and an alias selects the vocabulary of
+    the model with this alias. `options` are further options, such as the rows of single tokens. Raises InvalidModel if
+    the vocabularies cannot be aligned.
 
     Returns the aligned checkpoints, and the tensors that the alignment changes. `vocabulary.align` describes how rows
-    are aligned. The aligned base states the common vocabulary's size in its configuration, and, if `tokenizer` is the
-    alias of an expert, the expert's special tokens.
+    are aligned. The configuration of the aligned base has the size of the common vocabulary. If `tokenizer` is the
+    alias of an expert, this configuration also has the expert's special tokens.
     """
     if not next(iter(checkpoints.values())).modality.has_vocabulary:
         return dict(checkpoints), TokenAlignment(0, {})
@@ -225,7 +225,7 @@ def aligned(
 
 
 def stored_bytes(checkpoints: Iterable[Checkpoint]) -> int:
-    """Total bytes of the stored tensors of `checkpoints`; a tensor that several of them share counts once."""
+    """Total bytes of the stored tensors of `checkpoints`; a tensor that several checkpoints share counts once."""
     return sum(info.num_bytes for info in frozenset().union(*(checkpoint.stored for checkpoint in checkpoints)))
 
 

@@ -44,9 +44,9 @@ MAX_SHAPES = 5
 def foreign_adapters(opened: Mapping[str, Checkpoint], given: Mapping[str, str]) -> Iterator[str]:
     """Yield a problem for each LoRA adapter that was trained on an expert, not on the base model.
 
-    The shapes of its matrices fit the base as well, so only the base model that its configuration states shows the
-    problem. `opened` are the models by alias, the base first. `given` has the directory or hub id by which the caller
-    named each model; the stated base model is compared with these names.
+    The matrices of such an adapter fit the base as well. The problem shows only in the adapter's configuration, which
+    states the model that it was trained on. `opened` are the models by alias, the base first. `given` has the directory
+    or hub id by which the caller named each model; the stated model is compared with these names.
     """
     base_alias = next(iter(opened))
     for alias, adapter in opened.items():
@@ -73,7 +73,8 @@ def foreign_adapters(opened: Mapping[str, Checkpoint], given: Mapping[str, str])
 def differences(base: Checkpoint, expert: Checkpoint, *, any_depth: bool = False) -> Iterator[str]:
     """Yield the reasons why layers of `expert` cannot replace layers of `base`; yield nothing if they can.
 
-    With `any_depth` the models may have different numbers of layers, and only the layers that both have are compared.
+    With `any_depth` the models may have different numbers of layers, and only the layers that both models have are
+    compared.
     """
     where = str(expert.directory)
     if expert.modality is not base.modality:

@@ -62,7 +62,8 @@ class Layout:
       embedding is not included.
     - `num_layers`: the number of decoder layers
     - `layer_prefix`: the text before the layer's index in names of tensors, such as "model.layers."
-    - `tied_head`: the name of a tied output head that a file contains anyway; None if there is none
+    - `tied_head`: the name of a tied output head that a file contains anyway; None if no file contains a tied output
+      head
     - `task_heads`: the names of tensors that belong to one task, such as the head of a classifier; they are never
       merged, and are not in `places`
     """
@@ -120,8 +121,8 @@ class Layout:
     def suffixes(self, component: str, layer: int | None = None) -> tuple[str, ...]:
         """Names of a component's tensors within the layer `layer`, sorted.
 
-        With `layer` None, the result has the full names of the component's tensors outside layers, such as those of the
-        embedding.
+        With `layer` None, the result has the full names of the component's tensors outside layers, such as the
+        embedding's tensor.
         """
         return self._groups.get((component, layer), ())
 
@@ -181,7 +182,7 @@ def layout(config: Mapping[str, Any], names: Iterable[str]) -> Layout:
 
 
 def _assign_final_norm(places: dict[str, TensorPlace]) -> None:
-    """Assign norms outside layers to the head, if their names have assigned all of them to the embedding.
+    """Assign all norms outside layers to the head, if by their names all of them were assigned to the embedding.
 
     `places` has the part of the model that each tensor was assigned to, by the tensor's name; it is changed in place.
     Every decoder ends in a norm, which belongs to the head even if its name looks like a part of the embedding.

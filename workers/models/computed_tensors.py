@@ -155,9 +155,9 @@ class LowRankStack(_Changed):
 class Dora:
     """A weight after the change by a DoRA adapter, which scales each output to a given length.
 
-    The method is that of arXiv:2402.09353, equation 5. `magnitude` [outputs] has the lengths. `changed` is the weight
-    after the low-rank change. An output is a row of the weight, or a column if the weight is transposed. The result is
-    in float32.
+    The method is equation 5 of arXiv:2402.09353. `magnitude` [outputs] has the lengths. `changed` is the weight after
+    the low-rank change. An output is a row of the weight, or a column if the weight is transposed. The result is in
+    float32.
     """
 
     changed: LowRank

@@ -59,7 +59,10 @@ def in_common_names(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def settled(config: Any) -> Any:
-    """Set to 0 the settings of transformers' `config` that make training passes random, such as dropout; return it."""
+    """Set the settings of `config` that make training random, such as dropout, to 0, and return `config`.
+
+    `config` is a configuration of transformers.
+    """
     for name, value in config.to_dict().items():
         if isinstance(value, float) and any(word in name for word in RANDOM):
             setattr(config, name, 0.0)
@@ -69,9 +72,9 @@ def settled(config: Any) -> Any:
 def of_each_layer(config: Mapping[str, Any], num_layers: int) -> dict[str, list[Any]]:
     """The entries of a config.json that are lists with one value for each layer, such as `layer_types`, by key.
 
-    `config` is the content of the file, and `num_layers` the number of layers. If the file leaves out such a list, and
-    transformers computes it, the computed list is included. A list of the indices of certain layers is not included,
-    even if it has `num_layers` entries.
+    `config` is the content of the file, and `num_layers` is the number of layers. If the file leaves out such a list,
+    and transformers computes it, the computed list is included. A list of the indices of certain layers is not
+    included, even if it has `num_layers` entries.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 

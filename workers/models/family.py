@@ -90,7 +90,7 @@ class ResolvedFamily:
 
     @property
     def modality(self) -> Modality:
-        """The kind of data that the models read; it is the same for all."""
+        """The kind of data that the models read, which is the same for the base and all experts."""
         return self.base.modality
 
     @property
@@ -100,8 +100,8 @@ class ResolvedFamily:
     def new_tokens(self, alias: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Tokens of the model `alias` that the base lacks.
 
-        The first tuple has the tokens that have a row in the model's embedding, and the second tuple those without a
-        row. The tokens of a tuple are in the order of their ids.
+        The first tuple has the tokens that have a row in the model's embedding, and the second tuple has the tokens
+        without a row. The tokens of a tuple are in the order of their ids.
         """
         known = token_ids(self.checkpoints[self.base_alias].tokenizer_dir) or {}
         checkpoint = self.checkpoints[alias]
@@ -171,9 +171,9 @@ class ResolvedFamily:
     def check_unchanged(self) -> None:
         """Check that the models' files have not changed since their fingerprints were computed.
 
-        Sizes, times of modification and inodes of files are compared. Only if one of these differs is the model read
-        again, because a file may have been touched, or replaced by a copy. A file that no longer exists does not count
-        as changed. Raises EvidenceMismatch if the contents of a model have changed.
+        Sizes, times of modification and inodes of files are compared. If one of these differs, the model is read again,
+        because a file may have been touched, or replaced by a copy, without a change of its content. A file that no
+        longer exists does not count as changed. Raises EvidenceMismatch if the contents of a model have changed.
         """
         for alias, checkpoint in self.checkpoints.items():
             states = self._states[alias]
@@ -285,10 +285,12 @@ class ResolvedFamily:
 class LocatedFamily:
     """The places where a base model and its experts were found, before the models are opened.
 
-    All fields are by alias; the first alias of `given` is that of the base. `given` has the directory or hub id by
-    which the caller named each model, `directories` the directory of each model that was found, and `problems` the
-    reasons why the others were not found. `adapted` has an entry for each adapter that changes another model than the
-    base: the directory of that model.
+    All fields are by alias; the first alias of `given` is the base's alias.
+
+    - `given`: the directory or hub id by which the caller named each model
+    - `directories`: the directory of each model that was found
+    - `problems`: for each model that was not found, the reasons why it was not found
+    - `adapted`: for each adapter that changes another model than the base, the directory of that model
     """
 
     given: Mapping[str, str]
@@ -452,7 +454,7 @@ def resolve_model(
 ) -> ResolvedFamily:
     """Locate, open and check one model, which is returned as a family: a base model, here without experts.
 
-    `model` is a directory or a hub id, and `alias` the name that it gets in the family. If the model is an adapter,
+    `model` is a directory or a hub id, and `alias` is the name that it gets in the family. If the model is an adapter,
     `adapts` is the model that it changes. `vocabulary` has options of the vocabulary, as in a recipe. `cache` is the
     directory of the cache, or None for the default directory. Raises InvalidModel with every problem.
     """

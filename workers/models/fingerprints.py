@@ -1,7 +1,7 @@
 """Fingerprints (hashes of contents) of checkpoints, and checks of whether their weights are finite; results are cached.
 
-Reading all of a large model takes minutes. The cache therefore has the hash of each file by path, size, modification
-time and inode, and the problems of the weights by the model's fingerprint.
+Reading all of a large model takes minutes. Therefore the hash of each file is cached by the file's path, size,
+modification time and inode, and the problems of a model's weights are cached by the model's fingerprint.
 """
 
 from __future__ import annotations

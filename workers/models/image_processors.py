@@ -74,7 +74,7 @@ def processor_differences(base: Path, expert: Path) -> Iterator[str]:
     """Yield an error message for each setting that differs between the image processors of a base and an expert.
 
     Merges use the base's processor, so an expert with another processor would get other inputs than in its training. An
-    expert without a processor is assumed to have that of the base.
+    expert without a processor is assumed to have the base's processor.
     """
     if not (_has_processor(base) and _has_processor(expert)) or _stated(base) == _stated(expert):
         return

@@ -1,6 +1,6 @@
 """Search for models in the directories that a study may read, so that users can choose among them.
 
-The walk is limited in depth, number of entries and time. The walk follows no links to directories. Therefore a model
+The search is limited in depth, number of entries and time, and follows no links to directories. Therefore a model
 behind such a link is listed only if it is also below a directory that the study may read.
 """
 
@@ -35,7 +35,7 @@ class FoundModel:
     - `name`: the name of the model in a study file: ID@COMMIT for a model in the hub's cache, else the directory
     - `architecture`: the class of the model, or its type if no class is stated; None for an adapter
     - `num_bytes`: the size of the model's safetensors files
-    - `base`: the base model that an adapter states; None if it states no base model, and for a checkpoint
+    - `base`: the base model that an adapter states; None for a checkpoint, and for an adapter that states no base model
     """
 
     directory: str

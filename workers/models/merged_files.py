@@ -57,13 +57,13 @@ def make_result_dir(
 
 
 def merged_config(recipe: Recipe, base: Checkpoint, models: Mapping[str, Checkpoint], *, dtype: str) -> dict[str, Any]:
-    """The config.json of a merged model: a copy of the base's, adapted to `dtype` and to the recipe's layers.
+    """The config.json of a merged model: the base's config.json, adapted to `dtype` and to the recipe's layers.
 
-    `dtype` is a name such as "float32". The fields for layers change if the number or order of layers is not the
-    base's. Some fields, such as the kinds of attention, have an entry for each layer. For each merged layer they get
-    the entry of the source layer from which attention is merged, or of the first one if there are several. `models` are
-    by the recipe's aliases, and may have another number of layers than the base. Raises InvalidRecipe for an order of
-    layers that the configuration cannot express.
+    `dtype` is a name such as "float32". The fields for layers change if the number or order of layers differs from the
+    base. Some fields, such as the kinds of attention, have an entry for each layer. In these fields, a merged layer
+    gets the entry of the source layer from which its attention is merged, or, if there are several source layers, the
+    entry of the first source layer. `models` are by the recipe's aliases, and may have another number of layers than
+    the base. Raises InvalidRecipe for an order of layers that the configuration cannot express.
     """
     config = {key: value for key, value in base.config.items() if key != "_name_or_path"}
     for key in {"dtype", "torch_dtype"} & config.keys() or {"dtype"}:
@@ -112,8 +112,8 @@ def _save_union(place: Path, base: Path, added: tuple[str, ...], sources: Mappin
 
     `base` is the directory of the tokenizer, and `added` are the additional tokens. `sources` are models by alias, the
     base first. A token may have properties in the tokenizers of these models, for example that it is a special token;
-    the saved tokenizer keeps them. If models disagree, the choice does not depend on the order of the models. Raises
-    InvalidModel if the saved tokenizer has other ids than expected.
+    the saved tokenizer keeps these properties. If models disagree, the choice does not depend on the order of the
+    models. Raises InvalidModel if the saved tokenizer has other ids than expected.
     """
     from tokenizers import AddedToken
 

@@ -1,7 +1,7 @@
 """Heads of classifiers: the part of a model that maps features to the classes of one task.
 
 Heads are not merged. A merge is scored on a task with the head of the model that the task names. A classifier has one
-head, which is linear. A whole CLIP model has a zero-shot head for any classes, which its text tower makes.
+head, which is linear. The text tower of a whole CLIP model can make a zero-shot head for any classes.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class HeadTensors:
 def task_head(alias: str, checkpoint: Checkpoint) -> TaskHead | None:
     """Description of the classification head of a model; None if the model has no head.
 
-    `checkpoint` is the model, and `alias` its name. An encoder that was stored alone has no head.
+    `checkpoint` is the model, and `alias` is its name. An encoder that was stored alone has no head.
     """
     weight = checkpoint.tensors.get(WEIGHT)
     if weight is None or WEIGHT not in checkpoint.layout.task_heads:

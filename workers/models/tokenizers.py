@@ -49,9 +49,9 @@ def load_tokenizer(directory: str | Path) -> Any:
     """Load a checkpoint's tokenizer so that it encodes and decodes as its tokenizer.json defines.
 
     transformers chooses a tokenizer class by the model's type, and this class may split or join text in its own way. If
-    it disagrees with tokenizer.json, the plain class that only reads this file is used, with a warning. For a directory
-    without tokenizer.json, transformers makes the tokenizer from the other files. Raises InvalidModel if there is no
-    tokenizer, or if the plain class disagrees too. The function never runs code from the directory.
+    the class disagrees with tokenizer.json, the plain class that only reads this file is used, with a warning. For a
+    directory without tokenizer.json, transformers makes the tokenizer from the other files. Raises InvalidModel if
+    there is no tokenizer, or if the plain class also disagrees. The function never runs code from the directory.
     """
     path = Path(directory)
     tokenizer, difference = _found(path)
@@ -83,7 +83,7 @@ def check_tokenizer(directory: str | Path, *, cache: str | Path | None = None) -
 def tokenizer_digest(directory: str | Path) -> str:
     """The sha256 (hex) of everything that the tokenizer in `directory` depends on.
 
-    These are the names and contents of the files from which a tokenizer may be loaded, and the versions of the
+    The digest covers the names and contents of the files from which a tokenizer may be loaded, and the versions of the
     libraries that load it. Raises InvalidModel for a file that cannot be read.
     """
     path = Path(directory)
@@ -109,7 +109,7 @@ def _found(path: Path) -> tuple[Any, str]:
 
     Returns the tokenizer and a text. If the class that transformers chooses by default does not agree, the plain class
     that only reads tokenizer.json is used, and the text says how the default differs. Otherwise the text is "". Raises
-    InvalidModel if there is no tokenizer, or if the plain class does not agree either.
+    InvalidModel if there is no tokenizer, or if the plain class also disagrees.
     """
     if not any((path / name).is_file() for name in TOKENIZER_FILES):
         raise InvalidModel((f"{path}: no tokenizer; expected one of {', '.join(TOKENIZER_FILES)}",))

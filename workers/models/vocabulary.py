@@ -1,10 +1,10 @@
 """Alignment of vocabularies: the rows of embeddings and output heads of all models get the order of one vocabulary.
 
-This vocabulary is the base's, the base's with the tokens that other models have added (union), or one expert's. Rows
-are found by the token's string. A model without a row for a token gets the base's row. If the base has no row for the
-token either, the model and the base get the mean of the rows of the models that have one. Therefore the task vectors of
-models without the token are zero in this row. Some rows represent no token; in all models, these rows are taken from
-the model whose vocabulary is used.
+This vocabulary is the base's vocabulary, the base's vocabulary with the tokens that other models have added (union), or
+the vocabulary of one expert. Rows are found by the token's string. A model without a row for a token gets the base's
+row. If the base, too, has no row for the token, the model and the base get the mean of the rows of the models that have
+a row for it. Therefore the task vectors of models without the token are zero in this row. Some rows represent no token;
+in all models, these rows are taken from the model whose vocabulary is used.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class VocabularyOptions:
     - `tokens`: the sources of the embedding rows of single tokens; tokens that the vocabulary lacks are added
     - `multiple_of`: the number of rows is rounded up to a multiple of this number
     - `by_id`: for a union (the base's vocabulary with the tokens that other models added): whether the added tokens are
-      in the order of their ids; otherwise they are in the order of their names
+      in the order of their ids; otherwise the added tokens are in the order of their names
     """
 
     tokens: Mapping[str, TokenRow] = field(default_factory=dict)
@@ -86,7 +86,7 @@ class VocabularyOptions:
 
         - tokens: the sources of the embedding rows of single tokens, by token; each is {"model", "token", "id",
           "force"}, with the meaning of the fields of `TokenRow`
-        - multiple_of: the number to a multiple of which the number of rows is rounded up
+        - multiple_of: the number of rows is rounded up to a multiple of this number
         - by_id: whether tokens that other models add to the base's vocabulary are in the order of their ids
 
         Raises InvalidModel for any other document.
@@ -145,10 +145,10 @@ def align(models: Mapping[str, Vocabulary], tokenizer: str, options: VocabularyO
     """Align the embeddings and output heads of `models` to one vocabulary.
 
     The models are by alias, the base first. `tokenizer` selects the vocabulary: BASE, UNION (the base's tokens and the
-    tokens that others added) or the alias of the model whose vocabulary is used. `options` are further options, such as
-    the sources of single rows. A model without a tokenizer.json that has as many rows as the base is assumed to have
-    the tokens of the base. The result has the size of the vocabulary, the tokens that are added, and the embeddings and
-    output heads that change. Raises InvalidModel with every problem.
+    tokens that other models added) or the alias of the model whose vocabulary is used. `options` are further options,
+    such as the sources of single rows. A model without a tokenizer.json that has as many rows as the base is assumed to
+    have the tokens of the base. The result has the size of the vocabulary, the tokens that are added, and the
+    embeddings and output heads that change. Raises InvalidModel with every problem.
     """
     base, *_ = models
     tokens, problems = _tokens_with_rows(models)
@@ -211,7 +211,7 @@ def token_ids(directory: Path) -> Mapping[str, int] | None:
 def added_tokens(directory: Path) -> Mapping[str, Mapping[str, Any]]:
     """Tokens that the tokenizer in `directory` has in addition to its original vocabulary.
 
-    The keys are the texts of the tokens, the values their entries in tokenizer.json.
+    The keys are the texts of the tokens, and the values are their entries in tokenizer.json.
     """
     file = directory / TOKENIZER
     document = json.loads(file.read_bytes()) if file.is_file() else {}
@@ -279,8 +279,8 @@ def _added_by_others(
     each model's tokens by alias. The result is sorted by token, or with `by_id` by the smallest id of each token. The
     result does not depend on the order of the models.
 
-    Raises InvalidModel if the base's tokenizer has tokens without a row in the embedding. Raises it also if a token of
-    the result is not an added token of another model's tokenizer, but part of that tokenizer's own vocabulary.
+    Raises InvalidModel if the base's tokenizer has tokens without a row in the embedding. Raises InvalidModel also if a
+    token of the result is not an added token of another model's tokenizer, but part of that tokenizer's own vocabulary.
     """
     base, *others = models
     problems = []
@@ -359,7 +359,7 @@ class _Plan:
     def applied(self, name: str, models: Mapping[str, Vocabulary]) -> SourceTensor:
         """The model's tensor `name` (embedding or output head) with its rows in the order of the common vocabulary.
 
-        `models` has the tensors of all models by alias, because rows that the model lacks are taken from others.
+        `models` has the tensors of all models by alias, because rows that the model lacks are taken from other models.
         """
         others = tuple(
             RowsOfOthers(positions, tuple(models[donor].tensors[name] for donor in donors), rows)

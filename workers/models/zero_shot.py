@@ -1,6 +1,6 @@
 """Zero-shot heads of CLIP, whose weights are embeddings of the class names, computed once by the text tower.
 
-The construction is that of Radford et al. 2021 (section 3.1.4, "Prompt engineering and ensembling"). Each template is a
+The construction follows Radford et al. 2021 (section 3.1.4, "Prompt engineering and ensembling"). Each template is a
 text with a placeholder for the class's name. The texts of a class are embedded; the embeddings are normalised, averaged
 over templates, and normalised again. The head's output for an image and a class is the cosine of their embeddings,
 times the model's `logit_scale`. The text tower is not merged.
@@ -24,7 +24,7 @@ BATCH = 256
 
 
 def check_templates(templates: Sequence[str], *, where: str) -> None:
-    """Check that there are templates, and that each has the placeholder {} exactly once. Raises InvalidTask if not."""
+    """Raise InvalidTask if there are no templates, or if a template does not have the placeholder {} exactly once."""
     if not templates:
         raise InvalidTask(
             f"{where}: has no templates; give at least one, such as 'a photo of a {CLASS}.'", "task.templates"

@@ -81,8 +81,8 @@ def application_state(name: str) -> str:
 def failure_reason(name: str) -> str:
     """Reason why the Serve application `name` failed, or why its state is unknown.
 
-    Serve's message about the failure is shortened to the error of `workers.errors` that it contains or, if there is
-    none, to its last line.
+    Serve's message about the failure is shortened to the error of `workers.errors` that it contains or, if it contains
+    no such error, to its last line.
     """
     try:
         application = _applications().get(name)

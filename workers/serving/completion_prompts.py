@@ -1,4 +1,4 @@
-"""Tokenization of the prompts of completion requests; BOS, chat template and maximum length are those of scoring."""
+"""Tokenization of the prompts of completion requests, with BOS, chat template and maximum length as in scoring."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def generation_of(request: CompletionRequest, prompts: Prompts) -> Generation:
     """Tokenize the prompt of a completion request, and determine how many tokens may be generated.
 
     A chat is rendered with a chat template: the one that the study's option `engine.chat_template` names, or the
-    model's default one. The text of the option `engine.system_prompt` is put before a chat that has no system message.
-    Without `request.max_tokens`, as many tokens may be generated as the model's context has room for. `prompts` has the
-    model's tokenizer and the study's options.
+    model's default template. The text of the option `engine.system_prompt` is put before a chat that has no system
+    message. Without `request.max_tokens`, the number of tokens is limited only by the model's context. `prompts` has
+    the model's tokenizer and the study's options.
 
     Raises:
-        InvalidPrompt: The prompt has no tokens or invalid ones, the model has no chat template, the template refuses
+        InvalidPrompt: The prompt has no tokens or invalid tokens, the model has no chat template, the template refuses
             the messages, or the context is too short.
     """
     tokens, field = _tokens(request, prompts)

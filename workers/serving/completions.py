@@ -30,7 +30,8 @@ class CompletionRequest:
 
     - `prompt`: the prompt, as text or as token ids, unless there are `messages`
     - `messages`: the messages of a chat, which the model's chat template turns into a prompt
-    - `max_tokens`: the largest number of tokens of the completion; None for as many as the model's context has room for
+    - `max_tokens`: the largest number of tokens of the completion; None for the number for which the model's context
+      has room
     - `stop`, `temperature`, `top_p`, `top_k`, `seed`: as in `workers.evaluation.prompts.Generation`
     - `yields`: whether the completion ends with EngineBusy as soon as a search uses the replica
     """
@@ -90,7 +91,7 @@ class LiveCompletion:
         self.is_cancelled = True
 
     async def parts(self) -> AsyncIterator[CompletionPart]:
-        """Yield the parts of the completion up to the last one. Raises the error with which the completion ended."""
+        """Yield the parts of the completion up to the last part. Raises the error with which the completion ended."""
         while True:
             part = await self._parts.get()
             if isinstance(part, Exception):
@@ -156,7 +157,10 @@ class CompletionBatch:
             return taken
 
     def close(self, error: Exception | None = None) -> None:
-        """Close the batch; completions that have not ended end with `error`, if there is one."""
+        """Close the batch, so that no completion can join it.
+
+        If `error` is given, all unfinished completions of the batch fail with `error`.
+        """
         with self._lock:
             self._is_closed = True
             if error is not None:

@@ -24,7 +24,7 @@ KEY = "chunk of replica "
 class CurrentChunk:
     """Record of the samples that a replica scored last; clients read it after a failed request.
 
-    - `chunk`: the id of these samples, which are those of one request
+    - `chunk`: the id of these samples, which belong to one request
     - `replica`, `log_file`: the replica's name, and the path of its log
     - `scored_others`: whether the replica had scored another recipe before
     - `overdue`: the reason why the replica counts as hung (`watchdog`), or None

@@ -54,9 +54,9 @@ def app_name(family: Family, options: EngineOptions, *, on_gpus: bool) -> str:
     """Name of the Serve application with the replicas (processes with an engine) that score merges of `family`.
 
     `family` is a base model and its experts, and `options` are the options of the engines. The name contains a hash of
-    both, so that studies with equal models and options share replicas. `on_gpus` says whether the replicas run on GPUs
-    (`runs_on_gpus`). Replicas on the CPU have another name: with the same options they may compute in another dtype,
-    and a study that needs GPUs must not be scored by them.
+    the models and the options, so that studies with equal models and options share replicas. `on_gpus` says whether the
+    replicas run on GPUs (`runs_on_gpus`). Applications on the CPU have another name, because replicas on the CPU may
+    compute in another dtype with the same options, and must not score a study that needs GPUs.
     """
     models = [(model.alias, model.origin or model.directory, model.fingerprint) for model in family.models]
     others = [family.alignments_dir] if family.alignments_dir else []
@@ -67,9 +67,9 @@ def app_name(family: Family, options: EngineOptions, *, on_gpus: bool) -> str:
 def runs_on_gpus(family: Family, gpus: GpuNeed) -> bool:
     """Whether replicas for merges of `family` run on GPUs of the Ray cluster to which this process is connected.
 
-    `gpus` says whether engines need GPUs. If they need none, replicas run on GPUs if a node of the cluster has any.
-    Without a connection to Ray, the cluster has none. A build of vLLM for GPUs says nothing about engines of modalities
-    that vLLM does not run: these need no GPUs.
+    `gpus` says whether engines need GPUs. For modalities that vLLM does not run, NEEDED counts as IF_ANY, because
+    NEEDED follows from a build of vLLM for GPUs. With IF_ANY, the replicas run on GPUs if a node of the cluster has
+    GPUs. Without a connection to Ray, the cluster counts as a cluster without GPUs.
     """
     if gpus is GpuNeed.NEEDED and not MODALITIES[family.modality].runs_on_vllm:
         gpus = GpuNeed.IF_ANY
@@ -95,20 +95,20 @@ def deploy_scorer(
     """Start scoring replicas on the Ray cluster of this process, and wait until they are ready.
 
     A replica scores merges of `family`, a base model and its experts, with an engine that has the given `options`.
-    `name` is the name of the Serve application, by default that of `app_name`; a running application of this name is
-    used unchanged. The number of replicas is `replicas`. With `keep_idle_s`, studies share the application, and
-    `replicas` is only the number at first: it then follows the number of requests, up to the number for which there are
-    GPUs, or up to `max_replicas`. Replicas that are idle for `keep_idle_s` seconds are stopped, down to none, and the
-    next request starts them again. Serve sends at most `max_ongoing` requests to a replica at the same time.
-    `make_worker` replaces the engine in tests.
+    `name` is the name of the Serve application, by default the result of `app_name`; a running application of this name
+    is used unchanged. `replicas` is the number of replicas. With `keep_idle_s`, studies share the application, and
+    `replicas` is only the number of replicas at first. Then the number of replicas follows the number of requests, up
+    to `max_replicas` or, if this is None, the number for which there are GPUs. Replicas that are idle for `keep_idle_s`
+    seconds are stopped, even the last replica, and the next request starts replicas again. Serve sends at most
+    `max_ongoing` requests to a replica at the same time. `make_worker` replaces the engine in tests.
 
     Replicas get GPUs if the cluster has any, and otherwise run on the CPU if `gpus` allows it. If no node has enough
     GPUs for one replica, EngineUnavailable is raised, or replicas wait for such a node (`GpuNeed`).
 
     Serve checks the health of replicas every `health_check_period_s` seconds, and waits `health_check_timeout_s`
     seconds for an answer. It replaces a replica after three failed checks in a row. By default this takes at most two
-    minutes for a process that does not answer, and a quarter of a minute for one whose work is overdue (`time_limits`).
-    Raises EngineUnavailable, with the reason and the replica's log file, as soon as a replica fails to start, and if no
+    minutes if a process does not answer, and 15 seconds if the work of a process is overdue (`time_limits`). Raises
+    EngineUnavailable, with the reason and the replica's log file, as soon as a replica fails to start, and if no
     replica is ready after `start_timeout_s` seconds.
     """
     from ray import serve
@@ -231,8 +231,8 @@ def _scaling(
 
     If `keep_idle_s` is None, there are always `replicas` replicas. Otherwise the number is `replicas` at first, and
     then follows the number of requests, up to `max_replicas`. If `max_replicas` is None, the limit is the number of
-    replicas for which there are GPUs, or `replicas` if that is more. A replica that gets no request for `keep_idle_s`
-    seconds is stopped, even if it is the last one. `options` has the number of GPUs that a replica uses.
+    replicas for which there are GPUs, but at least `replicas`. A replica that gets no request for `keep_idle_s` seconds
+    is stopped, even if it is the last replica. `options` has the number of GPUs that a replica uses.
     """
     if keep_idle_s is None:
         return {"num_replicas": replicas}

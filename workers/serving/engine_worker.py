@@ -69,9 +69,9 @@ class EngineWorker:
 
     The engine starts when the object is made, and then serves all requests. The most recently used evaluation tasks
     stay loaded. `family` has the base model and its experts, and `options` are the options of the engine.
-    `most_engines` is the largest number of such engines in the cluster; None means as many as there are GPUs. Raises
-    EngineUnavailable if the engine does not start. `verify_elsewhere` verifies an export in another process, or
-    returns None (`gpu_verification.verify_on_free_gpu`). If it is None, or returns None, this process verifies.
+    `most_engines` is the largest number of such engines in the cluster; None means one for each GPU. Raises
+    EngineUnavailable if the engine does not start. `verify_elsewhere` verifies an export in another process, or returns
+    None (`gpu_verification.verify_on_free_gpu`). If it is None, or returns None, this process verifies.
     """
 
     _verify_elsewhere: Callable[..., VerificationReport | None] | None = None
@@ -157,7 +157,7 @@ class EngineWorker:
         """Yield the completions that have joined `batch` since the last call, with tokenized prompts.
 
         A completion whose prompt is invalid ends with the error. If `closes` is True and no valid completion has
-        joined, the batch is closed, so that no further one can join it.
+        joined, the batch is closed, so that no further completion can join it.
         """
         while taken := batch.take(closes=closes):
             for live in taken:
@@ -176,7 +176,7 @@ class EngineWorker:
         return self.evaluator.sample_texts(task, start, stop)
 
     def sample_pictures(self, task: TaskSpec, start: int, stop: int) -> SamplePictures:
-        """Raise InvalidTask: prompts of text have no pictures."""
+        """Raise InvalidTask, because the samples of text tasks have no pictures."""
         raise InvalidTask(f"{task.task}: is a task of text, whose samples have no pictures; give an image task")
 
     def verify(self, recipe: Recipe, samples: tuple[SampleResult, ...], spans: tuple[Span, ...]) -> VerificationReport:

@@ -59,16 +59,16 @@ class FakeScorer:
     - `sample_delay_s`, `swap_delay_s`: seconds to wait for each sample, and for each change of the recipe (swap)
     - `failing`: digests of recipes for which TrialFailed is raised
     - `fails_above`: TrialFailed is also raised for every recipe with a coefficient above this number
-    - `exits_at_call`: the call of `score` that ends the process without clean-up, counted from 1 over all processes
-      that share `log_file`, if there is one
+    - `exits_at_call`: the call of `score` that ends the process without clean-up, counted from 1; with a `log_file`,
+      the calls of all processes that share the file are counted
     - `unavailable_calls`: the number of calls that raise EngineUnavailable before the first success
     - `crashing`, `crash_by`: digests of recipes that crash the engine, and how: by an error, a signal, the end of the
       process, or a hang
-    - `garbles`: the values are right, but the responses and tokens are wrong, which `verify` detects
+    - `garbles`: whether completions and their tokens are wrong although the values are right; `verify` detects this
     - `fails_canary_at`: the swap at which the engine fails a canary (a comparison with transformers); the engine
       refuses all later calls
     - `wrong_since`: the swap since which the engine gives wrong values, and `check` fails
-    - `skips_canaries`: the reason why `check` compares nothing, if it should not
+    - `skips_canaries`: the reason why `check` compares nothing; "" if it compares
     - `replica`: the name of the replica in results; the default is a name for each process
     - `bank_fingerprint`: the fingerprint of the source weights in results
     - `seed`: the seed of the pseudorandom numbers from which values are computed
@@ -186,8 +186,8 @@ class FakeScorer:
     def describe(self, tasks: tuple[TaskSpec, ...]) -> tuple[TaskInfo, ...]:
         """Return facts about tasks, such as their numbers of samples, without building them.
 
-        A task in a JSONL file has as many samples as the file; any other task has `num_samples` of this scorer. Raises
-        InvalidTask if a file cannot be read.
+        A task in a JSONL file has a sample for each line of the file; any other task has `num_samples` of this scorer.
+        Raises InvalidTask if a file cannot be read.
         """
         return tuple(
             TaskInfo(
@@ -204,11 +204,11 @@ class FakeScorer:
         return len(read_inline(task.task)) if "file" in task.task else reader_of(task.task).check(task).num_samples
 
     def sample_texts(self, task: TaskSpec, start: int, stop: int) -> SampleTexts:
-        """Prompts and right answers of samples; unlike other methods, this one and `sample_pictures` build the task."""
+        """Prompts and right answers of samples. Only this method and `sample_pictures` build the task."""
         return sample_texts(task, start, stop)
 
     def sample_pictures(self, task: TaskSpec, start: int, stop: int) -> SamplePictures:
-        """Pictures of samples; unlike other methods, this one and `sample_texts` read the task."""
+        """Pictures of samples. Only this method and `sample_texts` read the task."""
         if not modality_of_task(task.task).has_pictures:
             raise InvalidTask(f"{task.task}: samples of text have no pictures; give an image task")
         return pictures_of(load_image_task(task), start, stop)

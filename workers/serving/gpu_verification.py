@@ -35,7 +35,7 @@ class GpuVerifier:
         self._device = device
 
     def lack(self, num_parameters: int) -> str | None:
-        """Reason why a model with `num_parameters` parameters cannot be verified on this device; None if it can."""
+        """Reason why a model with `num_parameters` parameters cannot be verified on this device; None if it can be."""
         import torch
 
         if self._device == "cpu":

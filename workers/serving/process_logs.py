@@ -26,9 +26,8 @@ def keeping_serve_log() -> Iterator[None]:
     """Context manager that restores Serve's log handlers of this replica after an engine start closed them.
 
     vLLM configures logging when an engine starts, and Python then closes every log handler of the process. If the file
-    of Serve's handler is closed, Serve's log is lost. Serve's controller can then not recover the replica after a
-    restart either: it asks the replica for the file's name, gets an AttributeError, and fails the application (Ray
-    2.60).
+    of Serve's handler is closed, Serve's log is lost. Then Serve's controller also cannot recover the replica after a
+    restart: it asks the replica for the file's name, gets an AttributeError, and fails the application (Ray 2.60).
     """
     handlers = [each for each in logging.getLogger("ray.serve").handlers if isinstance(each, MemoryHandler)]
     targets = [handler.target for handler in handlers]

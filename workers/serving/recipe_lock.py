@@ -13,8 +13,8 @@ __all__ = ["RecipeLock"]
 class RecipeLock:
     """Asyncio lock of an engine that prefers waiters for the last recipe, so that fewer merges are swapped.
 
-    A swap writes the merge of another recipe into the engine. When the lock is released, it goes to the longest waiter
-    for this recipe. If no one waits for it, the longest waiter for any recipe gets the lock.
+    A swap writes the merge of another recipe into the engine. When the lock is released, the longest waiter for the
+    last recipe gets the lock. If no one waits for the last recipe, the longest waiter for any recipe gets the lock.
     """
 
     def __init__(self) -> None:
@@ -30,8 +30,8 @@ class RecipeLock:
     async def hold(self, digest: str) -> AsyncIterator[None]:
         """Async context manager that waits for the lock of an engine, and holds it for work with the recipe `digest`.
 
-        When the lock is released, waiters for the recipe that held it last come first. `digest` is "" for work without
-        a recipe.
+        When the lock is released, waiters with the recipe of the last holder come first. `digest` is "" for work
+        without a recipe.
         """
         if self._is_taken:
             ready = asyncio.get_running_loop().create_future()

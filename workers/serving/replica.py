@@ -314,7 +314,7 @@ class ScoringReplica:
     # -- in the engine's thread ------------------------------------------------------------------------------------
 
     def _run(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Run a function in the engine's thread, and convert its exceptions to those of `workers.errors`.
+        """Run a function in the engine's thread, and convert its exceptions to exceptions of `workers.errors`.
 
         After an error of the engine (EngineCrashed or EngineFault) the replica refuses all work, and fails its health
         checks. After any other error it continues.

@@ -17,8 +17,8 @@ __all__ = ["ServeCompleter"]
 class ServeCompleter:
     """Client that completes prompts with the replicas of the Ray Serve application `app_name`.
 
-    The client sends each request only once. Studies repeat the request of a replica that died, but such a replica may
-    already have sent a part of a completion.
+    The client sends each request only once. It does not repeat the request if the replica dies, because the replica may
+    already have sent a part of the completion.
     """
 
     app_name: str

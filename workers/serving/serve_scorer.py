@@ -111,7 +111,7 @@ class ServeScorer:
         """Call the method `method` of each running replica, and return the answers by replica name.
 
         `name_of` reads the name from an answer. Serve chooses the replica for each call. Therefore calls are repeated
-        until each replica has answered, but at most 8 times as often as there are replicas.
+        until each replica has answered; the number of calls is at most 8 times the number of replicas.
         """
         running = self._known_replicas()["RUNNING"]
         found: dict[Any, Any] = {}
@@ -125,8 +125,9 @@ class ServeScorer:
     def _known_replicas(self) -> Counter[str]:
         """Number of replicas in each state ("RUNNING", ...), once Serve's controller knows all of them.
 
-        A controller that was restarted must find its replicas again first. This method waits for it, at most
-        `deadline_s` seconds. Raises ServeUnavailable if the controller does not answer within that time.
+        A controller that was restarted must first find its replicas again. This method waits for at most `deadline_s`
+        seconds until the controller has found them. Raises ServeUnavailable if the controller does not answer within
+        that time.
         """
         deadline = time.monotonic() + self.deadline_s
         while True:
@@ -255,8 +256,8 @@ def _raise_if_scoring(request: ScoreRequest, error: Exception) -> None:
 def _handle(name: str) -> Any:
     """Ray Serve's handle for sending requests to the replicas of the application `name`.
 
-    The handle is made without a query of Serve's controller, to which `ray.serve.get_app_handle` would wait for an
-    answer without limit. Therefore the application may be missing; requests through its handle are then never answered.
+    Serve's controller is not queried, because `ray.serve.get_app_handle` would wait for its answer without limit.
+    Therefore the application may be missing; requests through the handle are then never answered.
     """
     from ray import serve
 

@@ -21,7 +21,7 @@ class TimeLimits:
     """Time limits, in seconds, for the work of a replica.
 
     - `start_s`: the start of the replica's worker, with downloads and compilation
-    - `first_chunk_s`: scoring a chunk of samples (those of one request) with a task or a merge method that is new to
+    - `first_chunk_s`: scoring a chunk (the samples of one request) with a task or a merge method that is new to
       the replica, for which data are prepared and kernels compiled
     - `chunk_factor`, `chunk_s`: any other chunk may take `chunk_factor` times the time expected from the chunks
       measured so far, and at least `chunk_s`
@@ -41,8 +41,8 @@ TIME_LIMITS = TimeLimits()
 class Watchdog:
     """Timer of a replica's work, which reports work beyond its time limit.
 
-    The engine's thread enters the context `chunk` when it scores a chunk of samples (those of one request), and `work`
-    for other work. Any thread may call the method `overdue`. `limits` are the time limits. `start_s` is the number of
+    The engine's thread enters the context `chunk` when it scores a chunk (the samples of one request), and `work` for
+    other work. Any thread may call the method `overdue`. `limits` are the time limits. `start_s` is the number of
     seconds that the start of the replica's worker took. A chunk may always take at least this long, because it may
     include a comparison with transformers, as the start does.
     """

@@ -39,8 +39,8 @@ _fields: ContextVar[Mapping[str, Any]] = ContextVar("log fields", default={})  #
 def fields(**values: Any) -> Iterator[None]:
     """Context manager that adds the given fields, such as the job, to each log line of this thread.
 
-    Contexts can be nested; a line has the fields of all of them. A value of None adds no field. Other threads have the
-    fields only if they run in a copy of the context (see `contextvars`).
+    Contexts can be nested; a line has the fields of all contexts around it. A value of None adds no field. Other
+    threads have the fields only if they run in a copy of the context (see `contextvars`).
     """
     token = _fields.set({**_fields.get(), **{name: value for name, value in values.items() if value is not None}})
     try:
@@ -57,7 +57,7 @@ def is_json() -> bool:
 def log_to_stderr() -> None:
     """Write the logs of this process, from INFO on, to standard error, in the format that the environment names.
 
-    In JSON, exceptions that end the process or a thread, and warnings, are log lines too.
+    In JSON, exceptions that end the process or a thread, and warnings, are also log lines.
     """
     logging.basicConfig(level=logging.INFO, handlers=[_handler()])
     if is_json():
@@ -69,8 +69,8 @@ def log_to_stderr() -> None:
 def log_in_worker() -> None:
     """Write the logs of a worker of Ray as JSON lines if the environment says so; otherwise change nothing.
 
-    Messages of this project are written from INFO on, others from WARNING on. Ray stores the standard error of its
-    workers in files.
+    Messages of this project are written from level INFO on, and messages of other packages are written from level
+    WARNING on. Ray stores the standard error of its workers in files.
     """
     root = logging.getLogger()
     if is_json() and not any(isinstance(handler.formatter, JsonLines) for handler in root.handlers):

@@ -110,7 +110,7 @@ class Span:
     def traceparent(self) -> str | None:
         """Identifier of this span and its trace, as in the W3C header `traceparent`; None if the span is not recorded.
 
-        Other processes need it to make spans below this one.
+        Other processes need the identifier to make spans below this span.
         """
         return None if self._made is None else _traceparent(self._made)
 
@@ -151,7 +151,7 @@ def begin(
 ) -> Span:
     """Begin a trace span and return it; the caller must end it.
 
-    `name`, `attributes` and `kind` are those of the span, as in OpenTelemetry. `parent` and `links` identify other
+    `name`, `attributes` and `kind` are properties of the span, as in OpenTelemetry. `parent` and `links` identify other
     spans, each as in the W3C header `traceparent`. `parent` is the parent of the new span; None is the current span.
     With `is_root`, the new span has no parent and begins a trace. `links` are related spans in other traces. `start_ns`
     is the time at which the span begins, in nanoseconds since the epoch; None is now.
@@ -178,7 +178,7 @@ def begin(
 def span(name: str, attributes: Attributes, *, parent: str | None = None, kind: Kind = "internal") -> Iterator[Span]:
     """Context manager of a new trace span, which ends with the context.
 
-    `name`, `attributes` and `kind` are those of the span, as in OpenTelemetry. Spans that begin in the context are
+    `name`, `attributes` and `kind` are properties of the span, as in OpenTelemetry. Spans that begin in the context are
     children of this span, unless they name another parent. `parent` is the parent of this span, in the form of the
     header `traceparent`; None is the current span. An exception marks the span as failed. The span then has the class
     of the exception, but not its message.
@@ -203,9 +203,9 @@ def span(name: str, attributes: Attributes, *, parent: str | None = None, kind: 
 def record(name: str, attributes: Attributes, *, parent: str | None, start_ns: int, seconds: float) -> Span:
     """Make a trace span of work that is over.
 
-    `name` and `attributes` are those of the span. `parent` identifies the parent span, as in the W3C header
-    `traceparent`; None is the current span. `start_ns` is the time at which the work began, in nanoseconds since the
-    epoch, and `seconds` is how long it took.
+    `name` and `attributes` are the span's name and attributes. `parent` identifies the parent span, as in the W3C
+    header `traceparent`; None is the current span. `start_ns` is the time at which the work began, in nanoseconds since
+    the epoch, and `seconds` is how long it took.
     """
     made = begin(name, attributes, parent=parent, start_ns=start_ns)
     if made._made is not None:
@@ -215,7 +215,7 @@ def record(name: str, attributes: Attributes, *, parent: str | None, start_ns: i
 
 @contextmanager
 def under(parent: str | None) -> Iterator[None]:
-    """Context manager that makes an existing trace span, such as one of another process, the current span.
+    """Context manager that makes an existing trace span, such as a span of another process, the current span.
 
     `parent` identifies the span, in the form of the header `traceparent`. None changes nothing.
     """

@@ -23,7 +23,7 @@ def family_dir() -> pathlib.Path:
     """Directory of the tiny models that this package ships: a base model and experts, with evaluation tasks.
 
     The directory contains base/, experts/<skill>/, tasks/<skill>_{search,holdout,train}.jsonl, study.yaml (merges the
-    experts) and retrain.yaml (trains new ones).
+    experts) and retrain.yaml (trains new experts).
     """
     return pathlib.Path(__file__).resolve().parent
 

@@ -1,9 +1,9 @@
 """Coefficient gradients: derivatives of the loss on reference answers with respect to a merge's coefficients.
 
-The code that computes merges for inference engines also computes the merge here, which is written into a transformers
-model. One backward pass then gives the gradient of each merged tensor. Each gradient is reduced to one number per
-coefficient as soon as it is computed, and then freed, so that the gradients of the whole model are never in memory at
-once. The model, and the loss of each sample, are those of the models' modality (`workers.training.task_losses`).
+The merge is computed by the code that inference engines use, and is written into a transformers model. One backward
+pass then gives the gradient of each merged tensor. Each gradient is reduced to one number for each coefficient as soon
+as it is computed, and then freed, so that the gradients of the whole model are never in memory at once. The modality of
+the models defines the model and the loss of a sample (`workers.training.task_losses`).
 """
 
 from __future__ import annotations
@@ -55,25 +55,26 @@ class CoefficientGradients:
 
     A family is a base model and its experts. Methods compute losses and derivatives for a given merge. Merges are
     written, one at a time, into a transformers model, which is replaced if a merge has other layers. The loss of a
-    sample is that of its right answer, such as the cross-entropy of an image's class. Sums over tensors
-    are in float32 or finer. If a GPU is full, forward passes have fewer tokens from then on; if this does not suffice,
-    activations are recomputed. Both change only the rounding of sums. At first, the free memory of a GPU limits the
-    tokens of a pass. Equal calls give equal bits on the same device with the same number of threads, independent of
-    earlier calls, as long as no GPU is full.
+    sample is the loss on its right answer, such as the cross-entropy of an image's class. Sums over tensors are in
+    float32 or finer. At first, the free memory of a GPU limits the tokens of a forward pass. If the GPU is full
+    nevertheless, forward passes have fewer tokens from then on; if this is not enough, activations are recomputed. Both
+    measures change only the rounding of sums. Equal calls give equal bits on the same device with the same number of
+    threads, independent of earlier calls, as long as no GPU is full.
 
-    - `tasks`: the task of each objective; all tasks must have right answers (`references.lack_of_references`)
+    - `tasks`: the task of each objective; all tasks, except the tasks of `entropies`, must have right answers
+      (`references.lack_of_references`)
     - `options`: the options of the study's engines, which define prompts and dtype; float32 replaces float16, in which
       gradients vanish
     - `placement`: the place where the source weights are kept
     - `is_shared`: whether processes of the machine share sources in host memory (`Bank`)
     - `device`: the device on which the model computes. The default is the CPU, because a GPU that this process sees may
       belong to an engine
-    - `more_devices`: further devices, over which and `device` the layers of the model are divided
+    - `more_devices`: further devices; the layers of the model are divided over `device` and these devices
     - `recomputes`: whether activations are recomputed, which saves their memory and takes a third more time
     - `max_tokens`: the largest number of tokens in a forward pass, with padding
     - `cache`: the directory of the cache, or None for the default directory
-    - `entropies`: the objectives whose loss is the entropy of the model's predictions in place of the loss of right
-      answers, which their tasks then need not have (`references.lack_of_entropy`)
+    - `entropies`: the objectives whose loss is the entropy of the model's predictions, for which tasks need no right
+      answers (`references.lack_of_entropy`)
 
     All arguments are picklable. Raises InvalidModel and InvalidTask if the models or the tasks cannot be used.
     """
@@ -148,9 +149,9 @@ class CoefficientGradients:
         (`workers.merging.residual_scales`). These weights are proportional to 1 / s_i, so the derivative with respect
         to s_i is -1 / s_i times the sum, over these weights, of the inner product of gradient and weight.
 
-        The objectives named in `completions` are measured on the completions given to `set_completions`, the others on
-        the right answers. Raises InvalidRecipe for a merge that has no gradients or cannot be made, and TrialFailed if
-        a loss is NaN or infinite.
+        The objectives named in `completions` are measured on the completions given to `set_completions`; all other
+        objectives are measured on the right answers. Raises InvalidRecipe for a merge that has no gradients or cannot
+        be made, and TrialFailed if a loss is NaN or infinite.
         """
         started = time.perf_counter()
         targets = self._targets(batch, completions)
@@ -173,8 +174,9 @@ class CoefficientGradients:
         """Compute the result of `loss_and_gradient`, but with 0 in the field `seconds`.
 
         The result has the mean loss of each objective on the merge of `recipe`, and the gradient of the sum of these
-        losses times their `weights`. `batch` has the positions of the samples, and `targets` what losses are computed
-        from, both by objective. With `by_scales` there are also derivatives with respect to the scales of layers.
+        losses times their `weights`. `batch` has the positions of the samples, and `targets` has the targets from which
+        losses are computed, both by objective. With `by_scales` there are also derivatives with respect to the scales
+        of layers.
         """
         plan = plan_as_stated(recipe, self.bank)
         self._fit(recipe)
@@ -207,10 +209,10 @@ class CoefficientGradients:
     ) -> dict[str, tuple[float, ...]]:
         """Compute the loss of the merge of `recipe` on each sample in `batch`, by objective.
 
-        `batch` has the positions of samples by objective, and the losses of an objective are in the same order. The
-        objectives named in `completions` are measured on the completions given to `set_completions`, all other
-        objectives on the right answers. Each loss is divided by its objective's unit, which makes objectives comparable
-        (`TaskLosses.unit`).
+        `batch` has the positions of samples by objective, and the losses of an objective are in the order of its
+        positions. The objectives named in `completions` are measured on the completions given to `set_completions`; all
+        other objectives are measured on the right answers. Each loss is divided by its objective's unit, which makes
+        objectives comparable (`TaskLosses.unit`).
         """
         targets = self._targets(batch, completions)
         plan_tensors(recipe, self.bank)  # raises the errors of the recipe before the model is replaced
@@ -266,9 +268,9 @@ class CoefficientGradients:
         """Targets of losses for each objective in `batch`, such as texts with right answers.
 
         `batch` has the positions of the samples by objective. For the objectives in `completions`, a target is a
-        completion given to `set_completions`; for all other objectives it is the task's right answer. Raises ValueError
-        for an unknown objective, for an objective without positions, and for a position without a completion or right
-        answer.
+        completion given to `set_completions`; for all other objectives, a target is the task's right answer. Raises
+        ValueError for an unknown objective, for an objective without positions, and for a position without a completion
+        or right answer.
         """
         found = {}
         for name, positions in batch.items():
@@ -298,16 +300,16 @@ class CoefficientGradients:
         self._limit_tokens()
 
     def _new_model(self, device: torch.device, like: Recipe | None = None) -> WritableModel:
-        """Make a model with the layers of the merge of the recipe `like`, or with the base's if it is None."""
+        """Make a model with the layers of the merge of the recipe `like`; None means the layers of the base."""
         model: WritableModel = self._task_losses.model(
             device=device, more_devices=self._more_devices, recomputes=self._recomputes, like=like
         )
         return model
 
     def _limit_tokens(self) -> None:
-        """Limit the tokens of a pass to those whose activations fit into the free memory of every GPU of the model.
+        """Limit the tokens of a pass so that its activations fit into the free memory of every GPU of the model.
 
-        If fewer than `LEAST_TOKENS` fit, activations are recomputed. The limit is never raised.
+        If the activations of `LEAST_TOKENS` tokens do not fit, activations are recomputed. The limit is never raised.
         """
         for recomputes in dict.fromkeys((self._recomputes, True)):
             fitting = self._fitting_tokens(recomputes=recomputes)
@@ -326,7 +328,8 @@ class CoefficientGradients:
     def _fitting_tokens(self, *, recomputes: bool) -> int | None:
         """The number of tokens of a pass for whose activations every GPU of the model has room; None without GPUs.
 
-        The sources of the largest tensor are counted, which are copied to the GPU when its gradient is reduced.
+        Room for the sources of the largest tensor is kept free, because they are copied to the GPU when the tensor's
+        gradient is reduced.
         """
         found = []
         config, operands = self.model.module.config.to_dict(), reduction_bytes(self.bank.sources)
@@ -357,8 +360,8 @@ class CoefficientGradients:
     def _read(self, samples: Sequence[tuple[str, Any]], factors: Sequence[float] | None) -> list[float]:
         """Compute the loss of every sample by forward passes, in the order of `samples`.
 
-        If `factors` has a number for each sample, the gradients of the sum of all losses times their factors are
-        computed too, by backward passes. Raises TrialFailed if a loss is NaN or infinite.
+        If `factors` has a number for each sample, the gradients of the sum of all losses times their factors are also
+        computed, by backward passes. Raises TrialFailed if a loss is NaN or infinite.
         """
         targets = [target for _, target in samples]
         found = [0.0] * len(targets)
@@ -412,9 +415,9 @@ def free_bytes(device: torch.device) -> int | None:
 class _Targets:
     """Targets of one objective's losses, and the divisor that makes losses of several objectives comparable.
 
-    `at` has the targets by the sample's position; a target is what the loss of a sample is computed from. The divisor,
-    `unit`, is the mean size of the task's samples (`TaskLosses.unit`), or of the completions that replace right
-    answers.
+    `at` has the targets by the sample's position; a target is the data from which the loss of a sample is computed. The
+    divisor, `unit`, is the mean size of the task's samples (`TaskLosses.unit`), or the mean size of the completions
+    that replace right answers.
     """
 
     at: Mapping[int, Any]
@@ -428,7 +431,7 @@ def _samples(batch: Batch, targets: Mapping[str, _Targets]) -> list[tuple[str, A
 def _by_objective(
     batch: Batch, losses: Sequence[float], targets: Mapping[str, _Targets]
 ) -> dict[str, tuple[float, ...]]:
-    """Group the losses of samples by objective, each divided by its objective's unit to make objectives comparable.
+    """Group the losses of samples by objective; a loss is divided by the objective's unit, for comparability.
 
     `losses` are in the order of `batch`, which has the positions of the samples by objective. `targets` has the unit of
     each objective.
@@ -442,8 +445,8 @@ class _Reducer:
 
     The method `add` is called with gradients of the loss with respect to the tensor. `stated` are the coefficients.
     `plan` lists the tensors of the merge with their sources, and `bank` has the weights of the sources. `merged` is the
-    computed tensor, or None. If it is given, the attribute `along` accumulates the inner products of the gradients with
-    it, from which derivatives with respect to layer scales are computed.
+    computed tensor, or None. With `merged`, the attribute `along` accumulates the inner products of the gradients with
+    `merged`, from which derivatives with respect to layer scales are computed.
     """
 
     def __init__(
@@ -523,7 +526,7 @@ def _by_scale(recipe: Recipe, reducers: Iterable[_Reducer]) -> dict[int, float]:
 def _deterministic() -> Iterator[None]:
     """Context manager that makes torch use deterministic algorithms.
 
-    An operation that has no deterministic algorithm is computed by another one, and torch warns about it.
+    An operation that has no deterministic algorithm is computed by another algorithm, and torch warns about it.
     """
     was, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     memory: Any = torch.utils.deterministic

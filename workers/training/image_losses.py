@@ -1,8 +1,8 @@
-"""Losses of image tasks: the cross-entropy of labels, and the entropy of predictions, of merged encoders with heads.
+"""Losses of image tasks on merged encoders: the cross-entropy of labels, or the entropy of predictions.
 
 A merge turns images into features, and the head of the model that a task names turns features into logits. Heads are
-not merged, so losses have gradients with respect to the encoder alone. The entropy needs no labels: its minimisation is
-the objective of Yang et al., "AdaMerging: Adaptive Model Merging for Multi-Task Learning", ICLR 2024 (arXiv 2310.02575,
+not merged, so losses have gradients only with respect to the encoder. The entropy needs no labels: to minimise it is
+the method of Yang et al., "AdaMerging: Adaptive Model Merging for Multi-Task Learning", ICLR 2024 (arXiv 2310.02575,
 section 3.2.2).
 """
 
@@ -33,9 +33,10 @@ __all__ = ["ImageLosses", "ImageTarget", "TrainableEncoder"]
 class TrainableEncoder:
     """An encoder of images whose parameters have gradients (`workers.training.task_losses.WritableModel`).
 
-    It has the architecture of the base model in `bank` and the layers of the merge of the recipe `like`, or the base's
-    if `like` is None, in `dtype`. Weights are NaN before a merge is written. With `recomputes`, activations within
-    layers are computed again in the backward pass. With `more_devices`, the layers are divided over these and `device`.
+    The encoder has the architecture of the base model in `bank`, in `dtype`. Its layers are the layers of the merge of
+    the recipe `like`, or the layers of the base if `like` is None. Weights are NaN until a merge is written. With
+    `recomputes`, activations within layers are computed again in the backward pass. The layers are divided over
+    `device` and `more_devices`.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class TrainableEncoder:
             self.recompute()
 
     def recompute(self) -> None:
-        # transformers does so in training mode only. Nothing is random in it: see `new_encoder`.
+        # transformers recomputes in training mode only. Nothing is random in this mode: see `new_encoder`.
         self.module.train()
         self.module.gradient_checkpointing_enable({"use_reentrant": False})
 
@@ -71,15 +72,16 @@ class TrainableEncoder:
         return len(recipe.layers) == self._num_layers
 
     def features(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Features of images, float32, [num_images, hidden_size], with gradients if they are enabled in torch."""
+        """Features of images, [num_images, hidden_size] in float32, with gradients if torch has gradients enabled."""
         return self._encoder.differentiable_features(pixels)
 
 
 @dataclass(frozen=True)
 class ImageTarget:
-    """An image whose loss is computed: the digest of its task, and its position in the order of scoring.
+    """An image whose loss is computed: its task's digest, and its position in the order of scoring.
 
-    The loss is the cross-entropy of the head's output `output`, or the entropy of the predicted classes if it is None.
+    The loss is the cross-entropy of the head's output `output`; if `output` is None, it is the entropy of the predicted
+    classes.
     """
 
     task: str
@@ -90,8 +92,8 @@ class ImageTarget:
 class ImageLosses:
     """Losses of image classifiers (`workers.training.task_losses.TaskLosses`).
 
-    Losses are divided by the entropy of equally likely classes, so that a cross-entropy is 1 at chance level, and an
-    entropy is 1 if all classes are equally likely.
+    Losses are divided by the entropy of equally likely classes. Then the cross-entropy of a model that guesses is 1,
+    and an entropy is at most 1.
     """
 
     def __init__(self, bank: Bank, options: EngineOptions, *, dtype: torch.dtype) -> None:
@@ -160,7 +162,10 @@ class ImageLosses:
         return self._tasks[spec.digest]
 
     def _head(self, task: str, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
-        """The head of a task, on `device`, with weights rounded to the dtype of the model as engines have them."""
+        """The function that computes logits by a task's head, on `device`; functions are cached.
+
+        The head's weights are rounded to the model's dtype.
+        """
         if (task, device) not in self._heads:
             head = self._tasks[task].head
             checkpoint = self._bank.sources.checkpoints[head.alias]
@@ -170,7 +175,10 @@ class ImageLosses:
 
 
 def _losses(logits: torch.Tensor, outputs: Sequence[int | None]) -> torch.Tensor:
-    """Loss of each row of `logits` [rows, classes]: the cross-entropy of its output, or the entropy if it has none."""
+    """Loss of each row of `logits` [rows, classes]; `outputs` has the index of each row's right class, or None.
+
+    The loss is the cross-entropy of the right class, or the entropy of the row if there is no right class.
+    """
     labels = [output for output in outputs if output is not None]
     if len(labels) == len(outputs):
         return cross_entropy(logits, torch.tensor(labels, device=logits.device), reduction="none")

@@ -47,10 +47,11 @@ def activation_bytes(
 ) -> int:
     """Bytes of the activations that are kept for a backward pass over `tokens` tokens.
 
-    `config` is the model's configuration, and `value_bytes` the number of bytes of a value. For each token, a layer of
-    a Llama keeps 8 h + 4 d + 4 f values, as measured with PyTorch's allocator on CPU. h is the size of the residual
-    stream, d the size of all keys of a token, and f the size of the MLP. With `recomputes`, only the activations of one
-    layer and the inputs of all layers are kept. `layers` is the number of layers on the device; None means all.
+    `config` is the model's configuration, and `value_bytes` is the number of bytes of a value. For each token, a layer
+    of a Llama keeps 8 h + 4 d + 4 f values, as measured with PyTorch's allocator on CPU: h is the size of the residual
+    stream, d is the size of all keys of a token, and f is the size of the MLP. With `recomputes`, only the activations
+    of one layer and the inputs of all layers are kept. `layers` is the number of layers on the device; None means all
+    layers.
     """
     hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
     head_size = int(config.get("head_dim") or hidden // heads)
@@ -81,7 +82,7 @@ def tokens_within(
 ) -> int:
     """Largest number of tokens of a pass whose activations fit into `room_bytes` bytes of a device; at least 0.
 
-    The other arguments are those of `activation_bytes`.
+    The other arguments are as in `activation_bytes`.
     """
     # Computed for many tokens, because the bytes of a single token are rounded.
     each = activation_bytes(config, 1 << 20, value_bytes, recomputes=recomputes, layers=layers) / (1 << 20)

@@ -53,10 +53,11 @@ class TrainableModel:
     """A transformers model whose parameters have gradients, and into which merges are written in place.
 
     `bank` has the opened weights of a family, which is a base model and its experts. The model has the family's
-    architecture, in `dtype` on `device`, with one copy of its weights. Its layers are those of a merge of the recipe
-    `like`, or the base's if `like` is None. With `recomputes`, activations within layers are computed again in the
-    backward pass. With `more_devices`, the layers are divided over these and `device` in their order, so that each has
-    about as many bytes; embedding, final norm and head stay on `device`.
+    architecture, in `dtype` on `device`, with one copy of its weights. The model has the layers of a merge of the
+    recipe `like`, or the layers of the base if `like` is None. With `recomputes`, activations within layers are
+    computed again in the backward pass. With `more_devices`, the layers are divided in their order over `device` and
+    `more_devices`, so that all devices hold about equal numbers of bytes; embedding, final norm and head stay on
+    `device`.
 
     - `memory`: for each merged tensor, by name, the part of the model's weights into which it is written
     - `leaves`: pairs of a parameter and the merged tensors that it contains, by name. A tied output head is a separate
@@ -118,7 +119,7 @@ class TrainableModel:
 def _of_layers(recipe: Recipe, bank: Bank) -> dict[str, Any]:
     """Fields of the configuration that a merge with other layers changes, compared with the base model.
 
-    The result is empty if the layers are those of the base. `bank` has the weights of the recipe's models.
+    The result is empty if the merge has the layers of the base. `bank` has the weights of the recipe's models.
     """
     config = merged_config(recipe.canonical(), bank.base, bank.views(recipe.models), dtype="float32")
     base = bank.base.config
@@ -128,8 +129,8 @@ def _of_layers(recipe: Recipe, bank: Bank) -> dict[str, Any]:
 def _origins(bank: Bank, like: Recipe | None) -> dict[str, str]:
     """The base tensor that initialises each tensor of a merge, as a dict of names.
 
-    `bank` has the opened weights of the base and the experts. The layers are those of the merge of the recipe `like`,
-    or the base's if `like` is None.
+    `bank` has the opened weights of the base and the experts. The merge has the layers of the recipe `like`, or the
+    layers of the base if `like` is None.
     """
     layout, names = bank.layout, bank.base.tensors
     if like is None:
@@ -172,7 +173,7 @@ def _loaded(bank: Bank, dtype: torch.dtype, origins: Mapping[str, str], of_layer
 
 
 def place(module: Any, devices: Sequence[torch.device]) -> tuple[int, ...]:
-    """Move a transformers model to devices; returns the number of layers on each.
+    """Move a transformers model to devices; returns the number of layers on each device.
 
     The layers of `module` are divided over `devices` in their order. Everything else is on the first device, to which
     the output of the last layer is moved. Raises InvalidModel if the model has no list of its layers.
@@ -238,7 +239,7 @@ def _attention(config: Any) -> str | None:
 
 
 def _parts(module: Any, bank: Bank, dtype: torch.dtype, origins: Mapping[str, str]) -> dict[str, ParameterPart]:
-    """Map the name of each merged tensor to the parameter of `module`, or part of one, that holds it.
+    """Map the name of each merged tensor to the parameter, or the part of a parameter, of `module` that holds it.
 
     A part is found by the tensor's name or, if this fails, by its values. Therefore the model must hold the base's
     weights, in `dtype`; `bank` has the weights of the base and the experts. `origins` maps the name of each merged

@@ -1,8 +1,8 @@
-"""Interface of the losses of a modality's tasks, by which the coefficients of merges have gradients.
+"""Interface of the losses of a modality's tasks, whose gradients give the derivatives for coefficients.
 
 `workers.training.gradients` merges, reduces gradients to derivatives and saves memory in the same way for all
-modalities. What depends on the modality is the model that merges are written into, the data that it reads, and the loss
-of a sample. A modality names its class in its declaration (`workers.models.modalities`).
+modalities. A modality defines the model into which merges are written, the data that the model reads, and the loss of a
+sample. The modality's declaration names the class that implements this interface (`workers.models.modalities`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class WritableModel(Protocol):
     - `module`: the module of transformers
     - `memory`: for each merged tensor, by name, the part of the model's weights into which it is written
     - `leaves`: pairs of a parameter and the merged tensors that it contains, by name
-    - `device`: the device of the inputs and of all that is not in layers
+    - `device`: the device of the inputs, and of all parameters outside layers
     - `num_layers_on`: the number of layers on each device
     """
 
@@ -38,11 +38,11 @@ class WritableModel(Protocol):
     num_layers_on: Sequence[int]
 
     def recompute(self) -> None:
-        """Enable activation checkpointing: from now on, recompute activations within layers in the backward pass."""
+        """Enable activation checkpointing: activations within layers are recomputed in all later backward passes."""
         ...
 
     def holds(self, recipe: Recipe, bank: Bank) -> bool:
-        """Whether the merge of `recipe` has the layers of this model, so that it can be written into it."""
+        """Whether this model has the layers of the merge of `recipe`, so that the merge can be written into it."""
         ...
 
 
@@ -54,8 +54,9 @@ class TaskLosses(Protocol[ModelT, TargetT]):
     """Losses of one modality's tasks on merges of the models in a bank.
 
     The constructor takes the bank, the options of the study's engines, and the dtype in which the model computes.
-    `TargetT` is what the loss of a sample is computed from, such as the tokens of the right answer, and `ModelT` is the
-    model. Every method raises InvalidTask if a task cannot be used.
+    `ModelT` is the type of the model. `TargetT` is the type of targets; a target is the data from which the loss of a
+    sample is computed, such as the tokens of the right answer. Every method raises InvalidTask if a task cannot be
+    used.
     """
 
     def __init__(self, bank: Bank, options: EngineOptions, *, dtype: torch.dtype) -> None: ...
@@ -68,7 +69,7 @@ class TaskLosses(Protocol[ModelT, TargetT]):
         recomputes: bool = False,
         like: Recipe | None = None,
     ) -> Any:
-        """Make a model (`WritableModel`) with the layers of the merge of `like`, or those of the base if it is None.
+        """Make a model (`WritableModel`) with the layers of the merge of `like`; None means the layers of the base.
 
         The layers are divided over `device` and `more_devices`. With `recomputes`, activations within layers are
         computed again in the backward pass. Raises InvalidModel if the models cannot be used.
@@ -78,7 +79,8 @@ class TaskLosses(Protocol[ModelT, TargetT]):
     def targets(self, spec: TaskSpec, *, is_entropy: bool = False) -> Sequence[TargetT]:
         """The targets of all samples of the task `spec`, in the order in which they are scored.
 
-        With `is_entropy`, the loss is the entropy of the predicted classes, in place of the loss of right answers.
+        With `is_entropy`, the loss is the entropy of the predicted classes; otherwise it is the loss on the right
+        answer.
         """
         ...
 
@@ -87,23 +89,23 @@ class TaskLosses(Protocol[ModelT, TargetT]):
         ...
 
     def size(self, target: TargetT) -> float:
-        """Divisor for the loss of one sample; the `unit` of a task is the mean of these."""
+        """Divisor for the loss of one sample; the `unit` of a task is the mean of this number over its samples."""
         ...
 
     def of_completion(self, spec: TaskSpec, position: int, tokens: Sequence[int]) -> TargetT:
-        """The target of the sample at `position` if a model's completion, `tokens`, counts as the right answer."""
+        """The target of the sample at `position` if the completion `tokens` counts as its right answer."""
         ...
 
     def minibatches(self, targets: Sequence[TargetT], max_tokens: int) -> Iterator[list[int]]:
-        """Divide targets into minibatches, each for one forward pass; yield the indices of each one's targets.
+        """Divide targets into minibatches, each for one forward pass; yield the indices of each minibatch's targets.
 
-        A minibatch has at most `max_tokens` tokens, or a single target.
+        A minibatch has at most `max_tokens` tokens, or has a single target.
         """
         ...
 
     def of_samples(self, model: ModelT, targets: Sequence[TargetT]) -> torch.Tensor:
         """Compute the loss of `model` on each target by one forward pass, in float32: [len(targets)].
 
-        The losses have gradients if gradients are enabled in torch.
+        The losses have gradients if torch has gradients enabled.
         """
         ...

@@ -24,7 +24,7 @@ __all__ = ["TextLosses"]
 class TextLosses:
     """Losses of language models on right answers (`workers.training.task_losses.TaskLosses`).
 
-    `options` define the prompts.
+    `options` are the options of the study's engines, which define prompts.
     """
 
     def __init__(self, bank: Bank, options: EngineOptions, *, dtype: torch.dtype) -> None:

@@ -65,7 +65,7 @@ class ImageEncoder:
         return self.differentiable_features(pixels)
 
     def differentiable_features(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Features of images as `features` computes them, with gradients if they are enabled in torch."""
+        """Features of images as the method `features` returns them, with gradients if torch has gradients enabled."""
         parameter = next(iter(self.parameters.values()))
         found = self.module(pixel_values=pixels.to(parameter.device, parameter.dtype))
         features: torch.Tensor = found.logits if hasattr(found, "logits") else found.pooler_output
@@ -75,7 +75,7 @@ class ImageEncoder:
 def new_encoder(config: Mapping[str, Any], *, layers: int, dtype: torch.dtype, device: torch.device) -> ImageEncoder:
     """Make an encoder with `layers` layers for the model configuration `config`; its weights are NaN at first.
 
-    Nothing in it is random, not in training mode either: rates of dropout are 0.
+    Its computation is never random: dropout is off even in training mode.
     """
     settings = _tower(config)
     own = settled(_config({**settings, "num_hidden_layers": layers}))
@@ -114,7 +114,7 @@ def _tower(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_bare(config: Mapping[str, Any]) -> bool:
-    """Whether `config` is that of a vision tower, which has no classification head."""
+    """Whether `config` is the configuration of a vision tower, which has no classification head."""
     return config["model_type"] in {model_type for _, model_type in MERGED_TOWERS.values()}
 
 

@@ -1,8 +1,8 @@
 """The warm engine for image classifiers: one PyTorch module whose weights are replaced by one merge after another.
 
 Merges are computed by the same bank and kernels as merges of language models, directly into the module's parameters.
-The features of fixed images are compared with those of a fresh model of transformers when the engine starts, every
-CANARY_EVERY swaps, and on request. An engine that fails a check refuses all further calls.
+The engine's features of fixed images are compared with the features by a fresh model of transformers when the engine
+starts, every CANARY_EVERY swaps, and on request. An engine that fails a check refuses all further calls.
 
 Not thread-safe: the owner of an engine holds a lock over swap and score.
 """
@@ -66,7 +66,7 @@ class ImageEngine:
 
     `family` has the models. Of the engine's `options`, dtype and max_layers are used. `device` is the device of the
     engine; None means a GPU if this process has one, else the CPU. Raises EngineUnavailable, with the reason, if the
-    models cannot be opened, and EngineFault if the engine's features differ from those of transformers.
+    models cannot be opened, and EngineFault if the engine's features differ from transformers' features.
     """
 
     def __init__(

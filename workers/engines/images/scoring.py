@@ -1,6 +1,6 @@
 """Scoring of image tasks: a merge computes features, and the classification head that a task names gives logits.
 
-The head is that of one of the source models, unchanged.
+The head belongs to a source model, and is not merged.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ NUM_SHOWN = 5  # classes with the largest logits in a response
 
 
 def value_of(prepared: PreparedTask, position: int, logprobs: torch.Tensor) -> float:
-    """The metric of the sample at `position`, from the log-probabilities of all classes, [num_classes]."""
+    """The value of the task's metric for the sample at `position`.
+
+    `logprobs` [num_classes] has the model's log-probabilities of the classes.
+    """
     if prepared.task.is_entropy:
         return entropy(logprobs) / largest_entropy(len(logprobs))
     ranked: Any = torch.sort(logprobs, descending=True, stable=True)  # equal logits: the first output counts
@@ -39,12 +42,12 @@ def value_of(prepared: PreparedTask, position: int, logprobs: torch.Tensor) -> f
 
 
 def largest_entropy(num_classes: int) -> float:
-    """Entropy of `num_classes` equally likely classes, in nats; for a single class, that of two classes."""
+    """Entropy of `num_classes` equally likely classes, in nats; for a single class, the entropy of two classes."""
     return math.log(max(2, num_classes))
 
 
 def entropy(logprobs: torch.Tensor) -> float:
-    """Entropy of predicted classes, in nats, from their log-probabilities."""
+    """Entropy of the predicted classes, in nats; `logprobs` are the log-probabilities of the classes."""
     return max(0.0, -float((logprobs.exp() * logprobs).sum()))
 
 

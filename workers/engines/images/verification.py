@@ -95,7 +95,8 @@ def _classifier(
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """Make the function that maps preprocessed images to logits, from an exported model and the head of a task.
 
-    The text tower of a zero-shot head is that of the export or, if the head belongs to an expert, that of the expert.
+    The text tower of a zero-shot head is the export's text tower; if the head belongs to an expert, it is the expert's
+    text tower.
     """
     if head.templates is None:
         found = load_file(directory / HEADS_DIR / f"{head.alias}.safetensors")
@@ -142,8 +143,8 @@ def _compare(
     """Compare a stored sample with the log-probabilities that transformers computes for it.
 
     Returns the largest difference between two log-probabilities, and a description of the sample's difference, or None
-    if the sample is equal. If the likeliest classes differ, rounding explains the difference if the log-probabilities
-    of the two classes, by transformers, differ by at most `tolerance`.
+    if the sample is equal. The engine and transformers may find different classes likeliest. Rounding explains this if
+    transformers' log-probabilities of the two classes differ by at most `tolerance`.
     """
     top = Response.from_json(stored.response).top
     outputs = {name: output for output, name in enumerate(prepared.names)}
@@ -178,7 +179,7 @@ def _compare(
 
 
 def _gap_at(logprobs: torch.Tensor, ranked: Sequence[int], count: int) -> float:
-    """Gap in log-probability between the `count`-th likeliest class and the next one.
+    """Gap in log-probability between the `count`-th likeliest class and the next likeliest class.
 
     The `count` likeliest classes count as the answer, so a small gap means that rounding can change the metric.
     `ranked` has the classes in descending order of log-probability.

@@ -125,7 +125,7 @@ class Reference:
     ) -> str | None:
         """Append one generated token to a completion; return the final text if the completion ends, else None.
 
-        `request` has the prompt, and `chosen` the tokens that were generated for it so far, to which `token` is
+        `request` has the prompt, and `chosen` has the tokens that were generated for it so far, to which `token` is
         appended. `gap` is the difference between the log-probabilities of the token and of the second likeliest token;
         the pair (text so far, `gap`) is appended to `steps`. A completion ends with an end-of-text token, a stop
         string, or the last of the tokens that `request` allows.
@@ -155,9 +155,9 @@ def logprobs(model: Any, tokens: Sequence[int]) -> list[float]:
 def choice_gaps(model: Any, prompt: Sequence[int], completion: Sequence[int]) -> list[float]:
     """Gap in log-probability between each token of `completion` and the likeliest token at its position, by `model`.
 
-    `prompt` and `completion` are token ids. A gap is the log-probability (natural log) of the likeliest token minus
-    that of the token, so it is 0 for a token that is the likeliest. The log-probabilities are those after `prompt` and
-    the preceding tokens of `completion`.
+    `prompt` and `completion` are token ids. A gap is the log-probability (natural log) of the likeliest token minus the
+    log-probability of the token in `completion`; it is 0 if the token is the likeliest. The log-probabilities are
+    conditional on `prompt` and the preceding tokens of `completion`.
     """
     scores = next_token_scores(model, [*prompt, *completion])[len(prompt) - 1 : -1]
     chosen = scores.gather(-1, torch.tensor(completion, device=scores.device)[:, None])[:, 0]
@@ -167,10 +167,10 @@ def choice_gaps(model: Any, prompt: Sequence[int], completion: Sequence[int]) ->
 def typical_difference(ours: Sequence[float], theirs: Sequence[float], *, dtype: str) -> float:
     """Difference, in nats, between the log-probabilities by the engine and by transformers for the same tokens.
 
-    `ours` are those of the engine, which computes in `dtype`, and `theirs` those of transformers. For "float32" the
-    result is the largest absolute difference. For dtypes of 16 bits it is the root mean square of the differences:
-    rounding errors are small on average there, but can change the log-probabilities of single unlikely tokens by large
-    amounts. The result is NaN if a list contains NaN.
+    `ours` are the engine's log-probabilities; the engine computes in `dtype`. `theirs` are transformers'
+    log-probabilities. For "float32" the result is the largest absolute difference. For dtypes of 16 bits it is the root
+    mean square of the differences: rounding errors are small on average there, but can change the log-probabilities of
+    single unlikely tokens by large amounts. The result is NaN if a list contains NaN.
     """
     apart = [0.0 if a == b else abs(a - b) for a, b in zip(ours, theirs, strict=True)]
     return float(np.max(apart) if dtype == "float32" else np.sqrt(np.mean(np.square(apart))))
@@ -179,8 +179,8 @@ def typical_difference(ours: Sequence[float], theirs: Sequence[float], *, dtype:
 def whole_characters(text: str) -> str:
     """Remove replacement characters (U+FFFD) from the end of `text`.
 
-    A tokenizer decodes a character whose last bytes are still missing to replacement characters. Engines leave such a
-    character out of their text, so this function does, too.
+    A tokenizer decodes a character whose last bytes are still missing to replacement characters. Engines leave this
+    character out of their text, so this function also leaves it out.
     """
     return text.rstrip("\ufffd")
 
@@ -213,9 +213,9 @@ def _last_logits_only(model: Any) -> dict[str, int]:
 def _checked(logits: torch.Tensor, num_prompts: int) -> torch.Tensor:
     """Return `logits` unchanged; raise EvidenceMismatch if they contain NaN or are infinite.
 
-    transformers has computed the logits of a merge that an engine has scored. An engine refuses to score if its own
-    logits are NaN or infinite. If those of transformers are, the engine must therefore have had other weights.
-    `num_prompts`, the number of prompts, is for the message.
+    An engine has scored the merge that gives the logits. The engine would have refused to score a merge with logits
+    that are NaN or infinite. Therefore, if transformers' logits are NaN or infinite, the engine must have had other
+    weights. `num_prompts`, the number of prompts, is for the message.
     """
     if any(rows := bad_rows(logits).tolist()):
         raise EvidenceMismatch(

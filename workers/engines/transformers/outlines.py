@@ -41,8 +41,8 @@ def outline(model: str) -> str:
     `model` is a directory or a hub id. The names and shapes follow from the model's configuration, and are stored as
     the header of a safetensors file. For a hub model, only small files are downloaded, or taken from the hub client's
     cache. For adapters, models in object stores, and models whose weights are on this machine, no directory is made and
-    `model` itself is returned. Raises InvalidModel if the configuration is missing, or is not one of a causal language
-    model or an image model that transformers knows.
+    `model` itself is returned. Raises InvalidModel if the configuration is missing, or is not the configuration of a
+    causal language model or image model that transformers knows.
     """
     if is_object_url(model):
         return model
@@ -71,7 +71,8 @@ def linear_layers(checkpoint: str | Path) -> dict[str, tuple[int, int]]:
     """Shapes (outputs, inputs) of the weights of a model's linear layers, by the name of the module.
 
     `checkpoint` is the model's directory, of which only the configuration is read. The output head is left out. Raises
-    InvalidModel if there are none, or if the model is a mixture of experts, whose experts are not linear layers.
+    InvalidModel if the model has no linear layers, or if the model is a mixture of experts, whose experts are not
+    linear layers.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM

@@ -3,7 +3,8 @@
 How much rounding changes log-probabilities depends on the model: logits near 32 lie 0.125 apart in bfloat16, and small
 logits much closer. Therefore transformers computes some texts in both dtypes, with the same weights, and the tolerances
 are multiples of the differences between its results. In float32 the tolerance is a constant. If rounding changes the
-results so much that another merge could not be told from the right one, nothing is compared (`too_large`).
+results so much that a comparison could not distinguish a wrong merge from the right merge, nothing is compared
+(`too_large`).
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ class Tolerance:
     - `dtype`: the engine's dtype
     - `rounding`: root mean square by which a token's log-probability changes when transformers computes in `dtype`
       instead of float32; None if it was not measured
-    - `gap_rounding`: the same for the gap between the log-probabilities of the two likeliest tokens
+    - `gap_rounding`: root mean square by which the gap between the log-probabilities of the two likeliest tokens
+      changes; None if it was not measured
     """
 
     dtype: str
@@ -63,27 +65,28 @@ class Tolerance:
 
     @property
     def value(self) -> float:
-        """The largest difference over many log-probabilities (`backend.typical_difference`)."""
+        """Largest `typical_difference` of many log-probabilities that rounding explains."""
         if self.rounding is None:
             return LOGPROB_TOLERANCE[self.dtype]
         return max(TIMES_ROUNDING * self.rounding, LEAST_TOLERANCE[self.dtype])
 
     @property
     def gap(self) -> float:
-        """The largest error of the gap between two tokens' log-probabilities."""
+        """Largest change of the gap between two tokens' log-probabilities that rounding explains."""
         if self.gap_rounding is None:
             return self.value
         return max(TIMES_GAP * self.gap_rounding, self.value)
 
     @property
     def too_large(self) -> str | None:
-        """Reason why wrong merges could pass with these tolerances, as text; None if they cannot."""
+        """Reason why these tolerances are too large to find wrong merges; None if no tolerance is too large."""
         return too_large(self.dtype, self.rounding, self.gap_rounding)
 
     def of(self, count: int) -> float:
-        """The largest difference over `count` log-probabilities; the limit is larger for small counts.
+        """Largest `typical_difference` of `count` log-probabilities that rounding explains.
 
-        If rounding was not measured, the result is `value` for every count.
+        The result is larger for small counts, because the root mean square of few differences varies more by chance. If
+        rounding was not measured, the result is `value` for every count.
         """
         if self.rounding is None:
             return self.value
@@ -91,11 +94,11 @@ class Tolerance:
 
 
 def too_large(dtype: str, *roundings: float | None) -> str | None:
-    """Text that says why a measured effect of rounding to `dtype` is too large for a tolerance; None if none is.
+    """Reason why a measured effect of rounding to `dtype` is too large for a tolerance; None if no effect is too large.
 
     `roundings` are root mean squares of changes of log-probabilities or of gaps between them, in nats, or None if they
-    were not measured. One is too large if it is not finite, or if TIMES_ROUNDING times it is more than
-    MOST_TIMES_CONSTANT times LOGPROB_TOLERANCE.
+    were not measured. A root mean square is too large if it is NaN, or larger than LOGPROB_TOLERANCE[dtype] *
+    MOST_TIMES_CONSTANT / TIMES_ROUNDING.
     """
     most = MOST_TIMES_CONSTANT * LOGPROB_TOLERANCE[dtype] / TIMES_ROUNDING
     for rounding in roundings:
@@ -110,10 +113,10 @@ def too_large(dtype: str, *roundings: float | None) -> str | None:
 def measured_tolerance(model: Any, texts: Iterable[Sequence[int]], *, dtype: str) -> Tolerance:
     """Measure how rounding to `dtype` changes the log-probabilities of `texts`, and return the tolerances.
 
-    `model` is a transformers model in float32, whose weights are converted to `dtype` and back: afterwards they are the
-    same. `texts` are lists of token ids, of which the first up to 1,024 tokens (MOST_TOKENS) are used. The tolerances
-    are constants for "float32", without texts, and if transformers cannot compute in `dtype`. Measured ones may be too
-    large to find wrong merges with them (`Tolerance.too_large`).
+    `model` is a transformers model in float32. Its weights are converted to `dtype` and restored at the end. `texts`
+    are lists of token ids; at most MOST_TOKENS tokens are read. The tolerances are constants if `dtype` is "float32",
+    if there are no texts, or if transformers cannot compute in `dtype`. Measured tolerances may be too large to find
+    wrong merges (`Tolerance.too_large`).
     """
     chosen = list(_first(texts))
     if dtype == "float32" or not chosen:
@@ -143,10 +146,11 @@ def _first(texts: Iterable[Sequence[int]]) -> Iterator[Tokens]:
 def _read(
     model: Any, text: Tokens, likeliest: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Read `text`: log-probabilities of its tokens except the first, and gaps between two tokens at each position.
+    """Read `text`: log-probabilities of its tokens, without the first token, and gaps at each position.
 
-    The two tokens at each position are `likeliest` [num_tokens, 2], by default the likeliest ones. Returns the
-    log-probabilities [num_tokens - 1], the gaps [num_tokens], and the two tokens.
+    A gap is the difference between two tokens' log-probabilities. The two tokens at each position are `likeliest`
+    [num_tokens, 2], by default the two likeliest tokens. Returns the log-probabilities [num_tokens - 1], the gaps
+    [num_tokens], and the two tokens.
     """
     scores = next_token_scores(model, text)
     if likeliest is None:

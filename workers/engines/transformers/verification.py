@@ -2,8 +2,8 @@
 
 Users get this checkpoint, so the comparison covers all steps behind a score: merge, swap, scoring and export. Samples
 are equal if three things agree: the metric values, the tokens of the completions, and the log-probabilities within the
-tolerance for rounding, which is measured on the merge (`tolerance`). From its first unclear token on, a completion may
-differ. A token is unclear if transformers finds the engine's choice as likely as its own, within the tolerance.
+tolerance for rounding, which is measured on the merge (`tolerance`). A token is unclear if transformers finds the
+engine's choice as likely as its own, within the tolerance. Completions may differ from the first unclear token on.
 """
 
 from __future__ import annotations
@@ -121,7 +121,8 @@ def nothing_to_compare(
 
     A reason is that no task can be compared, or that there is too little memory. Only tasks with greedy completions or
     with options can be compared. `evaluator` builds the tasks. `spans` has the ranges of samples to verify. `depth` is
-    the merge's number of layers divided by that of the checkpoint in `directory`; the required memory grows with it.
+    the merge's number of layers divided by the number of layers of the checkpoint in `directory`; the required memory
+    grows with it.
     """
     if not any(evaluator.is_greedy(span.task) for span in spans):
         return _sampled([span.objective for span in spans])
@@ -160,7 +161,7 @@ def texts_to_read(
 
 @dataclass(frozen=True)
 class _Pair:
-    """One sample with two results: that of the engine (`stored`) and that of transformers (`expected`).
+    """One sample with two results: the engine's result (`stored`) and transformers' result (`expected`).
 
     `requests` are the sample's tokenized requests. A request is a prompt to complete, or one option of a multiple
     choice with its prompt.
@@ -180,7 +181,7 @@ class _Pair:
 
 
 class _Comparison:
-    """Comparison of the engine's samples of one merge with those of transformers.
+    """Comparison of the engine's samples of one merge with transformers' samples.
 
     `tolerance` has the largest differences that still count as equal. The results are in these attributes:
 
@@ -205,7 +206,7 @@ class _Comparison:
 
         `pairs` are the samples as the engine and as transformers scored them. `engine_logprobs` maps texts, as token
         ids, to the engine's log-probabilities of their tokens except the first. Two kinds of log-probabilities are
-        compared: those of all tokens of these texts, and those of the options of each sample that is a multiple choice.
+        compared: of all tokens of these texts, and of the options of each sample that is a multiple choice.
         """
         for text, values in engine_logprobs.items():
             self._add(_pair_of(text, pairs), values, logprobs(self.reference.model, text), text)
@@ -224,9 +225,10 @@ class _Comparison:
     def _add(self, pair: _Pair, ours: Sequence[float], theirs: Sequence[float], text: Tokens = ()) -> None:
         """Compare two lists of log-probabilities for one sample, and record how much they differ.
 
-        `pair` is the sample. `ours` has the engine's log-probabilities, and `theirs` those of transformers. With
-        `text`, both lists are for the tokens of this text; without it, they are for the options of a multiple choice.
-        If the engine computes in float32, differences of single tokens that rounding explains are left out.
+        `pair` is the sample. `ours` has the engine's log-probabilities, and `theirs` has transformers'
+        log-probabilities. With `text`, both lists are for the tokens of this text; without it, they are for the options
+        of a multiple choice. If the engine computes in float32, differences of single tokens that rounding explains are
+        left out.
         """
         dtype, tolerance = self.tolerance.dtype, self.tolerance.of(len(ours))
         apart = _finite(typical_difference(ours, theirs, dtype=dtype))
@@ -244,9 +246,9 @@ class _Comparison:
     def _compare_together(self) -> None:
         """Compare the log-probabilities of all samples together, if the engine computes in 16 bits.
 
-        The root mean square of many differences varies less by chance than that of a single sample, so its tolerance is
-        smaller. If the root mean square exceeds the tolerance, each sample whose own difference exceeds this tolerance
-        counts as different.
+        The root mean square of many differences varies less by chance than the difference of a single sample, so its
+        tolerance is smaller. If the root mean square exceeds the tolerance, each sample whose own difference exceeds
+        this tolerance counts as different.
         """
         if not self._all:
             return
@@ -262,14 +264,13 @@ class _Comparison:
     def difference(self, pair: _Pair) -> SampleDifference | None:
         """Difference between the engine's and transformers' answers to one sample; None if the answers are equal.
 
-        `pair` has both answers to the sample. The method `read` must have been called before. The field `is_beyond` of
-        the result is True if the difference is larger than rounding explains. This is so in three cases:
+        The method `read` must have been called before. The field `is_beyond` of the result is True if the difference is
+        larger than rounding explains. There are three such cases:
 
         - the log-probabilities differ by more than the tolerance
-        - the completions differ although transformers' choice was clear: a token of the engine is less likely than
-          transformers' choice, or the second likeliest token than the likeliest, by a gap of log-probabilities above
-          the tolerance
-        - the tokens of the completions are equal, but their text or metric differs
+        - the completions differ where transformers' choice was clear: the gap of log-probabilities that the method
+          `_parting` returns is above the tolerance
+        - the tokens of the completions are equal, but their texts or their metrics differ
         """
         apart = self.apart.get(pair.key, 0.0)
         is_apart = pair.key in self._is_apart
@@ -303,8 +304,7 @@ class _Comparison:
 
         - "tokens": the tokens differ. The gap is the largest amount by which a token of the engine's completion is less
           likely than the likeliest token in its place.
-        - "text": only the texts differ. The gap is that between the two likeliest tokens where the texts begin to
-          differ.
+        - "text": only the texts differ. The gap is between the two likeliest tokens where the texts begin to differ.
         """
         completions = zip(pair.requests, pair.stored.tokens or (), pair.expected.tokens or (), strict=False)
         for request, ours, theirs in completions:
@@ -318,9 +318,9 @@ class _Comparison:
         """Measure how far the engine's completion is from transformers' greedy choices, as a gap of log-probabilities.
 
         `prompt` and `completion` are token ids. For each token of `completion`, the gap is the log-probability (natural
-        log) of the likeliest token minus that of this token, by transformers. The result is the largest gap, but at
-        most FAR, a very large number. The result is also FAR if the completion has a token that the exported model
-        lacks.
+        log) of the likeliest token minus the log-probability of this token, by transformers. The result is the largest
+        gap, but at most FAR, a very large number. The result is also FAR if the completion has a token that the
+        exported model lacks.
         """
         if max(completion) >= self.reference.model.get_input_embeddings().num_embeddings:
             return FAR

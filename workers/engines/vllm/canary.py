@@ -53,7 +53,7 @@ MAX_STANDARD_ERRORS = 5.0
 class Calibration:
     """Measurements on the base model for computing the tolerances of a canary.
 
-    A canary is a comparison of an engine's log-probabilities with those of transformers.
+    A canary is a comparison of an engine's log-probabilities with transformers' log-probabilities.
 
     - `dtype`: the engine's dtype
     - `base`: the log-probabilities that transformers computes for the base model in float32
@@ -69,9 +69,10 @@ class Calibration:
     def tolerance(self) -> float:
         """Largest difference between log-probabilities of the engine and of transformers that rounding may cause.
 
-        For "float32" it is the largest absolute difference, for 16-bit dtypes the root mean square of the differences
-        (`typical_difference`). The tolerance is a multiple of `rounding`, the measured effect of rounding the weights,
-        but not below a minimum for each dtype. If `rounding` is None, the tolerance is a constant for each dtype.
+        For "float32" it is the largest absolute difference; for 16-bit dtypes it is the root mean square of the
+        differences (`typical_difference`). The tolerance is a multiple of `rounding`, the measured effect of rounding
+        the weights, but not below a minimum for each dtype. If `rounding` is None, the tolerance is a constant for each
+        dtype.
         """
         if self.rounding is None:
             return LOGPROB_TOLERANCE[self.dtype]
@@ -80,7 +81,7 @@ class Calibration:
     def base_share(self, ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float]:
         """Estimate how large the base model's share in an engine's log-probabilities is; it should be 0.
 
-        `ours` are the engine's log-probabilities, and `theirs` those that transformers computes for the merge. The
+        `ours` are the engine's log-probabilities, and `theirs` are transformers' log-probabilities for the merge. The
         share is 0 if `ours` equals `theirs`, and 1 if `ours` equals the log-probabilities of the base model. A share
         that is far from 0 suggests that some weights of the merge were not written. The estimate is by least squares
         over all tokens, so that rounding errors average out. Therefore it detects unwritten weights much earlier than
@@ -105,17 +106,17 @@ class Calibration:
         of: str,
         bounds: Callable[[], Sequence[float]] | None = None,
     ) -> float:
-        """Compare an engine's log-probabilities with those of transformers, and return how much they differ.
+        """Compare an engine's log-probabilities with transformers' log-probabilities, and return how much they differ.
 
         Raises EvidenceMismatch in two cases: if the difference is larger than rounding explains, or if the share of the
         base model in the engine's log-probabilities (`base_share`), which should be 0, is larger in magnitude than
         rounding explains.
 
-        `ours` are the engine's log-probabilities, `theirs` those of transformers for the same tokens. `of` names the
-        compared texts in the message. `bounds` returns the largest change of each token's log-probability that rounding
-        explains (`rounding_bounds`). This function is called only for "float32", if a difference is larger than the
-        tolerance. The returned difference (`typical_difference`) is the largest one in float32, and a root mean square
-        in other dtypes.
+        `ours` are the engine's log-probabilities, and `theirs` are transformers' log-probabilities of the same tokens.
+        `of` names the compared texts in the message. `bounds` returns the largest change of each token's
+        log-probability that rounding explains (`rounding_bounds`). This function is called only for "float32", if a
+        difference is larger than the tolerance. The returned difference (`typical_difference`) is the largest one in
+        float32, and a root mean square in other dtypes.
         """
         difference = typical_difference(ours, theirs, dtype=self.dtype)
         if bounds is not None and self.dtype == "float32" and self.tolerance < difference < MOST:
@@ -167,7 +168,7 @@ class Canary:
     def report(self) -> CanaryReport:
         """Report of the canaries (comparisons with transformers) that the engine has passed so far, for users.
 
-        The report has their number and, if the last canary was skipped, the reason.
+        The report has the number of passed canaries and, if the last canary was skipped, the reason.
         """
         return CanaryReport(self._replica, self.num_passed, self._skipped)
 
@@ -252,10 +253,11 @@ class Canary:
         return f"canary {digest_of([self._base.digest, self._dtype, self._prompts, libraries])}"
 
     def _make_calibration(self, key: str, bank: Bank) -> Calibration:
-        """Measure the base model in transformers, unless another replica on this machine has done so meanwhile.
+        """Make the calibration with transformers, unless another replica on this machine has made it meanwhile.
 
-        Replicas of a family start at the same time. The first one measures, and needs memory for a second model; the
-        others wait for it. `key` is the key of the result in the cache, and `bank` has the weights.
+        Replicas of a family start at the same time. The first replica makes the calibration, which needs memory for a
+        second model; the other replicas wait for it. `key` is the key of the result in the cache, and `bank` has the
+        weights.
         """
         with turn_if_writable(cache_dir() / "canaries" / digest_of(key)[:16]):
             if (known := _known_calibration(key)) is not None:

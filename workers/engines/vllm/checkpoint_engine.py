@@ -44,8 +44,8 @@ SHOWN = 5
 class CheckpointEngine(Engine):
     """vLLM engine with the weights of the checkpoint in `directory`, which are not replaced.
 
-    `options` are the options of a study's engines; `dtype: auto` is float32 on CPU and bfloat16 on a GPU. Completions
-    with NaN logits are not refused, as they are by engines of merges.
+    `options` are the options of a study's engines; `dtype: auto` is float32 on CPU and bfloat16 on a GPU. Unlike
+    engines of merges, this engine does not refuse completions with NaN logits.
     """
 
     def __init__(self, directory: str, options: EngineOptions, *, name: str = "checkpoint") -> None:
@@ -85,7 +85,7 @@ class CheckpointEngine(Engine):
         )
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Replace calls of the worker extension for merges, which this engine lacks: report that no logits are bad."""
+        """Answer calls of the worker extension for merges, which this engine does not have: no logits were bad."""
         if method == "mergesearch_bad_rows":
             return [0, 0]
         raise NotImplementedError(method)
@@ -96,8 +96,8 @@ def scores_of(
 ) -> tuple[SampleResult, ...]:
     """Score samples of tasks with the checkpoint in `directory`, in a separate process, and return the samples.
 
-    `options` are the options of the engine, and `spans` the ranges of samples. Raises EngineUnavailable, with the end
-    of its output, if the process fails, or if it runs for more than `limit_s` seconds: by default an hour, and two
+    `options` are the options of the engine, and `spans` are the ranges of samples. Raises EngineUnavailable, with the
+    end of its output, if the process fails, or if it runs for more than `limit_s` seconds: by default an hour, and two
     minutes more for each sample.
     """
     if limit_s is None:
@@ -118,8 +118,8 @@ def scores_of(
 def _run(command: Sequence[str], log: Path, limit_s: float) -> int | None:
     """Run a command, and write its output to the file `log`; return its exit status, or None if it took too long.
 
-    After `limit_s` seconds, and if this process is interrupted, the command's processes are killed, also those that it
-    has started itself, as vLLM does.
+    After `limit_s` seconds, or if this process is interrupted, the command is killed, together with the processes that
+    it has started.
     """
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)

@@ -20,7 +20,7 @@ def checksum(parameters: Mapping[str, torch.Tensor]) -> str:
 
     The sum is over the parameter's 64-bit words, each multiplied by an odd number that depends on the word's position,
     modulo 2^64. Odd numbers are invertible modulo 2^64, so a change of a single word always changes the sum. Exchanging
-    words changes the sum too.
+    words also changes the sum.
     """
     return combined(parameters, {name: word_sum(parameter) for name, parameter in parameters.items()})
 

@@ -1,9 +1,9 @@
 """The warm engine: one vLLM engine whose weights are replaced by one merge after another without a restart.
 
 A swap requires that no request is in flight. The swap writes the weights in place, packs them again (on CPU), resets
-the prefix cache and computes a checksum of the parameters. The engine's log-probabilities are compared with those of
-transformers when it starts, every `canary.CANARY_EVERY` swaps, and on request. An engine that fails a check refuses all
-further calls, because its results cannot be trusted.
+the prefix cache and computes a checksum of the parameters. The engine's log-probabilities are compared with
+transformers' log-probabilities when the engine starts, every `canary.CANARY_EVERY` swaps, and on request. An engine
+that fails a check refuses all further calls, because its results cannot be trusted.
 
 Not thread-safe: the owner of an engine (`workers.serving.replica`) holds a lock over swap and score.
 """
@@ -66,9 +66,9 @@ class SwapReport:
     - `repack_s`: the seconds for packing weights, that is, copying them to the layout of vLLM's CPU kernels
     - `is_new`: whether the merge was written; false if the engine already held the recipe and nothing was done
     - `canary`: the report of the comparison with transformers after the swap; None if no comparison was due
-    - `off_device`: text that says which part of the merge was computed on another device than the engine's; "" if none
-      was
-    - `whole`: text that says how many tensors a rank computed as a whole, and why; "" if there are none. A rank is a
+    - `off_device`: text that says which part of the merge was not computed on the engine's device; "" if every part was
+      computed there
+    - `whole`: text that says how many tensors a rank computed as a whole, and why; "" if no tensor was. A rank is a
       process of a tensor-parallel engine, and usually computes only the elements that it holds.
     - `elements_read`: the number of elements of the sources that all ranks together read
     """
@@ -98,11 +98,11 @@ class Engine:
 
     The engine implements `workers.evaluation.prompts.Backend`: it generates and scores with the merge that it holds, at
     first the base model. `family` are the base and the experts. `name` is the name of the engine's replica, and
-    `log_file` the file that messages about a failed start refer to. `most_engines` is the largest number of equal
-    engines in the cluster, for which the host's memory is planned; None means as many as there are GPUs. Raises
+    `log_file` is the file that messages about a failed start refer to. `most_engines` is the largest number of equal
+    engines in the cluster, for which the host's memory is planned; None means one for each GPU. Raises
     EngineUnavailable, with the reason, if the models cannot be opened or vLLM cannot start or compute. Raises
     InvalidModel if contents of source models have changed or cannot be used. Raises EngineFault if the engine's
-    log-probabilities differ from those of transformers.
+    log-probabilities differ from transformers' log-probabilities.
     """
 
     def __init__(
@@ -264,7 +264,7 @@ class Engine:
     def _failing_for_good(self) -> Iterator[None]:
         """Context manager around calls of the engine that declares the engine faulty if a check fails.
 
-        A failed check is an EvidenceMismatch: the engine's weights or results are not those of the requested recipe.
+        A failed check is an EvidenceMismatch: the engine's weights or results do not belong to the requested recipe.
         The failed check is raised as an EngineFault, and the engine refuses all later calls. There is one exception: if
         files of the source models have changed, the engine is not at fault, and the error is raised as an
         EvidenceMismatch. If the engine has failed a check before, EngineFault is raised before the context is entered.
@@ -343,7 +343,7 @@ class Engine:
         Nothing is compared if the engine has scored nothing since the last comparison that it passed. The comparison is
         on the merge of the recipe that the engine holds. If the engine holds no recipe, or if this comparison is not
         possible, for example because logits are not finite, the base model is written into the engine and compared.
-        Raises EngineFault if the engine's log-probabilities differ from those of transformers.
+        Raises EngineFault if the engine's log-probabilities differ from transformers' log-probabilities.
         """
         with self._failing_for_good():
             if not self._is_checked:
@@ -404,10 +404,10 @@ class Engine:
     def stream(self, take: Callable[[bool], Sequence[Stream]]) -> None:
         """Generate completions, and pass their texts on after each step of the engine, until no completion is left.
 
-        `take` is called before each step. Its argument says whether completions are being generated; it returns the
-        completions that begin with this step. If it raises an error, all completions end, and the error is raised.
-        Raises TrialFailed if the model's logits were NaN or infinite at any step; this is checked whenever a completion
-        ends.
+        `take` is called before each step, and returns the completions that begin with this step. The argument of `take`
+        says whether completions are being generated. If `take` raises an error, all completions end, and the error is
+        raised. Raises TrialFailed if the model's logits were NaN or infinite at any step; this is checked whenever a
+        completion ends.
         """
         from vllm import TokensPrompt
         from vllm.sampling_params import RequestOutputKind
@@ -466,8 +466,9 @@ class Engine:
     def loglikelihoods(self, requests: Sequence[Continuation]) -> list[tuple[float, bool]]:
         """Score one batch of continuations, and return (log-likelihood, is greedy) for each of `requests`.
 
-        The log-likelihood is that of a text's end given its beginning. The second value says whether greedy decoding
-        gives this end. Raises TrialFailed if the model's logits were NaN or infinite at any step.
+        A continuation is a text whose beginning is given and whose end is scored. The log-likelihood is the
+        log-likelihood of the end. The second value says whether greedy decoding would generate this end. Raises
+        TrialFailed if the model's logits were NaN or infinite at any step.
         """
         return [
             (sum(logprob for logprob, _ in tokens), all(is_likeliest for _, is_likeliest in tokens))
@@ -575,10 +576,10 @@ class Engine:
         """Call a method of `MergeExtension` in every process of the engine, and combine the results.
 
         `MergeExtension` is this project's extension of vLLM's worker class; `method` is the name of its method, and
-        `args` and `kwargs` are its arguments. With tensor parallelism there are several processes (ranks). Counts of
-        logit rows with NaN or infinity are combined to their maximum, counts of elements read to their sum, and
-        different texts are joined by "+". Raises EvidenceMismatch if the ranks differ in the recipe digest or in the
-        number of merges that were written into them.
+        `args` and `kwargs` are its arguments. With tensor parallelism there are several processes (ranks). Of counts of
+        logit rows with NaN or infinity, the result is the maximum. Counts of elements read are added up, and different
+        texts are joined by "+". Raises EvidenceMismatch if the ranks differ in the recipe digest or in the number of
+        merges that were written into them.
         """
         with engine_errors():
             results = self._llm.collective_rpc(method, args=args, kwargs=kwargs)

@@ -16,10 +16,10 @@ __all__ = ["engine_errors", "not_started"]
 def engine_errors() -> Iterator[None]:
     """Context manager around calls of vLLM that raises EngineCrashed if vLLM fails.
 
-    This project's own errors are raised unchanged. So are errors of reading or writing a file (OSError), because the
-    engine can continue after them: after a failed write of a merge it holds no recipe, and the next write covers all
-    weights. ConnectionError is an OSError, too, but raises EngineCrashed, because it shows that a process of the engine
-    has ended.
+    This project's own errors are raised unchanged. Errors of reading or writing a file (OSError) are also raised
+    unchanged, because the engine can continue: after a failed write of a merge it holds no recipe, and the next write
+    covers all weights. ConnectionError is also an OSError, but raises EngineCrashed, because it shows that a process of
+    the engine has ended.
     """
     try:
         yield

@@ -60,7 +60,7 @@ class HeldWeights:
     """The parameters of the model in vLLM's worker, with methods that write merges over them in place.
 
     A write leaves out tensors that the previous merge computed in the same way. After a failed write, the next write
-    covers every tensor. `model` is vLLM's model, and `dtype` the dtype of its weights.
+    covers every tensor. `model` is vLLM's model, and `dtype` is the dtype of its weights.
     """
 
     def __init__(self, model: Any, dtype: torch.dtype) -> None:
@@ -97,8 +97,8 @@ class HeldWeights:
         """Fill all weights with NaN, so that a check can find weights that the first merge did not write.
 
         An engine starts with random weights. vLLM also gives random values to buffers, and then computes some of the
-        buffers. A buffer counts as not computed if its values are in vLLM's range of random numbers; it is filled with
-        NaN, too.
+        buffers. A buffer counts as not computed if its values are in vLLM's range of random numbers; it is also filled
+        with NaN.
         """
         parameters = self._parameters()
         buffers = {name: each for name, each in self.model.state_dict().items() if name not in parameters}
@@ -123,7 +123,7 @@ class HeldWeights:
             del self._unwritten[name]
 
     def forget(self) -> None:
-        """Make the next write of a merge cover every tensor, even tensors that are equal in both merges."""
+        """Make the next write of a merge cover every tensor, even tensors that are equal in the held merge."""
         self._computations = {}
         self._sums = {}
         self._devices = {}
@@ -203,7 +203,7 @@ class HeldWeights:
         return Writing(len(changed), materialise_s, repack_s)
 
     def _num_of_shards(self, names: Collection[str]) -> dict[str, int]:
-        """Number of elements in this rank's shard of each tensor in `names` that the rank does not compute whole."""
+        """Number of elements in this rank's shard of each tensor in `names`; tensors computed whole are left out."""
         return {
             name: place.shard.num_elements
             for name in names
@@ -304,9 +304,9 @@ def _repack(
     """Pack weights again: replace the packed copies in modules whose parameters have changed.
 
     Packed copies are the weights in the layout that vLLM's CPU kernels compute with. `packed` has the modules with
-    packed copies, by name, and `changed` the changed parameters. `comparable` has the names of the modules whose packed
-    copy can be compared with the weights. Returns the names of those modules in `comparable` whose new packed copy
-    differs from the weights.
+    packed copies, by name, and `changed` has the changed parameters. `comparable` has the names of the modules whose
+    packed copy can be compared with the weights. Returns the names of those modules in `comparable` whose new packed
+    copy differs from the weights.
     """
     ids = set(map(id, changed))
     stale = []
@@ -341,6 +341,6 @@ def _derive_of(module: torch.nn.Module) -> Any:
     """Find the method of an attention module that updates its kernel's copies of weights.
 
     Some attention kernels compute with a copy of weights in another dtype, which must follow when the weights change.
-    The method takes the dtype, and updates the copies in place. Returns None for modules without it.
+    The method takes the dtype, and updates the copies in place. Returns None for a module without this method.
     """
     return getattr(getattr(module, "impl", None), "process_weights_after_loading", None)

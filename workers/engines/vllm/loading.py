@@ -24,7 +24,7 @@ class Destination:
     """Part of a parameter's memory that holds one tensor of the merged model, or a shard of the tensor.
 
     `parameter` is the name of the parameter, and `memory` is a view of this part. `shard` says which elements of the
-    tensor are there; None means all of them.
+    tensor are there; None means all elements.
     """
 
     parameter: str

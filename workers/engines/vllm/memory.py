@@ -107,8 +107,8 @@ def divide_memory(
 
     The sources are kept in the first of these places that is possible:
 
-    - on the GPU, if that leaves memory for an engine that serves many texts at once, or a few texts if the host has too
-      little memory
+    - on the GPU, if enough GPU memory remains for keys and values of many texts at once; if the host has too little
+      memory for the sources, memory for a few texts is enough
     - in host memory, if the sources and statistics of all processes fit into a part of it
     - in files mapped into memory
 
@@ -162,8 +162,8 @@ def memory_requirements(
 ) -> MemoryRequirements:
     """The memory that an engine for the models in `sources` needs on each GPU.
 
-    `dtype` is the engine's dtype ("float32", ...), `config` the configuration of the merged model, `max_length` the
-    number of tokens of the longest text, `ranks` the number of GPUs.
+    `dtype` is the engine's dtype ("float32", ...), `config` is the configuration of the merged model, `max_length` is
+    the number of tokens of the longest text, and `ranks` is the number of GPUs.
     """
     models = sources.views
     size_of_value = value_bytes(dtype)
@@ -188,7 +188,7 @@ def memory_requirements(
 def kv_token_bytes(config: Mapping[str, Any], dtype: str, ranks: int = 1) -> int:
     """Bytes of one token's attention keys and values on each of an engine's `ranks` GPUs.
 
-    `config` is the model's configuration (config.json), and `dtype` the engine's dtype.
+    `config` is the model's configuration (config.json), and `dtype` is the engine's dtype.
     """
     heads = int(config["num_attention_heads"])
     head_size = int(config.get("head_dim") or config["hidden_size"] // heads)
@@ -199,9 +199,9 @@ def kv_token_bytes(config: Mapping[str, Any], dtype: str, ranks: int = 1) -> int
 def kv_cache_bytes(config: Mapping[str, Any], max_length: int, dtype: str) -> int:
     """Bytes that an engine on CPU reserves for its KV cache.
 
-    `config` is the model's configuration, `max_length` the number of tokens of the longest text, and `dtype` the
+    `config` is the model's configuration, `max_length` is the number of tokens of the longest text, and `dtype` is the
     engine's dtype. The result is enough for a full batch of texts of TEXT_TOKENS tokens, but at most 1 GiB. If one text
-    of `max_length` tokens needs more than that, the result is enough for this text.
+    of `max_length` tokens needs more memory, the result is enough for this text.
     """
     per_token = kv_token_bytes(config, dtype)
     block = 128  # tokens, vLLM's default on CPU

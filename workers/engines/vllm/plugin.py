@@ -35,8 +35,8 @@ def register() -> None:
     """Prepare vLLM for engines of this package; vLLM calls this plugin in each of its processes.
 
     The plugin registers the model class of engines whose merges have layers in any order, and keeps transformers'
-    classes unchanged. On CPU it also keeps the plain weights besides the packed weights (copies in the layout of vLLM's
-    kernels). Nothing is done in other programs, or if the plugin is called a second time.
+    classes unchanged. On CPU it also keeps the plain weights beside the packed weights (copies in the layout of vLLM's
+    kernels). In other programs, and when it is called a second time, the plugin does nothing.
     """
     from vllm import ModelRegistry
     from vllm.model_executor.layers import utils
@@ -70,8 +70,8 @@ def _gives_its_columns(layer: Any) -> bool:
 
     Packed weights are a copy in the layout of vLLM's CPU kernels. The kernel multiplies some rows of the identity
     matrix by the packed weights. The results must equal columns of the plain weights; nothing is rounded, because each
-    result is one weight plus zeros. If they differ and the plain weights contain NaN or infinity, the result is True
-    nevertheless, because logits are then NaN and the merge fails anyway.
+    result is one weight plus zeros. If plain weights contain NaN or infinity, the result is True: the merge fails in
+    any case, because its logits are NaN.
     """
     weight = layer.weight.detach()
     columns = torch.linspace(0, weight.shape[1] - 1, NUM_COLUMNS, dtype=torch.float64).long()

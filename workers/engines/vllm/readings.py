@@ -1,9 +1,9 @@
 """Choice of the prompts that an engine must read to compute the log-probabilities of continuations.
 
-One prompt gives the log-probabilities of its last tokens, and of tokens that may follow it. A token that may follow
-needs only one row of logits, and the prompt's beginning comes from the prefix cache. Therefore all options of one token
-need a single prompt, which ends where the options begin. Longer options need this prompt, and one more prompt each for
-their other tokens.
+One prompt gives the log-probabilities of its last tokens, and of tokens that may follow it. The last row of logits of a
+prompt gives the log-probabilities of all tokens that may follow. Therefore all options of one token need a single
+prompt, which ends where the options begin. Each longer option needs one more prompt for its other tokens; the beginning
+of this prompt comes from the prefix cache.
 
 This module does not depend on vLLM or models.
 """
@@ -40,8 +40,8 @@ class Reading:
     """A prompt for the engine, and the tokens whose log-probabilities are needed.
 
     - `tokens`: the prompt
-    - `start`: the index of the first token of the prompt whose log-probability is needed; those of all later tokens are
-      needed too, each given the tokens before it
+    - `start`: the index in the prompt of the first token whose log-probability is needed; the log-probabilities of all
+      later tokens are also needed
     - `choices`: tokens that may follow the prompt, whose log-probabilities after the whole prompt are needed
     """
 
@@ -53,7 +53,7 @@ class Reading:
     def num_rows(self) -> int:
         """Number of the prompt's own tokens whose log-probabilities are needed.
 
-        Each of them takes one row of logits.
+        Each of these tokens takes one row of logits.
         """
         return len(self.tokens) - self.start
 
@@ -62,9 +62,9 @@ class Reading:
 class Read:
     """Log-probabilities that the engine returned for one planned prompt (`Reading`).
 
-    Each of them is a pair: (log-probability of a token, whether the token is the likeliest in its place). `rows` has
-    the pairs of the prompt's own tokens, from the index `start` of the reading on. `choices` has the pairs of the
-    tokens that may follow the prompt, by token id.
+    Each log-probability is in a pair: (log-probability of a token, whether the token is the likeliest in its place).
+    `rows` has the pairs of the prompt's own tokens, from the index `start` of the reading on. `choices` has the pairs
+    of the tokens that may follow the prompt, by token id.
     """
 
     rows: tuple[Scored, ...]
@@ -83,8 +83,8 @@ class ReadingPlan:
     a reading has at most MAX_ROWS rows of logits.
 
     vLLM computes no logits for tokens that it finds in the prefix cache. Therefore the prompts are planned such that
-    none of the tokens whose logits are needed is in the cache. This can fail for texts that the cache has from earlier
-    requests, and for contexts that begin with another context and tokens of its continuation.
+    none of the tokens whose logits are needed is in the cache. A needed token can still be in the cache if an earlier
+    request had the same text, or if a context begins with another context and tokens of that context's continuation.
     """
 
     def __init__(self, continuations: Sequence[Continuation], *, block: int) -> None:
@@ -137,7 +137,7 @@ class ReadingPlan:
         A tail is (index of a continuation, its tokens that are not planned yet). The first planned prompt is `prompt`
         itself. This prompt gives the log-probabilities of its own tokens from `start` on, and of the first token of
         each tail. Each further prompt is `prompt` with tokens of one or several tails. A further prompt ends where
-        these tails differ, before the last token of a tail, or after MAX_ROWS tokens.
+        these tails differ, before the last token of a tail, or after MAX_ROWS tokens of the tails.
         """
         rests: dict[int, list[Tail]] = {}
         for index, tail in tails:
@@ -164,8 +164,8 @@ def _num_shared(tails: Sequence[Tokens]) -> int:
 
 
 def neighbours(prompts: Sequence[Sequence[int]]) -> list[int]:
-    """Order prompts so that those with a common prefix are neighbours, and return their indices in this order.
+    """Order prompts so that prompts with a common prefix are neighbours, and return their indices in this order.
 
-    A prompt that is a prefix of another one comes first.
+    A prompt that is a prefix of another prompt comes before it.
     """
     return sorted(range(len(prompts)), key=lambda index: array("I", prompts[index]).tobytes())

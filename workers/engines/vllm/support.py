@@ -47,8 +47,8 @@ EXAMPLES = "LlamaForCausalLM, Qwen3ForCausalLM or MistralForCausalLM"
 class Capability:
     """Whether and how vLLM can run a model, with messages for users.
 
-    `problem` is the reason why no engine can run the model; "" if an engine can. `note` is a message for users about
-    how the model runs; "" if there is none.
+    `problem` is the reason why no engine can run the model; "" if an engine can run it. `note` is a message for users
+    about how the model runs; "" if there is no message.
     """
 
     problem: str = ""
@@ -62,7 +62,7 @@ class CapabilityProbe:
     """
 
     def __init__(self, configs: Sequence[Mapping[str, Any]], *, cache: str | Path | None = None) -> None:
-        """Start a separate process that asks vLLM which of the models can run.
+        """Start a separate process that asks vLLM which of the models it can run.
 
         `configs` are the contents of the models' config.json. `cache` is the directory of the cache of answers, or None
         for the default directory. Models whose answer is in the cache are not asked about.
@@ -117,8 +117,8 @@ class CapabilityProbe:
     def _finish(self, process: subprocess.Popen[bytes]) -> str:
         """Wait for vLLM's answers, and store them in the cache.
 
-        `process` is the separate process that queries vLLM. Returns "" on success. If there are no answers, the result
-        is the reason, as a text for users.
+        `process` is the separate process that queries vLLM. Returns "" on success, else the reason why there are no
+        answers, as a text for users.
         """
         self._process = None
         root = Path(self._directory.name)
@@ -143,7 +143,7 @@ class CapabilityProbe:
 def capability(answer: Mapping[str, Any], *, vllm: str) -> Capability:
     """Decide whether vLLM can run a model, and write the message about it for users.
 
-    `answer` is the result of `capabilities.describe` for the model, and `vllm` the version of vLLM.
+    `answer` is the result of `capabilities.describe` for the model, and `vllm` is the version of vLLM.
     """
     asked = f"architecture {answer['asked'] or '(none)'} (config.json)"
     wanted = f"expected a model that generates text, of an architecture such as {EXAMPLES}"

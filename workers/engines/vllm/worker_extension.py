@@ -115,8 +115,8 @@ class MergeExtension:
         """Call `write(bank, into)` and return its result; compute on the CPU if the GPU has too little memory.
 
         `bank` has the source weights, and computes merges on the engine's device or on the CPU. `into` returns memory
-        for computing a tensor. After a lack of memory, later merges are computed on the CPU, too, until as much memory
-        of the GPU is free as was planned for merging.
+        for computing a tensor. After a lack of memory, later merges are computed on the CPU as well, until the GPU
+        memory that was planned for merging is free again.
         """
         bank = self._mergesearch_bank
         if self._mergesearch_lack and _room(bank.device) >= self._mergesearch_scratch_bytes:
@@ -148,7 +148,7 @@ class MergeExtension:
     def mergesearch_apply(self, recipe_json: str) -> dict[str, Any]:
         """Write the merge of a recipe over the engine's weights in place; addresses and CUDA graphs stay valid.
 
-        `recipe_json` is the recipe as JSON. Tensors that are the same in the merge that the engine holds are not
+        `recipe_json` is the recipe as JSON. A tensor that is equal in the merge that the engine already holds is not
         written again. If a GPU has too little memory for merging, the merge is computed on the CPU. From the beginning
         of the write until it has succeeded, the engine reports no digest.
 
@@ -158,8 +158,8 @@ class MergeExtension:
         - materialise_s, swap_s: the seconds for computing the merge, and for everything else
         - repack_s: the seconds of `swap_s` for packing weights (copying them to the layout of vLLM's CPU kernels)
         - off_device: text that says which part of the merge was not computed on the engine's device, or ""
-        - whole: text that says of how many tensors, and why, this rank computed more than the elements that it holds,
-          or ""
+        - whole: text that says how many tensors this rank computed as a whole instead of only the elements that it
+          holds, and why, or ""
         - elements_read: the number of elements of the sources that this rank read
         - bank: the summary of the source weights (`bank.Bank.summary`), with the reason for their placement
 

@@ -6,7 +6,7 @@ tokens is replaced by the combinations of tokens that are most probable together
 
 Departure from PromptBench: the similarity of two texts is the cosine of the mean final states of a local encoder, by
 default the fill-mask model itself. PromptBench uses the Universal Sentence Encoder, which is a TensorFlow model of a
-hub. So a least similarity of 0.8 is not the same limit.
+hub. So an equal `min_similarity` is not the same limit here and in PromptBench.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def check_masked_model(model: str, *, is_encoder: bool = False) -> Path:
 class MaskedModel:
     """A fill-mask model and a sentence encoder, loaded at first use, in float32 on the CPU.
 
-    `model` names the fill-mask model, and `encoder` the encoder; by default the encoder is the fill-mask model without
-    its head. Texts longer than a model's maximum length are cut at their end.
+    `model` names the fill-mask model, and `encoder` names the encoder; by default the encoder is the fill-mask model
+    without its head. Texts longer than a model's maximum length are cut at their end.
     """
 
     def __init__(self, model: str, *, encoder: str | None = None) -> None:
@@ -191,7 +191,7 @@ def _most_probable(log_probabilities: torch.Tensor, *, limit: int) -> list[tuple
 
     `log_probabilities` has the shape [num_places, vocabulary]. The logarithm of a sequence's probability is the sum of
     its tokens' log-probabilities. At most `limit` sequences are returned. Sequences are built position by position from
-    the `limit` best beginnings, because no other beginning can lead to one of the best sequences.
+    the `limit` best prefixes, because no other prefix can lead to one of the best sequences.
     """
     best: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
     for row in log_probabilities:

@@ -5,9 +5,9 @@ be stopped at any template and repeated later with the same values. The search d
 `attack`, the seed, and the words that a fill-mask model proposes.
 
 StressTest's sentences (Naik et al., 2018, "Stress Test Evaluation for Natural Language Inference") are tried one by
-one. The attacks on words are greedy. Each word in turn is replaced by "[UNK]"; the losses that this causes give the
-order in which words are changed, the largest loss first. Then each word is changed in several ways. The change with the
-lowest metric is kept if the metric is lower than that of the present template (Jin et al., 2019, "Is BERT Really
+one. The attacks on words are greedy. First, each word in turn is replaced by "[UNK]", and the loss of the metric is
+measured. The word with the largest loss is changed first. Then each word is changed in several ways. The change with
+the lowest metric is kept if the metric is lower than with the present template (Jin et al., 2019, "Is BERT Really
 Robust?"; TextAttack and PromptBench search in this way).
 """
 
@@ -54,8 +54,9 @@ class PromptAttack:
 class Attacked:
     """The result of an attack on one model: the template that it found, and the model's metric with it.
 
-    - `template`: the changed template that the attack chose, with a lower metric than the original one; the original
-      template if there is none. An attack that appends sentences always gives the worst changed template.
+    - `template`: the changed template that the attack chose, whose metric is lower than the metric of the original
+      template; the original template if no changed template has a lower metric. An attack that appends sentences always
+      gives the worst changed template.
     - `value`: the metric with `template`
     - `num_queries`: the number of changed templates that were scored
     - `is_cut`: whether the limit `max_queries` ended the attack

@@ -51,7 +51,7 @@ class Template:
         """Divide a Jinja template into pieces: words, placeholders and the texts between them.
 
         `labels` are the names of answers, such as "positive". Their words are fixed, so that no attack changes them,
-        wherever a label occurs as whole words, in upper or lower case. Stop words, such as "the", are fixed too.
+        wherever a label occurs as whole words, in upper or lower case. Stop words, such as "the", are also fixed.
         """
         pieces: list[Piece] = []
         start = 0

@@ -98,7 +98,7 @@ def exact_rule(merge: Merge, stored: Operands) -> Rule:
 
     A rule is the formula of a merge with its numbers, as plain data that a kernel executes. A threshold is the least
     magnitude of the elements that are kept. `stored` are the whole operands on the CPU, with the statistics that the
-    method needs; they are read as a whole to find the thresholds, and not read by methods without thresholds. The rule
+    method needs; they are read as a whole to find the thresholds, and are not read if there are no thresholds. The rule
     is the same for all shards of the tensor.
     """
     from workers.merging.kernels.cpu import exact
@@ -112,9 +112,9 @@ def merge_shard(
     """Compute the elements of `shard` of a merge, and write them to `out`, rounded once to its dtype.
 
     `rule` is the formula of the merge with its numbers, as `exact_rule` returns it. `tensors` and `base` are the whole
-    operands, of which only the elements of the shard are read. On a CUDA device, all of them may instead have only
-    these elements, in the same order. `out` is contiguous. The result has the same bits as these elements of the whole
-    merge.
+    operands, of which only the elements of the shard are read. On a CUDA device, `tensors` and `base` may instead have
+    only the elements of the shard, in the same order. `out` is contiguous. The result has the same bits as the shard's
+    elements of the whole merge.
     """
     if backend(out.device) == "cuda":
         from workers.merging.kernels.cuda import merge as execute
@@ -127,9 +127,9 @@ def for_each(function: Callable[[T], None], items: Sequence[tuple[int, T]], devi
     """Call `function` for each of several merged tensors: in parallel on a CPU, and in any order.
 
     `items` are pairs (number of elements of the tensor, item); `function` gets only the item. If `device` is a CPU,
-    several threads each process one item at a time. There are two exceptions, which are processed one after another:
-    the largest items, because each of them uses all threads, and the smallest, because waiting for Python's interpreter
-    lock would take longer than their work.
+    several threads each process one item at a time. Two kinds of items are processed one after another instead. The
+    largest items use all threads each. For the smallest items, waiting for Python's interpreter lock would take longer
+    than their work.
     """
     if device.type != "cpu":
         for _, item in items:

@@ -46,7 +46,7 @@ def typed(rule: Any) -> Any:
     """Copy of a rule whose fields have the types of compiled code's arguments.
 
     A rule has the numbers of a merge's formula as plain data. Numbers become float32. Probabilities become float64,
-    whole numbers uint32, and tensors flat arrays.
+    whole numbers become uint32, and tensors become flat arrays.
     """
     kind: Any = type(rule)
     return kind(*(convert(field) for convert, field in zip(_conversions(kind), rule, strict=True)))

@@ -4,9 +4,9 @@ Numba keeps compiled code beside the file that defines a function (else in the u
 compiles again when that file changes. The compiled code also contains code and constants of other files, and Numba does
 not detect changes in these files. So the names of the cache files contain a digest of all files in SOURCES.
 
-Numba numbers the files of a function by an index. If two processes compile at the same time, one overwrites the other's
-index. A number may then belong to other code, and a later process would run the kernel of another rule. Here a file's
-name says for which arguments it was compiled, and there is no index.
+Numba numbers the files of a function by an index. If two processes compile at the same time, one process overwrites the
+index of the other process. A number may then belong to other code, and a later process would run the kernel of another
+rule. Here a file's name says for which arguments it was compiled, and there is no index.
 """
 
 from __future__ import annotations

@@ -37,11 +37,11 @@ def merge(
     A rule is the formula of a merge with its numbers, as plain data. `tensors` are the sources, and `base` is the
     base's tensor or None if the rule does not use it. The sources and the base are always whole. All tensors are
     contiguous and have fewer than 2^32 elements. With `shard`, only the elements of the shard are computed, and `out`
-    has only these.
+    has only these elements.
 
     Some rules keep only elements whose magnitude reaches a threshold, and state only a lower and an upper bound of it.
-    Without `shard`, the elements between the bounds are collected, the exact threshold is found among them, and the
-    merge of these elements is computed with it. With `shard`, the rule must have exact thresholds (`exact`), because
+    Without `shard`, the elements between the bounds are collected, the exact threshold is found among them, and these
+    elements are merged with the exact threshold. With `shard`, the rule must have exact thresholds (`exact`), because
     the elements between the bounds may be in other shards.
     """
     xs, merged = as_arrays(tensors), as_array(out)
@@ -120,9 +120,9 @@ def _merge_runs(
 
     A shard is the part of a tensor that one rank (process) of a tensor-parallel engine holds. It consists of runs of
     `size` consecutive elements. The first run begins at the element `first` of the whole tensor, and each further run
-    `stride` elements after the one before. `start` and `stop` are positions in the shard, and so in `out`. `rule` has
-    the constants of the merge's formula, such as thresholds. `base` and `xs` are the arrays of the base and of the
-    sources, which are whole tensors.
+    begins `stride` elements after the beginning of the run before it. `start` and `stop` are positions in the shard,
+    and so in `out`. `rule` has the constants of the merge's formula, such as thresholds. `base` and `xs` are the arrays
+    of the base and of the sources, which are whole tensors.
     """
     block = np.empty(BLOCK, out.dtype)
     at, last = U64(start), U64(stop)

@@ -1,8 +1,8 @@
 """Fused merge kernels for tensors on one CUDA device.
 
 Multiplications and additions are not contracted, and divisions are rounded correctly. So the results have the same bits
-as those of the plain methods on the same device. The tests marked `gpu` run the kernels on a device; without a device
-they run in Triton's interpreter.
+as the results of the plain methods on the same device. The tests marked `gpu` run the kernels on a device; without a
+device they run in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ def merge(
     `lowering.ON_CUDA`. `tensors` are the sources, and `base` is the base's tensor or None if the rule does not use it.
     All tensors are contiguous and have fewer than 2^32 elements.
 
-    With `shard`, only the elements of the shard are computed, and `out` has only these. Then `tensors` and `base` are
-    either all whole, or all have only the elements of the shard, in the same order. The thresholds of the rule must be
-    exact (`kernels.exact_rule`), because elements between two bounds of a threshold may be in other shards.
+    With `shard`, only the elements of the shard are computed, and `out` has only these elements. Then `tensors` and
+    `base` are either all whole, or all have only the elements of the shard, in the same order. The thresholds of the
+    rule must be exact (`kernels.exact_rule`), because elements between two bounds of a threshold may be in other
+    shards.
     """
     xs, size = tuple(tensors), out.numel()
     at = _Places.of(shard, out.device, is_packed=all(tensor.numel() == size for tensor in xs))
@@ -72,7 +73,7 @@ def merge(
 def launching_on(device: torch.device) -> AbstractContextManager[Any]:
     """Context manager that makes Triton launch kernels on `device`; it has no effect for other devices than CUDA's.
 
-    Triton launches on the process's current device, which need not be that of the operands.
+    Triton launches on the process's current device, which may differ from the device of the operands.
     """
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
@@ -82,9 +83,9 @@ class _Places:
     """Places of the computed elements in their whole tensor, as arguments of kernels.
 
     The element at the position p of the result is the element first + p / run * stride + p % run of the whole tensor,
-    with p / run rounded down. `is_shard` says whether the result has only the elements of a shard; otherwise these
-    numbers are not used. `is_packed` says whether the operands, too, have only the elements of the shard. `device` is
-    the device of the operands and the result.
+    with p / run rounded down. `is_shard` says whether the result has only the elements of a shard; otherwise `first`,
+    `run` and `stride` are not used. `is_packed` says whether the operands, too, have only the elements of the shard.
+    `device` is the device of the operands and the result.
     """
 
     device: torch.device

@@ -195,7 +195,7 @@ def variance_of(base: Any, xs: Any, i: Any) -> Any:
     """The variance of element i over its values in all task vectors; a task vector is xs[s] minus `base`.
 
     `base` and `xs` are the arrays of the base and the sources, in the form of `arguments.as_array`. The result has the
-    same bits as that of `methods.competition.variance`. Callable only in compiled code.
+    same bits as the result of `methods.competition.variance`. Callable only in compiled code.
     """
     b, count = value(base[i]), np.float32(len(xs))
     first = value(xs[0][i]) - b
@@ -211,7 +211,7 @@ def variance_of(base: Any, xs: Any, i: Any) -> Any:
 
 @numba.njit(**IN_PLACE)
 def either(first: Any, second: Any) -> Any:
-    """Logical or of two flags, each 1 (SOME) or 0 (NONE) with 32 bits; the result is such a flag, too.
+    """Logical or of two flags; flags and result are 1 (SOME) or 0 (NONE) with 32 bits.
 
     Numba's operator `|` gives 64 bits, and a vectorised loop with a number of 64 bits handles only half as many
     elements at a time.
@@ -223,8 +223,8 @@ def either(first: Any, second: Any) -> Any:
 def zero_unless(condition: Any, number: Any) -> Any:
     """The float32 `number` if the condition is true, else zero, computed without a branch.
 
-    LLVM would compile an ordinary conditional expression whose result is stored in an array to masked stores. These
-    take about ten times longer on AMD's processors.
+    LLVM would compile an ordinary conditional expression whose result is stored in an array to masked stores. Masked
+    stores take about ten times longer on AMD's processors.
     """
     return _float(U32(bits_of(number) & U32(U32(0) - U32(condition))))
 
@@ -294,9 +294,9 @@ def turned_mark(i: Any, factor: Any) -> Any:
     """The tie-breaking mark of element i as a signed number, so that AVX2 can compare marks.
 
     A mark is an unsigned number that orders elements of equal magnitude: a hash of i, multiplied by `factor`, an odd
-    number that differs between tensors. AVX2 compares only signed numbers. With the top bit flipped, signed numbers
-    have the order of the marks. Because `factor` is odd, the bit can be flipped before the multiplication, once for all
-    sources.
+    number that differs between tensors. AVX2 compares only signed numbers. Therefore the result is the mark with its
+    top bit flipped: read as signed numbers, such results have the order of the marks. Because `factor` is odd, the bit
+    of the hash can be flipped before the multiplication, once for all sources.
     """
     return I32(U32(U32(hashed(i, U32(0), U32(0)) ^ TOP) * factor))
 

@@ -24,7 +24,7 @@ def computes(rule: type) -> Callable[[Formula], Formula]:
     """Decorator that registers a function as the formula of merge rules of the type `rule`.
 
     The function takes (rule, base, xs, i) and returns the merged element i in float32. `base` and `xs` are arrays with
-    stored elements: `value(base[i])` is the number in the base, and `value(xs[s][i])` the number in source s. Numba
+    stored elements: `value(base[i])` is the number in the base, and `value(xs[s][i])` is the number in source s. Numba
     compiles the function, so it may use only the operations of this module, arithmetic on float32 and the rule's
     fields. Raises ValueError if the type already has a formula.
     """

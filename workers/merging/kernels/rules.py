@@ -90,8 +90,8 @@ class Trimmed(NamedTuple):
     A sparsification is the part of a kernel's rule that says which elements of a task vector are kept. A threshold is a
     magnitude with a tie-breaking mark, a number that orders elements of equal magnitude (`order_statistics.Threshold`).
     Each threshold is known by a lower and an upper bound. If the bounds are equal, they are the threshold. Otherwise
-    the threshold is at one of the elements strictly between the bounds. All fields except `by` have a number for each
-    source:
+    the threshold is the magnitude and mark of one of the elements strictly between the bounds. All fields except `by`
+    have a number for each source:
 
     - `by`: how elements are compared with the threshold, by magnitude and mark (`ByMark`) or by magnitude alone
       (`ByMagnitude`)
@@ -117,8 +117,8 @@ class Between(NamedTuple):
     a lower and an upper threshold; the fields of the upper threshold begin with `top_`. A threshold is a magnitude with
     a tie-breaking mark, a number that orders elements of equal magnitude.
 
-    The exact threshold may be unknown. The rule then has two bounds of the threshold, and the threshold is at one of
-    the elements strictly between them. If the two bounds are equal, they are the threshold.
+    The exact threshold may be unknown. The rule then has two bounds, and the threshold is the magnitude and mark of one
+    of the elements strictly between the bounds. If the two bounds are equal, they are the threshold.
 
     - `by`: how elements are compared with the lower threshold: by magnitude and mark (`ByMark`) or by magnitude alone
       (`ByMagnitude`)
@@ -149,8 +149,8 @@ class Dropped(NamedTuple):
 
     A sparsification is the part of a kernel's rule that says which elements of a task vector are kept. All fields have
     a number for each source. `k0s` and `k1s` are the low and high 32 bits of the keys of random masks
-    (`workers.merging.masks`). An element is kept if its hash by the mask's key is at most the number in `bounds`. The
-    factors are `scales`.
+    (`workers.merging.masks`). An element is kept if its hash by the mask's key is at most the number in `bounds`.
+    `scales` has the factors.
     """
 
     k0s: Words
@@ -258,9 +258,10 @@ class Weighted(NamedTuple):
 class WeightedMean(NamedTuple):
     """Rule for a merge kernel: TIES with weights in the mean, but not in the election of signs (PEFT).
 
-    The weighted sum of the task vectors that have the elected sign is divided by their number, and added to the base.
-    The rule is computed for each element of the task vectors, after elements were dropped by the rule `sparse`. The
-    elected sign is the sign of the unweighted sum of all task vectors; it is positive if this sum is zero.
+    The weighted sum of the task vectors that have the elected sign is divided by the number of these task vectors, and
+    added to the base. The rule is computed for each element of the task vectors, after elements were dropped by the
+    rule `sparse`. The elected sign is the sign of the unweighted sum of all task vectors; it is positive if this sum is
+    zero.
     """
 
     sparse: Sparsity

@@ -107,10 +107,10 @@ def most_undecided(rule: Any) -> int:
 def decided(rule: Any, base: np.ndarray, xs: tuple[np.ndarray, ...], positions: np.ndarray) -> Any:
     """Copy of a rule with exact thresholds, so that no element is undecided.
 
-    A rule has the numbers of a merge's formula. In `rule`, a threshold is known only by a lower and an upper bound; it
-    is at one of the elements between them. Whether these elements are kept is undecided until the exact threshold is
-    known. `positions` has the indices of all elements that are between the bounds of any threshold. `base` and `xs` are
-    the arrays of the base and the sources.
+    A rule has the numbers of a merge's formula. In `rule`, a threshold is known only by a lower and an upper bound.
+    Whether elements between the bounds are kept is undecided until the exact threshold is known. `positions` has the
+    indices of all elements that are between the bounds of any threshold. `base` and `xs` are the arrays of the base and
+    the sources.
     """
     sparse = rule.sparse
     sizes = [_magnitudes_at(base, x, positions) for x in xs]
@@ -134,13 +134,13 @@ def variance_threshold(
     """Find the exact threshold for variances, from a lower and an upper bound (merge method SCE).
 
     The variance of an element is computed over its values in the task vectors, the differences of `xs` from `base`. The
-    threshold is a variance and a mark. Marks are hashes of the elements' indices, which `order` computes and which
-    order elements of equal variance. `trim` has the two bounds. `positions` are the indices of all elements strictly
-    between the bounds. If variances were compared without marks (`trim.magnitudes`), it has also all elements with the
-    threshold's variance.
+    threshold is a variance and a mark. Marks break ties between elements of equal variance; they are hashes of the
+    elements' indices, computed by `order`. `trim` has the two bounds. `positions` are the indices of all elements
+    strictly between the bounds. If variances were compared without marks (`trim.magnitudes`), `positions` also has all
+    elements with the threshold's variance.
 
-    Returns the threshold, and whether every element of `positions` with the threshold's variance reaches it. If so,
-    later comparisons need no marks.
+    Returns the threshold, and whether every element of `positions` with the threshold's variance reaches the threshold.
+    If all these elements reach the threshold, later comparisons need no marks.
     """
     sizes, marks = _variances_at(base, xs, positions), _marks_at(positions, U32(order.factor))
     bounds = trim.low.magnitude, trim.low.mark, trim.high.magnitude, trim.high.mark, trim.num_smaller

@@ -73,9 +73,9 @@ def passthrough(tensors: Sequence[torch.Tensor], *, scale: float = 1) -> torch.T
 def linear(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
     """Weighted average of models, with weights that are divided by their sum (model soups, arXiv:2203.05482).
 
-    The result is sum_t w_t theta_t with sum_t w_t = 1. theta_t is the tensor of model t in `tensors`, w_t its weight;
-    this is equation 11 of "Automated Model Merging". The given weights are divided by their sum, because weights
-    rounded to six decimals seldom sum to exactly one. Raises InvalidRecipe if they sum to zero.
+    The result is sum_t w_t theta_t with sum_t w_t = 1. theta_t is the tensor of model t in `tensors`, and w_t is its
+    weight; this is equation 11 of "Automated Model Merging". The given weights are divided by their sum, because
+    weights rounded to six decimals seldom sum to exactly one. Raises InvalidRecipe if the weights sum to zero.
     """
     return weighted_sum(tensors, linear_weights(weights))
 
@@ -84,7 +84,7 @@ def linear(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.T
 def weighted(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
     """Weighted sum of models, with weights used as given (mergekit's linear with `normalize: false`).
 
-    The result is sum_t w_t theta_t. theta_t is the tensor of model t, w_t its weight.
+    The result is sum_t w_t theta_t. theta_t is the tensor of model t, and w_t is its weight.
     """
     return weighted_sum(tensors, weights)
 
@@ -99,7 +99,7 @@ def linear_weights(weights: Sequence[float]) -> list[float]:
 
 @merges("slerp", peak=Peak(0, 8))
 def slerp(tensors: Sequence[torch.Tensor], *, t: float, cos: float | None = None) -> torch.Tensor:
-    """Spherical interpolation of two tensors (Shoemake 1985); t = 0 gives the first, t = 1 the second.
+    """Spherical interpolation of two tensors (Shoemake 1985); t = 0 gives the first tensor, t = 1 gives the second.
 
     The result is (sin((1 - t) omega) theta_1 + sin(t omega) theta_2) / sin omega, equation 10 of "Automated Model
     Merging". theta_1 and theta_2 are the tensors, and omega is the angle between them as vectors. `cos` is the
@@ -109,7 +109,7 @@ def slerp(tensors: Sequence[torch.Tensor], *, t: float, cos: float | None = None
     If |cos omega| > 0.9995, the interpolation is linear. The divisor sin omega then goes to zero, and an angle in
     float32 has few significant digits. For nearly equal tensors, the spherical and the linear interpolation differ by
     less than 1.3e-4. For opposite tensors, the great circle between them is not unique. A tensor without direction
-    (norm at most 1e-8) counts as orthogonal to the other.
+    (norm at most 1e-8) counts as orthogonal to the other tensor.
     """
     first, second = tensors
     return weighted_sum(tensors, slerp_weights(t, cosine(first, second) if cos is None else cos))
@@ -118,7 +118,7 @@ def slerp(tensors: Sequence[torch.Tensor], *, t: float, cos: float | None = None
 def slerp_weights(t: float, cos: float) -> tuple[float, float]:
     """Factors by which `slerp` (spherical interpolation) multiplies its two tensors before it adds them.
 
-    `t` is the place between the first tensor (0) and the second (1), and `cos` the cosine of the angle between them.
+    `t` is the place between the first tensor (0) and the second (1), and `cos` is the cosine of the angle between them.
     """
     return _circle_weights(t, cos, COLLINEAR)
 
@@ -232,11 +232,11 @@ def model_stock(
 
     `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. The factor is t = N cos /
     (1 + (N - 1) cos), with N the number of models and cos the mean cosine between the task vectors of this tensor. A
-    task vector of norm at most 1e-8 counts as orthogonal to the others. If the denominator is zero, the result is the
-    base. Near this pole, the magnitude of t is large. If t is below -N or above 1, InvalidRecipe is raised or, with
-    `unbounded`, a warning is logged. The message names the tensor by `name`. The bound is -N because there the result
-    is already as far from the base as the models, if these are at equal distances from it. `products` are the
-    precomputed inner products of the task vectors; None computes them.
+    task vector of norm at most 1e-8 counts as orthogonal to the other task vectors. If the denominator is zero, the
+    result is the base. If the denominator is near zero, the magnitude of t is large. If t is below -N or above 1,
+    InvalidRecipe is raised or, with `unbounded`, a warning is logged. The message names the tensor by `name`. The lower
+    bound is -N because, for models at equal distances from the base, the result with t = -N is as far from the base as
+    the models are. `products` are the precomputed inner products of the task vectors; None computes them.
     """
     taus = [tensor - base for tensor in tensors]
     weights = model_stock_weights(products or inner_products(taus), unbounded=unbounded, name=name)

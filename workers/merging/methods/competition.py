@@ -55,7 +55,7 @@ def sce(
     minus `base`. The method has three steps:
 
     - Select: of the elements whose values differ between the task vectors, the share `select_topk` with the largest
-      variance is kept; the others become zero in every tau_t. With `select_topk` 1, all elements are kept.
+      variance is kept; the other elements become zero in every tau_t. With `select_topk` 1, all elements are kept.
     - Calculate: the weight w_t is the sum of the squares of tau_t's kept elements, divided by the number of all
       elements.
     - Erase: in each tau_t, elements whose sign differs from the sign of the sum of the task vectors become zero.
@@ -94,9 +94,9 @@ def sce_mergekit(
     """SCE as mergekit computes it; it differs from `sce` where task vectors sum to zero, and for small weights.
 
     `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. As in `sce`, a share
-    `select_topk` of the elements is selected: those that vary most between the task vectors. The weight of a model is
-    the mean square of its selected elements, and elements whose sign is not that of the sum of the task vectors are
-    erased. The differences from `sce` are these:
+    `select_topk` of the elements is selected: the elements that vary most between the task vectors. The weight of a
+    model is the mean square of its selected elements, and elements whose sign differs from the sign of the sum of the
+    task vectors are erased. The differences from `sce` are these:
 
     - Weights are equal if the mean squares sum to less than 1e-6.
     - Where the sum of the task vectors is zero, the positive sign is elected.
@@ -134,8 +134,8 @@ def num_selected(select_topk: float, num_variable: int) -> int:
 def sce_weights(squares: Sequence[float]) -> list[float]:
     """The weight of each model in `sce`, from the sum of squares of its selected elements.
 
-    SCE selects the elements that vary most between the task vectors. `squares` has this sum for each model. The sums
-    are divided by their total. All weights are zero if all sums are zero.
+    SCE selects the elements that vary most between the task vectors. `squares` has the sum of squares for each model.
+    The weights are these sums divided by their total. All weights are zero if all sums are zero.
     """
     whole = math.fsum(squares)
     return [square / whole if whole else 0.0 for square in squares]
@@ -162,7 +162,7 @@ def ramplus_tl(
     element if it differs from the base by more than epsilon. If several models changed an element, the mean of their
     task vectors is added to the base. If one model changed an element, this model's task vector times 1 + r min(alpha,
     shared / unique) is added. `shared` is the number of elements of the tensor that this model and others changed, and
-    `unique` the number that this model alone changed.
+    `unique` is the number of elements that this model alone changed.
     """
     return _ram([tensor - base for tensor in tensors], base, epsilon, (r, alpha))
 
@@ -174,11 +174,12 @@ def pcb(
     """PCB-Merging as published (arXiv:2410.02396): a mean of the task vectors with weights for each element.
 
     `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. theta_pre is the base,
-    tau_i the task vector of model i, N the number of models, and Norm scales a tensor linearly to [0, 1]. The weights
-    of model i are beta_i = Softmax(N Norm(tau_i^2)) * sum_j Softmax(Norm(tau_i tau_j)), with each Softmax over the
-    whole tensor. The largest elements of each beta_i, the share `density`, are kept, and the others are set to zero.
-    The result is theta_pre + lambda sum_i beta_i tau_i / sum_i beta_i. For elements for which all beta_i are zero, the
-    result is the base. `orders` has, for each model, the rule that breaks ties between equal elements of beta_i.
+    tau_i is the task vector of model i, N is the number of models, and Norm scales a tensor linearly to [0, 1]. The
+    weights of model i are beta_i = Softmax(N Norm(tau_i^2)) * sum_j Softmax(Norm(tau_i tau_j)), with each Softmax over
+    the whole tensor. The largest elements of each beta_i, the share `density`, are kept, and the other elements are set
+    to zero. The result is theta_pre + lambda sum_i beta_i tau_i / sum_i beta_i. For elements for which all beta_i are
+    zero, the result is the base. `orders` has, for each model, the rule that breaks ties between equal elements of
+    beta_i.
     """
     taus = [tensor - base for tensor in tensors]
     betas = []
@@ -198,7 +199,7 @@ def pcb_tanh(tensors: Sequence[torch.Tensor], base: torch.Tensor, *, lambda_: fl
     """PCB-Merging as its authors' code computes it, with clipped magnitudes and a tanh.
 
     `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. tau_i is the task vector
-    of model i, N the number of models, and Norm scales a tensor linearly to [0, 1]. Magnitudes are clipped to their
+    of model i, N is the number of models, and Norm scales a tensor linearly to [0, 1]. Magnitudes are clipped to their
     quantiles at 0.01 % and 99.99 %. The weights are beta_i = exp(N Norm(|tau_i|)^2) tanh(tau_i sum_j tau_j). Elements
     of beta_i below the quantile at 1 - density are set to this quantile; then beta_i is scaled to [0, 1]. The result is
     the base plus lambda sum_i beta_i tau_i / sum_i beta_i, with clipped tau_i.
@@ -237,7 +238,7 @@ def consensus_ta(
     `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. tau_t is the task vector
     of model t, and tau is the sum of all task vectors. An element matters to model t if |tau_t| >= mask_lambda_t |tau -
     tau_t|, with mask_lambda_t from `mask_lambdas`. The elements of tau that matter to at least `agreement` models are
-    kept, and the others are set to zero. The result is the base plus lambda times the kept elements.
+    kept, and the other elements are set to zero. The result is the base plus lambda times the kept elements.
     """
     taus = [tensor - base for tensor in tensors]
     merged = taus[0].clone()
@@ -261,12 +262,12 @@ def consensus_ties(
     """Consensus merging with TIES: add the elements of TIES' merged task vector that matter to several models.
 
     `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. TIES' merged task vector,
-    tau, is that of equations 6 to 8 of "Automated Model Merging", with the share k of elements kept and without lambda.
-    An element matters to model t if |tau_t| >= mask_lambda_t |tau - tau_t|, with tau_t the task vector of the model.
-    The elements that matter to at least `agreement` models are multiplied by lambda and added to the base. `magnitudes`
-    has, for each model, a precomputed table of its task vector's magnitudes, from which trimming takes its threshold;
-    None computes the threshold without a table. `orders` has, for each model, the rule that breaks ties between
-    elements of equal magnitude.
+    tau, follows from equations 6 to 8 of "Automated Model Merging", with the share k of elements kept and without
+    lambda. An element matters to model t if |tau_t| >= mask_lambda_t |tau - tau_t|, with tau_t the task vector of the
+    model. The elements that matter to at least `agreement` models are multiplied by lambda and added to the base.
+    `magnitudes` has, for each model, a precomputed table of its task vector's magnitudes, from which trimming takes its
+    threshold; None computes the threshold without a table. `orders` has, for each model, the rule that breaks ties
+    between elements of equal magnitude.
     """
     merged = consensus.disjoint_mean(trimmed_task_vectors(tensors, base, [k] * len(tensors), magnitudes, orders))
     taus = [tensor - base for tensor in tensors]
@@ -280,8 +281,8 @@ def wudi(
     """WUDI-Merging (arXiv:2503.08099): the base plus a scaled task vector that Adam optimises for each matrix.
 
     `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. The result is the base
-    plus lambda m. tau_i are the task vectors, and m is the merged one. For a matrix, m begins as sum_i tau_i and is
-    changed by `steps` steps of Adam, with the rate `learning_rate`, on the loss sum_i |(m - tau_i) tau_i^T|^2 /
+    plus lambda m. tau_i are the task vectors, and m is the merged task vector. For a matrix, m begins as sum_i tau_i
+    and is changed by `steps` steps of Adam, with the rate `learning_rate`, on the loss sum_i |(m - tau_i) tau_i^T|^2 /
     |tau_i|^2. For other tensors m is the mean task vector. Task vectors that are zero are left out of the loss.
 
     The gradient is 2 (m A - B), with A = sum_i tau_i^T tau_i / |tau_i|^2 and B = sum_i tau_i tau_i^T tau_i / |tau_i|^2,
@@ -315,9 +316,9 @@ def wudi(
 def sce_mergekit_weights(squares: Sequence[float], num_elements: int) -> list[float]:
     """The weight of each model in `sce_mergekit`, from the sum of squares of its selected elements.
 
-    The merge method selects the elements that vary most between the task vectors. `squares` has this sum for each
-    model. The sums are divided by their total. The weights are equal if the total is less than 1e-6 times the tensor's
-    number of elements, `num_elements`.
+    The merge method selects the elements that vary most between the task vectors. `squares` has the sum of squares for
+    each model. The weights are these sums divided by their total. The weights are equal if the total is less than 1e-6
+    times the tensor's number of elements, `num_elements`.
     """
     whole = math.fsum(squares)
     if whole / max(1, num_elements) < NO_SQUARES:
@@ -378,9 +379,9 @@ def _ram(
 def ramplus_factor(r: float, alpha: float, num_changed: int, num_alone: int) -> float:
     """RAM+'s factor for elements that only one model changed; larger if the model shares more of its changes.
 
-    `num_changed` is the number of elements that the model changed, and `num_alone` the number of these that no other
-    model changed. With shared = `num_changed` - `num_alone` and alone = `num_alone`, the factor is 1 + r min(alpha,
-    shared / alone). The factor is 1 if alone is 0.
+    `num_changed` is the number of elements that the model changed, and `num_alone` is the number of these elements that
+    no other model changed. With shared = `num_changed` - `num_alone` and alone = `num_alone`, the factor is 1 + r
+    min(alpha, shared / alone). The factor is 1 if alone is 0.
     """
     return 1 + r * min(alpha, (num_changed - num_alone) / num_alone) if num_alone else 1.0
 

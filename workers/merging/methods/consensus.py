@@ -27,13 +27,14 @@ def disjoint_mean(taus: Sequence[torch.Tensor]) -> torch.Tensor:
     """The element-wise mean of the task vectors that have the elected sign (TIES).
 
     The elected sign is the sign of the sum of all task vectors `taus`. Where this sum is zero, the result is zero. The
-    function computes equations 7 and 8 of "Automated Model Merging", which are those of TIES (arXiv:2306.01708).
+    function computes equations 7 and 8 of "Automated Model Merging", which are also the equations of TIES
+    (arXiv:2306.01708).
     """
     return _mean_of_agreeing(taus, _sum(taus).sign_())
 
 
 def elected_balance(taus: Sequence[torch.Tensor]) -> int:
-    """The number of positive elements in the sum of the task vectors `taus`, minus the number of negative ones.
+    """The number of positive elements in the sum of the task vectors `taus`, minus the number of negative elements.
 
     The sign of the result is the majority sign: the sign that most elements of the sum have. Some methods use it for
     elements whose sum is zero.
@@ -105,8 +106,8 @@ def disjoint_interpolation(taus: Sequence[torch.Tensor], weights: Sequence[float
 
     The elected sign is the sign of the sum of all task vectors `taus`. Where this sum is zero, the result is zero.
     `weights` has one weight for each task vector. The weights are divided by the sum of the weights of the task vectors
-    that have the elected sign. If only one task vector has the elected sign, the result is this task vector. The
-    interpolation is that of M3, appendix H.
+    that have the elected sign. If only one task vector has the elected sign, the result is this task vector. M3
+    describes the interpolation in appendix H.
     """
     elected = _sum(taus).sign_()
     alone, mixed = torch.zeros_like(elected), torch.zeros_like(elected)
@@ -128,11 +129,11 @@ def disjoint_majority_interpolation(
     """The element-wise interpolation of the task vectors that have the elected sign (code of Mixup Model Merge, M3).
 
     The elected sign is the sign of the sum of all task vectors `taus`. If this sum is zero, the elected sign is the
-    sign of `majority` or, if it is None, the sign that most elements of the sum have. The share of a task vector is its
-    weight divided by the sum of all weights. The shares of the task vectors that do not have the elected sign are
-    divided equally among the task vectors that have it. Therefore, if two task vectors have the elected sign, they are
-    interpolated by their shares. If only one task vector has the elected sign, the result is this task vector. The
-    result is continuous in `weights`. Equal weights give the mean. The interpolation is that of M3, appendix H.
+    sign of `majority` or, if `majority` is None, the sign that most elements of the sum have. The share of a task
+    vector is its weight divided by the sum of all weights. The shares of the task vectors that do not have the elected
+    sign are divided equally among the task vectors that have it. If only one task vector has the elected sign, the
+    result is this task vector. The result is continuous in `weights`. Equal weights give the mean. M3 describes the
+    interpolation in appendix H.
     """
     elected = _elected_or_majority(taus, majority)
     shares = [weight / fsum(weights) for weight in weights]

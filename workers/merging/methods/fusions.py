@@ -16,7 +16,7 @@ __all__ = ["Importance", "ImportancesAt", "arcee_fusion", "importance_of", "impo
 
 @merges("nearswap", peak=Peak(0, 16))
 def nearswap(tensors: Sequence[torch.Tensor], *, t: float) -> torch.Tensor:
-    """The first model, with each element moved at most the distance `t` towards the second's (mergekit's NearSwap).
+    """The first model, with each element moved towards the second model by at most `t` (mergekit's NearSwap).
 
     theta_1 and theta_2 are the tensors of the two models. The result is w theta_2 + (1 - w) theta_1 with w = min(1, t /
     |theta_1 - theta_2|).
@@ -44,7 +44,7 @@ ImportancesAt = Callable[[Sequence[int], torch.Tensor, torch.Tensor, torch.Tenso
 
 @merges("arcee_fusion", peak=Peak(0, 9))
 def arcee_fusion(tensors: Sequence[torch.Tensor], *, importance: Importance | None = None) -> torch.Tensor:
-    """The first model with the most important changes of the second (mergekit's Arcee Fusion).
+    """The first model with the most important changes of the second model (mergekit's Arcee Fusion).
 
     theta_1 and theta_2 are the tensors of the two models. The importance of an element is |theta_2 - theta_1| *
     KL(softmax of theta_2's row | softmax of theta_1's row), with KL the Kullback-Leibler divergence. Elements whose
@@ -74,7 +74,7 @@ def importances_at(
 def importance_of(first: torch.Tensor, second: torch.Tensor, select: ImportancesAt = importances_at) -> Importance:
     """The rule by which Arcee Fusion selects the elements to take from `second`: row factors and a threshold.
 
-    The other elements of the merge are those of `first`. The row factors multiply |second - first| to give the
+    The other elements of the merge are taken from `first`. The row factors multiply |second - first| to give the
     importance of an element. The threshold is the smallest importance of an element that is taken. The tensors are on
     CPU and have at least one element. `select` is a function like `importances_at`: it returns the importances at given
     indices of the sorted importances.

@@ -1,6 +1,6 @@
 """Memory that a merge method's PyTorch function takes while it computes, in addition to its operands.
 
-Numbers are those of PyTorch's allocator, per element of the merged tensor, for every choice of coefficients. The
+Numbers are as PyTorch's allocator reports them, per element of the merged tensor, for every choice of coefficients. The
 numbers were measured on CPU, and compared with a GPU (`tests/gpu`).
 """
 
@@ -20,8 +20,8 @@ class Peak(NamedTuple):
     """Peak memory of a merge method's PyTorch function, as the coefficients of a formula for the bytes.
 
     The peak is (`per_source` N + `fixed`) n + `per_square` c^2 bytes, and `more_on_gpu` n bytes more on a GPU. N is the
-    number of sources and n the number of elements of the merged tensor. c is the number of columns of a matrix, and 0
-    for tensors of other dimensions. The peak includes the result, but not the operands, which are float32.
+    number of sources, and n is the number of elements of the merged tensor. c is the number of columns of a matrix, and
+    0 for tensors of other dimensions. The peak includes the result, but not the operands, which are float32.
     """
 
     per_source: float

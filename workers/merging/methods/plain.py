@@ -1,8 +1,8 @@
 """Table of the merge methods' PyTorch functions by name, and the arguments with which they are called.
 
 A function receives the tensors, the base if its method needs one, and the coefficients by name. The name of a
-coefficient with a number for each source is in the plural, such as `lambdas`; `lambda_` is one number for all. The
-function also receives these arguments, if it has parameters for them:
+coefficient with a number for each source is in the plural, such as `lambdas`; `lambda_` is one number for all sources.
+The function also receives these arguments, if it has parameters for them:
 
 - `keys`: the keys of random masks
 - `cos`, `importance`, `magnitudes`, `majority`, `norms`, `products`, `ranks`, `variances`: statistics, if they are
@@ -92,8 +92,8 @@ class PlainMethod:
 
     `uses` are the names of the precomputed statistics of the sources for which the function has parameters.
     `is_told_name` says whether the function has a parameter for the tensor's name. `order_parameter` is the name of the
-    function's parameter for the rules that break ties between equal elements, or None if it has none. `peak` is the
-    memory that the function takes at most.
+    function's parameter for the rules that break ties between equal elements, or None if the function has no such
+    parameter. `peak` is the memory that the function takes at most.
     """
 
     declared: MergeMethod
@@ -117,8 +117,8 @@ class PlainMethod:
         """Compute `merge` from `operands` by this method's function, with the coefficients of the merge.
 
         `given` maps names of coefficients to tensors without dimensions that replace the coefficients; the result then
-        has gradients with respect to these tensors. Raises InvalidRecipe if the method does not have one of the
-        coefficients.
+        has gradients with respect to these tensors. Raises InvalidRecipe if `given` names a coefficient that the method
+        does not have.
         """
         replaced = given or {}
         arguments: dict[str, Any] = {

@@ -17,8 +17,8 @@ __all__ = ["acos", "cos", "fsum", "sin", "sqrt"]
 def fsum(numbers: Iterable[float]) -> float:
     """Sum of coefficients, which may be tensors with gradients.
 
-    If all are plain numbers, they are added exactly and rounded once. If any coefficient is a tensor, the result is a
-    tensor through which gradients flow.
+    If all coefficients are plain numbers, they are added exactly and rounded once. If any coefficient is a tensor, the
+    result is a tensor through which gradients flow.
     """
     terms = list(numbers)
     return sum(terms) if any(isinstance(term, torch.Tensor) for term in terms) else math.fsum(terms)

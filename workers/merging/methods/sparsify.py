@@ -1,7 +1,7 @@
 """Sparsification of task vectors: by magnitude (TIES, Model Breadcrumbs) and at random (DARE, DELLA).
 
 DELLA keeps larger elements with higher probability. Each function returns the sparse task vector and may modify its
-argument. Random masks are those of `workers.merging.masks`; the key of a mask is made from seed, model and tensor name.
+argument. `workers.merging.masks` makes the random masks; the key of a mask is made from seed, model and tensor name.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def trimmed(tau: torch.Tensor, k: float, order: TieOrder, magnitudes: Ranked | N
     The function keeps `num_kept(k, n)` of the n elements of `tau`, about the share `k`; this is equation 6 of
     "Automated Model Merging". `order` is the rule that breaks ties between equal magnitudes. `magnitudes` is a
     precomputed table of the magnitudes, from which the threshold is taken; with None, the threshold is searched for. In
-    a merge that trims whole models, the table is that of the model's whole task vector, and n is the number of its
+    a merge that trims whole models, the table is for the model's whole task vector, and n is the number of its
     elements. `tau` may be modified.
     """
     num_elements = tau.numel() if magnitudes is None else magnitudes.num_elements
@@ -56,12 +56,12 @@ def cut_both_ends(
 ) -> torch.Tensor:
     """Set the elements of largest and of smallest magnitude in a task vector to zero (Model Breadcrumbs).
 
-    The method is that of arXiv:2312.06795. `tau` has n elements. The floor(gamma n) largest magnitudes are dropped, and
-    the floor(density n) largest of the others are kept. The paper's two percentiles are 1 - gamma and 1 - gamma -
-    density. `order` is the rule that breaks ties between equal magnitudes. `magnitudes` is a precomputed table of the
-    magnitudes, from which thresholds are taken; with None, the thresholds are searched for. In a merge that trims whole
-    models, the table is that of the model's whole task vector, and n is the number of its elements. `tau` may be
-    modified.
+    The method is from arXiv:2312.06795. `tau` has n elements. The floor(gamma n) largest magnitudes are dropped, and
+    the floor(density n) largest of the other magnitudes are kept. The paper's two percentiles are 1 - gamma and 1 -
+    gamma - density. `order` is the rule that breaks ties between equal magnitudes. `magnitudes` is a precomputed table
+    of the magnitudes, from which thresholds are taken; with None, the thresholds are searched for. In a merge that
+    trims whole models, the table is for the model's whole task vector, and n is the number of its elements. `tau` may
+    be modified.
     """
     ranks = cut_ranks(density, gamma, tau.numel() if magnitudes is None else magnitudes.num_elements)
     if ranks is None:
@@ -96,8 +96,8 @@ def cut_ranks(density: float, gamma: float, num_elements: int) -> CutRanks | Non
 
     Rank 1 is the largest of `num_elements` magnitudes. `cut_both_ends` divides the elements in descending order of
     magnitude into three parts. The first part, the share `gamma` of all elements, is dropped. The second part, the
-    share `density` of all elements, is kept. The rest is dropped. If the two shares sum to more than 1, the first part
-    is made smaller.
+    share `density` of all elements, is kept. The third part is dropped. If the two shares sum to more than 1, the first
+    part is made smaller.
     """
     count = share_of(density, num_elements)
     num_cut = min(share_of(gamma, num_elements), num_elements - count)
@@ -105,7 +105,7 @@ def cut_ranks(density: float, gamma: float, num_elements: int) -> CutRanks | Non
 
 
 def dropped(tau: torch.Tensor, density: float, key: int) -> torch.Tensor:
-    """Keep each element of a task vector with probability `density`, and set the others to zero (DARE).
+    """Keep each element of a task vector with probability `density`, and set the other elements to zero (DARE).
 
     DARE is described in arXiv:2311.03099. `key` is the key of the random mask. The kept elements are not rescaled.
     `tau` is modified.
@@ -118,7 +118,7 @@ def masked_task_vectors(
 ) -> list[torch.Tensor]:
     """Task vectors (tensors minus base) after a random mask, divided by the share of elements that is kept (DARE).
 
-    `densities` has, for each tensor, the share of elements that its mask keeps, and `keys` the key of the mask.
+    `densities` has, for each tensor, the share of elements that its mask keeps, and `keys` has the key of the mask.
     """
     return [
         dropped(tensor - base, density, key).mul_(1 / density)
@@ -137,18 +137,19 @@ def magnitude_sampled(
     rescale: bool = True,
     ranks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """MagPrune (DELLA, arXiv:2406.11617): keep elements at random, larger ones of a row with higher probability.
+    """MagPrune (DELLA, arXiv:2406.11617): keep random elements, larger elements of a row with higher probability.
 
     `tau` is the task vector. The probability of keeping an element is from density - epsilon to density + epsilon, in
     steps by the rank of its magnitude in its row. A tensor with fewer than two dimensions is one row. `key` is the key
     of the random mask. With `rescale`, elements that are kept are divided by their probability. `order` is the rule
     that breaks ties between equal magnitudes; in recipes of format 1, the earlier of two equal elements counts as the
-    smaller one. `ranks` are the precomputed ranks of magnitudes in their rows, where 0 is the smallest; None computes
-    them.
+    smaller element. `ranks` are the precomputed ranks of magnitudes in their rows, where 0 is the smallest; None
+    computes them.
 
-    The paper's epsilon is twice the argument `epsilon`. Its drop probability is p_min + epsilon r / n, where rank r is
-    0 for the largest element. Therefore the smallest element is kept with a probability one step above density -
-    epsilon. With `is_symmetric` the divisor is n - 1, as in mergekit, and this probability is density - epsilon.
+    The paper's epsilon is twice the argument `epsilon`. The paper's drop probability is p_min + epsilon r / n, where
+    rank r is 0 for the largest element. Therefore the smallest element is kept with a probability one step above
+    density - epsilon. With `is_symmetric` the divisor is n - 1, as in mergekit, and this probability is density -
+    epsilon.
     """
     ranks = _sorted_ranks(tau, order) if ranks is None else ranks
     origin, start, step = probability_by_rank(row_width(tau), density, epsilon, is_symmetric=is_symmetric)
@@ -163,7 +164,7 @@ def row_width(tensor: torch.Tensor) -> int:
     """Length of a tensor's rows; MagPrune ranks the elements within each row.
 
     A row is a vector along the last dimension of `tensor`; a tensor with fewer than two dimensions is one row. MagPrune
-    is a method that drops elements of task vectors at random, smaller ones of a row more often.
+    is a method that drops elements of task vectors at random, and smaller elements of a row more often.
     """
     return tensor.numel() if tensor.dim() < 2 else tensor.shape[-1]
 
@@ -195,10 +196,11 @@ def _sorted_ranks(tau: torch.Tensor, order: TieOrder) -> torch.Tensor:
 
 
 def match_l1_norm(sparse: torch.Tensor, tau: torch.Tensor, norm: float | None = None) -> torch.Tensor:
-    """Scale a sparse task vector so that its L1 norm is that of the whole task vector `tau`, as in mergekit.
+    """Scale a sparse task vector to the L1 norm of the whole task vector `tau`, as in mergekit.
 
     `sparse` is `tau` after some elements were set to zero. `norm` is the precomputed sum of magnitudes of `tau`; None
-    computes it. The sparse task vector is returned unchanged if its sum of magnitudes or that of `tau` is below 1e-7.
+    computes it. The sparse task vector is returned unchanged if its sum of magnitudes, or the sum of magnitudes of
+    `tau`, is below 1e-7.
     """
     return sparse * l1_ratio(total(torch.abs, tau) if norm is None else norm, total(torch.abs, sparse))
 
@@ -206,7 +208,7 @@ def match_l1_norm(sparse: torch.Tensor, tau: torch.Tensor, norm: float | None = 
 def l1_ratio(before: float, after: float) -> float:
     """Factor that restores the sum of magnitudes of a task vector after elements were dropped.
 
-    `before` is the sum of magnitudes of the whole task vector, and `after` that of the sparse one, after elements were
-    dropped. The factor is `before` / `after`, or 1 if either of them is below 1e-7.
+    `before` is the sum of magnitudes of the whole task vector. `after` is the sum of magnitudes after elements were
+    dropped. The factor is `before` / `after`, or 1 if one of the two sums is below 1e-7.
     """
     return 1.0 if min(before, after) < NO_NORM else before / after

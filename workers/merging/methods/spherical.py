@@ -47,10 +47,10 @@ def multislerp(
 ) -> torch.Tensor:
     """Barycentric interpolation on the hypersphere (mergekit's Multi-SLERP, goddard.blog/posts/multislerp).
 
-    theta_t are the tensors and w_t their weights, divided by their sum. u_t = theta_t / |theta_t| are the directions,
-    and m = sum_t w_t u_t / |sum_t w_t u_t| is their mean. The tangent vectors v = sum_t w_t (u_t - <u_t, m> m) at m
-    give (m cos |v| + v sin |v| / |v|) * sum_t w_t |theta_t|. As sum_t w_t u_t has the direction of m, v is zero except
-    for rounding, and the result is m * sum_t w_t |theta_t|.
+    theta_t are the tensors, and w_t are their weights divided by the sum of the weights. u_t = theta_t / |theta_t| are
+    the directions, and m = sum_t w_t u_t / |sum_t w_t u_t| is their mean. The tangent vectors v = sum_t w_t (u_t -
+    <u_t, m> m) at m give (m cos |v| + v sin |v| / |v|) * sum_t w_t |theta_t|. As sum_t w_t u_t has the direction of m,
+    v is zero except for rounding, and the result is m * sum_t w_t |theta_t|.
 
     The weighted mean direction vanishes if it is shorter than 1e-7 or `eps`. Two tensors are then interpolated
     linearly; for more tensors InvalidRecipe is raised. `eps` is also added to the norms, as in mergekit. A single
@@ -71,9 +71,9 @@ def multislerp_unscaled(
 ) -> torch.Tensor:
     """Multi-SLERP (`multislerp`) with weights used as given (mergekit: `normalize_weights: false`).
 
-    The mean direction is that of `multislerp`, because it does not depend on the sum of the weights. The length of the
-    result is the sum of the tensors' norms times their weights, which need not sum to one. `eps` is a small number that
-    is added to norms. `products` are the precomputed inner products of the tensors; None computes them.
+    The mean direction is the same as in `multislerp`, because it does not depend on the sum of the weights. The length
+    of the result is the sum of the tensors' norms times their weights, which need not sum to one. `eps` is a small
+    number that is added to norms. `products` are the precomputed inner products of the tensors; None computes them.
     """
     if len(tensors) == 1:
         return tensors[0]
@@ -86,8 +86,8 @@ def multislerp_weights(
 ) -> list[float]:
     """The factor of each tensor in Multi-SLERP, which interpolates directions on the sphere.
 
-    The factors are those of `multislerp` or, without `normalize`, of `multislerp_unscaled`. `weights` are the weights
-    of the tensors, and `products` the inner products of all pairs of tensors. `eps` is a small number that is added to
+    The factors are for `multislerp` or, without `normalize`, for `multislerp_unscaled`. `weights` are the weights of
+    the tensors, and `products` are the inner products of all pairs of tensors. `eps` is a small number that is added to
     norms. Raises InvalidRecipe if the directions of more than two tensors cancel each other.
     """
     if len(products) == 1:
@@ -160,12 +160,12 @@ def karcher(
 ) -> torch.Tensor:
     """The Karcher (Riemannian) mean of the tensors' directions on the unit sphere, times the mean norm of the tensors.
 
-    u_t are the directions of the tensors and w_t their weights. The mean direction is the m with sum_t w_t log_m(u_t) =
-    0, where exp_m and log_m map between the sphere and its tangent space at m. The mean direction is found by
-    iteration: m begins as the normalised mean, and each step replaces it by exp_m(sum_t w_t log_m(u_t)). The iteration
-    ends after `max_iter` steps, or before a step shorter than `tol`. Tensors with a norm of at most `tol` count in the
-    mean norm, but not in the direction. A single tensor is returned unchanged. `products` are the precomputed inner
-    products of the tensors; None computes them. The paper is arXiv:2603.04972; its weights are equal.
+    u_t are the directions of the tensors, and w_t are the weights. The mean direction is the m with sum_t w_t
+    log_m(u_t) = 0, where exp_m and log_m map between the sphere and its tangent space at m. The mean direction is found
+    by iteration: m begins as the normalised mean, and each step replaces it by exp_m(sum_t w_t log_m(u_t)). The
+    iteration ends after `max_iter` steps, or before a step shorter than `tol`. Tensors with a norm of at most `tol`
+    count in the mean norm, but not in the direction. A single tensor is returned unchanged. `products` are the
+    precomputed inner products of the tensors; None computes them. The paper is arXiv:2603.04972; it uses equal weights.
     """
     if len(tensors) == 1:
         return tensors[0]

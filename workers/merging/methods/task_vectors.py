@@ -105,7 +105,7 @@ def ties_majority(
     `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. The majority sign is the
     sign of `majority`; by default it is the sign elected for most elements of the tensor. Where the trimmed task
     vectors sum to zero, the task vectors that have the majority sign are averaged. This is TIES as the program MergeLM
-    computes it; "Automated Model Merging" and M3 (Mixup Model Merge) use this form, too. k is the share of elements
+    computes it; "Automated Model Merging" and M3 (Mixup Model Merge) also use this form. k is the share of elements
     that trimming keeps. The merged task vector is multiplied by lambda and added to the base. `magnitudes` has, for
     each model, a precomputed table of its task vector's magnitudes, from which trimming takes its threshold; None
     computes the threshold without a table. `orders` has, for each model, the rule that breaks ties between elements of
@@ -242,15 +242,15 @@ def m3_ties_majority(
 
     `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. Trimming keeps the share k
     of each task vector's elements. The elected sign of an element is the sign of the sum of the trimmed task vectors.
-    Where this sum is zero, it is the sign of `majority`; by default it is the sign elected for most elements of the
-    tensor. Only elements that have the elected sign are merged. The result is multiplied by lambda and added to the
-    base. The method is described in M3's appendix H.
+    Where this sum is zero, the elected sign is the sign of `majority`; by default `majority` has the sign elected for
+    most elements of the tensor. Only elements that have the elected sign are merged. The result is multiplied by lambda
+    and added to the base. The method is described in M3's appendix H.
 
     The authors' code merges two models with weights w and 1 - w. In this code, an element that both models keep is
     interpolated, and an element that a single model keeps is used without a weight. With more models, the shares of the
-    models that do not keep an element are divided equally among the models that keep it. For two models the result is
-    that of the authors' code. The result is continuous in the weights, and for equal weights it is the result of
-    `ties_majority`.
+    models that do not keep an element are divided equally among the models that keep it. For two models the result
+    equals the result of the authors' code. The result is continuous in the weights, and for equal weights it is the
+    result of `ties_majority`.
 
     `magnitudes` has, for each model, a precomputed table of its task vector's magnitudes, from which trimming takes its
     threshold; None computes the threshold without a table. `orders` has, for each model, the rule that breaks ties
@@ -281,9 +281,9 @@ def m3_dare_ties(
     are set to zero. `keys` has the mask's key for each model. Then `m3_ties_majority` trims the task vectors, elects
     signs and interpolates, with the arguments `weights`, `lambda_`, `k`, `orders` and `majority` (a number whose sign
     is elected where the trimmed task vectors sum to zero; None is the sign elected for most elements). k is a share of
-    all elements, including the elements that DARE has set to zero. With equal weights the result is the same as that of
-    DARE with TIES in MergeLM. `magnitudes` has, for each model, a precomputed table of the magnitudes of its task
-    vector after the mask, from which trimming takes its threshold; None computes the threshold without a table.
+    all elements, including the elements that DARE has set to zero. With equal weights the result is the same as by DARE
+    with TIES in MergeLM. `magnitudes` has, for each model, a precomputed table of the magnitudes of its task vector
+    after the mask, from which trimming takes its threshold; None computes the threshold without a table.
     """
     taus = [
         trimmed(masked, k, order, known)
@@ -382,11 +382,11 @@ def dare_ties_l1(
     """Weighted TIES of task vectors after DARE's random dropping of elements (mergekit's dare_ties).
 
     `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. DARE keeps elements of
-    each task vector at random. `densities` has, for each model, the share that is kept, and `keys` the key of the
-    random mask. With `rescale`, the kept elements are scaled so that their sum of magnitudes is that of the whole task
-    vector. `norms` has this sum for each model; with None, the sums are computed. Then, for each element, the task
-    vectors that have the sign of their weighted sum are averaged with `weights`. The mean is multiplied by lambda and
-    added to the base. Without `normalize`, a weighted sum is used in place of the mean.
+    each task vector at random. `densities` has, for each model, the share that is kept, and `keys` has the key of the
+    random mask. With `rescale`, the kept elements are scaled to the sum of magnitudes of the whole task vector. `norms`
+    has this sum for each model; with None, the sums are computed. Then, for each element, the task vectors that have
+    the sign of their weighted sum are averaged with `weights`. The mean is multiplied by lambda and added to the base.
+    Without `normalize`, a weighted sum is used in place of the mean.
     """
     taus = [
         _dropped_l1(tensor - base, density, key, norm, rescale=rescale)

@@ -37,7 +37,7 @@ def trimmed_task_vectors(
     `shares` has the share of elements to keep for each tensor. `magnitudes` has, for each tensor, a precomputed table
     of the magnitudes |tensor - base|, from which the threshold is taken; None computes the threshold without a table.
     `orders` has, for each tensor, the rule that breaks ties between equal magnitudes. With `rescale`, each result is
-    scaled so that its sum of magnitudes is that of the whole task vector.
+    scaled to the sum of magnitudes of the whole task vector.
     """
     known = magnitudes or (None,) * len(tensors)
     taus = [
@@ -67,7 +67,7 @@ def trimmed_breadcrumbs(
       computes the thresholds without a table
     - `orders`: the rule that breaks ties between equal magnitudes
 
-    With `rescale`, each result is scaled so that its sum of magnitudes is that of the whole task vector.
+    With `rescale`, each result is scaled to the sum of magnitudes of the whole task vector.
     """
     known = magnitudes or (None,) * len(tensors)
     shares = zip(densities, gammas, each_order(orders, tensors), strict=True)
@@ -80,9 +80,9 @@ def trimmed_breadcrumbs(
 def trim_ranks(merge: Merge, num_elements: int) -> list[tuple[int, ...]]:
     """Ranks of the magnitudes that the method of `merge` uses as thresholds, for each source.
 
-    Rank 1 is the largest of `num_elements` magnitudes. A source has one rank for TIES. For Model Breadcrumbs it has
-    two, (largest kept, smallest kept), or none if the method keeps all elements or no element. The method must be one
-    that trims (`MergeMethod.trims`).
+    Rank 1 is the largest of `num_elements` magnitudes. For TIES, each source has one rank. For Model Breadcrumbs, each
+    source has two ranks, of the largest and of the smallest kept magnitude, or no rank if the method keeps all elements
+    or no element. The method must be one that trims (`MergeMethod.trims`).
     """
     declared = METHODS[merge.method]
     if declared.coefficient("gamma") is None:

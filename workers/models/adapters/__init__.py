@@ -1,8 +1,8 @@
 """LoRA adapters of PEFT, opened as models: the tensors of a base model that they change, and the changes.
 
-Everything is read from adapter_config.json and the headers of adapter_model.safetensors. peft decides by the types of
-modules; this package decides by the base's tensors. The package does not compute the product of an adapter's matrices;
-`computed_tensors` does so when a tensor is read.
+Everything is read from adapter_config.json and the headers of adapter_model.safetensors. What an adapter changes is
+decided in peft by the types of modules, and in this package by the base's tensors. The package does not compute the
+product of an adapter's matrices; `computed_tensors` does so when a tensor is read.
 
 - `reading`: applies an adapter to a base, or reports all of its problems
 - `settings`: adapter_config.json

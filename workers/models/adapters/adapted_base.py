@@ -35,8 +35,8 @@ class AdaptedBase:
     def name(self, parameter: str) -> str | None:
         """Name of the base's tensor that an adapter calls `parameter`; None if there is none.
 
-        The two names can differ in the outermost module ("model."), because stored models may lack it or have an
-        additional one, and where transformers names modules otherwise than files do.
+        The two names can differ. Files may lack the outermost module ("model."), may have an additional one, or may
+        name modules differently than transformers.
         """
         names = self.layout.places
         if parameter in names:

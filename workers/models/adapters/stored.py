@@ -28,7 +28,7 @@ class Matrices:
     """LoRA matrices A and B of one module.
 
     `sides` has the matrices by their names, "A" and "B"; a matrix that the file lacks is left out. `magnitude` is the
-    vector of lengths that DoRA trains, and `bias` is the bias of B; each is None if the file has none. If
+    vector of lengths that DoRA trains, and `bias` is the bias of B; each is None if the file does not have it. If
     `is_embedding`, the module is an embedding, and the matrices change the transpose of its weight.
     """
 
@@ -80,8 +80,9 @@ def parts_of(stored: Mapping[str, TensorInfo]) -> Parts:
 def unexpected(parts: Parts, settings: Settings) -> Iterator[str]:
     """Yield the names of stored tensors that the LoRA adapter's settings exclude.
 
-    `parts` are the adapter's tensors by module. DoRA's magnitudes and biases of B are excluded if the settings say that
-    there are none. Rows of single tokens are excluded if the settings list no tokens for the module.
+    `parts` are the adapter's tensors by module. Settings are named here as in adapter_config.json. DoRA's magnitudes
+    are unexpected without `use_dora`, and biases of the matrices B are unexpected without `lora_bias`. Trained
+    embedding rows of single tokens are unexpected if `trainable_token_indices` lists no tokens for the module.
     """
     for module, matrices in parts.matrices.items():
         if matrices.magnitude is not None and not settings.is_dora:

@@ -29,7 +29,7 @@ class Modality:
     - `files`: names of the files besides weights and config.json that define how a model reads data
     - `structure`: fields of the configuration, in addition to those of all models, that must be equal for merging
     - `has_vocabulary`: whether models have an embedding with a row for each token, and prompts of tokens
-    - `has_pictures`: whether samples of its tasks have small pictures for people
+    - `has_pictures`: whether samples of the modality's tasks have small pictures for people
     - `runs_on_vllm`: whether engines of vLLM score the models
     - `copies_on_cpu`: the number of copies of a merge's weights in host memory if an engine runs on the CPU
     - `cache_bytes`: the number of bytes that an engine needs in addition, for cached data
@@ -44,8 +44,8 @@ class Modality:
     - `task_key`: the key that names the data in a task's description, in a study file; None if tasks have several forms
     - `tasks`: the reader of evaluation tasks (`workers.evaluation.task_reader.TaskReader`)
     - `worker`: the class of the worker in a replica (`workers.serving.replica.Worker`)
-    - `training`: how its models are fine-tuned (`workers.training.finetuning.modality.TrainingModality`)
-    - `losses`: the class of the losses by which coefficients have gradients (`workers.training.task_losses.TaskLosses`)
+    - `training`: how models of the modality are fine-tuned (`workers.training.finetuning.modality.TrainingModality`)
+    - `losses`: the class that computes losses with gradients (`workers.training.task_losses.TaskLosses`)
     """
 
     name: str
@@ -78,7 +78,7 @@ class Modality:
         return _loaded(self.training)
 
     def losses_class(self) -> Any:
-        """The class of the losses by which coefficients have gradients (`workers.training.task_losses.TaskLosses`)."""
+        """The class that computes losses with gradients (`workers.training.task_losses.TaskLosses`)."""
         return _loaded(self.losses)
 
     def worker_class(self) -> Any:

@@ -102,7 +102,7 @@ def _layout(config: Mapping[str, Any], names: Iterable[str]) -> Layout:
 
 
 def _component(suffix: str) -> Component | None:
-    """Component (attention, MLP, norm) of a tensor of an encoder layer, by module names; None if no name indicates one.
+    """Component (attention, MLP, norm) of a tensor of an encoder layer, by module names; None if no name indicates it.
 
     `suffix` is the tensor's name within its layer.
     """

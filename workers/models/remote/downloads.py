@@ -58,7 +58,7 @@ class Origin(Protocol):
 def absent_bytes(directories: Iterable[Path]) -> int:
     """Number of bytes that must still be downloaded for the models in `directories`.
 
-    Models whose metadata are on this machine, but not their weights, count. A directory that is given twice counts
+    A model counts if its metadata are on this machine and its weights are not. A directory that is given twice counts
     once.
     """
     return sum(
@@ -71,9 +71,10 @@ def absent_bytes(directories: Iterable[Path]) -> int:
 def fetched(directories: Sequence[Path], *, note: Callable[[str], None] = log.info) -> tuple[Path, ...]:
     """Download the weights of models in `directories` if only the models' metadata are on this machine.
 
-    Returns the directories in the same order, with the downloaded models in place of those without weights, at the same
-    commits. Complete files are kept if a download is interrupted. `note` is called with lines about the progress.
-    Raises InvalidModel if a download fails, or if the cache's disk is too small, in which case nothing is downloaded.
+    Returns the directories in the same order. A directory without weights is replaced by the directory of the
+    downloaded model at the same commit. Complete files are kept if a download is interrupted. `note` is called with
+    lines about the progress. Raises InvalidModel if a download fails, or if the cache's disk is too small, in which
+    case nothing is downloaded.
     """
     if lack := lack_of_space(directories):
         raise InvalidModel((lack,))
@@ -128,8 +129,8 @@ def _origin(record: SnapshotRecord) -> Origin:
 def lack_of_space(directories: Iterable[Path]) -> str | None:
     """Error text if a disk is too small to download the weights of the models in `directories`; None otherwise.
 
-    Only directories without the contents of the weights (metadata-only snapshots) need a download. The disks are those
-    of the caches of the Hugging Face hub and of object stores; MARGIN_BYTES must remain free.
+    Only directories without the contents of the weights (metadata-only snapshots) need a download. The downloads go to
+    the caches of the Hugging Face hub and of object stores, on whose disks MARGIN_BYTES must remain free.
     """
     records = [read_record(directory) for directory in sorted({*directories}) if is_metadata_only(directory)]
     for origin in (Hub(), Objects()):

@@ -1,9 +1,10 @@
 """Models in object stores: their files, partial reads, and downloads to this machine.
 
-A model is a folder, or an artifact of the service: the URL of a manifest, {"path": {"digest": ..., "bytes": ...}}, next
-to the files that it names by their sha256. A model's files are listed whenever the model is located; the names, sizes
-and version tags in the listing determine its commit. A model's files are downloaded once per machine, to a directory of
-that commit:
+A model is a folder, or an artifact of the service. The URL of an artifact is the URL of its manifest, {"path":
+{"digest":
+..., "bytes": ...}}. Next to the manifest are the files, each named by its sha256. A model's files are listed whenever
+the model is located; the names, sizes and version tags in the listing determine its commit. A model's files are
+downloaded once per machine, to a directory of that commit:
 
     CACHE/models/s3:/BUCKET/FOLDER@COMMIT/    the files; weights have their names once their sha256 is checked
     CACHE/models/s3:/BUCKET/FOLDER.latest     the commit that was last located, for times without answer from the store
@@ -133,7 +134,7 @@ def _manifest(objects: ObjectStore, digest: str) -> tuple[ObjectStore, dict[str,
 def _last_located(url: str) -> Path | None:
     """Directory of the version of the model at `url` that this machine has located last.
 
-    Returns None if no version was located, or if not all files of this version are on this machine.
+    Returns None if no version was located, or if a file of this version is not on this machine.
     """
     try:
         known = json.loads(_latest(url).read_bytes())

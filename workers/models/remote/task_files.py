@@ -4,7 +4,7 @@ CACHE/tasks/s3:/BUCKET/FOLDER/FILE@VERSION/FILE    a data file
 CACHE/tasks/s3:/BUCKET/FOLDER@VERSION/FILE         an lm-eval YAML file, with the other files of its folder
 CACHE/tasks/....latest                             the version that was found last, for use if the store does not answer
 
-Versions that were not used for UNUSED_S are deleted when another one is downloaded.
+Versions that were not used for UNUSED_S are deleted when another version is downloaded.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def local_file(name: str | Path) -> Path:
 def _downloaded(folder: str, file: str, of: str) -> Path:
     """Download a file of an object-store folder, alone or with the whole folder, and return its path on this machine.
 
-    `folder` is the URL of the folder, and `file` the path of the file in the folder. If `of` equals `folder`, the whole
-    folder is downloaded. If `of` is the URL of the file, the file alone is downloaded.
+    `folder` is the URL of the folder, and `file` is the path of the file in the folder. If `of` equals `folder`, the
+    whole folder is downloaded. If `of` is the URL of the file, the file alone is downloaded.
     """
     objects = ObjectStore(folder)
     listed = objects.list() if of == folder else {file: objects.info(file)}

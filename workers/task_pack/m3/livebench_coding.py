@@ -1,7 +1,7 @@
 """Judgement of LiveBench's coding category: a solution is right if it passes all public and private test cases.
 
-LiveBench's tasks "LCB_generation" and "coding_completion" are judged so. The functions run in the confined process of
-the task; solutions run in the sandbox, each test case in a process of its own.
+LiveBench's tasks "LCB_generation" and "coding_completion" are judged in this way. The functions run in the confined
+process of the task; solutions run in the sandbox, each test case in a process of its own.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def passes(document: Mapping[str, Any], responses: Sequence[str]) -> dict[str, f
     """Execute the program in a model's answer to one document; return {"pass_at_1": 1.0} if it passes all tests.
 
     `responses` has the answer as its only entry. The value is 0 if a test case fails. The document has public and
-    private test cases; the private ones are not executed if a public one fails, which gives the same value as in the
-    published code. Raises ValueError for a document without test cases that can be read.
+    private test cases. Private test cases are not executed if a public test case fails; the value is then the same as
+    by the published code. Raises ValueError for a document without test cases that can be read.
     """
     import evaluate  # type: ignore[import-untyped]
 
@@ -66,7 +66,7 @@ def _solution(document: Mapping[str, Any], completion: str) -> str:
 
 
 def _code(completion: str) -> str:
-    """The code in a completion: the content of its last fenced block (```), or all of it if there is none."""
+    """The code in a completion: the content of its last fenced block (```), else the whole completion."""
     lines = completion.rstrip().split("\n")
     fences = [number for number, line in enumerate(lines) if "```" in line]
     if len(fences) > 1:

@@ -92,8 +92,8 @@ def _give(text: str) -> None:
 
     `sys.stdin` becomes a stream of text. This stream has no attribute `buffer`, so the program cannot read bytes. The
     module of the program has run `from sys import *` before this call, and may have imported `stdin` itself. In such a
-    program the name `stdin` stands for the earlier stream, so the read methods of this stream are replaced by ones that
-    read `text`.
+    program the name `stdin` stands for the earlier stream, so the read methods of this stream are replaced by methods
+    that read `text`.
     """
     lines = iter(text.split("\n"))
     vars(sys.stdin).update(read=lambda *_: text, readline=lambda *_: next(lines), readlines=lambda *_: text.split("\n"))

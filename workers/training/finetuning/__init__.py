@@ -18,6 +18,6 @@
 - `evaluation`: scores the tasks of studies during training
 - `task_vectors`: the distribution of a trained expert's task vector
 - `merge_losses`: the losses of merges of trained experts
-- `image_merge_losses`: the same for image experts
+- `image_merge_losses`: the losses of merges of trained image experts
 - `result`: the trained model as a directory, with a model card
 """

@@ -2,7 +2,7 @@
 
 All ranks write a checkpoint together by torch.distributed.checkpoint: each writes its shards to a safetensors file. Any
 number of ranks can load it. A checkpoint's directory appears only when it is complete (`workers.directories`), so the
-newest checkpoint can always be loaded. Checkpoints of earlier versions, which one rank wrote, are loaded too.
+newest checkpoint can always be loaded. Checkpoints of earlier versions, which one rank wrote, are also loaded.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _agreed(value: bool) -> bool:
 def _quiet() -> Iterator[None]:
     """Context manager that hides warnings of torch about checkpoints.
 
-    One of these appears whenever a process without a process group saves or loads a checkpoint.
+    One of these warnings appears whenever a process without a process group saves or loads a checkpoint.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*torch.distributed is disabled.*")
@@ -129,7 +129,7 @@ def step_of(checkpoint: Path | None) -> int:
 def optimizer_state(checkpoint: Path) -> Mapping[str, Any]:
     """Read the optimizer's state in a checkpoint, except its tensors.
 
-    The keys are those of the optimizer's `state_dict`.
+    The keys are the keys of the optimizer's `state_dict`.
     """
     state: Mapping[str, Any] = json.loads((checkpoint / STATE).read_text())["optimizer"]
     return state
@@ -202,8 +202,8 @@ def _all(directory: Path) -> list[Path]:
 def _split(state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Split an optimizer's state (`state_dict`) into its tensors and the rest as plain data.
 
-    A tensor's name is "optimizer.N.NAME", where N is the number of the parameter and NAME the name in the optimizer's
-    state.
+    A tensor's name is "optimizer.N.NAME", where N is the number of the parameter and NAME is the name in the
+    optimizer's state.
     """
     tensors, plain = {}, {}
     for number, entries in state["state"].items():

@@ -96,8 +96,8 @@ def read_documents(data: Data, prompts: Prompts) -> list[Document]:
 def writes_chats(spec: FinetuneSpec) -> bool:
     """Whether prompts of a fine-tuning's evaluation tasks are formatted with the model's chat template.
 
-    The option `evaluation.chat_template` of `spec` decides. If it is not given, the result is True if the first row of
-    the training data is a conversation. Raises InvalidTask if this row cannot be read.
+    The option `evaluation.chat_template` of `spec` decides. Without this option, the result says whether the first row
+    of the training data is a conversation. Raises InvalidTask if this row cannot be read.
     """
     if spec.evaluation is not None and spec.evaluation.chat_template is not None:
         return spec.evaluation.chat_template
@@ -140,8 +140,8 @@ MAX_OPEN = 63
 def batch_rows(num_rows: int, *, batch: int, step: int, seed: int) -> list[int]:
     """Indices of the rows that make up the batch of update number `step` (counted from 0).
 
-    `num_rows` is the number of all rows, and `batch` the number of rows in a batch. Each pass over all rows has its own
-    order, which `seed` determines.
+    `num_rows` is the number of all rows, and `batch` is the number of rows in a batch. Each pass over all rows has its
+    own order, which `seed` determines.
     """
     found = []
     for position in range(step * batch, (step + 1) * batch):
@@ -192,8 +192,8 @@ def _conversation(data: Data, fields: Mapping[str, Any], origin: str) -> list[An
     """Join a row's prompt and completion to one conversation, if both are lists of messages (TRL's format).
 
     `fields` are the row's values by key. If neither value is a list or an object, the row is plain text, and the result
-    is None. Any other list or object raises InvalidTask, because it would be written into the text as a Python
-    expression. A value for which `data` has a template of its own is not checked, because the template may pick any
+    is None. In all other cases InvalidTask is raised, because a list or an object would be written into the text as a
+    Python expression. A value for which `data` has its own template is not checked, because the template may select any
     part of the value. `origin` names the row in messages.
     """
     defaults = {PROMPT: data.prompt, COMPLETION: data.completion}
@@ -265,8 +265,8 @@ def _chat(messages: Any, prompts: Prompts, origin: str, *, name: str = MESSAGES,
 
     `messages` should be a list of objects with role and content. The loss counts for the assistant's messages from
     message number `first` (counted from 0) on, including the end of each turn. `prompts` has the tokenizer. In error
-    messages, `origin` names the row, and `name` the keys of the row that have the conversation. Raises InvalidTask if
-    the conversation is malformed, has no message of the assistant, or cannot be rendered turn by turn.
+    messages, `origin` names the row, and `name` names the keys of the row that have the conversation. Raises
+    InvalidTask if the conversation is malformed, has no message of the assistant, or cannot be rendered turn by turn.
     """
     if not isinstance(messages, list) or not all(
         isinstance(each, Mapping) and {"role", "content"} <= each.keys() for each in messages

@@ -41,13 +41,14 @@ _makes_no_mask: ContextVar[bool] = ContextVar("makes_no_mask", default=False)
 def use_document_attention(
     model: Any, *, max_length: int, device: torch.device, dtype: torch.dtype, called: Any = None
 ) -> bool:
-    """Replace the attention of `model` by attention within documents if that gives the same logits; return if it does.
+    """Let `model` compute attention within documents if its logits stay the same; return whether it does.
 
     The replacement is used in calls whose inputs have the bounds of documents (`document_bounds`); other calls, such as
     evaluations, are not changed. `model` is a transformers or peft model. `max_length` is the largest number of tokens
-    of a row, `device` is the model's device, and `dtype` the dtype of activations. If the model has shards, `called` is
-    the adapter that is called in its place. The logits of a row of two documents are compared with those of the model's
-    own attention. If they differ by more than rounding, or the new attention fails, the model keeps its own.
+    of a row, `device` is the model's device, and `dtype` is the dtype of activations. If the model has shards, `called`
+    is the adapter that is called in its place. The logits of a row of two documents are compared with the logits by the
+    model's own attention. If the logits differ by more than rounding, or the new attention fails, the model keeps its
+    own attention.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask

@@ -71,8 +71,8 @@ class Pipeline:
     - `directory`: the directory to which relative paths in `study` are relative
     - `is_fleet`: whether the experts were given as a fleet, which may also have only one expert
     - `analysis`: the options of the analysis of the trained experts; None if no analysis is requested
-    - `parallel_experts`: the number of experts that train at the same time; None means as many as the cluster has GPUs
-      for
+    - `parallel_experts`: the number of experts that train at the same time; None means the number for which the cluster
+      has GPUs
     """
 
     name: str
@@ -154,8 +154,8 @@ def load_pipeline(file: Path) -> Pipeline:
 def parse_pipeline(document: Mapping[str, Any], directory: Path | None = None) -> Pipeline:
     """Read the specification of a fine-tuning of one or several experts from a parsed document.
 
-    Relative paths are relative to `directory`, or left as they are if it is None. Raises InvalidStudy with every
-    problem found.
+    Relative paths are relative to `directory`; if `directory` is None, they are left as they are. Raises InvalidStudy
+    with every problem found.
     """
     problems: list[Problem] = []
     analysis = _analysis(document.get(ANALYSIS), problems)

@@ -28,10 +28,13 @@ __all__ = ["ImageMergeLosses"]
 class ImageMergeLosses:
     """Measurement of losses and accuracies of merges of trained image experts, on each expert's tasks.
 
-    The first `samples` images of each task are for choosing coefficients, and the next `samples` for reporting merges;
-    a task with fewer than twice as many gives half of them to each. `base` is the directory of the base model,
-    `directories` has that of each expert by alias, and `tasks` the tasks of each expert by alias. Raises InvalidModel
-    if a model cannot be used, and InvalidTask if a task cannot be, or has a single image.
+    The first `samples` images of each task are for choosing coefficients, and the next `samples` images are for
+    reporting merges. If a task has fewer than twice `samples` images, each of the two parts has half of the images.
+    Raises InvalidModel if a model cannot be used, and InvalidTask if a task cannot be used or has a single image.
+
+    - `base`: the directory of the base model
+    - `directories`: the directory of each expert, by alias
+    - `tasks`: the tasks of each expert, by alias
     """
 
     def __init__(

@@ -309,10 +309,10 @@ def _model_of_head(spec: FinetuneSpec, base: Path) -> Checkpoint:
 
 
 def _head(spec: FinetuneSpec, base: Path, images: ImageSet) -> TaskHead:
-    """Find the head with which an expert is trained: that of the base or of the model `data.head`, or a new head.
+    """Find the head with which an expert is trained: the base's head, the head of the model `data.head`, or a new head.
 
-    Raises InvalidModel if the model has no head, or a head for features of another size, and InvalidTask if the number
-    of classes of a new head is not known.
+    Raises InvalidModel if the model has no head, or if its head is for features of another size. Raises InvalidTask if
+    the number of classes of a new head is not known.
     """
     if spec.data.head == NEW_HEAD:
         if images.classes is None:

@@ -43,8 +43,8 @@ class TrainingMemory:
     """Bytes of memory that a training takes on each of its workers.
 
     - `weights`, `gradients`, `optimizer`: the weights, the gradients and the optimizer's state in this worker's shard
-    - `offset`: the additional memory of the training method: a copy of the weights, and the task vectors (MergOPT); the
-      offset of the weights for the second gradient (SAM); or the original weights (tangent)
+    - `offset`: the additional memory of the training method. MergOPT keeps a copy of the weights and the task vectors,
+      SAM keeps the offset of the weights for the second gradient, and `tangent` keeps the original weights.
     - `gathered`: weights and gradients that are gathered from all shards while a unit of the model, such as a layer,
       computes
     - `activations`: the activations, including logits

@@ -84,7 +84,8 @@ class Landscape:
 class Candidate(NamedTuple):
     """A merge of experts by a published method, with one of the coefficients to try for this method.
 
-    `method` is the method's name in tables. `coefficient` is the coefficient, or None for a method without one.
+    `method` is the method's name in tables. `coefficient` is the coefficient, or None for a method without a
+    coefficient.
     """
 
     method: str
@@ -122,10 +123,10 @@ class MergeLoss:
 class MergeLosses:
     """Measurement of losses and metrics of merges of trained experts, on each expert's tasks.
 
-    The first `samples` samples of each task are for choosing coefficients, and the next `samples` samples for reporting
-    merges. If a task has fewer than twice `samples` samples, each of the two parts has half of them. Raises
-    InvalidModel if a model cannot be used, and InvalidTask if a sample has no reference answer or a task has a single
-    sample.
+    The first `samples` samples of each task are for choosing coefficients, and the next `samples` samples are for
+    reporting merges. If a task has fewer than twice `samples` samples, each of the two parts has half of the samples.
+    Raises InvalidModel if a model cannot be used, and InvalidTask if a sample has no reference answer or a task has a
+    single sample.
 
     - `base`: the directory of the base model
     - `directories`: the directory of each expert, by alias
@@ -228,9 +229,9 @@ class _TaskSamples:
     def of(cls, task: TaskSpec, references: References, samples: int) -> _TaskSamples:
         """Divide the samples of a task into a part for choosing coefficients and a part for reporting merges.
 
-        Each part has `samples` samples, or about half of the task's samples if the task has fewer than twice as many.
-        `references` computes the reference answers of the samples. Raises InvalidTask if the task has fewer than two
-        samples.
+        Each part has `samples` samples, or about half of the task's samples if the task has fewer than twice `samples`
+        samples. `references` computes the reference answers of the samples. Raises InvalidTask if the task has fewer
+        than two samples.
         """
         targets = tuple(references.targets(task))
         if len(targets) < 2:
@@ -292,12 +293,12 @@ def losses_of_experts(
 ) -> MergeMeasurement:
     """Prepare to measure the losses and metrics of merges of a fleet's trained experts.
 
-    A fleet consists of the experts that one fine-tuning trains. `experts` has the specification, and `directories` the
-    directory, of each expert by alias. Coefficients are chosen on `samples` samples of each task of an expert's
-    evaluation, and merges are reported on the next `samples` samples. `is_linearized` says whether the experts were
-    trained as linearizations of the base model (method `tangent`). `access` limits the files that tasks may use; None
-    means no limit. Raises InvalidTask if an expert has no evaluation or a sample no reference answer, and InvalidModel
-    if a model cannot be used.
+    A fleet consists of the experts that one fine-tuning trains. `experts` has the specification of each expert, and
+    `directories` has the directory of each expert, both by alias. Coefficients are chosen on `samples` samples of each
+    task of an expert's evaluation, and merges are reported on the next `samples` samples. `is_linearized` says whether
+    the experts were trained as linearizations of the base model (method `tangent`). `access` limits the files that
+    tasks may use; None means no limit. Raises InvalidTask if an expert has no evaluation or a sample has no reference
+    answer, and InvalidModel if a model cannot be used.
     """
     tasks = {}
     for alias, spec in experts.items():
@@ -344,7 +345,7 @@ def landscapes(
 
 
 def candidates(experts: Sequence[str], *, seed: int = 0, wudi: bool = False) -> Iterator[Candidate]:
-    """Yield the merges to compare for each merge method of the MergOPT paper; the best one of a method is chosen.
+    """Yield the merges to compare for each merge method of the MergOPT paper; the best merge of each method is chosen.
 
     For a method with a coefficient, there is a merge for each value that is tried. MergOPT is an optimizer for experts
     that will be merged. `experts` are the aliases of the experts. The methods are weight averaging, task arithmetic,
@@ -397,12 +398,12 @@ def mixed_table(
 ) -> tuple[MergeLoss, ...]:
     """Measure merges of two experts that were trained in different ways: one row for each merge method.
 
-    The table is that of table 19 in the paper of MergOPT, an optimizer for experts that will be merged. `experts` has
-    pairs of aliases: the keys are experts of one training, and the value is the expert of the other training for the
-    same tasks. From each pair of the first IN_PAIRS keys, two merges are made, each with one expert of each training.
-    `measure` returns a merge's loss on each expert's tasks; coefficients are chosen by this loss. `report` returns the
-    losses and metrics that the table has. `seed` determines the random masks of DARE. With `wudi`, WUDI-Merging is one
-    of the methods. The losses and metrics in a row are listed by the keys of `experts`.
+    The result corresponds to table 19 in the paper of MergOPT, an optimizer for experts that will be merged. `experts`
+    has pairs of aliases: the keys are experts of one training, and the value is the expert of the other training for
+    the same tasks. From each pair of the first IN_PAIRS keys, two merges are made, each with one expert of each
+    training. `measure` returns a merge's loss on each expert's tasks; coefficients are chosen by this loss. `report`
+    returns the losses and metrics that the table has. `seed` determines the random masks of DARE. With `wudi`,
+    WUDI-Merging is one of the methods. The losses and metrics in a row are listed by the keys of `experts`.
     """
     pairs = list(combinations(list(experts)[:IN_PAIRS], 2))
     mixed = [pair for one, two in pairs for pair in ((one, experts[two]), (experts[one], two))]
@@ -429,7 +430,7 @@ def _rows(
     """Yield one row of measurements for each merge method, averaged over several sets of merged experts.
 
     `sets` has the aliases of the experts in each set; all sets have the same number of experts. `measure` returns the
-    loss by which the best coefficient is chosen, and `report` the losses and metrics that the row has. `seed`
+    loss by which the best coefficient is chosen, and `report` returns the losses and metrics that the row has. `seed`
     determines the random masks of DARE. With `wudi`, WUDI-Merging is one of the methods.
     """
     found: dict[str, list[tuple[float, tuple[Candidate, ...]]]] = {}

@@ -30,7 +30,7 @@ IGNORED = -100
 
 
 class Examples(Protocol):
-    """Interface of training data: numbered rows, from which the batches of updates are made.
+    """Interface of training data: numbered rows. Each update of the weights uses a batch of rows.
 
     A row is one entry of a batch: a sequence of packed documents, or an image.
     """
@@ -53,7 +53,7 @@ class Examples(Protocol):
     def inputs(self, rows: Sequence[int]) -> dict[str, Any]:
         """Inputs for one forward pass over some rows: the model's tensors and numbers, and `labels`.
 
-        The label IGNORED means no loss. Without rows, the inputs are those of a single row without targets.
+        The label IGNORED means no loss. Without rows, the inputs are for a single row without targets.
         """
         ...
 
@@ -137,7 +137,7 @@ class TrainingModality(Protocol):
         ...
 
     def linearized(self, tangent: TangentModel) -> Any:
-        """Wrap a linearized model, which the method tangent trains, as the argument `called` of `evaluation`."""
+        """Wrap a linearized model (linear in its weights, from the method `tangent`) as `called` of `evaluation`."""
         ...
 
     def adapter_options(self) -> Mapping[str, Any]:
@@ -159,7 +159,7 @@ class TrainingModality(Protocol):
         ...
 
     def lack_of_losses(self, spec: FinetuneSpec, task: TaskSpec) -> str | None:
-        """Reason why merge losses cannot be measured on one of an expert's evaluation tasks; None if they can.
+        """Reason why merge losses cannot be measured on one of an expert's tasks; None if they can be measured.
 
         The text is the end of a sentence about the task, such as "has no reference answers". Raises InvalidTask if the
         task cannot be used.
@@ -178,8 +178,9 @@ class TrainingModality(Protocol):
         """Prepare to measure losses and metrics of merges of trained experts, on each expert's tasks.
 
         `directories` and `tasks` have each expert's directory and evaluation tasks, by alias. `samples` samples of each
-        task are for choosing coefficients, and as many other samples for reports. `is_linearized` says whether the
-        experts are linearizations of the base. Raises InvalidModel or InvalidTask if a model or a task cannot be used.
+        task are for choosing coefficients, and `samples` other samples are for reports. `is_linearized` says whether
+        the experts are linearizations of the base. Raises InvalidModel or InvalidTask if a model or a task cannot be
+        used.
         """
         ...
 

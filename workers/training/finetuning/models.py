@@ -78,8 +78,8 @@ def load_model(
     `is_sharded`, each rank of the process group holds a shard of each parameter. `recomputes` says whether activations
     are computed again in the backward pass. `access` limits the files that the data may name; None is no limit. A
     task's head is trained only if it is new, and gets no offset of MergOPT, because merges do not change it. Raises
-    InvalidModel if the specification names layers that the base does not have, or adapter targets that match no module,
-    and if a library that it needs is missing.
+    InvalidModel if the specification names layers that the base does not have, if its adapter targets match no module,
+    or if a needed library is missing.
     """
     training = training_of(base)
     is_tangent = spec.method.kind == "tangent"
@@ -131,7 +131,7 @@ def load_model(
 
 
 def _in_four_bits(base: Path, device: torch.device, dtype: torch.dtype) -> Any:
-    """Load the base model with linear layers in 4 bits (NF4; their scales are quantised too), computing in `dtype`.
+    """Load the base model with linear layers in 4 bits (NF4; their scales are also quantised), computing in `dtype`.
 
     Each weight is quantised as it is read, so that no copy of the model in full is in memory. Raises InvalidModel if
     bitsandbytes is not installed.

@@ -41,10 +41,10 @@ def write_expert(
 ) -> Path:
     """Write a trained model, or its adapter, to the new directory `out`, and return `out`.
 
-    `spec` is the specification of the training, and `base` the directory of the base model. An existing directory is
+    `spec` is the specification of the training, and `base` is the directory of the base model. An existing directory is
     not changed. `facts` are stored in TRAINING_FILE and shown in the model card; `values` are the values of the last
-    evaluation. `weights` are the weights to write, by the names of `model`. If it is None, the weights of `model` are
-    rounded to the expert's dtype in place and written.
+    evaluation. `weights` are the weights to write, by the names of `model`. If `weights` is None, the weights of
+    `model` are rounded to the expert's dtype in place and written.
     """
     if out.exists():
         return out
@@ -87,9 +87,9 @@ def _sources(spec: FinetuneSpec, base: Path) -> dict[str, str]:
     """Hashes of the inputs of the training `spec`: of the base model, and of the data file.
 
     `base` is the directory of the base model. The key "base" has the model's fingerprint, a hash of its files, as
-    studies compute it. The key "data" has the digest (hex) of the data; it is missing if these are not in a file
-    or folder. The key "head" has the fingerprint of the model whose head an image classifier was trained with, if this
-    is another model.
+    studies compute it. The key "data" has the digest (hex) of the data; it is missing if the data are not in a file or
+    folder. The key "head" has the fingerprint of the model whose head an image classifier was trained with, if this
+    model is not the base.
     """
     sources = {"base": fingerprint(open_checkpoint(base))}
     if (digest := training_of(base).data_digest(spec)) is not None:

@@ -231,8 +231,8 @@ def load_spec(file: Path | str) -> FinetuneSpec:
 def parse_spec(document: Mapping[str, Any], directory: Path | None = None) -> FinetuneSpec:
     """Read a fine-tuning's specification from a parsed document.
 
-    Relative paths are resolved against `directory`, or left as they are if it is None. Raises InvalidStudy with every
-    problem found.
+    Relative paths are relative to `directory`; if `directory` is None, they are left as they are. Raises InvalidStudy
+    with every problem found.
     """
     try:
         spec = FinetuneSpec.model_validate_json(json.dumps(document), strict=True)

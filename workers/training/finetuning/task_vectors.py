@@ -71,7 +71,7 @@ def accumulated_vector(base: Path, experts: Sequence[Path]) -> TaskVector:
 
 
 def _distribution(alias: str, elements: torch.Tensor) -> TaskVector:
-    """The distribution of the numbers `elements` of a task vector. Raises ValueError if all of them are 0.
+    """The distribution of the numbers `elements` of a task vector. Raises ValueError if all elements are 0.
 
     `alias` is the alias that the result names.
     """

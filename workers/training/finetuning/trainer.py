@@ -1,8 +1,9 @@
 """Training loop on one or several ranks; the number of ranks changes the results only by rounding.
 
 Ranks share each batch's rows. Each rank holds a shard of the weights, of the gradients and of the optimizer's state
-(FSDP2). With the method tangent, each rank holds all of them (DDP). The loss of an update is the mean over the targets
-of the whole batch. Therefore the number of workers, and the number of rows in a forward pass, change only rounding. A
+(FSDP2). With the fine-tuning method `tangent`, which trains a linearization (a model that is linear in its weights),
+each rank holds the whole model instead (DDP). The loss of an update is the mean over the targets of the whole batch.
+Therefore the number of ranks, and the number of rows in a forward pass, change results only by rounding errors. A
 training that was killed continues from its last checkpoint, which all ranks share, on the same or another number of
 ranks.
 """
@@ -70,13 +71,13 @@ def train(
 ) -> dict[str, Any]:
     """Train an expert according to `spec` in the directory `out`, or continue its training from a checkpoint.
 
-    No other training may use `out`. The function runs on every rank of the process group, if there is one. Each rank
-    calls `report` with the numbers of every update and evaluation, as the training's history lists them (`history`).
-    `device` is this rank's device; by default it is a GPU if there is one. `access` limits the files that training data
-    and evaluation tasks may name, or is None for no limit. Returns facts about the training, such as the number of
-    steps, the last loss, and the values of the last evaluation. Raises InvalidModel if the base model cannot be used,
-    InvalidTask if the data or an evaluation task cannot be used, and TrainingFailed if a loss or a gradient is NaN or
-    infinite.
+    No other training may use `out`. If there is a process group, the function runs on each of its ranks. Each rank
+    calls `report` with the metrics of every update, such as the loss, and with the values of every evaluation, in the
+    form of the training's history (`history`). `device` is this rank's device; by default it is a GPU if the machine
+    has one. `access` limits the files that training data and evaluation tasks may name, or is None for no limit.
+    Returns facts about the training, such as the number of steps, the last loss, and the values of the last evaluation.
+    Raises InvalidModel if the base model cannot be used, InvalidTask if the data or an evaluation task cannot be used,
+    and TrainingFailed if a loss or a gradient is NaN or infinite.
     """
     ranks = _Ranks.here(device)
     base = locate(spec.base)
@@ -211,7 +212,8 @@ def noise_seed(spec: FinetuneSpec) -> int:
     """Seed of the random noise of the optimizer MergOPT, made from an expert's seed and name in `spec`.
 
     All experts of a fleet (experts that one specification file defines) have the same seed in the specification. The
-    experts' names differ, and so the results differ. Therefore the random draws of the experts are independent.
+    experts' names differ, so the results of this function differ. Therefore the random draws of the experts are
+    independent.
     """
     digest = hashlib.blake2b(f"{spec.seed}\x1f{spec.name}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little")
@@ -221,8 +223,8 @@ def _load(checkpoint: Path, spec: FinetuneSpec, model: TrainedModel, optimizer: 
     """Restore the trained weights and the optimizer's state from a checkpoint.
 
     `spec` is the specification of the training, and `model` has the trained weights. The optimizer MergOPT adds noise
-    to weights while it computes gradients; an earlier version of this program added it to the trained layers only.
-    Raises InvalidModel if such a version wrote the checkpoint, and `spec` adds the noise to other weights.
+    to weights while it computes gradients. In an earlier version of this program, only the trained layers had noise.
+    Raises InvalidModel if such a version wrote the checkpoint, and `spec` adds noise to other weights.
     """
     had_noise_on_trained = (
         isinstance(optimizer, MergOPT)
@@ -280,7 +282,7 @@ def learning_rate_at(step: int, num_steps: int, training: Training) -> float:
 class _Ranks:
     """Position of this process among the training processes (ranks), with operations on all ranks together.
 
-    `rank` is the index of this process, `size` the number of processes, and `device` the device of this process.
+    `rank` is the index of this process, `size` is the number of processes, and `device` is the device of this process.
     """
 
     rank: int
@@ -417,7 +419,7 @@ class _Update:
         return ranks.total(total) / self.num_targets
 
     def _micro_batches(self) -> Iterator[tuple[Sequence[int], bool]]:
-        """Yield this rank's micro-batches of the batch, each with a flag that is True for the last one.
+        """Yield this rank's micro-batches of the batch, each with a flag that is True for the last micro-batch.
 
         A micro-batch has the rows of one forward pass. All ranks have the same number of micro-batches, because they
         gather weights together. For a rank that has too few rows, a micro-batch may be without rows.

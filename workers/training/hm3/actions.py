@@ -103,10 +103,10 @@ def given_places(paths: LayerPaths, scales: Sequence[Sequence[float]], length: i
 
 
 class LegalSteps:
-    """Table of the steps that may follow the beginning of a layer path, for whole batches of paths.
+    """Table of the steps that may come next in an unfinished layer path, for whole batches of paths.
 
-    A layer path is a sequence of steps, each of which is a layer of a model. The steps that may follow depend only on
-    the number of steps so far and on the last layer.
+    A layer path is a sequence of steps, each of which is a layer of a model. The steps that may come next depend only
+    on the number of steps so far and on the last layer.
     """
 
     def __init__(self, paths: LayerPaths) -> None:
@@ -120,7 +120,7 @@ class LegalSteps:
 
     @property
     def most(self) -> int:
-        """Largest number of steps that may follow any beginning of a layer path.
+        """Largest number of steps that may come next in an unfinished layer path.
 
         A layer path is the sequence of source layers of which a merged model consists; a step appends a layer or ends
         the path.

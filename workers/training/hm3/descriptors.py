@@ -34,10 +34,10 @@ SMALLEST = 1e-8
 def layer_descriptors(family: Family, models: tuple[str, ...]) -> Tensor:
     """Compute standardised statistics of the weights of each layer, [num_models, num_layers, num_components * 4].
 
-    `family` is a base model and its experts, and `models` has the aliases of those whose layers are described. A layer
-    consists of components: its attention, its MLP and its norms. STATISTICS lists the four statistics of a component.
-    Each statistic is standardised to mean 0 and standard deviation 1 over all layers of all models, or is 0 if it is
-    the same for all layers. Results are cached by the models' fingerprints.
+    `family` is a base model and its experts, and `models` has the aliases of the models whose layers are described. A
+    layer consists of components: its attention, its MLP and its norms. STATISTICS lists the four statistics of a
+    component. Each statistic is standardised to mean 0 and standard deviation 1 over all layers of all models, or is 0
+    if it is the same for all layers. Results are cached by the models' fingerprints.
     """
     key = "hm3 descriptors 1 " + json.dumps([family.fingerprints[alias] for alias in (family.base.alias, *models)])
     found = cached(key)

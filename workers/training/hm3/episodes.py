@@ -104,8 +104,8 @@ def play(
     random instead. The role's `noise` multiplies the deviation of proto-actions. If `exploration` and `noise` are 0,
     the path is the one that the policy prefers.
 
-    With CATEGORICAL the policy draws one of the allowed steps. With the probability `exploration` all of them have the
-    same probability. The role's `noise` is the temperature, and `k` is not used.
+    With CATEGORICAL the policy draws one of the allowed steps. With the probability `exploration`, all allowed steps
+    have the same probability. The role's `noise` is the temperature, and `k` is not used.
 
     If only one step is allowed, the step is taken without the policy. For example, after a path of maximal length only
     the end can follow; this end is no part of the episode. If a role gives the path, the policy later learns from it as
@@ -182,7 +182,7 @@ def _random_numbers(
     - The first tensor, [B, T, D], displaces proto-actions: points with D numbers that the policy draws among the
       embeddings of steps. Its numbers are normally distributed, and multiplied by the role's `noise`.
     - The second tensor, [B, T, 2], has two uniform numbers for each step: one decides whether the step is drawn at
-      random, the other which step is drawn.
+      random, and the other decides which step is drawn.
     - The third tensor, [B, T, A], has numbers of a Gumbel distribution, multiplied by the role's `noise`. A is the
       number of possible steps if `action` is CATEGORICAL, and 0 otherwise.
     """

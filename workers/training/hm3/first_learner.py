@@ -69,7 +69,7 @@ class FirstLearner(BaseLearner):
         return UpdateStatistics(mean("policy"), mean("value"), mean("entropy"), mean("kl"))
 
     def losses(self, batch: EpisodeBatch, advantages_BT: Tensor, recalled: Memory) -> Losses:
-        """Compute PPO's losses for one mini-batch: the policy's loss on `batch`, the value network's on `recalled`.
+        """Compute PPO's losses for one mini-batch: of the policy on `batch`, of the value network on `recalled`.
 
         In an episode, a policy builds one layer path (the sequence of layers of a new model). `batch` has episodes that
         the present policy has built, and `advantages_BT` are the advantages of their steps. `recalled` has remembered

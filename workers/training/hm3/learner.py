@@ -106,8 +106,8 @@ class BaseLearner(ABC):
     A learner has the networks, the number of their updates, and a replay buffer: the remembered episodes, from which
     the value network learns. The learner computes on the CPU in float32. In an episode, a policy builds one layer path,
     a sequence of layers of several models; `paths` has these models. `descriptors` are statistics of the layers'
-    weights, or None. `networks` are the options of the networks, and `options` those of the learner. `seed` determines
-    the learner's random numbers. Subclasses implement `_learn` with their own optimizers.
+    weights, or None. `networks` are the options of the networks, and `options` are the options of the learner. `seed`
+    determines the learner's random numbers. Subclasses implement `_learn` with their own optimizers.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class BaseLearner(ABC):
         """Learn from the episodes of one iteration (`batch`) and from all remembered episodes (`memory`).
 
         In an episode, a policy builds one layer path (the sequence of layers of a new model); an iteration is the group
-        of episodes between two updates. `memory` contains the episodes of `batch` too. `order` is the random number
+        of episodes between two updates. `memory` also contains the episodes of `batch`. `order` is the random number
         generator that draws mini-batches. Returns the losses and policy changes of this update.
         """
 
@@ -221,7 +221,7 @@ class BaseLearner(ABC):
     def _state(self) -> dict[str, Any]:
         """State of a subclass, such as its optimizers, which is saved together with the state of this base class.
 
-        The keys are those in the saved state.
+        The keys are the keys in the saved state.
         """
 
     @abstractmethod
@@ -268,7 +268,7 @@ class Learner(BaseLearner):
     new states.
 
     The outcome is the reward of the last step. For each state, the value network predicts the outcome times gamma^n,
-    where gamma is the discount factor and n the number of steps that are left.
+    where gamma is the discount factor and n is the number of steps that are left.
 
     The constructor has the arguments of the base class.
     """
@@ -324,7 +324,7 @@ class Learner(BaseLearner):
         of episodes between two updates. `advantages_BT` are the advantages of the episodes' steps. `order` is the
         random number generator that draws mini-batches. Returns the policy's losses and entropies, with one number for
         each step of the optimizer; the KL divergence between the policies before and after the training; and the share
-        of steps whose probability ratio is outside PPO's clip after it.
+        of steps whose probability ratio is outside PPO's clip after the training.
         """
         options, is_step = self.options, batch.is_step
         taken = batch.steps if options.action is Action.CATEGORICAL else batch.protos
@@ -358,7 +358,7 @@ class Learner(BaseLearner):
         """Train the value network and the encoder on remembered episodes, without changing the policy's actions.
 
         In an episode, a policy builds one layer path (the sequence of layers of a new model). `memory` has the
-        remembered episodes, among them the newest ones, `batch`. `order` is the random number generator that draws
+        remembered episodes, among them the newest episodes, `batch`. `order` is the random number generator that draws
         mini-batches. Returns the value network's losses and the policy's drift. The drift is the KL divergence between
         the policies before and after this training, over the steps of `batch`.
         """
@@ -516,7 +516,7 @@ def stacked(first_BT: Tensor, second_BT: Tensor) -> Tensor:
     """Concatenate two batches of episodes, given as the steps of each episode: [episodes, steps].
 
     In an episode, a policy builds one layer path (the sequence of layers of a new model). The result has the episodes
-    of `first_BT`, then those of `second_BT`, padded with 0 to the longest episode.
+    of `first_BT`, then the episodes of `second_BT`, padded with 0 to the longest episode.
     """
     longest = max(first_BT.shape[1], second_BT.shape[1])
     return torch.cat([torch.nn.functional.pad(steps, (0, longest - steps.shape[1])) for steps in (first_BT, second_BT)])

@@ -21,7 +21,7 @@ class Scalarisation(StrEnum):
     preference vector, which has the weight of each objective.
 
     - WEIGHTED_SUM: the sum of the weighted outcomes
-    - TCHEBYCHEFF: minus the largest weighted distance of an outcome from the best known one
+    - TCHEBYCHEFF: minus the largest weighted distance of an outcome from the best known outcome
     """
 
     WEIGHTED_SUM = "weighted_sum"

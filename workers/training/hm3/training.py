@@ -37,18 +37,18 @@ class PolicyTrainingOptions:
     """Options of the training of a search's policies.
 
     - `episodes`: the number of episodes in an iteration
-    - `warm_up`: the number of a policy's first iterations in which nothing is learned, and every step is drawn from all
-      allowed ones
+    - `warm_up`: the number of a policy's first iterations in which nothing is learned, and every step is drawn at
+      random from all allowed steps
     - `k`: the number of candidates for each step of a layer path
     - `exploration`, `explored`: the probability of drawing a step at random decreases linearly from 1 to `exploration`
       over the `explored` iterations of a policy after its warm-up
-    - `draws_paths`: whether random choices are made for whole paths. All paths of the warm-up are then drawn at random
-      from the search space, and afterwards a share that decreases to zero over the `explored` iterations. In all other
-      paths, single steps are drawn at random with the probability `exploration`.
+    - `draws_paths`: whether random choices are made for whole paths. Then all paths of the warm-up are drawn at
+      random from the search space; afterwards the share of such paths decreases to zero over the `explored` iterations.
+      In all other paths, single steps are drawn at random with the probability `exploration`.
     - `is_conditioned`: whether a single policy has the preference vector (weights of the objectives) as an input;
       otherwise there is a policy for each vector
-    - `learns`: if false, the policies with which the search began build all episodes, for each preference vector in
-      turn
+    - `learns`: whether policies learn; otherwise the policies with which the search began build all episodes, for each
+      preference vector in turn
     - `version`: the version of the searcher `hm3` with which the search was begun. Policies of version 1 learn by
       `FirstLearner`, and policies of different searches may have the same random numbers.
     """
@@ -84,8 +84,8 @@ class PolicyTraining:
     - `options`, `seed`: the options of the training, and the seed of all random numbers
     - `preferences`: the preference vectors, at least one; each has the weights of the objectives
     - `descriptors`: statistics of the layers' weights, or None
-    - `saved`: the checkpoints that were saved after iterations of this search, by iteration. Only those of the last two
-      iterations of each policy are needed.
+    - `saved`: the checkpoints that were saved after iterations of this search, by iteration. Only the checkpoints of
+      the last two iterations of each policy are needed.
     - `start`: the checkpoint that each policy begins with, or empty for new policies
 
     Raises ValueError if `start` has another number of checkpoints than there are policies.
@@ -119,8 +119,8 @@ class PolicyTraining:
     def num_policies(self) -> int:
         """The number of policies in the search: 1, or the number of preference vectors.
 
-        A preference vector has a weight for each objective. There is one policy if it has this vector as an input;
-        otherwise there is one policy for each preference vector.
+        A preference vector has a weight for each objective. If the policy has the vector as an input, there is one
+        policy; otherwise there is one policy for each preference vector.
         """
         return 1 if self.options.is_conditioned else len(self.preferences)
 
@@ -145,9 +145,9 @@ class PolicyTraining:
         """Number of iterations whose outcomes must be known before episode `number` can be built.
 
         An iteration is a group of episodes (sequences of layers that a policy builds). The policy must first have
-        learned from the needed iterations. A single policy needs all iterations before the previous one; it learns from
-        the previous iteration later. If several policies take turns, the needed iterations end with the last earlier
-        iteration of the same policy. The result is 0 if policies do not learn.
+        learned from the needed iterations. A single policy needs all iterations before the previous iteration; it
+        learns from the previous iteration later. If several policies take turns, the needed iterations end with the
+        last earlier iteration of the same policy. The result is 0 if policies do not learn.
         """
         if not self.options.learns:
             return 0
@@ -185,7 +185,7 @@ class PolicyTraining:
         return self.options.learns and (bool(self._start) or self.turn_of(iteration) >= self.options.warm_up)
 
     def source_of(self, iteration: int, *, newest: int) -> int | None:
-        """Last iteration, up to `newest`, that the policy of `iteration` has learned from; None if there is none.
+        """Last iteration, up to `newest`, that the policy of `iteration` has learned from; None if it has not learned.
 
         An iteration is a group of episodes (sequences of layers that the policy builds). After an iteration, the policy
         learns from its episodes and is saved as a checkpoint, except during its warm-up. Therefore the checkpoint of
@@ -208,9 +208,9 @@ class PolicyTraining:
     def play(self, number: int) -> Episode:
         """Build the layer path of episode `number`, in one batch with all other episodes of its iteration.
 
-        An episode is the building of one layer path, the sequence of layers of a new model, by a policy, and an
-        iteration a group of episodes after which the policy is updated. Raises KeyError if the policy's checkpoint that
-        these episodes need is not saved.
+        In an episode, a policy builds one layer path, the sequence of layers of a new model. An iteration is a group of
+        episodes after which the policy is updated. Raises KeyError if the policy's checkpoint that these episodes need
+        is not saved.
         """
         iteration = self.iteration_of(number)
         source = self.source_of(iteration, newest=iteration - 2) if self.options.learns else None
@@ -363,9 +363,9 @@ class PolicyTraining:
     def _learner(self, iteration: int, source: int | None) -> BaseLearner:
         """Make a learner (networks and optimizers) with the saved state of a policy after an iteration.
 
-        The policy is the one that builds the episodes of `iteration`. `source` is the iteration after which it was
-        saved. If `source` is None, the learner has the state in which the policy began the search: that of a given
-        checkpoint, or new networks.
+        The policy is the one that builds the episodes of `iteration`. `source` is the iteration after which the policy
+        was saved. If `source` is None, the learner has the state with which the policy began the search: the state of a
+        given checkpoint, or new networks.
         """
         learner = self._new(iteration)
         if source is not None:

@@ -23,10 +23,10 @@ __all__ = ["Part", "add", "parts_of"]
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """The part of a parameter that this process holds: all of it, or a shard.
+    """The part of a parameter that this process holds: the whole parameter, or a shard.
 
     `tensor` is the part and shares the parameter's memory. The elements of all parameters are numbered one after the
-    other. `start` is the number of the part's first element, and `first` the number of the whole parameter's first
+    other. `start` is the number of the part's first element, and `first` is the number of the whole parameter's first
     element.
     """
 

@@ -99,6 +99,6 @@ def _spaced(base: Checkpoint, directory: Path, num_elements: int) -> torch.Tenso
 
 
 def _is_changed(origin: torch.Tensor, own: torch.Tensor) -> bool:
-    """Whether an expert's tensor `own` differs from the base's, `origin`, if both are rounded to the coarser dtype."""
+    """Whether an expert's tensor `own` differs from the base's tensor `origin`, after rounding to the coarser dtype."""
     coarser = min(own.dtype, origin.dtype, key=lambda dtype: dtype.itemsize)
     return not torch.equal(own.to(coarser), origin.to(coarser))

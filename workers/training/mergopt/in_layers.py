@@ -3,10 +3,11 @@
 While a module computes, a tensor with noise replaces a parameter. Autograd does not save that tensor, but a description
 from which it can be recomputed. Therefore the tensor is freed when the module is done, and the backward pass recomputes
 the tensors, one at a time. At most the tensors of one layer exist at once or, with activation checkpointing, the
-tensors of one checkpointed part of the model. A sharded parameter (FSDP2) gets the same noise as an unsharded one,
-after it is gathered. If it is gathered in bfloat16, the noise is added after rounding to bfloat16.
+tensors of one checkpointed part of the model. A sharded parameter (FSDP2) gets its noise after it is gathered; the
+noise is the same as without shards. If the parameter is gathered in bfloat16, the noise is added after rounding to
+bfloat16.
 
-A parameter that is read by another module than the one that owns it has no noise in that module. Autocast keeps casts
+A parameter has noise only where the module that owns it reads it, not where other modules read it. Autocast keeps casts
 of weights, as it does without noise.
 """
 

@@ -2,8 +2,8 @@
 
     h = hash(key, i), that of `workers.merging.masks`;  z_i = quantiles[h >> 16]
 
-A draw is the noise of one optimizer step, `key` is the draw's 64-bit key, and z_i its element i. The range of
-probabilities is divided into 2^16 equal intervals; `quantiles` has, in float32, the distribution's quantile at the
+A draw is the noise of one optimizer step, `key` is the draw's 64-bit key, and z_i is element i of the draw. The range
+of probabilities is divided into 2^16 equal intervals; `quantiles` has, in float32, the distribution's quantile at the
 middle of each interval. So a draw computes no transcendental functions, which differ between devices, and the table of
 quantiles fits a core's cache. Values beyond probability 2^-17 at either end do not occur: z differs from the mean by
 less than 11.1 b under Laplace's distribution with scale b, and by less than 4.4 standard deviations under the normal

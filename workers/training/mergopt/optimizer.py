@@ -68,9 +68,9 @@ def draw_of(
 ) -> Draw:
     """Draw the merge that step `step` of the optimizer MergOPT simulates.
 
-    A step simulates the effect of merging the model with others. The coefficient is drawn from `coefficients`, and the
-    number of models is drawn from 1 to `max_models`. The random numbers depend only on `seed` and `step`, so that all
-    ranks draw the same merge.
+    A step simulates the effect of merging the model with other models. The coefficient is drawn from `coefficients`,
+    and the number of models is drawn from 1 to `max_models`. The random numbers depend only on `seed` and `step`, so
+    that all ranks draw the same merge.
     """
     rng = random.Random(f"mergopt {seed} {step}")
     return Draw(rng.choice(list(coefficients)), rng.randint(1, max_models), draw_key(seed, step))
@@ -98,11 +98,11 @@ class MergOPT(OptimizerWrapper):
     (`in_layers`).
 
     `noise` is the distribution of z, or the task vectors of experts from which offsets are made. If offsets simulate
-    merges of N given experts, K is at most N + 1. alpha is drawn from `coefficients`, and K from 1 to `max_models`.
-    `moved` are the parameters that get an offset, by default the parameters of the optimizer; if adapters are trained,
-    they are the frozen weights that the adapters change. `seed` and the number of the step determine the draw; both are
-    in `state_dict`. All ranks of a data-parallel or fully sharded model must have the same seed, and hold their
-    parameters in the same order.
+    merges of N given experts, K is at most N + 1. alpha is drawn from `coefficients`, and K is drawn from 1 to
+    `max_models`. `moved` are the parameters that get an offset, by default the parameters of the optimizer; if adapters
+    are trained, they are the frozen weights that the adapters change. `seed` and the number of the step determine the
+    draw; both are in `state_dict`. All ranks of a data-parallel or fully sharded model must have the same seed, and
+    hold their parameters in the same order.
     """
 
     def __init__(
@@ -250,10 +250,11 @@ class MergOPT(OptimizerWrapper):
     def state_dict(self) -> dict[str, Any]:
         """State of the wrapped optimizer, and the seed and step number of MergOPT's random numbers.
 
-        MergOPT adds a random offset to the parameters while gradients are computed, to simulate a later merge. Its own
-        part of the state has the seed and the number of updates so far, which determine the next offset. It also has
-        the number of elements that get an offset and, if offsets are made of the task vectors of given experts, the
-        digest of these task vectors; `load_state_dict` compares both with those of the optimizer that is restored.
+        MergOPT adds a random offset to the parameters while gradients are computed, to simulate a later merge.
+        MergOPT's own part of the state has the seed and the number of updates so far, which determine the next offset.
+        It also has the number of elements that get an offset and, if offsets are made of the task vectors of given
+        experts, the digest of these task vectors; `load_state_dict` compares this number and this digest with the
+        optimizer that is restored.
         """
         own = {"seed": self._seed, "step": self._step, "moved": self.num_moved, **self._experts}
         return {**super().state_dict(), STATE: own}
@@ -266,7 +267,7 @@ class MergOPT(OptimizerWrapper):
         offset; this number is then not checked.
 
         Raises:
-            ValueError: The state is that of another kind of optimizer, another number of elements got an offset, or the
+            ValueError: The state is from another kind of optimizer, another number of elements got an offset, or the
                 offsets were made of task vectors of other experts.
         """
         if STATE not in state_dict:

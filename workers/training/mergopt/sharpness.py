@@ -1,7 +1,7 @@
 """Sharpness-aware minimization (SAM and ASAM); the method SAFT-Merge uses it to train experts for merging.
 
-A step computes two gradients: g at the parameters theta, then another one at theta plus an offset, where the loss is
-higher. The second gradient updates theta. With rho as the size of the offset and eta as a small constant:
+A step computes two gradients: g at the parameters theta, then another gradient at theta plus an offset, where the loss
+is higher. The second gradient updates theta. With rho as the size of the offset and eta as a small constant:
 
     SAM:  offset = rho g / |g|;    ASAM:  offset = rho T^2 g / |T g|, T = |theta| + eta on matrices, 1 on vectors
 
@@ -50,7 +50,8 @@ class SharpnessAware(OptimizerWrapper):
 
         `closure` clears the gradients, computes the loss and its gradients, and returns the loss. The closure is called
         twice: at the parameters, and at the parameters plus an offset in whose direction the loss rises. The update
-        uses the gradients of the second call; the result is the loss of the first. Raises ValueError without a closure.
+        uses the gradients of the second call; the result is the loss of the first call. Raises ValueError without a
+        closure.
         """
         if closure is None:
             raise ValueError("sam: step() needs a closure, which it calls at two points")
@@ -93,7 +94,7 @@ class SharpnessAware(OptimizerWrapper):
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a parameter or gradient that this rank holds, or all of it if it is not sharded.
+    """The part of a parameter or gradient that this rank holds; all of it if it is not sharded.
 
     The result shares the memory of `tensor`.
     """

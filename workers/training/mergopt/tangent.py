@@ -22,8 +22,8 @@ __all__ = ["LinearizedModel", "TangentModel"]
 class TangentModel(torch.nn.Module):
     """Linearization of `model` at its weights at the time when this object is made.
 
-    The trained parameters are those of `model`; the logits [rows, columns, vocabulary] are linear in them. Attention
-    must be eager, because fused kernels have no forward derivative.
+    The trained parameters are the parameters of `model`; the logits [rows, columns, vocabulary] are linear in them.
+    Attention must be eager, because fused kernels have no forward derivative.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:

@@ -1,7 +1,7 @@
 """Offsets of MergOPT that are computed from the task vectors of real experts, in place of independent noise.
 
-Let theta be the parameters, theta_0 the base's parameters, and D_j the task vector of the given expert j. The merge
-that a step simulates has K models and the coefficient alpha. There are two kinds of offsets:
+Let theta be the parameters, theta_0 the base's parameters, and let D_j be the task vector of the given expert j. The
+merge that a step simulates has K models and the coefficient alpha. There are two kinds of offsets:
 
     resampled:  (K alpha - 1) z; for each parameter, an expert j is drawn, and z is the parameter's part of D_j
     of merges:  (alpha - 1) (theta - theta_0) + alpha sum_j D_j over K - 1 experts, drawn without repetition
@@ -40,7 +40,7 @@ class TaskVectors:
 
     An offset is added to the parameters while gradients are computed, as if the model were merged. `vectors[j][i]` is
     the task vector of expert j on parameter i, in the order, shapes, dtypes and devices of the parameters that get the
-    offset. `origin` has the values of these parameters in the base model; the offsets are then those of merges with the
+    offset. `origin` has the values of these parameters in the base model; the offsets then simulate merges with the
     experts. If `origin` is None, offsets are resampled: for each parameter, the offset is the task vector of a randomly
     drawn expert, times a factor. If parameters are sharded, `vectors` and `origin` have this rank's parts, and
     `known_digest` is the digest of the whole task vectors (`digest_of`). Raises ValueError if there is no expert.

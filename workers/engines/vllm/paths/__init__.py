@@ -2,7 +2,7 @@
 
 The model in vLLM is a pool of more layers than any merge has, with keys and values for the longest merge. A merge is a
 path of hops. Each hop names a layer of the pool, factors and an alignment. Layers that are in the pool already, for
-example those of the sources, are not written again: for another path of known layers, only the list of hops changes.
+example the sources' layers, are not written again: for another path of known layers, only the list of hops changes.
 
 - `contents`: vLLM's options, sizes and the merges that fit, for the engine's process
 - `geometry`: whether the layers of models can follow each other

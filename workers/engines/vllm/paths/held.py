@@ -37,9 +37,9 @@ LAYERS = "model.layers."
 class HeldPath(HeldWeights):
     """The weights in an engine for layer paths: a pool of layers, and the order in which a merge uses them.
 
-    A layer path is the sequence of layers of a merged model. For each of them it names a layer of the pool, factors on
-    the layer's outputs, and optionally an alignment before the layer (a map of the residual stream). The parameters
-    outside layers (embedding, final norm and output head) are held once.
+    A layer path is the sequence of layers of a merged model. For each layer of the merge, the path names a layer of the
+    pool, factors on the layer's outputs, and optionally an alignment before the layer (a map of the residual stream).
+    The parameters outside layers (embedding, final norm and output head) are held once.
     """
 
     def __init__(self, model: Any, dtype: torch.dtype) -> None:
@@ -87,7 +87,7 @@ class HeldPath(HeldWeights):
         """Write layers of the source models into the engine's pool of layers, before the first merge is known.
 
         The layers of the base are always written, and are written last. If there is enough room in the pool besides the
-        layers of the longest merge, layers of experts are written, too. `bank` has the weights of the source models.
+        layers of the longest merge, layers of experts are also written. `bank` has the weights of the source models.
         `into(name, shape)` returns memory for computing a tensor.
         """
         spare = self._pool.size - len(self.model.model.slots)
@@ -134,10 +134,10 @@ class HeldPath(HeldWeights):
     def _write_path(self, plan: TensorPlan, bank: Bank, into: Into, recipe: Recipe) -> Writing:
         """Compute the tensors of a merge that the engine lacks, and write them into the engine.
 
-        `plan` lists tensors of the merge of `recipe`: those outside layers (embedding, final norm and output head), and
-        those of the layers to write. `bank` has the weights of the source models. `into(name, shape)` returns memory
-        for computing a tensor. Returns the number of written tensors, with timings. After a failure, the contents of
-        all layers of the engine count as unknown.
+        `plan` lists tensors of the merge of `recipe`: the tensors outside layers (embedding, final norm and output
+        head), and the tensors of the layers to write. `bank` has the weights of the source models. `into(name, shape)`
+        returns memory for computing a tensor. Returns the number of written tensors, with timings. After a failure, the
+        contents of all layers of the engine count as unknown.
         """
         try:
             done = self._write(plan, bank, into)
@@ -229,7 +229,7 @@ class _Between:
     residual stream.
 
     - `factors`: the factors of each layer
-    - `before`: for each layer, the digest of the alignment before it, or None if there is none
+    - `before`: for each layer, the digest of the alignment before it, or None for no alignment
     - `alignments`: the alignments by digest
     """
 
@@ -241,8 +241,8 @@ class _Between:
 class _Aligned:
     """Cache of alignments: maps of the residual stream between layers that do not follow each other in one model.
 
-    The alignments are on the device and in the dtype of the tensor `like`. At most `most` alignments are kept, as many
-    as the longest path has layers. The least recently used ones are dropped.
+    The alignments are on the device and in the dtype of the tensor `like`. At most `most` alignments are kept, which is
+    the number of layers in the longest path. The least recently used alignments are dropped.
     """
 
     def __init__(self, like: torch.Tensor, *, most: int) -> None:
@@ -300,8 +300,8 @@ def _of(recipe: Recipe) -> Hashable:
     """The settings of a recipe that affect all merged tensors: (base model, `keeps_equal`, `trim`).
 
     `keeps_equal` and `trim` are settings of methods that keep only the largest elements of task vectors. `keeps_equal`
-    says whether elements of equal magnitude at the threshold are all kept, and `trim` whether elements are selected in
-    each tensor or in the whole model.
+    says whether elements of equal magnitude at the threshold are all kept. `trim` says whether the largest elements are
+    selected in each tensor or in the whole model.
     """
     return recipe.base, recipe.keeps_equal, recipe.trim
 

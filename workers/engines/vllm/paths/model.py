@@ -1,8 +1,8 @@
 """The vLLM model that computes a path through a pool of layers, for Llama, Mistral, Qwen2 and Qwen3.
 
-Its parameters are those of a model with as many layers as the pool has. Only the first `mergesearch_max_layers` layers
-register keys and values: the attention module of layer t belongs to hop t of the path, and any layer of the pool uses
-it at that hop. Therefore a layer may be used at several hops, with separate keys and values.
+The model has the parameters of all layers of the pool. A path has at most `mergesearch_max_layers` hops, and each hop
+has its own keys and values: at hop t, every layer of the pool uses the attention module of layer t. Therefore a layer
+may be used at several hops.
 
 The path is an attribute of the model; compiled code and captured graphs would ignore its changes. Therefore the model
 is neither compiled nor captured, and its engine runs eagerly.

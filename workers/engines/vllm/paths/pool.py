@@ -1,6 +1,7 @@
 """Record of the contents of a path engine's pool of layers, and choice of the layers to overwrite.
 
-Layers of the pool that the current path uses are kept; the others are replaced, least recently used first.
+The layers of the pool that the current path uses are kept. The least recently used of the other layers are replaced
+first.
 """
 
 from __future__ import annotations
@@ -48,10 +49,10 @@ class LayerPool:
         """Choose, for each layer of a merge, a layer of the pool (the layers that an engine holds in memory).
 
         `contents` has a description of the weights of each layer of the merge; equal descriptions share a layer of the
-        pool. A layer that already has the weights is used. If there is none, an empty layer is used, or else the least
-        recently used layer whose weights the merge does not need. Returns the chosen layer for each of `contents`, and
-        the set of layers that must be written because they do not have their weights yet. Raises ValueError if there
-        are more different contents than layers.
+        pool. A layer that already has the weights is used. If no layer has them, an empty layer is used. Without an
+        empty layer, the least recently used layer is taken whose weights the merge does not need. Returns the chosen
+        layer for each of `contents`, and the set of layers that must be written because they do not have their weights
+        yet. Raises ValueError if there are more different contents than layers.
         """
         wanted = dict.fromkeys(contents)
         if len(wanted) > self.size:

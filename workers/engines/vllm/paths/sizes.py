@@ -18,10 +18,11 @@ def pool_size(*, room: int, layer_bytes: int, num_sources: int, max_layers: int,
     """Number of layers that an engine for layer paths keeps in memory (its pool of layers).
 
     A layer path names the layers of a merge in the order in which they are computed. `num_sources` is the number of
-    layers of all source models, and `max_layers` that of the longest merge, whose layers may all be different. A layer
-    takes `layer_bytes`, and `room` bytes are free. The pool has room for all source layers and one longest merge, if
-    they fit. Otherwise it has as many layers as fit, and a source's layer that was overwritten is written again when it
-    is needed. `of` names the memory in messages. Raises EngineUnavailable if not even the longest merge fits.
+    layers of all source models, and `max_layers` is the number of layers of the longest merge, which may all be
+    different. A layer takes `layer_bytes`, and `room` bytes are free. The pool has room for all source layers and one
+    longest merge, if they fit. Otherwise it has as many layers as fit, and a source's layer that was overwritten is
+    written again when it is needed. `of` names the memory in messages. Raises EngineUnavailable if the layers of the
+    longest merge do not fit.
     """
     fitting = max(room, 0) // layer_bytes
     if fitting < max_layers:
@@ -52,7 +53,7 @@ def outside_bytes(sources: ResolvedFamily, value_bytes: int) -> int:
 
 
 def alignment_bytes(config: Mapping[str, Any], max_layers: int, value_bytes: int) -> int:
-    """Bytes of the alignments of the longest merge, if each of its `max_layers` layers has one.
+    """Bytes of the alignments of the longest merge, if each of its `max_layers` layers has an alignment.
 
     An alignment is a map of the residual stream: a matrix [hidden, hidden] of values of `value_bytes` bytes. `config`
     is the model's configuration, which has the hidden size.

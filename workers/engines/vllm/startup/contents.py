@@ -1,7 +1,7 @@
 """Options, memory sizes and possible merges of an engine, for the process that starts vLLM.
 
 `WeightContents` is for one model with the base's layers. Its subclasses are for other models, such as layer paths. The
-class `Engine` is the same for all of them: start, swaps, evidence, canary.
+class `Engine` is the same for all models: start, swaps, evidence, canary.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class WeightContents:
     `sources` are the base model and its experts. `prompts` has the properties on which prompts depend, such as the
     model's configuration. `options` are the engine's options. `dtype` is the engine's dtype; the option "auto" means
     "float32" on CPU and "bfloat16" on a GPU. `aligns` says whether merges may have alignments (maps of the residual
-    stream between layers). `most_engines` is the largest number of equal engines in the cluster; None means as many as
-    there are GPUs. The method `options_by_device` raises EngineUnavailable if the model does not fit into a
-    GPU's memory. The subclass `PathContents` is for engines whose merges may have other numbers of layers.
+    stream between layers). `most_engines` is the largest number of equal engines in the cluster; None means one for
+    each GPU. The method `options_by_device` raises EngineUnavailable if the model does not fit into a GPU's memory. The
+    subclass `PathContents` is for engines whose merges may have other numbers of layers.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class WeightContents:
         }
 
     def refusal(self, recipe: Recipe) -> str | None:
-        """Reason why the engine cannot hold the merge of `recipe`; None if it can.
+        """Reason why the engine cannot hold the merge of `recipe`; None if it can hold the merge.
 
         The engine can hold only merges with as many layers as the base has.
         """

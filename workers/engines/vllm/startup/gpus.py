@@ -51,9 +51,9 @@ def free_gpu_bytes(
     """Wait for GPU memory to become free, and return (free, total) bytes, the smallest over the first `num_gpus` GPUs.
 
     An engine that was just killed may still hold GPU memory. Therefore the function checks every `poll_s` seconds
-    whether the share MOSTLY_FREE of the memory is free, and returns if it is. The function waits for at most `wait_s`
-    seconds, or for `leaving_wait_s` seconds while processes of a killed engine still run: a process of an engine on
-    several GPUs ends only after the merge that it is computing. `leaving` returns descriptions of these processes
+    whether the share MOSTLY_FREE of the memory is free. The function waits for at most `wait_s` seconds, or for at most
+    `leaving_wait_s` seconds while processes of a killed engine still run. On several GPUs, a process of a killed engine
+    ends only when it has computed its current merge. `leaving` returns descriptions of these processes
     (`engine_leftovers` by default). A log message says what the function waits for. Raises EngineUnavailable if the
     memory cannot be read.
     """
@@ -76,9 +76,8 @@ def free_gpu_bytes(
 def engine_leftovers() -> tuple[str, ...]:
     """Engine processes of this user that still run although their parent process has ended.
 
-    Each is a text "process PID (NAME)". Only the processes of engines on several GPUs are found, because vLLM gives
-    them a title. When the parent of a process ends, process 1 or Ray's raylet becomes its parent, which the function
-    checks.
+    Each process is a text "process PID (NAME)". Only processes of engines on several GPUs are found, by the title that
+    vLLM gives them. A process whose parent has ended is recognised by its new parent: process 1 or Ray's raylet.
     """
     found = []
     for process in psutil.process_iter():

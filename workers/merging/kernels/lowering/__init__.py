@@ -1,7 +1,7 @@
 """Conversion of the merges of each fused method to a kernel's rule, from coefficients and statistics of the operands.
 
 If the numbers of a rule depend on the elements that a method drops or selects, a separate pass computes these numbers,
-on CPU. A method has at most one rule, registered by `@fuses(NAME)`; a method without one runs by its plain function.
+on CPU. A method has at most one rule, registered by `@fuses(NAME)`; a method without a rule runs by its plain function.
 
 - `base`: the decorator, and the statistics that rules are computed from
 - `averages`: passthrough, averages and interpolations, fusions of a pair

@@ -60,8 +60,8 @@ def _variable_squares(merge: Merge, stored: Operands) -> tuple[tuple[Comparison,
     """Find the variance threshold of the method SCE, and sum the squares of each task vector's selected elements.
 
     SCE (arXiv:2408.07990) selects the elements with the largest variance between the task vectors. `merge` has the
-    share to select, and `stored` the operands with their statistics. The first result describes the threshold, in the
-    form of the first four fields of the kernel rules `Variable` and `VariableElection`:
+    share to select, and `stored` has the operands with their statistics. The first result describes the threshold, in
+    the form of the first four fields of the kernel rules `Variable` and `VariableElection`:
 
     - how variances are compared with the threshold: by variance and mark (`ByMark`), or by variance alone
       (`ByMagnitude`)
