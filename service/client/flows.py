@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import parse_qs, urlsplit
 
-from search_spaces.study.yaml import read_document
 from service.client.job_flows import jobs, submit_job
 from service.client.requests import (
     Call,
@@ -153,17 +152,18 @@ def begin_study(configuration: Path | str | Mapping[str, Any], *, name: str = "m
         The content of the study file, whose objectives are empty, and warnings about settings without effect.
 
     Raises:
-        InvalidStudy: `configuration` is the path of a malformed file.
+        OSError: The file `configuration` cannot be read.
         RequestRefused: `configuration` is no mergekit configuration, or a study cannot have its models (status 422).
 
     Examples:
         >>> study = client.begin_study("mergekit.yml", name="math-code")["study"]
         >>> client.submit({**study, "objectives": [{"name": "math", "task": "gsm8k", "metric": "exact_match"}]})
     """
-    if not isinstance(configuration, Mapping):
-        configuration = read_document(Path(configuration))
-    headers = {"Content-Type": "application/json"}
-    content = json.dumps(dict(configuration)).encode()
+    if isinstance(configuration, Mapping):
+        kind, content = "application/json", json.dumps(dict(configuration)).encode()
+    else:
+        kind, content = "application/yaml", Path(configuration).read_bytes()
+    headers = {"Content-Type": kind}
     call = Call("POST", "/v1/studies:from_mergekit", {"name": name}, headers, content)
     return cast("BegunStudyDocument", (yield from document_of(call)))
 
