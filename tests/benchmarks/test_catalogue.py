@@ -78,7 +78,11 @@ def test_several_names_run_one_after_the_other(
 
 def test_the_makefile_passes_several_names_on() -> None:
     shown = subprocess.run(
-        ["make", "--dry-run", "bench", "ONLY=merge swap"], cwd=ROOT, capture_output=True, text=True, check=True
+        ["make", "--dry-run", "--no-print-directory", "bench", "ONLY=merge swap"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert shown.stdout.splitlines()[-1].endswith("-m tests.benchmarks merge swap")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +22,7 @@ from service.tune.coordinator import Coordinator
 from service.tune.plan import Benchmark
 from service.types import EventKind
 from tests.judge_server import JudgeServer, judge_server
-from tests.service.tune.harness import coordinator_of, drive, new_study
+from tests.service.tune.harness import Killed, coordinator_of, drive, new_study
 from workers.evaluation.judging import judge_prompt, judged_items, prompt_digest
 from workers.serving.fake import FakeScorer
 from workers.types import SampleResult, Span, Split, TaskSpec
@@ -63,13 +63,20 @@ def benchmark(tmp_path: Path, judge: JudgeServer, name: str = "chats", **options
     return Benchmark(facts, spec, ("sources",), judge=option)
 
 
-def run(coordinator: Coordinator, scorer: FakeScorer | None = None, *, limit_s: float = 60.0) -> None:
-    """Run to the end as Tune does: one evaluation at a time, and waits for the judge when there is none."""
-    deadline = time.monotonic() + limit_s
+def run(
+    coordinator: Coordinator, scorer: FakeScorer | None = None, *, is_killed: Callable[[], bool] = lambda: False
+) -> None:
+    """Run to the end as Tune does: one evaluation at a time, and waits for the judge when there is none.
+
+    Raises Killed once `is_killed` is true.
+    """
+    deadline = time.monotonic() + 60
     with closing(coordinator):
         while not coordinator.is_finished:
             drive(coordinator, scorer or Writer())
             assert time.monotonic() < deadline, "judgments do not end"
+            if is_killed():
+                raise Killed
             assert coordinator.next_evaluation(timeout_s=0.2) is None
 
 
@@ -148,8 +155,8 @@ def test_killed_driver_asks_only_what_is_missing(tmp_path: Path, judge: JudgeSer
     hang = threading.Event()
     judge.on_request = lambda count: count > 10 and hang.wait(20)
     coordinator = coordinator_of(store, study, **plan)
-    with pytest.raises(AssertionError, match="do not end"):
-        run(coordinator, limit_s=3)
+    with pytest.raises(Killed):
+        run(coordinator, is_killed=lambda: len(store.judgments(study)) == 10 and len(judge.requests) > 10)
     hang.set()
     num_stored = len(store.judgments(study))
     assert num_stored == 10
@@ -174,7 +181,7 @@ def test_judge_that_is_away_fails_the_benchmark_alone(tmp_path: Path) -> None:
     bench = benchmark(tmp_path, away, wait_s=1.5)
     began = time.monotonic()
     run(coordinator_of(store, study, **SMALL, benchmarks=(bench,)))
-    assert 1.4 < time.monotonic() - began < 6
+    assert 1.4 < time.monotonic() - began < 20
     assert len(failures(store, study)) == 3
     for reason in failures(store, study):
         assert f"the judge at {away.url} has answered nothing for" in reason

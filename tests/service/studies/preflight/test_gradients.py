@@ -23,6 +23,7 @@ from service.studies.preflight.resources import MemoryPlan
 from tests.workers.merging.test_devices import peak_of
 from workers.engines.images.classifiers import new_encoder
 from workers.engines.vllm.memory import usable_gpu_bytes
+from workers.models.modalities.text import TEXT
 from workers.training.memory import activation_bytes
 
 GB, TB = 10**9, 10**12
@@ -199,9 +200,10 @@ def test_float16_models_are_named_where_auto_rounds(monkeypatch: pytest.MonkeyPa
     def stored(dtype: str) -> Any:
         return SimpleNamespace(own=(SimpleNamespace(dtype=dtype),))
 
-    sources: Any = SimpleNamespace(checkpoints={"base": stored("BF16"), "math": stored("F16")})
+    sources: Any = SimpleNamespace(modality=TEXT, checkpoints={"base": stored("BF16"), "math": stored("F16")})
     monkeypatch.setenv("MERGESEARCH_ENGINE_NODES", "gpus=1")
     note = dtype_note(study(), sources)
     assert note.startswith("dtype: auto is bfloat16 on GPUs, and math are stored in float16")
     assert dtype_note(study(dtype="bfloat16"), sources) == dtype_note(study(dtype="float16"), sources) == ""
-    assert dtype_note(study(), SimpleNamespace(checkpoints={"base": stored("BF16")})) == ""  # type: ignore[arg-type]
+    sources.checkpoints = {"base": stored("BF16")}
+    assert dtype_note(study(), sources) == ""
