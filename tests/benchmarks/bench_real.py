@@ -130,8 +130,8 @@ def searched(family: Path, kind: str, name: str) -> dict[str, Any]:
     missing = [task for task in TASKS if not (family / "experts" / kind / task / "model").is_dir()]
     if missing:
         raise FileNotFoundError(
-            f"{kind}/{name}: run the arms {', '.join(f'{kind}/{task}' for task in missing)} first, with FRESH=1 if their "
-            f"figures are on file: no trained model is in {family / 'experts' / kind}"
+            f"{kind}/{name}: run the arms {', '.join(f'{kind}/{task}' for task in missing)} first, with FRESH=1 if "
+            f"their figures are on file: no trained model is in {family / 'experts' / kind}"
         )
     place = CACHE / kind / name
     out, study = place / "study", family / f"study-{kind}-{name}.yaml"
