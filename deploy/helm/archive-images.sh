@@ -28,8 +28,8 @@ save)
     archive=${1:?save: name the archive to write}
     shift
     images "$@" >"$work/images"
-    while read -r image; do # an image that was built here is in no registry, and its name may have the prefix localhost/
-        "$CONTAINER" image inspect "$image" >/dev/null 2>&1 || "$CONTAINER" tag "localhost/$image" "$image" 2>/dev/null \
+    while read -r image; do # an image that was built here is in no registry, and its newest build may be localhost/NAME
+        "$CONTAINER" tag "localhost/$image" "$image" 2>/dev/null || "$CONTAINER" image inspect "$image" >/dev/null 2>&1 \
             || "$CONTAINER" pull --quiet "$image"
     done <"$work/images"
     # shellcheck disable=SC2046 # names of images have no blanks

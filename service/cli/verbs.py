@@ -652,15 +652,15 @@ def begin(options: argparse.Namespace) -> int:
         document = study_of_file(options.file, name=options.name, warn=warn)
     except InvalidRecipe as error:
         raise InvalidRecipe(f"{options.file}: {error}") from error
-    if options.json:
-        print_json(document)
-        return 0
     text = yaml.safe_dump(document, sort_keys=False, allow_unicode=True)
-    if options.out is None:
-        print(text, end="")
-    else:
+    if options.out is not None:
         with options.out.open("x", encoding="utf-8") as file:
             file.write(text)
+    if options.json:
+        print_json(document)
+    elif options.out is None:
+        print(text, end="")
+    else:
         print(f"study file: {options.out}; fill in its objectives")
     return 0
 

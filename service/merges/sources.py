@@ -18,6 +18,7 @@ __all__ = [
     "aliases_of",
     "chat_template_of",
     "check_own_tokens",
+    "directory_of",
     "place_of",
     "stored_dtype",
     "tokenizer_of",
@@ -43,6 +44,19 @@ def place_of(name: str, directories: Mapping[str, Path], file: Path, warn: Calla
         return directories[name]
     if is_object_url(name):
         return name
+    if (directory := directory_of(name, file, warn)) is not None:
+        return directory
+    if HUB_ID.fullmatch(name):
+        return name
+    where = "" if Path(name).is_absolute() else f", neither next to {file.name} nor in the current directory"
+    raise InvalidRecipe(f"{name}: there is no such directory{where}; give it with --model {name}=DIR")
+
+
+def directory_of(name: str, file: Path, warn: Callable[[str], None]) -> Path | None:
+    """Directory with the path `name`, relative to the folder of `file` or to the current directory; None if missing.
+
+    `warn` is called if `name` has a revision ("model@revision"), which has no effect on a directory.
+    """
     without_revision, at, _ = name.rpartition("@")
     for text in (name, without_revision) if at else (name,):
         path = Path(text).expanduser()
@@ -51,10 +65,7 @@ def place_of(name: str, directories: Mapping[str, Path], file: Path, warn: Calla
                 if text != name:
                     warn(f"{name}: the revision has no effect: {text} is a directory")
                 return place
-    if HUB_ID.fullmatch(name):
-        return name
-    where = "" if Path(name).is_absolute() else f", neither next to {file.name} nor in the current directory"
-    raise InvalidRecipe(f"{name}: there is no such directory{where}; give it with --model {name}=DIR")
+    return None
 
 
 def aliases_of(models: tuple[str, ...]) -> dict[str, str]:

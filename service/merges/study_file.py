@@ -8,9 +8,10 @@ from typing import Any
 
 from search_spaces.errors import InvalidRecipe
 from search_spaces.study.yaml import read_document
-from service.merges.sources import aliases_of
+from service.merges.sources import aliases_of, directory_of
 from workers.mergekit.config import split_adapter
 from workers.mergekit.reader import read_configuration
+from workers.object_store import is_object_url
 
 __all__ = ["study_from_mergekit", "study_of_file"]
 
@@ -23,9 +24,20 @@ BASE = "base"
 def study_of_file(file: Path, *, name: str, warn: Callable[[str], None]) -> dict[str, Any]:
     """Begin a study file with the mergekit configuration in `file`, by `study_from_mergekit`.
 
+    Models that are directories, relative to the folder of `file` or to the current directory, get absolute paths, so
+    that the study file may be in another folder. Other names stay as they are.
+
     Raises InvalidStudy if the file cannot be read as YAML, and the errors of `study_from_mergekit`.
     """
-    return study_from_mergekit(read_document(file), name=name, warn=warn)
+    study = study_from_mergekit(read_document(file), name=name, warn=warn)
+
+    def placed(model: str) -> str:
+        directory = None if is_object_url(model) else directory_of(model, file, warn)
+        return model if directory is None else str(directory.resolve())
+
+    models = study["models"]
+    experts = {alias: placed(model) for alias, model in models["experts"].items()}
+    return {**study, "models": {"base": placed(models["base"]), "experts": experts}}
 
 
 def study_from_mergekit(document: Any, *, name: str, warn: Callable[[str], None]) -> dict[str, Any]:

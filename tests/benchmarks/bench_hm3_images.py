@@ -110,10 +110,12 @@ def run() -> dict[str, Any]:
                 f"seed {seed} {name}: {found.best.label}, held out {found.best.mean:.3f}", file=sys.stderr, flush=True
             )
     with files_alone():
-        num_seeds = len(kept_seeds())
+        seeds = kept_seeds()
+        arms = kept_arms(seeds) if seeds else {}
+    # Differences of fronts that are not on file are computed now.
     return {
-        "seeds": num_seeds,
-        "tables": [table(range(num_seeds)) for table in (vision_table, fronts_table) if num_seeds],
+        "seeds": len(seeds),
+        "tables": [table(seeds, arms) for table in (vision_table, fronts_table) if seeds],
     }
 
 
@@ -314,9 +316,12 @@ def kept_arms(seeds: range) -> dict[str, list[Found]]:
     return {name: [found_by(name, seed) for seed in seeds] for name in ARMS}
 
 
-def vision_table(seeds: range) -> str:
-    """Held-out accuracy of the merge of each arm on each task, means over seeds, and its difference from OURS."""
-    arms = kept_arms(seeds)
+def vision_table(seeds: range, arms: Mapping[str, Sequence[Found]] | None = None) -> str:
+    """Held-out accuracy of the merge of each arm on each task, means over seeds, and its difference from OURS.
+
+    `arms` are those of `kept_arms` with these seeds, or None to read them.
+    """
+    arms = kept_arms(seeds) if arms is None else arms
     lines = [
         f"| merge (seeds: {len(seeds)}) | {' | '.join(TASKS)} | mean | `{OURS}` minus it | samples |",
         f"|---|{'---|' * len(TASKS)}---|---|---|",
@@ -333,9 +338,12 @@ def vision_table(seeds: range) -> str:
     return "\n".join(lines)
 
 
-def fronts_table(seeds: range) -> str:
-    """Hypervolumes of fronts on search and held-out images, means over seeds, and their differences from OURS."""
-    arms = kept_arms(seeds)
+def fronts_table(seeds: range, arms: Mapping[str, Sequence[Found]] | None = None) -> str:
+    """Hypervolumes of fronts on search and held-out images, means over seeds, and their differences from OURS.
+
+    `arms` are those of `kept_arms` with these seeds, or None to read them.
+    """
+    arms = kept_arms(seeds) if arms is None else arms
     lines = [
         f"| front (seeds: {len(seeds)}) | search images | held-out images | `{OURS}` minus it | merges | scored |",
         "|---|---|---|---|---|---|",

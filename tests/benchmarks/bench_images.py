@@ -23,6 +23,8 @@ Each arm and seed is an arm in `tests/benchmarks/results/images`.
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 import json
 import os
 import sys
@@ -42,7 +44,7 @@ from search_spaces.study.file import parse_study
 from service.studies.preflight.examine import examine
 from service.studies.preflight.result import PreflightResult
 from tests.benchmarks.arms import NotKept, files_alone, kept, packed, unpacked
-from tests.benchmarks.code_digests import code_digest
+from tests.benchmarks.code_digests import code_digest, statements_of
 from tests.benchmarks.image_family import TASKS, build_family, study_document, train_here
 from tests.benchmarks.search_runs import Bench, SearchSpec, Trial
 from workers.evaluation.image_tasks import load_image_task
@@ -108,7 +110,9 @@ class ImageFamily:
 
     @property
     def digest(self) -> str:
-        return code_digest("tests.benchmarks.image_family")
+        """Digest of the code that makes the models and images, and draws the search images of a seed."""
+        drawing = f"{FULL} {statements_of(inspect.getsource(ImageFamily))}"
+        return f"{code_digest('tests.benchmarks.image_family')}-{hashlib.sha256(drawing.encode()).hexdigest()[:16]}"
 
     def study(self, goal: str, **sections: Any) -> Any:
         """A study of the family; with `goal` "judge", its objectives are the held-out images.
@@ -150,6 +154,9 @@ class ImageBench(Bench):
     @cached_property
     def judge(self) -> PreflightResult:
         return examine(self.family.study("judge", fidelity={"scheduler": "none"}))
+
+    def _key(self, spec: SearchSpec) -> str:
+        return f"{super()._key(spec)} {self.family.digest}"
 
     def tasks(self, seed: int) -> Mapping[str, TaskSpec]:
         """The search tasks in the order of a study with this seed."""

@@ -35,7 +35,7 @@ import torch
 from numpy.typing import NDArray
 
 from search_spaces.recipe import Merge, Recipe, Source
-from tests.benchmarks.arms import NotKept, files_alone, kept, packed, unpacked
+from tests.benchmarks.arms import NotKept, files_alone, is_fresh, kept, packed, unpacked
 from tests.benchmarks.bench_images import Arm, ImageBench, ImageFamily, difference
 from tests.benchmarks.bench_search import seeds_of
 from tests.benchmarks.code_digests import code_digest
@@ -66,8 +66,8 @@ def run() -> dict[str, Any]:
             shown = ", ".join(f"{method} {arm.mean:.3f}" for method, arm in found.methods.items())
             print(f"seed {seed} {name}: {shown}", file=sys.stderr, flush=True)
     with files_alone():
-        num_seeds = len(kept_seeds())
-    return {"seeds": num_seeds, "tables": [vision_table(range(num_seeds))] if num_seeds else []}
+        seeds = kept_seeds()
+        return {"seeds": len(seeds), "tables": [vision_table(seeds)] if seeds else []}
 
 
 def show(result: dict[str, Any]) -> None:
@@ -104,6 +104,20 @@ def specs(optimizer: str, seed: int, scale: float) -> dict[str, FinetuneSpec]:
             }
         )
     return found
+
+
+def keep_only(place: Path, key: Mapping[str, Any]) -> None:
+    """Remove experts in `place` that were trained with another key, or all of them with FRESH=1.
+
+    `key` is the settings and the digests of code and data, as JSON. Experts with the same key, and trainings that were
+    interrupted, stay.
+    """
+    file, key = place / "key.json", json.loads(json.dumps(key))
+    if file.exists() and json.loads(file.read_text()) == key and not is_fresh():
+        return
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir(parents=True)
+    file.write_text(json.dumps(key))
 
 
 def trained(experts: Mapping[str, FinetuneSpec], place: Path) -> float:
@@ -152,6 +166,7 @@ def judged_merges(optimizer: str, seed: int) -> Judged:
 
     def measure() -> dict[str, Any]:
         place = (CACHE / f"{optimizer}-{seed}").resolve()
+        keep_only(place, {**settings, **depends()})
         seconds = trained(specs(optimizer, seed, scale), place)
         bench = ImageBench(ImageFamily(experts=str(place / "{}" / EXPERT)))  # type: ignore[arg-type]
         methods = best_merges(bench, seed)

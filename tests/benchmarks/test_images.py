@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -40,6 +43,27 @@ def test_adamerging_is_the_published_one() -> None:
     options = parse_study(document).search.gradient
     assert (options.loss, options.steps, options.batch) == ("entropy", 500, 48)
     assert (options.learning_rate, options.schedule, options.start) == (1e-3, "constant", 0.3)
+
+
+def test_arms_and_searches_depend_on_the_drawn_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Changed code that draws search images, or another number of them, makes arms and searches older."""
+    monkeypatch.setattr(bench_images.ImageBench, "fingerprint", "models")
+    bench = bench_images.ImageBench(bench_images.ImageFamily())  # type: ignore[arg-type]
+    spec = bench_images.adamerging_spec(0)
+
+    def state() -> tuple[str, str]:
+        return bench_images.ImageFamily().digest, bench._key(spec)
+
+    before, source = state(), inspect.getsource(bench_images.ImageFamily)
+    assert state() == before
+    other = source.replace("found.order[:FULL]", "found.order[-FULL:]")
+    assert other != source
+    changes: dict[str, Any] = {"FULL": FULL, "inspect": SimpleNamespace(getsource=lambda _: other)}
+    for name, changed in changes.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(bench_images, name, changed)
+            assert all(now != then for now, then in zip(state(), before, strict=True))
+    assert state() == before
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ from safetensors.torch import load_file
 
 from search_spaces.study.file import load_study
 from service.errors import InUse
-from tests.benchmarks import bench_real, real_family
+from tests.benchmarks import arms, bench_real, real_family
 from tests.benchmarks.bench_real import ARMS, begin, command_cost, costs_table, holdout_table, study_figures
 from tests.benchmarks.real_family import KINDS, SEARCHES, SPLITS, TASKS, make_base, questions, write_family
 from tests.builders import tiny_family
@@ -136,11 +137,22 @@ def test_other_settings_begin_anew(tmp_path: Path) -> None:
 
 def test_studies_wait_for_their_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_real, "CACHE", tmp_path)
-    with pytest.raises(FileNotFoundError, match="run the arms lora/sums, lora/dates, lora/sorting first"):
+    advice = "run the arms lora/sums, lora/dates, lora/sorting first, with FRESH=1 if their figures are on file"
+    with pytest.raises(FileNotFoundError, match=advice):
         bench_real.searched(tmp_path / "family", "lora", "auto")
     monkeypatch.setenv("REAL_ARMS", "lora/songs")
     with pytest.raises(ValueError, match="no arm lora/songs; there are base, lora/sums"):
         bench_real.run()
+
+
+def test_figures_are_those_of_one_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_real, "CACHE", tmp_path / "cache")
+    monkeypatch.setattr(arms, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(arms, "commit", lambda: "0123456")
+    monkeypatch.setattr(bench_real, "made", lambda family: {"given": os.environ.get("BENCH_SMOLLM2", "")})
+    for given in ("", "models/other.gguf", ""):
+        monkeypatch.setenv("BENCH_SMOLLM2", given)
+        assert bench_real.measured("base") == {"given": given}
 
 
 def test_the_tables_have_what_arms_keep() -> None:

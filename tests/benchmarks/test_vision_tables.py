@@ -33,6 +33,11 @@ def right(share: float, num: int = NUM_IMAGES) -> Any:
     return np.arange(num) < round(share * num)
 
 
+def unwanted(*arguments: Any) -> Any:
+    """Stand-in for a measurement that is not asked for."""
+    raise AssertionError(f"measured: {arguments}")
+
+
 class MadeUpBench:
     """A bench whose merges answer a share of the images of each task right: one share of each split."""
 
@@ -90,6 +95,11 @@ def test_hm3s_tables_have_seeds_with_all_arms(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("HM3_IMAGES_SEEDS", "1")
     monkeypatch.setenv("HM3_IMAGES_ARMS", "pcb,hm3")
     assert bench_hm3_images.run()["seeds"] == 1
+    monkeypatch.setattr(bench_hm3_images, "code_of", lambda algorithm: "changed")
+    monkeypatch.setattr(bench_hm3_images, "seeds_of", lambda name: [])
+    monkeypatch.setattr(bench_hm3_images, "of_search", unwanted)
+    monkeypatch.setattr(bench_hm3_images, "of_fixed", unwanted)
+    assert bench_hm3_images.run() == result, "arms of other code are read, not measured again"
     with files_alone():
         vision, fronts = (
             table(bench_hm3_images.kept_seeds())
@@ -144,14 +154,37 @@ def test_coefficients_are_chosen_on_search_images(monkeypatch: pytest.MonkeyPatc
     assert best["task arithmetic"].spent == 10 * 3 * bench_mergopt_images.VALIDATION_IMAGES
 
 
-def test_mergopts_table_compares_optimizers(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("key", "fresh", "is_left"),
+    [({"rate": 0.1}, "", True), ({"rate": 0.2}, "", False), ({"rate": 0.1}, "1", False), (None, "", False)],
+)
+def test_experts_of_other_code_are_trained_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: dict[str, Any] | None, fresh: str, is_left: bool
+) -> None:
+    """Experts stay if settings and digests do; those of an older version, with no key, do not."""
+    place = tmp_path / "adamw-0"
+    (place / "mnist").mkdir(parents=True)
+    if key is not None:
+        bench_mergopt_images.keep_only(place, key)
+    (place / "mnist").mkdir(exist_ok=True)
+    (place / "mnist" / "seconds.json").write_text("2.0")
+    monkeypatch.setenv("FRESH", fresh)
+    bench_mergopt_images.keep_only(place, {"rate": 0.1})
+    assert (place / "mnist" / "seconds.json").exists() == is_left
+    assert (place / "key.json").exists()
+
+
+def test_mergopts_table_compares_optimizers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     shares = {"adamw": 0.5, "sam": 0.6, "mergopt": 0.45}
     asked: list[str] = []
 
     def trained(experts: Any, place: Path) -> float:
+        assert not (place / "mnist").exists(), "an expert of other code or settings"
+        (place / "mnist").mkdir()
         asked.append(place.name)
         return 2.0
 
+    monkeypatch.setattr(bench_mergopt_images, "CACHE", tmp_path)
     monkeypatch.setattr(bench_mergopt_images, "scale_of_family", lambda: 0.002)
     monkeypatch.setattr(bench_mergopt_images, "specs", lambda *arguments: {})
     monkeypatch.setattr(bench_mergopt_images, "trained", trained)
@@ -174,6 +207,10 @@ def test_mergopts_table_compares_optimizers(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("MERGOPT_IMAGES_SEEDS", "0-1")
     result = bench_mergopt_images.run()
     assert asked == [f"{optimizer}-{seed}" for seed in (0, 1) for optimizer in shares]
+    monkeypatch.setattr(bench_mergopt_images, "depends", lambda: {"code": "changed"})
+    monkeypatch.setenv("MERGOPT_IMAGES_SEEDS", "1")
+    assert bench_mergopt_images.run()["tables"] == result["tables"]
+    assert asked[6:] == [f"{optimizer}-1" for optimizer in shares], "seed 0 was not asked for"
     (table,) = result["tables"]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
     assert (result["seeds"], rows[0][0]) == (2, "merge (seeds: 2)")

@@ -93,6 +93,10 @@ class Server:
         assert response.status_code == 201, response.text
         return str(response.json()["id"])
 
+    def cancel(self, study: str) -> None:
+        """Cancel a study; one that has ended stays as it is."""
+        self._http.post(f"{self.url}/v1/studies/{study}:cancel")
+
     def events(self, study: str) -> list[dict[str, Any]]:
         response = self._http.get(f"{self.url}/v1/studies/{study}/events", headers={"Accept": "application/json"})
         assert response.status_code == 200, response.text
@@ -156,6 +160,17 @@ def serving(
         yield server
     finally:
         server.end()
+
+
+@contextmanager
+def cancelled_on_failure(server: Server, study: str) -> Iterator[None]:
+    """Context that cancels the study if it raises, so that other tests on the same server get the study's place."""
+    try:
+        yield
+    except BaseException:  # those of pytest, such as that of a time limit, are no Exception
+        with suppress(httpx.HTTPError):  # the failure is what counts
+            server.cancel(study)
+        raise
 
 
 def drivers(study: str) -> list[psutil.Process]:

@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from service.store import Store
 from service.studies.preflight.examine import examine
 from tests.conftest import record_engine_start
 from tests.end_to_end.page import weights
-from tests.end_to_end.server import Server, drivers
+from tests.end_to_end.server import Server, cancelled_on_failure, drivers
 from tests.end_to_end.studies import HEADS, image_study, undisturbed, write_image_models
 from tests.end_to_end.test_serve import chunks_scored_twice
 from tests.service.tune.harness import trial_list
@@ -66,9 +66,10 @@ def test_an_image_study_survives_kills(fake_server: Server, tmp_path: Path) -> N
     )
     file = tmp_path / "study.json"
     file.write_text(json.dumps(document))
-    with ThreadPoolExecutor(1) as pool, Client(server.url) as client:
+    with ThreadPoolExecutor(1) as pool, Client(server.url) as client, ExitStack() as places:
         started_at = time.monotonic()
         study = client.submit(file)["id"]
+        places.enter_context(cancelled_on_failure(server, study))
         watched = pool.submit(events_until_ended, server.url, study)
         server.wait_for_events(study, 2, "rung", timeout_s=WAIT_S)
         record_engine_start("image classifiers, over HTTP", time.monotonic() - started_at)

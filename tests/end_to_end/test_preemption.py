@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from service.client import Client
 from service.disk import DATABASE
 from service.resolved_study import ResolvedStudy
 from service.store import Store
-from tests.end_to_end.server import Server
+from tests.end_to_end.server import Server, cancelled_on_failure
 from tests.end_to_end.studies import undisturbed, write_small_study
 from tests.end_to_end.test_serve import chunks_scored_twice
 from tests.service.tune.harness import trial_list
@@ -27,10 +28,12 @@ def test_a_preempted_study_has_the_same_trials(fake_server: Server, tmp_path: Pa
     models.mkdir()
     file = write_small_study(models, name="long", rungs=(10, 30), max_trials=5)
     document = load_study(file).canonical()
-    with Client(server.url) as client:
+    with Client(server.url) as client, ExitStack() as places:
         long = server.submit(document)
+        places.enter_context(cancelled_on_failure(server, long))
         server.wait_for_events(long, 1, "rung", timeout_s=WAIT_S)
         urgent = server.submit({**document, "name": "urgent", "search": {**document["search"], "max_trials": 1}})
+        places.enter_context(cancelled_on_failure(server, urgent))
         client.edit(urgent, {"priority": 1})
         assert server.wait_until_ended(urgent, timeout_s=WAIT_S)["state"] == "COMPLETE", server.story(urgent)
         shown = client.job(long)
@@ -54,3 +57,16 @@ def test_a_preempted_study_has_the_same_trials(fake_server: Server, tmp_path: Pa
     assert trial_list(store, long) == undisturbed(file, tmp_path / "alone", resolved=resolved)
     assert store.team_usage()[None].month > 0
     store.close()
+
+
+@pytest.mark.timeout(600)
+def test_a_failing_test_leaves_its_place(fake_server: Server) -> None:
+    """A study of a test that fails on the shared server is cancelled, whatever is raised."""
+    server = fake_server
+    models = server.data_dir.parent / "failing"
+    models.mkdir()
+    document = load_study(write_small_study(models, name="failing", rungs=(10, 30), max_trials=5)).canonical()
+    study = server.submit(document)
+    with pytest.raises(KeyboardInterrupt), cancelled_on_failure(server, study):
+        raise KeyboardInterrupt
+    assert server.wait_until_ended(study, timeout_s=WAIT_S)["state"] == "CANCELLED", server.story(study)

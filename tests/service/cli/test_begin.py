@@ -50,6 +50,45 @@ def test_it_is_printed_without_a_file(capsys: pytest.CaptureFixture[str], file: 
     assert json.loads(terminal.run("begin", file, "--json")[1]) == printed
 
 
+def test_it_is_written_and_printed(capsys: pytest.CaptureFixture[str], file: Path, tmp_path: Path) -> None:
+    """With --json and --out, the file is written and standard output has its content."""
+    terminal, out = Terminal(capsys), tmp_path / "study.yaml"
+    code, said, _ = terminal.run("begin", file, "--json", "--out", out)
+    assert code == 0
+    assert json.loads(said) == yaml.safe_load(out.read_text())
+    code, said, error = terminal.run("begin", file, "--json", "--out", out)
+    assert (code, said) == (2, "")
+    assert f"{out}: File exists" in error
+
+
+def test_directories_are_found_from_another_folder(
+    capsys: pytest.CaptureFixture[str], file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Directories beside the mergekit file, or in the current directory, are absolute in the study file.
+
+    Names of other models stay.
+    """
+    terminal, elsewhere = Terminal(capsys), tmp_path / "elsewhere"
+    (file.parent / "models" / "base").mkdir(parents=True)
+    (elsewhere / "models" / "base").mkdir(parents=True)
+    monkeypatch.chdir(elsewhere)
+
+    def experts(*names: str) -> dict[str, str]:
+        models = [{"model": name, "parameters": {"weight": 0.5}} for name in names]
+        file.write_text(yaml.safe_dump({"merge_method": "linear", "models": models}))
+        study = json.loads(terminal.run("begin", file, "--json")[1])
+        assert study["models"]["base"] == str(file.parent / "models" / "base"), "the file's folder comes first"
+        return dict(study["models"]["experts"])
+
+    assert experts("models/base", "models/math") == {"math": "models/math"}
+    (elsewhere / "models" / "math").mkdir()
+    assert experts("models/base", "models/math") == {"math": str(elsewhere / "models" / "math")}
+    lora = elsewhere / "models" / "lora"
+    lora.mkdir()
+    names = ("models/base", "models/base+models/lora", "s3://bucket/models/math")
+    assert experts(*names) == {"lora": str(lora), "math": "s3://bucket/models/math"}
+
+
 def test_refusals_name_the_file(capsys: pytest.CaptureFixture[str], file: Path, tmp_path: Path) -> None:
     """Wrong names, other files and files that exist are refused; nothing is overwritten."""
     terminal = Terminal(capsys)
