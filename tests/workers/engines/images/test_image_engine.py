@@ -57,11 +57,12 @@ def images(seed: int = 0) -> torch.Tensor:
 
 
 def test_an_entropy_is_at_most_one() -> None:
-    """Equal logits of six classes have the largest entropy, which float32 rounds above the range's end."""
-    logprobs = torch.zeros(6).log_softmax(-1)
-    assert entropy(logprobs) > largest_entropy(6), "the case is one of rounding"
+    """Equal logits have the largest entropy, which float32 rounds above the end of the range for many head sizes."""
+    equal = {number: torch.zeros(number).log_softmax(-1) for number in range(2, 60)}
+    assert any(entropy(logprobs) > largest_entropy(number) for number, logprobs in equal.items())
     prepared: Any = SimpleNamespace(task=SimpleNamespace(is_entropy=True))
-    assert value_of(prepared, 0, logprobs) == 1.0
+    for logprobs in equal.values():
+        assert 1 - 1e-6 < value_of(prepared, 0, logprobs) <= 1
     assert 0.5 < value_of(prepared, 0, torch.tensor([3.0, 3, 0, 0, 0, 0]).log_softmax(-1)) < 1
 
 
