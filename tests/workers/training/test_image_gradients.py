@@ -260,9 +260,17 @@ def test_passes_on_the_cpu_have_a_limit_of_memory(
     tokens = (settings["image_size"] // settings["patch_size"]) ** 2 + 1
 
     def passes(losses: CoefficientGradients) -> list[int]:
-        sizes, compute = [], losses.model.features
+        """The number of images in each pass."""
+        sizes: list[int] = []
+        model: Any = losses.model
+        compute = model.features
+
+        def features(pixels: torch.Tensor) -> torch.Tensor:
+            sizes.append(len(pixels))
+            return compute(pixels)  # type: ignore[no-any-return]
+
         with monkeypatch.context() as patched:
-            patched.setattr(losses.model, "features", lambda pixels: sizes.append(len(pixels)) or compute(pixels))
+            patched.setattr(model, "features", features)
             losses.losses(recipe, BATCH)
         return sizes
 
