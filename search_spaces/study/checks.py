@@ -19,9 +19,10 @@ from search_spaces.spaces import SPACES
 from search_spaces.study.benchmarks import BenchmarkSpec, Contamination
 from search_spaces.study.engine import Engine
 from search_spaces.study.fidelity import Fidelity
+from search_spaces.study.image_suites import ENTROPY
 from search_spaces.study.judge import WIN_RATE
 from search_spaces.study.models import AnotherStudy, Models
-from search_spaces.study.objectives import CostSpec, DescribedTask, InlineTask, ObjectiveSpec, ScoredTask
+from search_spaces.study.objectives import CostSpec, DescribedTask, ImageTask, InlineTask, ObjectiveSpec, ScoredTask
 from search_spaces.study.search import MAX_PREFERENCES, Search, SearchSpaceSpec
 from search_spaces.study.validation import MessageHints
 
@@ -378,7 +379,10 @@ def _task_contradictions(section: str, specs: Mapping[int, ScoredTask]) -> Itera
         names.setdefault(spec.name, index)
         if spec.range is not None and not spec.range[0] < spec.range[1]:
             yield Problem(f"{place}.range", f"{list(spec.range)} is empty; give [lowest, highest]")
-        if spec.direction == "minimize" and spec.range is None:
+        is_entropy = isinstance(spec.task, ImageTask) and spec.metric == ENTROPY
+        if is_entropy and spec.direction == "maximize":
+            yield Problem(f"{place}.direction", f"maximize: {ENTROPY} is minimised; leave it out")
+        if spec.direction == "minimize" and spec.range is None and not is_entropy:  # the task states its range
             yield Problem(f"{place}.range", f"is missing; {spec.metric} is minimised, so give its [lowest, highest]")
         rungs = spec.rungs if isinstance(spec, ObjectiveSpec) else None
         if rungs is not None and section == "holdout":

@@ -12,9 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["HUB", "IMAGE_SUITES", "ImageSuite", "with_described_suites"]
+__all__ = ["ENTROPY", "HUB", "IMAGE_SUITES", "ImageSuite", "with_described_suites"]
 
 HUB = "hub:"  # the beginning of `images` that names a data set of the hub instead of files
+# The metric of image tasks that needs no labels.
+ENTROPY = "entropy"
 
 DIGITS = tuple("0123456789")
 

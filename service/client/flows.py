@@ -484,6 +484,7 @@ def samples(
         The samples, with the link "next" to the samples after them. With `against`, "counts" has the numbers of samples
         that both trials, only one trial, or neither trial has right, and "difference" has the paired difference with
         its 95 % interval. "counts" and "difference" are computed over all samples that both trials have.
+        The metric "entropy" of images knows no right answers: "counts" is None then, and `only` may be "differs" alone.
 
     Raises:
         RequestRefused: The study has no such trial (status 404) or objective (status 422).

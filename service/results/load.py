@@ -19,7 +19,7 @@ from service.results.benchmarks import BenchmarkColumn, BenchmarkTable, benchmar
 from service.results.chunk_times import ChunkTimes
 from service.results.documents import has_directions
 from service.results.holdout import HeldOut, Samples, Scored, held_out_results, held_out_rows
-from service.results.pictures import contrasts
+from service.results.pictures import Contrast, contrasts, has_pictures
 from service.results.ranges import OutOfRange, out_of_range
 from service.results.record import RunRecord, SearchFigures
 from service.results.selection import best_trial, compared_with, finalists, full_budget_trials
@@ -62,6 +62,9 @@ READ_EVENTS = (
 # Events after which trials may have changed that no event names.
 RELOAD_EVENTS = (EventKind.ATTEMPT, EventKind.ENGINE_FAULT, EventKind.SCORED_AGAIN)
 
+# Events after which stored responses may have changed.
+RESPONSE_EVENTS = (EventKind.TEXTS_DELETED, EventKind.RESPONSES_REMOVED, *RELOAD_EVENTS)
+
 # Rows of chunks that are read at once.
 BATCH = 2000
 
@@ -95,6 +98,7 @@ class RunReader:
         self._steps: list[Step] = []
         self._chunks = ChunkTimes()
         self._stage: _HeldOut | None = None
+        self._contrasts: _Contrasts | None = None
 
     def read(self) -> RunRecord:
         """Read all data that are stored of the study (its run record). Raises NotFound if there is no such study."""
@@ -134,15 +138,7 @@ class RunReader:
             rival_tests=stage.results.tests,
             selection_bias=stage.results.selection_bias,
             split_difference=stage.results.split_difference,
-            contrasts=contrasts(
-                store,
-                study_id,
-                file,
-                trials,
-                objectives,
-                chosen=stage.results.reference,
-                tests=stage.results.tests,
-            ),
+            contrasts=self._read_contrasts(store, file, trials, objectives, stage),
             benchmarks=_benchmark_table(
                 store, study_id, file, trials, objectives, failures=self._of(EventKind.BENCHMARK_FAILED)
             ),
@@ -192,9 +188,35 @@ class RunReader:
         # Only now: if the database had not answered, the next call would have to read the same again.
         if any(event.kind == EventKind.TEXTS_DELETED for event in new):  # the chunks' bytes have changed
             self._last_chunk, self._chunks = 0, ChunkTimes()
+        if any(event.kind in RESPONSE_EVENTS for event in new):
+            self._contrasts = None
         self._last_event = last
         self._events += (event for event in new if event.kind in READ_EVENTS)
         self._trials |= {trial.number: trial for trial in found}
+
+    def _read_contrasts(
+        self,
+        store: Store,
+        file: Study,
+        trials: Sequence[TrialResult],
+        objectives: Sequence[Objective],
+        stage: _HeldOut,
+    ) -> tuple[Contrast, ...]:
+        """Read the held-out samples on which the chosen merge and its rivals differ, with their pictures.
+
+        They are read again only if the held-out results `stage`, the stored texts or the stored responses have changed.
+        """
+        if not any(map(has_pictures, file.holdout)):
+            return ()
+        stored = store.stored_prompts(self._study_id)
+        known = self._contrasts
+        if known is None or known.stage is not stage or known.stored != stored:
+            results = stage.results
+            found = contrasts(
+                store, self._study_id, file, trials, objectives, chosen=results.reference, tests=results.tests
+            )
+            known = self._contrasts = _Contrasts(stage, stored, found)
+        return known.contrasts
 
     def _read_chunks(self, store: Store) -> None:
         while rows := store.evidence(self._study_id, after=self._last_chunk, limit=BATCH):
@@ -311,6 +333,15 @@ class _HeldOut:
         """Numbers of the trials that the results describe: the best trial, and trials with results on holdout data."""
         best = self.inputs.best
         return frozenset({row.trial for row in self.results.rows} | (set() if best is None else {best.number}))
+
+
+@dataclass(frozen=True)
+class _Contrasts:
+    """Held-out samples with pictures (`contrasts`), and the results and stored prompts with which they were read."""
+
+    stage: _HeldOut
+    stored: frozenset[tuple[Split, str]]
+    contrasts: tuple[Contrast, ...]
 
 
 def _held_out(

@@ -15,6 +15,7 @@ import numpy as np
 
 from search_spaces.objectives import Objective
 from search_spaces.study.file import Study
+from search_spaces.study.image_suites import ENTROPY
 from search_spaces.study.objectives import DescribedTask, ScoredTask
 from service.results.finding import RIVALS, RivalTest
 from service.results.side_by_side import side_by_side
@@ -32,6 +33,7 @@ __all__ = [
     "Prediction",
     "contrasts",
     "has_pictures",
+    "has_right_answers",
     "predictions",
     "section_of",
 ]
@@ -104,6 +106,14 @@ def has_pictures(spec: ScoredTask) -> bool:
     return modality_of_task(task).has_pictures
 
 
+def has_right_answers(metric: str, *, are_images: bool) -> bool:
+    """Whether the best value of a metric says that an answer is right: not with the entropy, which needs no labels.
+
+    `are_images` says whether the samples are images; only images have the entropy as metric.
+    """
+    return not (are_images and metric == ENTROPY)
+
+
 def section_of(file: Study, split: Split) -> Sequence[ScoredTask]:
     """The entries of the study file whose samples belong to `split`."""
     return {
@@ -134,6 +144,8 @@ def contrasts(
 ) -> tuple[Contrast, ...]:
     """Read the held-out samples on which the chosen merge differs from its rivals, for objectives with pictures.
 
+    Objectives with the metric `entropy` are left out, because it knows no right answers.
+
     Args:
         store: Store with the study.
         study_id: Id of the study.
@@ -143,7 +155,9 @@ def contrasts(
         chosen: Number of the chosen merge's trial; None before there is one.
         tests: Comparisons with the best baseline of each kind, which name the rivals.
     """
-    names = [spec.name for spec in file.holdout if has_pictures(spec)]
+    names = [
+        spec.name for spec in file.holdout if has_pictures(spec) and has_right_answers(spec.metric, are_images=True)
+    ]
     rivals = [test for test in tests if test.rival != chosen]
     if chosen is None or not names or not rivals:
         return ()

@@ -541,7 +541,13 @@ class ScoredSampleDocument(TypedDict):
     """Response of a trial's merge to one sample, and the value of the metric for it."""
 
     value: Annotated[float, Field(description="The metric on this sample.")]
-    is_right: Annotated[bool, Field(description="Whether the value is the best of the metric's range.")]
+    is_right: Annotated[
+        bool | None,
+        Field(
+            description="Whether the value is the best of the metric's range; null if the metric knows no right "
+            "answers (`entropy`)."
+        ),
+    ]
     response: Annotated[
         str | None, Field(description="Answer of the merge, or log-probabilities of options as JSON; null if removed.")
     ]
@@ -590,7 +596,10 @@ class TrialSamplesDocument(TypedDict):
     objective: str
     split: str
     has_pictures: Annotated[bool, Field(description="Whether samples are images, which have pictures.")]
-    counts: SampleCountsDocument | None
+    counts: Annotated[
+        SampleCountsDocument | None,
+        Field(description="Null without `against`, and if the metric knows no right answers (`entropy`)."),
+    ]
     difference: Annotated[
         EstimateDocument | None,
         Field(description="Mean of the trial's value minus that of `against`, paired by sample, with its interval."),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,16 @@ from tests.service.synthetic_run import EXPERTS
 from workers.evaluation.image_pictures import picture_of
 from workers.types import Evidence, SampleResult, ScoreResult, Split
 
-__all__ = ["CLASSES", "NUM_PICTURES", "NUM_SAMPLES", "class_of", "picture", "pictured_study"]
+__all__ = [
+    "CLASSES",
+    "NUM_PICTURES",
+    "NUM_SAMPLES",
+    "class_of",
+    "picture",
+    "pictured_study",
+    "text_of",
+    "write_samples",
+]
 
 CLASSES = ("cat", "dog", "bird")
 # Held-out samples of each objective, and those of them that have pictures: the others could not be read.
@@ -33,30 +43,36 @@ def picture(position: int) -> bytes:
     return made
 
 
-def pictured_study(store: Store, *, name: str = "pictures") -> JobRecord:
-    """A COMPLETE study of images: its trials have different samples right, and most samples have pictures."""
+def pictured_study(store: Store, *, name: str = "pictures", metrics: Mapping[str, str] | None = None) -> JobRecord:
+    """A COMPLETE study of images: its trials have different samples right, and most samples have pictures.
+
+    `metrics` are the metrics of objectives by name; other objectives have the metric acc.
+    """
 
     def tasks(split: str) -> list[dict[str, Any]]:
         return [
-            {"name": name, "task": {"images": f"/data/{split}/{name}", "head": name}, "metric": "acc"}
+            {
+                "name": name,
+                "task": {"images": f"/data/{split}/{name}", "head": name},
+                "metric": (metrics or {}).get(name, "acc"),
+            }
             for name in EXPERTS
         ]
 
-    record = finished_study(
-        store, name=name, score=_write_samples, objectives=tasks("search"), holdout=tasks("holdout")
-    )
+    record = finished_study(store, name=name, score=write_samples, objectives=tasks("search"), holdout=tasks("holdout"))
     writer = store.open_attempt(record.id)
     for objective in EXPERTS:
-        writer.add_prompts(Split.HOLDOUT, objective, [_text(objective, position) for position in range(NUM_SAMPLES)])
+        writer.add_prompts(Split.HOLDOUT, objective, [text_of(objective, position) for position in range(NUM_SAMPLES)])
     return record
 
 
-def _text(objective: str, position: int) -> SampleText:
+def text_of(objective: str, position: int) -> SampleText:
+    """File, class and picture of a held-out sample; the last samples have no picture."""
     file = f"/data/holdout/{objective}/{class_of(position)}/{position}.png"
     return SampleText(file, class_of(position), picture(position) if position < NUM_PICTURES else None)
 
 
-def _write_samples(writer: JobWriter, trial: TrialRecord) -> None:
+def write_samples(writer: JobWriter, trial: TrialRecord) -> None:
     """Answers of a trial: a wrong one has another class, and each its own probability."""
     draws = np.random.default_rng(trial.number).random((len(EXPERTS), NUM_SAMPLES))
 

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from workers.errors import InvalidTask
-from workers.evaluation.image_tasks import NUM_THREADS, ImageTask
+from workers.evaluation.image_tasks import ImageTask
 from workers.models.image_processors import decoded
 from workers.types import SamplePictures
 
@@ -25,6 +25,8 @@ LOSSLESS_SIDE = 48
 # Bytes of a picture; a picture that would have more bytes is encoded with less quality.
 MAX_BYTES = 8 * 2**10
 QUALITIES = (80, 50, 20)
+# Threads that decode images; each holds a whole image, which may have hundreds of MB.
+NUM_THREADS = 4
 
 
 def pictures_of(task: ImageTask, start: int, stop: int) -> SamplePictures:
@@ -45,13 +47,16 @@ def pictures_of(task: ImageTask, start: int, stop: int) -> SamplePictures:
 
 
 def picture_of(image: Any) -> bytes | None:
-    """Encode a PIL image in RGB as a small WebP file; None if the file would have more than MAX_BYTES bytes."""
-    small = image.copy()
-    small.thumbnail((SIDE, SIDE))
+    """Encode a PIL image in RGB as a small WebP file; None if the file would have more than MAX_BYTES bytes.
+
+    The image itself is reduced, because a copy of a large image takes much memory.
+    """
+    is_small = max(image.size) <= LOSSLESS_SIDE
+    image.thumbnail((SIDE, SIDE))
     settings: list[dict[str, Any]] = [{"quality": quality} for quality in QUALITIES]
-    if max(image.size) <= LOSSLESS_SIDE:
+    if is_small:
         settings.insert(0, {"lossless": True})
-    return _first_that_fits(_encoded(small, each) for each in settings)
+    return _first_that_fits(_encoded(image, each) for each in settings)
 
 
 def _first_that_fits(pictures: Iterable[bytes]) -> bytes | None:

@@ -32,7 +32,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from search_spaces.study.image_suites import HUB
+from search_spaces.study.image_suites import ENTROPY, HUB
 from workers.cache import cached
 from workers.errors import InvalidTask
 from workers.evaluation.built_tasks import permutation
@@ -72,8 +72,7 @@ __all__ = [
 
 # The number of largest logits among which the right class must be, by metric.
 IMAGE_METRICS: Mapping[str, int] = {"acc": 1, "acc_top5": 5}
-# The metric that needs no labels, and the label of an image without a label.
-ENTROPY = "entropy"
+# The label of an image without a label.
 NO_LABEL = -1
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 JSONL = (".jsonl", ".ndjson")
@@ -406,9 +405,14 @@ def check_right_answers(task: ImageTask) -> None:
 
 
 def texts_of(task: ImageTask, start: int, stop: int) -> SampleTexts:
-    """File name and right class of the samples [start, stop) of an image task, in the order of scoring."""
+    """File name and right class of the samples [start, stop) of an image task, in the order of scoring.
+
+    The class is None if the image has no label.
+    """
     samples = [task.images.samples[index] for index in task.order[start:stop]]
-    return tuple((str(sample.file), task.images.class_of(sample)) for sample in samples)
+    return tuple(
+        (str(sample.file), None if sample.label == NO_LABEL else task.images.class_of(sample)) for sample in samples
+    )
 
 
 def _of_folder(folder: Path, stated: tuple[str, ...] | None, access: FileAccess | None) -> ImageSet:

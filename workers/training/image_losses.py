@@ -24,6 +24,7 @@ from workers.errors import InvalidTask
 from workers.evaluation.image_tasks import PreparedTask, prepared_task
 from workers.merging.bank import Bank
 from workers.models.task_heads import logits_of
+from workers.training.memory import tokens_within
 from workers.training.model import Leaves, ParameterPart, place
 from workers.types import TaskSpec
 
@@ -94,6 +95,9 @@ class ImageLosses:
 
     Losses are divided by the entropy of equally likely classes. Then the cross-entropy of a model that guesses is 1,
     and an entropy is at most 1.
+
+    The activations of a pass on the CPU have at most the modality's `pass_bytes` bytes, or are those of one image.
+    Passes on a GPU are limited by its free memory (`workers.training.gradients`).
     """
 
     def __init__(self, bank: Bank, options: EngineOptions, *, dtype: torch.dtype) -> None:
@@ -102,6 +106,7 @@ class ImageLosses:
         self._tasks: dict[str, PreparedTask] = {}
         self._heads: dict[tuple[str, torch.device], Callable[[torch.Tensor], torch.Tensor]] = {}
         settings = bank.base.settings
+        self._most_on_cpu: int | None = None  # tokens of a pass; None for a model on a GPU
         self._num_tokens = (int(settings["image_size"]) // int(settings["patch_size"])) ** 2 + 1
 
     def model(
@@ -112,9 +117,16 @@ class ImageLosses:
         recomputes: bool = False,
         like: Recipe | None = None,
     ) -> TrainableEncoder:
-        return TrainableEncoder(
+        model = TrainableEncoder(
             self._bank, self._dtype, device=device, more_devices=more_devices, recomputes=recomputes, like=like
         )
+        self._most_on_cpu = None
+        room = self._bank.sources.modality.pass_bytes
+        if device.type == "cpu" and room:
+            settings, layers = dict(self._bank.base.settings), sum(model.num_layers_on)
+            size = self._dtype.itemsize
+            self._most_on_cpu = tokens_within(room, settings, size, recomputes=recomputes, layers=max(1, layers))
+        return model
 
     def targets(self, spec: TaskSpec, *, is_entropy: bool = False) -> Sequence[ImageTarget]:
         prepared = self._task(spec)
@@ -135,6 +147,8 @@ class ImageLosses:
         raise InvalidTask(f"{self._task(spec).task.images.where}: its answers are classes, not completions")
 
     def minibatches(self, targets: Sequence[ImageTarget], max_tokens: int) -> Iterator[list[int]]:
+        if self._most_on_cpu is not None:
+            max_tokens = min(max_tokens, self._most_on_cpu)
         most = max(1, max_tokens // self._num_tokens)
         for start in range(0, len(targets), most):
             yield list(range(start, min(start + most, len(targets))))

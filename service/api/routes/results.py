@@ -54,7 +54,7 @@ from service.results.feasibility import has_constraints
 from service.results.importance import TITLE as IMPORTANCE
 from service.results.importance import ImportancePlot
 from service.results.load import data_of, held_out_differences
-from service.results.pictures import has_pictures, predictions, section_of
+from service.results.pictures import has_pictures, has_right_answers, predictions, section_of
 from service.results.preference import choices
 from service.results.record import RunRecord
 from service.results.report import render_report
@@ -377,9 +377,10 @@ async def list_samples(
 ) -> Response:
     """List the samples of a trial, or of two trials side by side: prompts, references, completions and values.
 
-    A trial has a sample right if its value is the best of the metric's range. `only` selects the samples that are
-    listed, but `counts` and `difference` always refer to all samples that both trials have. A page ends before `limit`
-    if its texts are long (4 MiB); the link `next` leads to the following samples.
+    A trial has a sample right if its value is the best of the metric's range. The metric `entropy` knows no right
+    answers: with it, `counts` and `is_right` are null, and `only` may be `differs` alone. `only` selects the samples
+    that are listed, but `counts` and `difference` always refer to all samples that both trials have. A page ends before
+    `limit` if its texts are long (4 MiB); the link `next` leads to the following samples.
     """
     if only is not None and against is None:
         raise InvalidQuery("only", f"{only} compares two trials; give the other trial as against")
@@ -388,12 +389,17 @@ async def list_samples(
         store, shown = services.store, [number, *([] if against is None else [against])]
         trials = [_trial(services, study, each) for each in shown]
         scored = _objective(services, study, Split(split), objective)
+        are_images = _are_images(study, Split(split), scored.name)
+        has_right = has_right_answers(scored.metric, are_images=are_images)
+        if not has_right and only not in (None, "differs"):
+            raise InvalidQuery(
+                "only", f"{only}: the metric {scored.metric} of {scored.name} knows no right answers; give differs"
+            )
         digests = [trial.recipe.digest for trial in trials]
         values = store.sample_values(study.id, Split(split), recipes=set(digests), objectives=[scored.name])
         arrays = [values.get(digest, {}).get(scored.name, NO_VALUES) for digest in digests]
         kept, comparison = side_by_side(scored, arrays[0], arrays[1] if against is not None else None, only=only)
         left = [position for position in kept if after is None or position > after]
-        are_images = _are_images(study, Split(split), scored.name)
         samples, missing = _samples(store, study, Split(split), scored, digests, left[:limit], are_images=are_images)
         query = {"objective": scored.name, "split": split, "against": against, "only": only, "limit": limit}
         more = None
@@ -407,7 +413,7 @@ async def list_samples(
                 objective=scored.name,
                 split=split,
                 has_pictures=are_images,
-                counts=None if comparison is None else _counts(comparison),
+                counts=None if comparison is None or not has_right else _counts(comparison),
                 difference=None
                 if comparison is None or comparison.difference is None
                 else estimate_document(comparison.difference),
@@ -508,7 +514,8 @@ def _described(
     or benchmarks are described; `objective` is the objective or benchmark. A few samples are read from the database at
     a time. If `are_images` is True, the samples have links to stored pictures, and predicted classes.
     """
-    best = best_value(objective)
+    has_right = has_right_answers(objective.metric, are_images=are_images)
+    best = best_value(objective) if has_right else None
     of_task = f"{SEARCH.path_of(study.id)}/pictures/{split}/{objective.name}"
     for first in range(0, len(positions), READ_SAMPLES):
         part = positions[first : first + READ_SAMPLES]
@@ -540,16 +547,16 @@ def _num_bytes(sample: SampleDocument) -> int:
     return sum(len((text or "").encode(errors="surrogatepass")) for text in texts)
 
 
-def _scored_sample(sample: SampleResult, best: float, *, is_image: bool) -> ScoredSampleDocument:
+def _scored_sample(sample: SampleResult, best: float | None, *, is_image: bool) -> ScoredSampleDocument:
     """Describe a trial's response to a sample. The response is right if its value is `best`.
 
-    The response to an image has predicted classes.
+    If `best` is None, the metric knows no right answers. The response to an image has predicted classes.
     """
     has_text = bool(sample.response or sample.tokens)
     response = sample.response if has_text else None
     return {
         "value": sample.value,
-        "is_right": sample.value == best,
+        "is_right": None if best is None else sample.value == best,
         "response": response,
         "is_truncated": sample.is_truncated,
         "predictions": None

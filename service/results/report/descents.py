@@ -8,6 +8,7 @@ from typing import Any
 
 from markupsafe import Markup
 
+from search_spaces.study.image_suites import ENTROPY
 from service.results.record import RunRecord
 from service.results.report.charts import Legend, Plot, legend
 from service.results.report.marks import MAX_ROWS, NUM_COLOURS, evenly
@@ -68,9 +69,16 @@ def _unit(run: RunRecord) -> str:
 
 
 def _loss(run: RunRecord) -> str:
-    """Text about the loss that the descents minimise, which the study file selects."""
+    """Text about the loss that the descents minimise, which the study file selects.
+
+    With the loss `auto`, the loss of tasks of unlabelled images is the entropy, which is also their metric.
+    """
     asked = run.study.document.get("search", {}).get("gradient", {}).get("loss")
-    return "the entropy of predictions" if asked == "entropy" else "the loss on reference answers"
+    if asked == ENTROPY:
+        return "the entropy of predictions"
+    if asked != "cross_entropy" and any(objective.metric == ENTROPY for objective in run.objectives):
+        return "the loss on reference answers or, for tasks without labels, the entropy of predictions"
+    return "the loss on reference answers"
 
 
 def _chart(found: Sequence[DescentSeries], names: Sequence[str], colours: dict[str, str], *, unit: str) -> Markup:

@@ -32,8 +32,8 @@ def pictures_section(run: RunRecord) -> dict[str, Any] | None:
 def _contrast(contrast: Contrast, names: dict[int, str]) -> dict[str, Any]:
     chosen, rival = names[contrast.trial], names[contrast.rival]
     directions = [
-        (chosen, rival, contrast.num_chosen, contrast.only_chosen),
-        (rival, chosen, contrast.num_rival, contrast.only_rival),
+        (True, contrast.num_chosen, contrast.only_chosen),
+        (False, contrast.num_rival, contrast.only_rival),
     ]
     return {
         "objective": contrast.objective,
@@ -42,12 +42,12 @@ def _contrast(contrast: Contrast, names: dict[int, str]) -> dict[str, Any]:
         "kind": contrast.kind,
         "directions": [
             {
-                "right": right,
-                "wrong": wrong,
+                "right": chosen if is_chosen_right else rival,
+                "wrong": rival if is_chosen_right else chosen,
                 "count": count,
-                "samples": [_sample(each, chosen, rival, is_chosen_right=right == chosen) for each in samples],
+                "samples": [_sample(each, chosen, rival, is_chosen_right=is_chosen_right) for each in samples],
             }
-            for right, wrong, count, samples in directions
+            for is_chosen_right, count, samples in directions
         ],
     }
 

@@ -227,6 +227,7 @@ def _plan_on(
     statistics = recent_bytes(sources) if uses_statistics(study.search_space.merge_methods, OF_SEVERAL) else 0
     value_bytes = gradient_value_bytes(study, "cpu")
     model = gradient_model_bytes(sources, value_bytes, max_layers=max_layers) if gradients_on == "cpu" else 0
+    held_by_modality = modality.cache_bytes + (modality.pass_bytes if gradients_on == "cpu" else 0)
     on_gpu = sources.num_parameters * element_bytes // study.engine.tensor_parallel_size
     processes = study.engine.tensor_parallel_size if machines.num_gpus else 1
     return MemoryPlan(
@@ -234,7 +235,7 @@ def _plan_on(
         engine_bytes=weights + processes * (statistics + ENGINE_OVERHEAD_BYTES) + modality.cache_bytes,
         replicas=replicas,
         available_bytes=machines.memory_bytes,
-        gradient_bytes=model + GRADIENT_OVERHEAD_BYTES + modality.cache_bytes if gradients_on else 0,
+        gradient_bytes=model + GRADIENT_OVERHEAD_BYTES + held_by_modality if gradients_on else 0,
         statistics_bytes=processes * statistics,
         gpu_weight_bytes=on_gpu if machines.num_gpus and not max_layers else 0,
         gpu_bytes=machines.gpu_bytes,

@@ -70,6 +70,23 @@ def test_samples_of_images_have_pictures_and_predictions(
         assert row["b"]["predictions"] is not None
 
 
+def test_samples_of_unlabelled_images_are_not_called_right(http: httpx.Client, server: ApiServer) -> None:
+    """The entropy has a best value, but no right answers: nothing is counted, and nothing selected, by who is right."""
+    record = pictured_study(server.store, name="plain", metrics={"text": "entropy"})
+    found = samples(http, record, against=2)
+    assert found["counts"] is None
+    assert found["difference"] is not None
+    assert {row[trial]["is_right"] for row in found["samples"] for trial in ("a", "b")} == {None}
+    assert 0 < samples(http, record, against=2, only="differs")["total"] < NUM_SAMPLES
+    for only in ("a_only", "b_only", "both_wrong"):
+        refused = samples(http, record, against=2, only=only)
+        assert refused["status"] == 422
+        assert f"{only}: the metric entropy of text knows no right answers; give differs" in str(refused["problems"])
+    labelled = samples(http, record, against=2, objective="math")
+    assert labelled["counts"]["samples"] == NUM_SAMPLES
+    assert {row["a"]["is_right"] for row in labelled["samples"]} == {True, False}
+
+
 def test_samples_of_text_have_none(http: httpx.Client, server: ApiServer) -> None:
     """Nothing changes for text, also where a response looks like an image's."""
     text = finished_study(server.store)

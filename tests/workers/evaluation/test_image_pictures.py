@@ -65,6 +65,13 @@ def test_a_picture_of_too_many_bytes_is_none(monkeypatch: pytest.MonkeyPatch) ->
     assert picture_of(noise(100, 100)) is None
 
 
+def test_a_large_image_is_held_once() -> None:
+    """Images near Pillow's limit have hundreds of MB: a picture is made without a copy of the image."""
+    image = noise(600, 300)
+    picture = picture_of(image)
+    assert image.size == opened(picture).size == (112, 56)
+
+
 def test_images_that_are_gone_or_broken_have_none(task: ImageTask) -> None:
     first, second = (task.images.samples[index].file for index in task.order[:2])
     first.unlink()

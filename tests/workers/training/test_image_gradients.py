@@ -27,9 +27,11 @@ from workers.evaluation.references import lack_of_entropy, lack_of_references
 from workers.merging.materialize import operands_of
 from workers.merging.methods.plain import PLAIN
 from workers.merging.plan import plan_as_stated
+from workers.models.modalities.image import IMAGE
 from workers.models.task_heads import logits_of
 from workers.serving.image_worker import ImageWorker
 from workers.training.gradients import CoefficientGradients
+from workers.training.memory import activation_bytes
 from workers.types import Family, GradientResult, ScoreRequest, Span, TaskSpec
 
 OPTIONS = EngineOptions(dtype="float32")
@@ -243,6 +245,40 @@ def test_memory_is_saved_without_changing_the_result(
     scale = max(abs(slope) for each in expected.by_source.values() for slope in each.values())
     for name, each in expected.by_source.items():
         assert found.by_source[name] == pytest.approx(each, rel=1e-3, abs=1e-5 * scale)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_passes_on_the_cpu_have_a_limit_of_memory(
+    kind: str,
+    trained: Mapping[tuple[str, bool], CoefficientGradients],
+    tasks: Mapping[str, Mapping[str, TaskSpec]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing catches a lack of host memory, so activations are limited; a small model's images are in one pass."""
+    of = trained[kind, False]
+    settings, recipe = dict(of.bank.base.settings), arithmetic(of.bank.family, 0.3, 0.6)
+    tokens = (settings["image_size"] // settings["patch_size"]) ** 2 + 1
+
+    def passes(losses: CoefficientGradients) -> list[int]:
+        """The number of images in each pass."""
+        sizes: list[int] = []
+        model: Any = losses.model
+        compute = model.features
+
+        def features(pixels: torch.Tensor) -> torch.Tensor:
+            sizes.append(len(pixels))
+            return compute(pixels)  # type: ignore[no-any-return]
+
+        with monkeypatch.context() as patched:
+            patched.setattr(model, "features", features)
+            losses.losses(recipe, BATCH)
+        return sizes
+
+    assert passes(of) == [7]
+    for num_images, wanted in ((3, [3, 3, 1]), (0, [1] * 7)):
+        room = activation_bytes(settings, num_images * tokens + 1, 4, recomputes=False)
+        monkeypatch.setitem(vars(IMAGE), "pass_bytes", room)
+        assert passes(CoefficientGradients(of.bank.family, OPTIONS, tasks[kind])) == wanted
 
 
 def test_merges_with_fewer_layers_have_a_model_of_their_own(

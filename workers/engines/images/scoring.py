@@ -36,7 +36,7 @@ def value_of(prepared: PreparedTask, position: int, logprobs: torch.Tensor) -> f
     `logprobs` [num_classes] has the model's log-probabilities of the classes.
     """
     if prepared.task.is_entropy:
-        return entropy(logprobs) / largest_entropy(len(logprobs))
+        return min(1.0, entropy(logprobs) / largest_entropy(len(logprobs)))  # float32 rounds equal logits above 1
     ranked: Any = torch.sort(logprobs, descending=True, stable=True)  # equal logits: the first output counts
     return float(prepared.outputs[position] in ranked.indices[: prepared.task.num_largest].tolist())
 

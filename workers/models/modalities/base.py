@@ -33,6 +33,7 @@ class Modality:
     - `runs_on_vllm`: whether engines of vLLM score the models
     - `copies_on_cpu`: the number of copies of a merge's weights in host memory if an engine runs on the CPU
     - `cache_bytes`: the number of bytes that an engine needs in addition, for cached data
+    - `pass_bytes`: the largest number of bytes of activations in a pass of gradients on the CPU; 0 is no limit
     - `layout`: a function that assigns each tensor to a layer and component. Arguments are the configuration with
       common names and the tensors' names. Tensors of task heads are in `Layout.task_heads`, and are never merged.
     - `canonical`: a function that returns the name of a stored tensor in the layout, from the configuration and the
@@ -67,6 +68,7 @@ class Modality:
     losses: str
     copies_on_cpu: int = 1
     cache_bytes: int = 0
+    pass_bytes: int = 0
     has_pictures: bool = False
 
     def task_reader(self) -> Any:

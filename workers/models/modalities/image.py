@@ -25,12 +25,14 @@ from workers.models.tokenizers import TOKENIZER_FILES
 if TYPE_CHECKING:
     from workers.models.computed_tensors import SourceTensor
 
-__all__ = ["CACHE_BYTES", "HEAD", "IMAGE", "PREFIXES"]
+__all__ = ["CACHE_BYTES", "HEAD", "IMAGE", "PASS_BYTES", "PREFIXES"]
 
 # The name of the encoder within a classifier, by model type.
 PREFIXES = {"vit": "vit.", "clip": "vision_model.", "clip_vision_model": "vision_model."}
 # Bytes of preprocessed images that an engine keeps: 3,500 images of 224 x 224 in float32.
 CACHE_BYTES = 2 * 2**30
+# Bytes of activations in a pass of gradients on the CPU; passes on a GPU are as large as its memory allows.
+PASS_BYTES = 2 * 2**30
 # A classifier's head, and the projection of CLIP to the space of images and texts, which its zero-shot heads use.
 HEAD = re.compile(r"^(?:classifier\.(?:weight|bias)|visual_projection\.weight)$")
 LAYER = re.compile(r"^(?P<prefix>(?:\w+\.)*?(?:layers?|blocks)\.)(?P<layer>\d+)\.(?P<suffix>.+)$")
@@ -149,5 +151,6 @@ IMAGE = Modality(
     training="workers.training.finetuning.images:IMAGE_TRAINING",
     losses="workers.training.image_losses:ImageLosses",
     cache_bytes=CACHE_BYTES,
+    pass_bytes=PASS_BYTES,
     has_pictures=True,
 )

@@ -133,6 +133,10 @@ def test_descents_are_drawn(run: RunRecord, page: Page) -> None:
     text = Page(html).text
     assert "One descent by 48 gradients of the loss on reference answers." in text
     assert "next descent begins" not in text
+    unlabelled = Objective("math", "entropy", "minimize", (0.0, 1.0))
+    mixed = replace(run, gradients=gradients(), objectives=(unlabelled, *run.objectives[1:]))
+    wanted = "gradients of the loss on reference answers or, for tasks without labels, the entropy of predictions."
+    assert wanted in Page(render_report(mixed)).text
     assert html.count("<title>trial 9: after gradient 12, descent 0</title>") == 1
     html = render_report(replace(run, gradients=gradients(num_descents=5)))
     found = Page(html)

@@ -22,7 +22,7 @@ from tests.builders import tiny_llama
 from tests.vision import image_folder, tiny_vit
 from workers.file_access import FileAccess
 from workers.models.family import resolve_family
-from workers.models.modalities.image import CACHE_BYTES
+from workers.models.modalities.image import CACHE_BYTES, PASS_BYTES
 
 OTHERS = ("no", "yes")
 
@@ -105,7 +105,7 @@ def test_auto_descends(root: Path) -> None:
     found = examine(parse_study(document(root)))
     assert found.algorithm.name == "gradient"
     assert found.algorithm.reason == "merges in this space have gradients, and all objectives have reference answers"
-    assert found.memory.gradient_bytes > CACHE_BYTES
+    assert found.memory.gradient_bytes > CACHE_BYTES + PASS_BYTES, "activations of a pass are counted"
     inputs = found.gradient_inputs()
     assert inputs is not None
     assert (inputs.device, inputs.entropies) == ("cpu", ())
@@ -147,6 +147,10 @@ def test_images_without_labels_are_searched_by_entropy(root: Path, tmp_path: Pat
     assert found.algorithm.reason.endswith("the entropy of predictions is the loss of plain")
     direction = {each.name: each.direction for each in found.tasks.objectives}
     assert direction == {"plain": "minimize", "answers": "maximize"}
+    stated = examine(parse_study(document(root, objectives=[{**plain, "direction": "minimize"}, labelled], holdout=[])))
+    assert stated.tasks.objectives == found.tasks.objectives, "the task states the range"
+    wrong = problems(root, objectives=[{**plain, "direction": "maximize"}, labelled], holdout=[])
+    assert wrong == {"objectives.0.direction": "maximize: entropy is minimised; leave it out"}
     asked = {"algorithm": "gradient", "gradient": {"loss": "cross_entropy"}}
     wrong = problems(root, objectives=[plain, labelled], holdout=[], search=asked)
     assert "objective 'plain' has no reference answers: its images have no labels" in wrong["search.algorithm"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from tests.vision import image_folder, tiny_vit, vit_family
 from workers.engines.images.classifiers import reference_encoder
 from workers.engines.images.engine import CANARY_EVERY, ImageEngine
 from workers.engines.images.pixels import Pixels
+from workers.engines.images.scoring import entropy, largest_entropy, value_of
 from workers.engines.source_recipes import source_recipe
 from workers.errors import EngineFault, EngineUnavailable, EvidenceMismatch, InvalidTask, TrialFailed
 from workers.evaluation.image_tasks import load_image_task
@@ -52,6 +54,16 @@ def path(recipe: Recipe, *layers: int) -> Recipe:
 
 def images(seed: int = 0) -> torch.Tensor:
     return torch.randn(5, 3, 28, 28, generator=torch.Generator().manual_seed(seed))
+
+
+def test_an_entropy_is_at_most_one() -> None:
+    """Equal logits have the largest entropy, which float32 rounds above the end of the range for many head sizes."""
+    equal = {number: torch.zeros(number).log_softmax(-1) for number in range(2, 60)}
+    assert any(entropy(logprobs) > largest_entropy(number) for number, logprobs in equal.items())
+    prepared: Any = SimpleNamespace(task=SimpleNamespace(is_entropy=True))
+    for logprobs in equal.values():
+        assert 1 - 1e-6 < value_of(prepared, 0, logprobs) <= 1
+    assert 0.5 < value_of(prepared, 0, torch.tensor([3.0, 3, 0, 0, 0, 0]).log_softmax(-1)) < 1
 
 
 def test_parameters_are_the_merged_tensors(image_engine: ImageEngine, merges: dict[str, Recipe]) -> None:
