@@ -213,7 +213,7 @@ def _plan_on(
 ) -> MemoryPlan:
     modality = sources.modality
     copies = 0 if machines.num_gpus else modality.copies_on_cpu  # in host memory
-    element_bytes = DTYPE_BYTES[engine_dtype(study, on_vllm=modality.runs_on_vllm)]
+    element_bytes = DTYPE_BYTES[engine_dtype(study)]
     held = sources.num_parameters
     if max_layers:
         aligned = alignment_bytes(sources.base.config, max_layers, 1) if aligns else 0

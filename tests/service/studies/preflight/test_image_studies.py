@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ import pytest
 import torch
 
 from search_spaces.errors import InvalidStudy, Problem
-from search_spaces.study.file import parse_study
+from search_spaces.study.file import Study, parse_study
 from service.cli.main import main
 from service.engine_machines import EngineMachines
 from service.studies.planning.schedule import study_lengths
+from service.studies.preflight.dtype import engine_dtype
 from service.studies.preflight.examine import examine
 from service.studies.preflight.files import FilesRefused
 from service.studies.preflight.tasks import check_modality, task_spec
@@ -98,6 +100,11 @@ def test_engines_of_images_compute_in_float32_without_a_gpu(root: Path, monkeypa
     study = parse_study(document(root))
     assert examine(study).resolved().dtype == "float32"
     assert examine(study, machines=[EngineMachines(1, 2**40)]).resolved().dtype == "bfloat16"
+    # Earlier versions stored no dtype, and the backend of text; exports, recipes and mergekit files ask for the dtype.
+    early = study.canonical()
+    early["engine"]["backend"] = "vllm"
+    stored = replace(examine(study).resolved(), dtype=None)
+    assert engine_dtype(Study.model_validate(early), stored) == "float32"
 
 
 def test_auto_descends(root: Path) -> None:
