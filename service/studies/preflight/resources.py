@@ -157,7 +157,8 @@ def machines_for(
     if available_bytes is not None:
         found = tuple(replace(group, memory_bytes=available_bytes) for group in found)
     with_gpus = tuple(machines for machines in found if machines.num_gpus)
-    if with_gpus or available_bytes is not None or not (runs_on_gpus() or study.engine.tensor_parallel_size > 1):
+    needs_gpus = runs_on_gpus(on_vllm=study.engine.backend == "vllm") or study.engine.tensor_parallel_size > 1
+    if with_gpus or available_bytes is not None or not needs_gpus:
         return with_gpus or found
     return (EngineMachines(num_gpus=1),)
 
