@@ -273,7 +273,7 @@ def test_a_study_for_gpus_does_not_share_replicas_on_the_cpu(ray_cluster: None, 
     serve.delete(on_cpu.app_name)
 
 
-def test_replicas_on_the_cpu_under_the_name_of_replicas_on_gpus_are_replaced(
+def test_replicas_on_the_cpu_are_replaced_for_gpus(
     ray_cluster: None, tied_family: Family, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Replicas of earlier versions, which gave the CPU the same name, do not score a study that needs GPUs."""

@@ -138,7 +138,7 @@ def test_an_error_of_the_program_is_counted(store: Store, study: str, tmp_path: 
         ("image", "float32", 4, "float32", GpuNeed.NEEDED),
     ],
 )
-def test_engines_compute_in_the_dtype_for_which_the_study_was_checked(
+def test_engines_compute_in_the_checked_dtype(
     store: Store,
     models: Path,
     tmp_path: Path,
