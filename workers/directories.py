@@ -167,8 +167,8 @@ def appearing(out: Path, key: str) -> Iterator[Path]:
         try:
             directory.mkdir(exist_ok=True)
             yield directory
-            for file in directory.iterdir():
-                sync(file)
+            for path in directory.rglob("*"):  # also in folders, such as the heads of classifiers
+                sync(path)
             sync(directory)
             try:
                 directory.rename(out)

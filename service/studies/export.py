@@ -73,7 +73,7 @@ def export_trial(
         chosen.read_recipe(),
         bank,
         out,
-        dtype=dtype or engine_dtype(study, resolved, on_vllm=sources.modality.runs_on_vllm),
+        dtype=dtype or engine_dtype(study, resolved),
         scores=held_out_estimates(store, record.id, chosen.number, trials=trials, objectives=objectives),
         study=study.name,
         **details,

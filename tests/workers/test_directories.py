@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 
 from workers import directories
-from workers.directories import SCRATCH_MARGIN, replacing, scratch, turn, turn_if_writable, write_file
+from workers.directories import SCRATCH_MARGIN, appearing, replacing, scratch, turn, turn_if_writable, write_file
 
 
 def test_a_file_is_written_to_a_new_directory_and_replaced(tmp_path: Path) -> None:
@@ -48,6 +48,20 @@ def test_a_new_file_has_ordinary_permissions(tmp_path: Path) -> None:
     write_file(tmp_path / "replaced", "")
     (tmp_path / "plain").write_text("")
     assert (tmp_path / "replaced").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def test_a_directory_is_on_disk_with_all_that_is_below_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each file and directory is synced once before the name appears, and the list of names after it."""
+    synced: list[tuple[str, bool]] = []
+    out = tmp_path / "out"
+    monkeypatch.setattr(directories, "sync", lambda path: synced.append((path.name, out.exists())))
+    with appearing(out, "key") as directory:
+        (directory / "heads" / "shape").mkdir(parents=True)
+        for name in ("config.json", "heads/weights", "heads/shape/labels"):
+            (directory / name).write_text(name)
+    names = ["config.json", "heads", "labels", directories.MODEL, "shape", "weights"]
+    assert sorted(synced[:-1]) == [(name, False) for name in names]
+    assert synced[-1] == (tmp_path.name, True)
 
 
 HOLDER = """

@@ -13,7 +13,15 @@ from workers.errors import EngineUnavailable, ServeUnavailable
 if TYPE_CHECKING:
     from ray.serve.schema import ApplicationDetails
 
-__all__ = ["answered", "application_state", "failure_reason", "is_deployed", "num_replicas", "replica_state"]
+__all__ = [
+    "answered",
+    "application_state",
+    "failure_reason",
+    "is_deployed",
+    "is_on_cpu",
+    "num_replicas",
+    "replica_state",
+]
 
 T = TypeVar("T")
 
@@ -61,6 +69,13 @@ def is_deployed(name: str) -> bool:
     """Whether the Serve application `name` runs or is being deployed."""
     application = _applications().get(name)
     return application is not None and application.status.value in ("RUNNING", "DEPLOYING")
+
+
+def is_on_cpu(name: str) -> bool:
+    """Whether the Serve application `name` exists and its replicas, also those that are not started yet, get no GPU."""
+    application = _applications().get(name)
+    deployments = application.deployments.values() if application else ()
+    return any(not deployment.required_resources.get("GPU") for deployment in deployments)
 
 
 def application_state(name: str) -> str:

@@ -14,7 +14,14 @@ from search_spaces.study.engine import EngineOptions
 from workers.engines.vllm.environment import engine_environment
 from workers.errors import EngineUnavailable, ServeUnavailable
 from workers.models.modalities import MODALITIES
-from workers.serving.application import answered, application_state, failure_reason, is_deployed, num_replicas
+from workers.serving.application import (
+    answered,
+    application_state,
+    failure_reason,
+    is_deployed,
+    is_on_cpu,
+    num_replicas,
+)
 from workers.serving.gpu_verification import verify_on_free_gpu
 from workers.serving.replica import ScoringReplica, Worker
 from workers.serving.serve_scorer import DEPLOYMENT, ServeScorer
@@ -96,11 +103,12 @@ def deploy_scorer(
 
     A replica scores merges of `family`, a base model and its experts, with an engine that has the given `options`.
     `name` is the name of the Serve application, by default the result of `app_name`; a running application of this name
-    is used unchanged. `replicas` is the number of replicas. With `keep_idle_s`, studies share the application, and
-    `replicas` is only the number of replicas at first. Then the number of replicas follows the number of requests, up
-    to `max_replicas` or, if this is None, the number for which there are GPUs. Replicas that are idle for `keep_idle_s`
-    seconds are stopped, even the last replica, and the next request starts replicas again. Serve sends at most
-    `max_ongoing` requests to a replica at the same time. `make_worker` replaces the engine in tests.
+    is used unchanged, unless its replicas run on the CPU and the new ones on GPUs: then it is replaced. `replicas` is
+    the number of replicas. With `keep_idle_s`, studies share the application, and `replicas` is only the number of
+    replicas at first. Then the number of replicas follows the number of requests, up to `max_replicas` or, if this is
+    None, the number for which there are GPUs. Replicas that are idle for `keep_idle_s` seconds are stopped, even the
+    last replica, and the next request starts replicas again. Serve sends at most `max_ongoing` requests to a replica at
+    the same time. `make_worker` replaces the engine in tests.
 
     Replicas get GPUs if the cluster has any, and otherwise run on the CPU if `gpus` allows it. If no node has enough
     GPUs for one replica, EngineUnavailable is raised, or replicas wait for such a node (`GpuNeed`).
@@ -118,7 +126,10 @@ def deploy_scorer(
         serve.start(proxy_location="Disabled", controller_options={"runtime_env": {"env_vars": CONTROLLER_ENVIRONMENT}})
         on_gpus = runs_on_gpus(family, gpus)
         name = name or app_name(family, options, on_gpus=on_gpus)
-        if not answered(functools.partial(is_deployed, name), deadline=deadline):
+        is_there = answered(functools.partial(is_deployed, name), deadline=deadline)
+        # Earlier versions gave replicas on the CPU the same name.
+        is_stale = is_there and on_gpus and answered(functools.partial(is_on_cpu, name), deadline=deadline)
+        if not is_there or is_stale:
             ranks, most = options.tensor_parallel_size, _most_gpus()
             modality = MODALITIES[family.modality]
             if on_gpus and most < ranks and gpus is not GpuNeed.MAY_COME:
@@ -127,6 +138,8 @@ def deploy_scorer(
                     f"most GPUs has {most}; add a machine with GPUs, or use a smaller engine.tensor_parallel_size; "
                     "nothing runs on the CPU in place of a GPU"
                 )
+            if is_stale:
+                stop(name)
             scaling = _scaling(replicas, options, keep_idle_s, max_replicas)
             processes = replicas * options.tensor_parallel_size
             threads = options.threads or max(1, ((os.cpu_count() or 2) - 1) // processes)

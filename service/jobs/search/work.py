@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from search_spaces.study.file import Study
 from service.cluster.node_calls import cluster_machines
 from service.disk import alignments_dir, data_dir_of
-from service.engine_machines import gpu_need, known_machines
+from service.engine_machines import EngineMachines, gpu_need, has_gpus, known_machines
 from service.jobs.base import Attempt
 from service.jobs.heartbeat import ENGINE
 from service.jobs.search.attempt import execute, with_alignments
@@ -81,6 +81,10 @@ def continue_study(
     `view` receives progress. `observer` is called after each stored result, with a word for the result, such as
     "complete", so that tests can stop the process at this point.
 
+    With `dtype: auto`, engines compute in the dtype that was stored when the study was checked, also if the machines
+    have changed since: a study that was checked for GPUs waits for them, and a study that was checked for the CPU
+    computes in float32 on GPUs too.
+
     Raises:
         StudyFailed: The study cannot continue; it is stored as FAILED with the reason.
         EngineUnavailable: Engines cannot score at the moment.
@@ -99,17 +103,23 @@ def continue_study(
             preflight, store, writer, directory=alignments, artifacts=attempt.artifacts, note=attempt.progressed
         )
         replicas = preflight.study.engine.replicas
+        stored, machines = ResolvedStudy.of(attempt.job).dtype, preflight.machines
+        if preflight.study.engine.dtype == "auto" and stored == "bfloat16" and not has_gpus(machines):
+            machines = (EngineMachines(num_gpus=1),)  # the study was checked for GPUs, which are away
         attempt.progressed(f"Waiting for {replicas} engine{'s' * (replicas > 1)} ...")
         heartbeat.wait_for(ENGINE)
         with (
             tracing.span("wait for engines", {"mergesearch.job": writer.job_id, "mergesearch.replicas": replicas}),
-            known_machines(preflight.machines),  # engines that are planned for GPUs never start on the CPU
+            known_machines(machines),  # engines that are planned for GPUs never start on the CPU
         ):
-            family = preflight.models.family
+            family, options = preflight.models.family, preflight.engine_options
             on_gpus = runs_on_gpus(family, gpu_need())
-            application = app_name(family, preflight.engine_options, on_gpus=on_gpus)
+            # "auto" stays where engines choose the stored dtype by themselves, so that studies share applications.
+            if options.dtype == "auto" and stored not in (None, "bfloat16" if on_gpus else "float32"):
+                options = options.model_copy(update={"dtype": stored})
+            application = app_name(family, options, on_gpus=on_gpus)
             with telling_starts(application, heartbeat, attempt.progressed):
-                opened = attempt.resources.scorer(family, preflight.engine_options, replicas)
+                opened = attempt.resources.scorer(family, options, replicas)
                 scorer = stack.enter_context(opened)
         heartbeat.wait_for(None)
         execute(

@@ -28,18 +28,27 @@ class ServeCompleters:
     Implements `service.jobs.completers.Completers`. `options` are the options of the engines. `own` is the name of the
     Serve application with the replica that belongs to the served study alone. Replicas that are idle for `keep_idle_s`
     seconds are stopped, so that no replica stays if this process is killed.
+
+    Replicas on GPUs and on the CPU have applications of different names (`app_name`). Machines come and go while a
+    study is served, so the shared application is looked up at each use; `close` stops the one that was opened last.
     """
 
     def __init__(self, family: Family, options: EngineOptions, *, own: str, keep_idle_s: float) -> None:
         self._family = family
         self._options = options
-        on_gpus = runs_on_gpus(family, gpu_need())
-        self._names = {Place.SCORER: app_name(family, options, on_gpus=on_gpus), Place.OWN: own}
+        self._own = own
+        self._opened: dict[Place, str] = {}
         self._keep_idle_s = keep_idle_s
+
+    def _name(self, place: Place) -> str:
+        """Name of the Serve application that the machines of this moment give `place`."""
+        if place is Place.OWN:
+            return self._own
+        return app_name(self._family, self._options, on_gpus=runs_on_gpus(self._family, gpu_need()))
 
     def running(self) -> Sequence[Place]:
         try:
-            return [place for place, name in self._names.items() if num_replicas(name)["RUNNING"]]
+            return [place for place in Place if num_replicas(self._name(place))["RUNNING"]]
         except ServeUnavailable:
             return ()
 
@@ -52,11 +61,14 @@ class ServeCompleters:
     def open(self, place: Place) -> Completer:
         limits: dict[str, Any] = {"max_replicas": 1, "max_ongoing": MAX_ONGOING} if place is Place.OWN else {}
         limits["gpus"] = gpu_need()
-        deploy_scorer(self._family, self._options, name=self._names[place], keep_idle_s=self._keep_idle_s, **limits)
-        return ServeCompleter(self._names[place])
+        if place is Place.OWN:
+            limits["name"] = self._own
+        scorer = deploy_scorer(self._family, self._options, keep_idle_s=self._keep_idle_s, **limits)
+        self._opened[place] = scorer.app_name
+        return ServeCompleter(scorer.app_name)
 
     def close(self, place: Place) -> None:
-        stop(self._names[place])
+        stop(self._opened.pop(place, "") or self._name(place))
 
 
 @contextmanager

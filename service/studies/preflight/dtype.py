@@ -16,19 +16,19 @@ __all__ = ["DTYPE_BYTES", "dtype_note", "engine_dtype"]
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-def engine_dtype(study: Study, resolved: ResolvedStudy | None = None, *, on_vllm: bool = True) -> str:
+def engine_dtype(study: Study, resolved: ResolvedStudy | None = None) -> str:
     """The dtype in which a study's engines compute.
 
     If the study file says "auto", a stored study has the dtype of the machines for which it was checked
     (`resolved.dtype`). For a study that is being checked, or that an earlier version stored, the dtype is "bfloat16" if
-    engines run on GPUs, of this machine or of other machines, else "float32". `on_vllm` says whether vLLM runs the
-    models.
+    engines run on GPUs, of this machine or of other machines, else "float32". Engines of images (the study's backend is
+    not vLLM) run on the CPU if there is no GPU, with any build of PyTorch.
     """
     if study.engine.dtype != "auto":
         return study.engine.dtype
     if resolved is not None and resolved.dtype is not None:
         return resolved.dtype
-    return "bfloat16" if runs_on_gpus(on_vllm=on_vllm) else "float32"
+    return "bfloat16" if runs_on_gpus(on_vllm=study.engine.backend == "vllm") else "float32"
 
 
 def dtype_note(study: Study, sources: ResolvedFamily | None) -> str:
@@ -39,7 +39,7 @@ def dtype_note(study: Study, sources: ResolvedFamily | None) -> str:
     """
     if sources is None or study.engine.dtype != "auto":
         return ""
-    if engine_dtype(study, on_vllm=sources.modality.runs_on_vllm) != "bfloat16":
+    if engine_dtype(study) != "bfloat16":
         return ""
     finer = [
         alias

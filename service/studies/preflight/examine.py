@@ -153,7 +153,7 @@ def _examine(
         elif len(study.scored_objectives) < len(study.objectives):
             size = model_size(sources, sources.layout.num_layers)
         largest = sources.num_parameters if size is None else int(size.most("parameters"))
-        export_bytes = largest * DTYPE_BYTES[engine_dtype(study, on_vllm=sources.modality.runs_on_vllm)]
+        export_bytes = largest * DTYPE_BYTES[engine_dtype(study)]
         check_layers(study, sources, problems)
         aligns = isinstance(unread, AlignedSpace) and unread.alignment != "none"
         if aligns:
@@ -236,7 +236,7 @@ def _examine(
         access=access,
         recipes=recipes,
         lacks=tuple(lacks),
-        dtype=engine_dtype(study, on_vllm=sources.modality.runs_on_vllm),
+        dtype=engine_dtype(study),
         machines=for_engines,
     )
 

@@ -157,7 +157,8 @@ def machines_for(
     if available_bytes is not None:
         found = tuple(replace(group, memory_bytes=available_bytes) for group in found)
     with_gpus = tuple(machines for machines in found if machines.num_gpus)
-    if with_gpus or available_bytes is not None or not (runs_on_gpus() or study.engine.tensor_parallel_size > 1):
+    needs_gpus = runs_on_gpus(on_vllm=study.engine.backend == "vllm") or study.engine.tensor_parallel_size > 1
+    if with_gpus or available_bytes is not None or not needs_gpus:
         return with_gpus or found
     return (EngineMachines(num_gpus=1),)
 
@@ -213,7 +214,7 @@ def _plan_on(
 ) -> MemoryPlan:
     modality = sources.modality
     copies = 0 if machines.num_gpus else modality.copies_on_cpu  # in host memory
-    element_bytes = DTYPE_BYTES[engine_dtype(study, on_vllm=modality.runs_on_vllm)]
+    element_bytes = DTYPE_BYTES[engine_dtype(study)]
     held = sources.num_parameters
     if max_layers:
         aligned = alignment_bytes(sources.base.config, max_layers, 1) if aligns else 0

@@ -24,7 +24,7 @@ from workers.errors import (
     InvalidTask,
     TrialFailed,
 )
-from workers.serving.application import num_replicas
+from workers.serving.application import is_on_cpu, num_replicas
 from workers.serving.deployment import app_name, deploy_scorer, runs_on_gpus
 from workers.serving.fake import FakeScorer
 from workers.serving.serve_scorer import ServeScorer
@@ -271,6 +271,27 @@ def test_a_study_for_gpus_does_not_share_replicas_on_the_cpu(ray_cluster: None, 
         deploy_scorer(tied_family, options, make_worker=FakeScorer, gpus=GpuNeed.NEEDED)
     assert deploy_scorer(tied_family, options, make_worker=FakeScorer).app_name == on_cpu.app_name
     serve.delete(on_cpu.app_name)
+
+
+def test_replicas_on_the_cpu_are_replaced_for_gpus(
+    ray_cluster: None, tied_family: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replicas of earlier versions, which gave the CPU the same name, do not score a study that needs GPUs."""
+    from ray import serve
+
+    monkeypatch.setattr("workers.serving.deployment.FINISH_CHUNK_S", 1.0)
+    options = OPTIONS.model_copy(update={"max_model_len": 98})
+    name = app_name(tied_family, options, on_gpus=True)
+    deploy_scorer(tied_family, options, name=name, make_worker=FakeScorer)
+    assert is_on_cpu(name)
+    with pytest.raises(EngineUnavailable, match=r"nothing runs on the CPU in place of a GPU"):
+        deploy_scorer(tied_family, options, make_worker=FakeScorer, gpus=GpuNeed.NEEDED)
+    assert num_replicas(name)["RUNNING"] == 1, "they stay as long as there is no GPU to replace them"
+    with pytest.raises(EngineUnavailable, match=r"not ready within 12 s"):
+        deploy_scorer(tied_family, options, make_worker=FakeScorer, gpus=GpuNeed.MAY_COME, start_timeout_s=12.0)
+    assert num_replicas(name)["RUNNING"] == 0, "the replica that waits for a GPU is the only one"
+    assert not is_on_cpu(name), "it is not replaced again"
+    serve.delete(name)
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,17 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from search_spaces.study.engine import EngineOptions
 from search_spaces.study.file import parse_study
 from service.cluster.session import RaySession
+from service.engine_machines import EngineMachines, gpu_need
 from service.jobs.base import Resources
 from service.jobs.driver import drive
 from service.store import Store
@@ -20,6 +24,8 @@ from service.types import JobState
 from tests.builders import tiny_family
 from tests.service.sums import sums_study, write_sums
 from workers.errors import EngineUnavailable
+from workers.serving.deployment import runs_on_gpus
+from workers.types import Family, GpuNeed
 
 
 @pytest.fixture
@@ -114,3 +120,52 @@ def test_an_error_of_the_program_is_counted(store: Store, study: str, tmp_path: 
     assert drive(store, study, work_dir=tmp_path / "work", resources=resources) == 1
     assert store.job(study).reason == "KeyError: 'x'"
     assert (store.consecutive_failures(study), store.consecutive_waits(study)) == (before + 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("modality", "checked", "num_gpus", "dtype", "need"),
+    [
+        # The machines are of the kind for which the study was checked; applications keep their names.
+        ("text", "bfloat16", 4, "auto", GpuNeed.NEEDED),
+        ("text", "float32", 0, "auto", GpuNeed.IF_ANY),
+        ("text", None, 4, "auto", GpuNeed.NEEDED),
+        ("text", None, 0, "auto", GpuNeed.IF_ANY),
+        # The GPUs are away: the study waits for them. Engines of images run on the CPU in place of them.
+        ("text", "bfloat16", 0, "auto", GpuNeed.NEEDED),
+        ("image", "bfloat16", 0, "bfloat16", GpuNeed.NEEDED),
+        # GPUs came.
+        ("text", "float32", 4, "float32", GpuNeed.NEEDED),
+        ("image", "float32", 4, "float32", GpuNeed.NEEDED),
+    ],
+)
+def test_engines_compute_in_the_checked_dtype(
+    store: Store,
+    models: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    modality: str,
+    checked: str | None,
+    num_gpus: int,
+    dtype: str,
+    need: GpuNeed,
+) -> None:
+    """Exports have the dtype that was stored, so engines have it too, on other machines than those of the checks."""
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr("workers.serving.deployment._most_gpus", lambda: num_gpus)
+    monkeypatch.setattr("service.jobs.search.work.cluster_machines", lambda: (EngineMachines(num_gpus, 2**40),))
+    monkeypatch.setattr(
+        "service.jobs.search.work.runs_on_gpus",
+        lambda family, gpus: runs_on_gpus(replace(family, modality=modality), gpus),
+    )
+    parsed = parse_study(sums_study(models, data_dir=tmp_path))
+    accepted = replace(examine(parsed).resolved(), dtype=checked)
+    study = store.create_job(kind="search", name="sums", document=parsed.canonical(), accepted=accepted.to_json()).id
+    opened: list[tuple[str, GpuNeed]] = []
+
+    def scorer(_: Family, options: EngineOptions, __: int) -> Any:
+        opened.append((options.dtype, gpu_need()))
+        raise EngineUnavailable("not opened")
+
+    assert drive(store, study, work_dir=tmp_path / "work", resources=with_scorer(scorer)) == 1
+    assert opened == [(dtype, need)], store.job(study).reason

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,18 @@ import pytest
 import torch
 
 from search_spaces.errors import InvalidStudy, Problem
-from search_spaces.study.file import parse_study
+from search_spaces.study.file import Study, parse_study
 from service.cli.main import main
 from service.engine_machines import EngineMachines
 from service.studies.planning.schedule import study_lengths
+from service.studies.preflight.dtype import engine_dtype
 from service.studies.preflight.examine import examine
 from service.studies.preflight.files import FilesRefused
+from service.studies.preflight.gradients import GradientPlace
 from service.studies.preflight.tasks import check_modality, task_spec
 from tests.builders import tiny_llama
 from tests.vision import image_folder, tiny_vit
+from workers.engines.host_memory import total_host_bytes
 from workers.file_access import FileAccess
 from workers.models.family import resolve_family
 from workers.models.modalities.image import CACHE_BYTES, PASS_BYTES
@@ -98,6 +102,23 @@ def test_engines_of_images_compute_in_float32_without_a_gpu(root: Path, monkeypa
     study = parse_study(document(root))
     assert examine(study).resolved().dtype == "float32"
     assert examine(study, machines=[EngineMachines(1, 2**40)]).resolved().dtype == "bfloat16"
+    # Earlier versions stored no dtype, and the backend of text; exports, recipes and mergekit files ask for the dtype.
+    early = study.canonical()
+    early["engine"]["backend"] = "vllm"
+    stored = replace(examine(study).resolved(), dtype=None)
+    assert engine_dtype(Study.model_validate(early), stored) == "float32"
+
+
+def test_image_studies_are_planned_for_the_cpu_that_runs_them(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU, the memory of this machine is compared, and the CPU computes gradients, for that reason alone."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    found = examine(parse_study(document(root)))
+    assert found.machines == (EngineMachines(0, total_host_bytes()),)
+    assert found.memory.available_bytes == total_host_bytes()
+    assert found.gradients == GradientPlace("cpu")
+    assert "GPU" not in found.algorithm.reason
 
 
 def test_auto_descends(root: Path) -> None:
