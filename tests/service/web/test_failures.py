@@ -13,7 +13,7 @@ from playwright.sync_api import Browser, Page, Route, expect
 
 from service.types import JobRecord, JobState, Scope
 from tests.service.api.accounts import Company, bearer
-from tests.service.api.harness import ApiServer, finished_finetune, finished_study
+from tests.service.api.harness import ApiServer, finished_finetune, finished_study, stored_study
 from tests.service.jobs.serving.local import served
 from tests.service.web.driving import Visit, visit
 from tests.service.web.test_finetunes import analysis
@@ -130,6 +130,28 @@ def test_failing_views_of_administrators_say_so(browser: Browser, tmp_path: Path
         with visit(browser, server.url, extra_http_headers=headers) as opened:
             addresses = {"/admin/users": "users", "/teams": "teams", "/queue": "queue", "/admin/audit": "audit"}
             check_failing(opened, [*addresses.items(), ("/admin/cluster", "cluster")])
+
+
+@pytest.mark.slow
+def test_a_deletion_of_a_followed_study_is_said(visitor: Visit, server: ApiServer) -> None:
+    """Views that follow a new or a running study say without a reload that it was ended and deleted."""
+    followed = []
+    for name, view in (("new", "/trials"), ("running", "/log")):
+        writer = server.store.open_attempt(stored_study(server.store, name=name).id)
+        if name == "running":
+            writer.set_state(JobState.RUNNING)
+        tab = visitor.context.new_page()
+        tab.goto(f"{visitor.url}/studies/{writer.job_id}{view}")
+        followed.append((writer, tab))
+    for _, tab in followed:
+        expect(tab.get_by_label("Connection")).to_have_text("live")
+        tab.wait_for_timeout(2500)  # what the page requests again once it is live
+    visitor.expected = ("404",)
+    for writer, tab in followed:
+        writer.set_state(JobState.CANCELLED)
+        server.store.delete_job(writer.job_id)
+        said = tab.get_by_role("alert").filter(has_text="there is no such study")
+        expect(said.first).to_be_visible(timeout=10_000)
 
 
 @pytest.mark.slow
