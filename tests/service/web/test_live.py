@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 import sqlalchemy as sa
 from playwright.sync_api import Browser, Locator, Page, expect
 
@@ -108,6 +109,7 @@ def test_a_silent_driver_is_said(browser: Browser, tmp_path: Path) -> None:
         expect(said).to_contain_text(re.compile(r"no sign of life for 3m1\ds"))
 
 
+@pytest.mark.slow
 def test_a_study_follows_a_server_that_returns(browser: Browser, tmp_path: Path) -> None:
     """An open study says that the server is away, and shows what it then did once the server is back."""
     made = run_record(num_trials=40)

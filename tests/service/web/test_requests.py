@@ -19,6 +19,7 @@ PAGES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("view", PAGES)
 def test_a_page_sends_few_requests(visitor: Visit, searched: JobRecord, view: str) -> None:
     """A page of a study that has ended sends no request more than twice, and none once it is loaded."""
