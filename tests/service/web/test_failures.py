@@ -1,16 +1,22 @@
-"""Views of a study whose requests fail, or that is deleted meanwhile: each says so, and none is blank."""
+"""Views whose requests fail, or whose study is deleted meanwhile: each says so, and none is blank."""
 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
 
 import httpx
 import pytest
-from playwright.sync_api import Page, Route, expect
+from playwright.sync_api import Browser, Page, Route, expect
 
-from service.types import JobRecord
-from tests.service.api.harness import ApiServer, finished_study
-from tests.service.web.driving import Visit
+from service.types import JobRecord, JobState, Scope
+from tests.service.api.accounts import Company, bearer
+from tests.service.api.harness import ApiServer, finished_finetune, finished_study, stored_study
+from tests.service.jobs.serving.local import served
+from tests.service.web.driving import Visit, visit
+from tests.service.web.test_finetunes import analysis
 
 WORDS = "the disk of the database is full"
 PROBLEM = {"type": "about:blank", "title": "Insufficient Storage", "status": 507, "detail": WORDS}
@@ -72,3 +78,93 @@ def test_a_deleted_study_is_said(visitor: Visit, server: ApiServer, http: httpx.
     page.reload()
     expect(page.get_by_role("alert").filter(has_text="there is no such study").first).to_be_visible()
     settled(page)
+
+
+def check_failing(opened: Visit, views: Iterable[tuple[str, str]]) -> None:
+    """Check pairs of a view and an address of the API while requests to the addresses fail, each view in its own tab.
+
+    Each view has a heading and the server's words, and is whole once requests succeed again.
+    """
+    opened.expected = ("507",)
+    tabs = {}
+    for view, address in views:
+        tab = tabs[view, address] = opened.context.new_page()
+        tab.route(re.compile(re.escape(f"{opened.url}/v1/{address}") + r"(\?.*)?$"), fail)
+        tab.goto(opened.url + view, wait_until="commit")
+    for tab in tabs.values():
+        expect(tab.get_by_role("alert").filter(has_text=WORDS).first).to_be_visible(timeout=15_000)
+        settled(tab)
+        tab.unroute_all()
+    for tab in tabs.values():
+        expect(tab.get_by_role("alert")).to_have_count(0, timeout=15_000)  # the page tries again by itself
+        settled(tab)
+
+
+@pytest.mark.slow
+def test_failing_jobs_are_said(visitor: Visit, server: ApiServer, searched: JobRecord) -> None:
+    """A study, a trial, a fine-tuning, a chat and lists of jobs say in the server's words that their requests fail."""
+    tuned = finished_finetune(server.store, server.data_dir, analysis=analysis("mergopt", 1.25, 2.5, 3.75, 0.5))
+    with served(server.store, searched) as chat:
+        check_failing(
+            visitor,
+            [
+                ("/studies", "studies"),
+                ("/finetunes", "finetunes"),
+                (f"/studies/{searched.id}", f"studies/{searched.id}"),
+                (f"/studies/{searched.id}/trials/5", f"studies/{searched.id}"),
+                (f"/finetunes/{tuned.id}", f"finetunes/{tuned.id}"),
+                (f"/finetunes/{tuned.id}", f"finetunes/{tuned.id}/curves"),
+                (f"/finetunes/{tuned.id}", f"finetunes/{tuned.id}/analysis"),
+                (f"/served/{chat.job.id}", f"served/{chat.job.id}"),
+                (f"/served/{chat.job.id}", f"served/{chat.job.id}/openai/v1/models"),
+            ],
+        )
+    server.store.open_attempt(chat.job.id).set_state(JobState.CANCELLED)
+
+
+@pytest.mark.slow
+def test_failing_views_of_administrators_say_so(browser: Browser, tmp_path: Path) -> None:
+    """Users, teams, queue, audit log and cluster say in the server's words that their requests fail."""
+    with ApiServer(tmp_path) as server:
+        headers = bearer(Company.on(server).tokens["root", Scope.ADMIN])
+        with visit(browser, server.url, extra_http_headers=headers) as opened:
+            addresses = {"/admin/users": "users", "/teams": "teams", "/queue": "queue", "/admin/audit": "audit"}
+            check_failing(opened, [*addresses.items(), ("/admin/cluster", "cluster")])
+
+
+@pytest.mark.slow
+def test_a_deletion_of_a_followed_study_is_said(visitor: Visit, server: ApiServer) -> None:
+    """Views that follow a new or a running study say without a reload that it was ended and deleted."""
+    followed = []
+    for name, view in (("new", "/trials"), ("running", "/log")):
+        writer = server.store.open_attempt(stored_study(server.store, name=name).id)
+        if name == "running":
+            writer.set_state(JobState.RUNNING)
+        tab = visitor.context.new_page()
+        tab.goto(f"{visitor.url}/studies/{writer.job_id}{view}")
+        followed.append((writer, tab))
+    for _, tab in followed:
+        expect(tab.get_by_label("Connection")).to_have_text("live")
+        tab.wait_for_timeout(2500)  # what the page requests again once it is live
+    visitor.expected = ("404",)
+    for writer, tab in followed:
+        writer.set_state(JobState.CANCELLED)
+        server.store.delete_job(writer.job_id)
+        said = tab.get_by_role("alert").filter(has_text="there is no such study")
+        expect(said.first).to_be_visible(timeout=10_000)
+
+
+@pytest.mark.slow
+def test_a_deletion_of_a_study_that_has_ended_is_said(visitor: Visit, server: ApiServer) -> None:
+    """A tab with a study that has ended says that it was deleted when the reader comes back to the tab."""
+    study = finished_study(server.store, num_trials=6, name="to-be-deleted")
+    visitor.page.clock.install()
+    page = visitor.goto(f"/studies/{study.id}/exports")
+    expect(page.get_by_label("Connection")).to_have_text("no more changes")
+    page.clock.run_for(3000)  # what the page asks again at the end of the stream
+    server.store.delete_job(study.id)
+    visitor.expected = ("404",)
+    page.clock.fast_forward(60_000)
+    expect(page.get_by_role("alert")).to_have_count(0)
+    page.evaluate("window.dispatchEvent(new Event('visibilitychange'))")
+    expect(page.get_by_role("alert").filter(has_text="there is no such study").first).to_be_visible()

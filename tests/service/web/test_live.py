@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 import sqlalchemy as sa
 from playwright.sync_api import Browser, Locator, Page, expect
 
@@ -106,3 +107,28 @@ def test_a_silent_driver_is_said(browser: Browser, tmp_path: Path) -> None:
         page.reload()
         said = page.get_by_role("status", name="Driver")
         expect(said).to_contain_text(re.compile(r"no sign of life for 3m1\ds"))
+
+
+@pytest.mark.slow
+def test_a_study_follows_a_server_that_returns(browser: Browser, tmp_path: Path) -> None:
+    """An open study says that the server is away, and shows what it then did once the server is back."""
+    made = run_record(num_trials=40)
+    with ApiServer(tmp_path) as server, visit(browser, server.url) as opened:
+        opened.expected = ("ERR_CONNECTION_REFUSED", "ERR_CONNECTION_RESET", "ERR_EMPTY_RESPONSE", "ERR_INCOMPLETE")
+        writer = begun(server)
+        page = opened.goto(f"/studies/{writer.job_id}")
+        expect(page.get_by_label("Connection")).to_have_text("live")
+        expect(figure(page, "trials")).to_contain_text("9")
+        server.stop()
+        expect(page.get_by_label("Connection")).to_have_text("reconnecting: what is shown may be old", timeout=10_000)
+        expect(figure(page, "trials")).to_contain_text("9")
+        server.start()
+        again = server.store.open_attempt(writer.job_id)
+        for trial in made.whole_trials[9:14]:
+            write_trial(again, trial)
+        expect(page.get_by_label("Connection")).to_have_text("live", timeout=15_000)
+        expect(figure(page, "trials")).to_contain_text("14", timeout=15_000)
+        expect(page.get_by_role("status", name="Server")).to_be_empty()
+        expect(page.get_by_role("alert")).to_have_count(0)
+        again.set_state(JobState.COMPLETE)
+        expect(page.get_by_label("Connection")).to_have_text("no more changes", timeout=15_000)

@@ -1,4 +1,4 @@
-"""Views of unusual studies: one or many objectives, a loss, some or no held-out data, constraints."""
+"""Views of unusual studies: one or many objectives, long names, a loss, some or no held-out data, constraints."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from service.store import JobWriter, Store
 from service.types import EventKind, JobRecord, JobState, TrialRecord
 from tests.service.api.harness import ApiServer, document, resolved, write_trial
 from tests.service.synthetic_run import EXPERTS, run_record
-from tests.service.web.driving import visit
+from tests.service.web.driving import visit, wait_until
 from workers.types import Evidence, SampleResult, ScoreResult, Split
 
 HOLDOUT_SAMPLES = 12
@@ -31,9 +31,10 @@ def shaped_study(
     on_holdout: Sequence[str],
     objectives: Mapping[str, Objective] | None = None,
     state: JobState = JobState.COMPLETE,
+    name: str | None = None,
 ) -> JobRecord:
     """A study with the objectives `names`, of which those in `on_holdout` have values on held-out data."""
-    given = document(name=f"{len(names)}-{len(on_holdout)}")
+    given = document(name=name or f"{len(names)}-{len(on_holdout)}")
     source, holdout = given["objectives"][0], given["holdout"][0]
     given["objectives"] = [{**source, "name": name} for name in names]
     given["holdout"] = [{**holdout, "name": name} for name in on_holdout] or None
@@ -136,3 +137,19 @@ def test_every_view_of_a_shape(browser: Browser, tmp_path: Path, shape: str) -> 
                 expect(
                     page.get_by_text(f"{name} minus trial").or_(page.get_by_text("mean minus trial"))
                 ).to_be_visible()
+
+
+# As long as names of tasks of lm-eval are.
+LONG = tuple(f"mmlu_pro_high_school_european_history_generative_{k}" for k in range(8))
+
+
+@pytest.mark.slow
+def test_long_names_fit_a_narrow_window(browser: Browser, tmp_path: Path) -> None:
+    """No view of a study with eight objectives and long names scrolls sideways at 320 px."""
+    with ApiServer(tmp_path) as server, visit(browser, server.url, width=320, height=800) as opened:
+        study = shaped_study(server.store, LONG, on_holdout=LONG, name="merges_of_all_experts_of_the_second_quarter")
+        for view in ("/studies", *(f"/studies/{study.id}{view}" for view in VIEWS)):
+            page = opened.goto(view)
+            expect(page.get_by_role("heading", level=1)).to_be_visible()
+            expect(page.get_by_text("Loading", exact=True)).to_have_count(0, timeout=20_000)
+            wait_until(page, "document.documentElement.scrollWidth <= window.innerWidth")  # charts follow

@@ -1,6 +1,6 @@
 import { type Query, useQueryClient } from '@tanstack/react-query'
 import { useEffect, useRef, useState } from 'react'
-import { BASE } from './client'
+import { BASE, Refused } from './client'
 import type { Heard, Said } from './events.worker'
 import type { components } from './schema'
 import { type Listener, follow } from './stream'
@@ -55,6 +55,8 @@ function listenAlone(address: string, after: number | undefined, on: Listener): 
     close?.()
   }
 }
+
+const isAbsent = (error: unknown) => error instanceof Refused && error.problem.status === 404
 
 /** What tables that are not refetched miss: trials that are new, and others that have changed. */
 export interface Changes {
@@ -149,6 +151,11 @@ export function useLive<P = Progress>(
       if (kind === 'connection') {
         setConnection(data as Connection)
         if (data === 'live' || data === 'ended') outdate()
+        else if (data === 'reconnecting') {
+          // A job that was deleted has no stream: reading the job says so.
+          if (isAbsent(client.getQueryState(queryKey)?.error)) stop()
+          else client.invalidateQueries({ queryKey, exact: true })
+        }
       } else if (kind === 'progress') setTold({ path: start.path, progress: JSON.parse(data) })
       else {
         outdate()

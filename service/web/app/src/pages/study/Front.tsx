@@ -78,11 +78,11 @@ export function Front({ study, front, heldOut }: { study: Study; front: FrontSer
             <Pairs points={points} objectives={objectives} chosen={[across!, up!]} picked={trial} onChoose={setAxes} />
           )}
         </div>
-        <div>
+        <div className="weights">
           <p style={{ marginTop: 0 }}>How much does each objective matter?</p>
           {objectives.map(({ name }, k) => (
             <div key={name} style={{ marginBottom: 14 }}>
-              <div style={{ display: 'flex', justifyContent: 'space-between' }}>
+              <div className="weight">
                 <span>{name}</span>
                 <span>{percent(shares[k]!)}</span>
               </div>
