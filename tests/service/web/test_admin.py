@@ -7,17 +7,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, Page, Route, expect
 
 from service.auth.sessions import COOKIE
 from service.cluster.queue import Choice, Reason, Waiting
 from service.cluster.reconciler import QueueState
-from service.types import JobRecord, Sharing
+from service.types import JobRecord, Role, Sharing
 from tests.service.api.accounts import OPERATOR, Company
 from tests.service.api.harness import ApiServer, stored_study
 from tests.service.api.ray_dashboard.upstream import upstream
 from tests.service.api.test_cluster import node
-from tests.service.web.driving import SCHEMES, Visit, axe_violations, press, visit
+from tests.service.web.driving import SCHEMES, Visit, axe_violations, press, visit, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -105,10 +105,12 @@ def test_a_user_is_added_and_gets_a_token(root: Visit, company: Company) -> None
     page.get_by_role("button", name="Create token").click()
     expect(page.get_by_label("Token first of newcomer, which is shown once")).to_be_visible()
     assert [token.name for token in company.accounts.tokens("newcomer")] == ["first"]
-    row.get_by_role("button", name="Disable: newcomer").click()
+    press(row.get_by_role("button", name="Disable: newcomer"))
     expect(row).to_contain_text("disabled")
-    row.get_by_role("button", name="Enable: newcomer").click()
+    expect(row.get_by_role("button", name="Enable: newcomer")).to_be_focused()
+    page.keyboard.press("Enter")
     expect(row).to_contain_text("enabled")
+    expect(row.get_by_role("button", name="Disable: newcomer")).to_be_focused()
     actions = [(entry.action, entry.user) for entry in company.accounts.audit(target="user newcomer")]
     assert actions == [("user.add", "root"), ("user.change", "root"), ("user.change", "root")]
 
@@ -149,6 +151,20 @@ def test_a_team_shows_its_members_and_quotas(member: Visit, company: Company) ->
     expect(page.get_by_role("region", name="Team blue")).to_have_count(0)
     expect(red.get_by_role("button")).to_have_count(0)
     expect(red.get_by_role("combobox")).to_have_count(0)
+
+
+def test_long_names_of_members_fit(root: Visit, company: Company) -> None:
+    """In a narrow window the table of members scrolls by itself, and the page does not."""
+    name = "an.engineer.with.a.very.long.name.that.has.no.place.to.break"
+    company.accounts.add_user(name, is_admin=False, actor=OPERATOR)
+    company.accounts.set_role("blue", name, Role.VIEWER, actor=OPERATOR)
+    page = root.goto("/teams")
+    members = page.get_by_role("region", name="Members of blue")
+    expect(members.get_by_role("rowheader", name=name)).to_be_visible()
+    page.set_viewport_size({"width": 320, "height": 800})
+    wait_until(page, "document.documentElement.scrollWidth <= window.innerWidth")
+    assert members.evaluate("element => element.scrollWidth > element.clientWidth")
+    company.accounts.set_role("blue", name, None, actor=OPERATOR)
 
 
 def test_administrators_change_a_team(root: Visit, company: Company) -> None:
@@ -216,6 +232,30 @@ def test_administrators_move_jobs_by_keyboard(root: Visit, company: Company, que
     press(table.get_by_role("button", name="First: secret"))
     expect(page.get_by_text("secret is the first of its priority.")).to_be_visible()
     assert company.accounts.audit(target=f"job {queued['secret'].id}")[-1].after == {"before": ""}
+
+
+def test_a_moved_job_keeps_the_focus(root: Visit, queued: dict[str, JobRecord]) -> None:
+    """A job that is moved to the front keeps the focus among its buttons, and the page is not scrolled."""
+    page = root.page
+    is_moved = False
+
+    def answer(route: Route) -> None:
+        nonlocal is_moved
+        is_moved = is_moved or route.request.method == "POST"
+        told = route.fetch(method="GET", url=f"{root.url}/v1/queue").json()
+        if is_moved:
+            urgent, *peers, secret = told["waiting"]
+            told["waiting"] = [urgent, secret, *peers]
+        route.fulfill(json=told)
+
+    page.route(re.compile("/v1/queue(:move)?$"), answer)
+    root.goto("/queue")
+    table = page.get_by_role("region", name="Waiting jobs")
+    press(table.get_by_role("button", name="First: secret"))
+    expect(page.get_by_text("secret is the first of its priority.")).to_be_visible()
+    expect(table.get_by_role("row").nth(2)).to_contain_text("secret")
+    expect(table.get_by_role("button", name="First: secret")).to_have_count(0)
+    expect(table.get_by_role("button", name="Later: secret")).to_be_focused()
 
 
 # -- the audit log -----------------------------------------------------------------------------------------------------

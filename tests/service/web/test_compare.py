@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Page, Route, expect
 
 from service.types import JobRecord
 from tests.service.api.harness import ApiServer, stored_study
@@ -40,6 +40,23 @@ def test_differences_are_paired(visitor: Visit, searched: JobRecord, http: httpx
     expect(page).to_have_url(re.compile(rf"/trials/{A}/samples\?objective=text&split=holdout&against={B}"))
 
 
+def test_no_difference_of_other_trials(visitor: Visit, searched: JobRecord) -> None:
+    """While the difference of two trials is loaded, that of the trials before is not shown under their numbers."""
+    page = open_pair(visitor, searched)
+    row = page.get_by_role("region", name="Values of the two trials").get_by_role("row").filter(has_text="math larger")
+    cell = row.get_by_role("cell").nth(2)
+    expect(cell).to_have_text(re.compile(r"[+−]0\.\d+ .* to "))
+    held: list[Route] = []
+    page.route("**/samples?*against=4*", lambda route: held.append(route))
+    page.get_by_role("textbox", name="Against trial").fill("4")
+    page.get_by_role("textbox", name="Against trial").press("Enter")
+    expect(page.get_by_role("columnheader", name=f"trial {A} minus trial 4")).to_be_visible()
+    expect(cell).to_have_text("")
+    for route in held:
+        route.continue_()
+    expect(cell).to_have_text(re.compile(r"[+−]0\.\d+ .* to "))
+
+
 def test_coefficients_are_subtracted(visitor: Visit, searched: JobRecord, http: httpx.Client) -> None:
     """The heat map's table has both coefficients of each place, and their difference."""
 
@@ -51,6 +68,7 @@ def test_coefficients_are_subtracted(visitor: Visit, searched: JobRecord, http: 
     place = ("math", 3, "mlp")
     assert a[place] != b[place]
     page = open_pair(visitor, searched, 4, B)
+    expect(page.get_by_text("A place has the colour of the trial whose coefficient is larger")).to_be_visible()
     figure = page.get_by_role("figure", name=f"Coefficients of trial 4 minus those of trial {B}")
     figure.get_by_text("Show as table").click()
     row = figure.get_by_role("row").filter(has_text="math mlp").nth(3)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+from urllib.parse import urljoin
 
 import pytest
-from playwright.sync_api import Browser, expect
+from playwright.sync_api import Browser, Route, expect
 
-from service.types import JobRecord
+from service.types import ExportRecord, ExportState, JobRecord
 from tests.service.api.harness import ApiServer, finished_study
+from tests.service.http_server import HttpServer
+from tests.service.pictured import pictured_study
 from tests.service.web.driving import SCHEMES, check_view, visit
 from tests.service.web.made import CONSTANT
 
@@ -52,17 +55,75 @@ def test_a_view_is_accessible(browser: Browser, server: ApiServer, searched: Job
     check_view(browser, server.url, address.replace("ID", searched.id))
 
 
-def test_below_a_prefix(browser: Browser, tmp_path: Path) -> None:
+PREFIX = "/team/merge"
+
+
+class BehindProxy(ApiServer):
+    """An ApiServer behind a proxy that removes the prefix `PREFIX`, of which the server knows nothing."""
+
+    def __enter__(self) -> BehindProxy:
+        async def forwarded(scope: Any, receive: Any, send: Any) -> None:
+            if scope["type"] == "http":
+                path = scope["path"].removeprefix(PREFIX) if scope["path"].startswith(f"{PREFIX}/") else "/v1/nowhere"
+                scope = {**scope, "path": path, "raw_path": path.encode()}
+            await self.app(scope, receive, send)
+
+        self._http = HttpServer(lambda: forwarded, grace_s=1)
+        self.url = self._http.url
+        self.start()
+        return self
+
+
+def behind(proxy: str, data_dir: Path) -> ApiServer:
+    """A server below `PREFIX`, which the proxy has `kept` in requests or `removed` from them."""
+    return ApiServer(data_dir, prefix=PREFIX) if proxy == "kept" else BehindProxy(data_dir)
+
+
+@pytest.mark.parametrize("proxy", ["kept", "removed"])
+def test_below_a_prefix(browser: Browser, tmp_path: Path, proxy: str) -> None:
     """Below a proxy's path prefix, every request and every link has the prefix."""
-    with ApiServer(tmp_path, prefix="/team/merge") as server:
+    with behind(proxy, tmp_path) as server:
         study = finished_study(server.store)
         with visit(browser, server.url) as opened:
-            page = opened.goto(f"/team/merge/studies/{study.id}")
+            page = opened.goto(f"{PREFIX}/studies/{study.id}")
             page.get_by_test_id("picked").wait_for()
             page.get_by_role("link", name="Trials", exact=True).click()
             expect(page.get_by_role("region", name="Trials").get_by_role("row").nth(1)).to_be_visible()
-            assert page.url == f"{server.url}/team/merge/studies/{study.id}/trials"
-            assert [path for path in opened.requests if not path.startswith("/team/merge/")] == []
+            assert page.url == f"{server.url}{PREFIX}/studies/{study.id}/trials"
+            assert [path for path in opened.requests if not path.startswith(f"{PREFIX}/")] == []
+
+
+@pytest.mark.parametrize("proxy", ["kept", "removed"])
+def test_files_below_a_prefix(browser: Browser, tmp_path: Path, proxy: str) -> None:
+    """Pictures and exports are loaded with a proxy's path prefix."""
+    with behind(proxy, tmp_path) as server:
+        study = pictured_study(server.store)
+        record = ExportRecord(study.id, study.id, 3, "bfloat16", ExportState.COMPLETE, created_at=1.7e9)
+        server.store.add_export(record)
+        directory = server.app.state.services.exports.directory(record)
+        directory.mkdir(parents=True)
+        (directory / "model.safetensors").write_bytes(b"weights")
+        with visit(browser, server.url) as opened:
+            page = opened.goto(f"{PREFIX}/studies/{study.id}/trials/1/samples?split=holdout&objective=text")
+            expect(page.locator("ol.samples img").first).to_have_js_property("naturalWidth", 28)
+            opened.goto(f"{PREFIX}/studies/{study.id}/exports")
+            table = page.get_by_role("region", name="Exports of the study")
+            with page.expect_download() as started:
+                table.get_by_role("link", name="Download the export of trial 3").click()
+            assert started.value.url == f"{server.url}{PREFIX}/v1/studies/{study.id}/exports/{record.id}/download"
+            assert started.value.failure() is None
+
+            def existing(route: Route) -> None:
+                (export,) = route.fetch(method="GET").json()["exports"]
+                route.fulfill(json=export)
+
+            page.route(
+                "**/exports", lambda route: existing(route) if route.request.method == "POST" else route.continue_()
+            )
+            page.get_by_role("button", name="Begin").click()
+            link = page.get_by_role("link", name="download", exact=True)
+            assert urljoin(page.url, link.get_attribute("href") or "") == started.value.url
+            assert [path for path in opened.requests if not path.startswith(f"{PREFIX}/")] == []
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -18,10 +18,13 @@ from tests.service.web.driving import press, visit
 # A browser opens six connections to a server: with one stream for each tab, the seventh would not load.
 NUM_TABS = 10
 
+# Studies in tabs of their own: four have streams, and with one for each of them the seventh would not load.
+NUM_STUDIES, NUM_STREAMS = 7, 4
 
-def begun(server: ApiServer) -> JobWriter:
+
+def begun(server: ApiServer, name: str = "live") -> JobWriter:
     """The writer of the driver of a running study that has its baselines."""
-    record = stored_study(server.store)
+    record = stored_study(server.store, name=name)
     writer = server.store.open_attempt(record.id)
     writer.set_state(JobState.RUNNING)
     for trial in run_record(num_trials=40).whole_trials[:9]:
@@ -58,6 +61,46 @@ def test_tabs_follow_a_study(browser: Browser, tmp_path: Path) -> None:
         for tab in tabs:
             expect(tab.get_by_label("Connection")).to_have_text("no more changes")
             expect(tab.locator("main .state").first).to_contain_text("complete", timeout=15_000)
+
+
+def test_tabs_follow_many_studies(browser: Browser, tmp_path: Path) -> None:
+    """Tabs on seven running studies load and show progress: four have streams, the others ask again and again."""
+    made = run_record(num_trials=40)
+    with ApiServer(tmp_path) as server, visit(browser, server.url) as opened:
+        writers = [begun(server, f"study-{number}") for number in range(NUM_STUDIES)]
+        tabs = [opened.page, *(opened.context.new_page() for _ in writers[1:])]
+        for number, (tab, writer) in enumerate(zip(tabs, writers, strict=True)):
+            tab.goto(f"{server.url}/studies/{writer.job_id}")
+            words = "live" if number < NUM_STREAMS else "updated every few seconds"
+            expect(tab.get_by_label("Connection")).to_have_text(words)
+            expect(figure(tab, "trials")).to_contain_text("9")
+        for writer in writers:
+            writer.heartbeat(wall_clock_s=1.0, progress={**snapshot(made).to_json(), "samples_scored": 4321})
+        for tab in tabs:
+            expect(figure(tab, "samples scored")).to_contain_text("4,321", timeout=30_000)
+        assert tabs[-1].evaluate("fetch('/v1/studies', {signal: AbortSignal.timeout(5000)}).then(a => a.status)") == 200
+        tabs[0].close()
+        expect(tabs[NUM_STREAMS].get_by_label("Connection")).to_have_text("live")
+
+
+def test_a_polled_table_waits_for_the_reader(browser: Browser, tmp_path: Path) -> None:
+    """A table of a tab without a stream says that trials have changed, and shows them on demand."""
+    made = run_record(num_trials=40)
+    with ApiServer(tmp_path) as server, visit(browser, server.url) as opened:
+        for number in range(NUM_STREAMS):
+            tab = opened.context.new_page()
+            tab.goto(f"{server.url}/studies/{begun(server, f'study-{number}').job_id}")
+            expect(tab.get_by_label("Connection")).to_have_text("live")
+        writer = begun(server)
+        page = opened.goto(f"/studies/{writer.job_id}/trials")
+        expect(page.get_by_label("Connection")).to_have_text("updated every few seconds")
+        expect(page.get_by_text("9 trials", exact=True)).to_be_visible()
+        write_trial(writer, made.whole_trials[9])
+        chip = page.get_by_role("button", name="Trials have changed: show")
+        expect(chip).to_be_visible(timeout=45_000)
+        expect(page.get_by_text("9 trials", exact=True)).to_be_visible()
+        press(chip)
+        expect(page.get_by_text("10 trials", exact=True)).to_be_visible()
 
 
 def test_a_closed_tab_leaves_the_others_live(browser: Browser, tmp_path: Path) -> None:

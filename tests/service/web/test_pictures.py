@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import httpx
 import pytest
-from playwright.sync_api import Browser, expect
+from playwright.sync_api import Browser, Route, expect
 
 from service.types import JobRecord
 from tests.service.api.harness import ApiServer
@@ -58,6 +58,43 @@ def test_missing_pictures_are_said(visitor: Visit, pictured: JobRecord, http: ht
     expect(rows.get_by_text("No picture is stored.")).to_have_count(20 - NUM_PICTURES)
     (reason,) = http.get(f"/v1/studies/{pictured.id}/trials/{A}/samples?{QUERY}").json()["missing"]
     expect(page.get_by_text(reason)).to_be_visible()
+
+
+def test_a_lost_picture_does_not_hide_others(visitor: Visit, pictured: JobRecord) -> None:
+    """The sample at the same place of another objective shows its own picture."""
+    visitor.expected = ("ERR_FAILED",)
+    visitor.page.route("**/pictures/holdout/text/0", lambda route: route.abort())
+    page = visitor.goto(f"/studies/{pictured.id}/trials/{A}/samples?split=holdout&objective=text")
+    first = page.locator("ol.samples > li").first
+    expect(first).to_contain_text("The picture cannot be loaded.")
+    page.get_by_role("combobox", name="Objective").select_option("math")
+    expect(first.get_by_role("img")).to_have_js_property("naturalWidth", 28)
+
+
+def test_images_without_labels_are_not_judged(visitor: Visit, pictured: JobRecord) -> None:
+    """Where nothing is right or wrong there are no such words, counts or filters, and no empty class."""
+
+    def unlabelled(route: Route) -> None:
+        answer = route.fetch().json()
+        answer["counts"] = None
+        for sample in answer["samples"]:
+            sample["reference"] = ""
+            for side in "ab":
+                sample[side]["is_right"] = None
+        route.fulfill(json=answer)
+
+    visitor.page.route("**/v1/studies/*/trials/*/samples?*", unlabelled)
+    page = visitor.goto(f"/studies/{pictured.id}/trials/{A}/samples?{QUERY}")
+    expect(page.get_by_role("heading", name="Difference")).to_be_visible()
+    expect(page.get_by_role("heading", name="Right and wrong")).to_have_count(0)
+    rows = page.locator("ol.samples > li")
+    expect(rows.first.locator(".predictions")).to_have_count(2)
+    expect(rows.get_by_text(re.compile("right|wrong|Class"))).to_have_count(0)
+    options = page.get_by_role("combobox", name="Only").get_by_role("option")
+    expect(options).to_have_text(["all samples", "different values"])
+    page.get_by_role("combobox", name="Only").select_option("differs")
+    expect(page).to_have_url(re.compile("only=differs"))
+    assert axe_violations(page) == []
 
 
 def test_samples_with_pictures_are_accessible(browser: Browser, server: ApiServer, pictured: JobRecord) -> None:

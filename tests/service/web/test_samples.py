@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
-from playwright.sync_api import Locator, Page, expect
+from playwright.sync_api import Locator, Page, Route, expect
 
 from service.types import JobRecord
 from tests.service.web.driving import Visit, signed
@@ -138,6 +138,23 @@ def test_the_other_trial_is_chosen_by_its_number(visitor: Visit, searched: JobRe
     visitor.expected = ("404",)
     field.fill("99999")
     expect(page.get_by_role("alert")).to_contain_text("trial 99999")
+
+
+def test_numbers_are_those_of_the_samples(visitor: Visit, searched: JobRecord) -> None:
+    """While the samples against another trial are loaded, those before keep the number of their trial."""
+    page = open_samples(visitor, searched)
+    expect(rows(page).first).to_contain_text(f"Trial {B}")
+    held: list[Route] = []
+    page.route("**/samples?*against=3*", lambda route: held.append(route))
+    with page.expect_request("**/samples?*against=3*"):
+        page.get_by_role("textbox", name="Against trial").fill("3")
+    expect(page).to_have_url(re.compile("against=3"))
+    expect(page.get_by_role("combobox", name="Only").get_by_role("option").last).to_have_text("both are wrong")
+    expect(rows(page).first).to_contain_text(f"Trial {B}")
+    expect(rows(page).get_by_text("Trial 3", exact=True)).to_have_count(0)
+    for route in held:
+        route.continue_()
+    expect(rows(page).first).to_contain_text("Trial 3")
 
 
 def test_missing_samples_and_texts_are_said(visitor: Visit, study: JobRecord, http: httpx.Client) -> None:

@@ -1,5 +1,5 @@
 import { expect, test } from 'vitest'
-import { differences, lastWord } from './recipes'
+import { differences, lastWord, rowOf } from './recipes'
 
 const at = (expert: string, layer: number | null, part: string, value: number) => ({ expert, layer, part, value })
 
@@ -27,4 +27,16 @@ test('recipes without coefficients have no cells', () => {
 
 test('charts have the last word of a tensor name', () => {
   expect(['model.embed_tokens', 'self_attn.k_proj', 'mlp'].map(lastWord)).toEqual(['embed_tokens', 'k_proj', 'mlp'])
+  expect(['vision.layernorm.bias', 'vision.layernorm', 'bias', ''].map(lastWord)).toEqual([
+    'layernorm.bias',
+    'layernorm',
+    'bias',
+    '',
+  ])
+})
+
+test('tensors outside of the layers have rows of their own', () => {
+  const parts = ['embeddings.patch.projection.bias', 'layernorm.bias']
+  expect(parts.map((part) => rowOf({ layer: null, part }))).toEqual(parts)
+  expect(rowOf({ layer: 3, part: 'mlp' })).toBe('layer 3')
 })

@@ -14,8 +14,12 @@ export interface Cell {
   difference: number | null
 }
 
-/** The last word of a tensor's name or the name of a component, which fit into a chart. */
-export const lastWord = (part: string) => part.split('.').at(-1)!
+/** The last word of a tensor's name or the name of a component, which fit into a chart; of a bias the last two. */
+export const lastWord = (part: string) => /[^.]+(\.bias)?$/.exec(part)?.[0] ?? part
+
+/** The row of a coefficient in the heat map of one recipe: its layer, or outside of the layers its tensor. */
+export const rowOf = ({ layer, part }: Pick<Coefficient, 'layer' | 'part'>) =>
+  layer === null ? part : `layer ${layer}`
 
 const name = (expert: string, layer: number | null, part: string) => JSON.stringify([expert, layer, part])
 

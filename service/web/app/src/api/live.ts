@@ -6,11 +6,16 @@ import type { components } from './schema'
 import { type Listener, follow } from './stream'
 import type { Progress } from './types'
 
-/** State of the connection over which a view receives changes. */
-export type Connection = 'connecting' | 'live' | 'reconnecting' | 'ended'
+/**
+ * State of the connection over which a view receives changes. One that is `waiting` opens once another tab's is closed.
+ */
+export type Connection = 'waiting' | 'connecting' | 'live' | 'reconnecting' | 'ended'
 
 // Milliseconds between refetches of what events have made outdated.
 const REFETCH_MS = 2000
+
+// Milliseconds between refetches while there is no connection that tells of changes.
+const POLL_MS = 15_000
 
 let port: MessagePort | undefined
 
@@ -115,6 +120,8 @@ export function useLiveJobs(kind: string, key: string, onProgress: (told: JobPro
  *
  * Tables that are shown, whose keys go on with the word `held`, are not refetched: rows would move under the reader.
  * Then `changes` says what they miss, and `show` refetches them.
+ *
+ * Without a connection the queries are refetched every 15 s.
  */
 export function useLive<P = Progress>(
   path: string,
@@ -132,6 +139,10 @@ export function useLive<P = Progress>(
   const isOver = start?.path !== path || (connection === 'ended' && after !== undefined && after > start.after)
   if (after !== undefined && isOver) setStart({ path, after })
   const name = JSON.stringify(key)
+  const newest = useRef(after)
+  useEffect(() => {
+    newest.current = after
+  })
   useEffect(() => {
     if (start === undefined) return
     const queryKey = JSON.parse(name)
@@ -146,10 +157,23 @@ export function useLive<P = Progress>(
     const outdate = () => {
       timer ??= window.setTimeout(refetch, REFETCH_MS)
     }
+    const hasHeld = () => client.getQueryCache().findAll({ queryKey, predicate: isHeld }).length > 0
+    let state: Connection = 'connecting'
+    // The last event before what the tables show, as far as it is known without a connection.
+    let shown = start.after
+    const poll = window.setInterval(() => {
+      if (state === 'live' || state === 'ended') return
+      const last = newest.current ?? shown
+      if (last > shown && hasHeld()) setChanges((old) => old ?? { newTrials: 0 })
+      shown = last
+      outdate()
+    }, POLL_MS)
     const address = new URL(`${BASE}${start.path}/events`, location.href).href
     const stop = listen(address, start.after, (kind, data) => {
       if (kind === 'connection') {
-        setConnection(data as Connection)
+        state = data as Connection
+        setConnection(state)
+        if (data === 'waiting') setTold(undefined) // what is polled is newer
         if (data === 'live' || data === 'ended') outdate()
         else if (data === 'reconnecting') {
           // A job that was deleted has no stream: reading the job says so.
@@ -159,12 +183,13 @@ export function useLive<P = Progress>(
       } else if (kind === 'progress') setTold({ path: start.path, progress: JSON.parse(data) })
       else {
         outdate()
-        if (TRIAL_KINDS.has(kind) && client.getQueryCache().findAll({ queryKey, predicate: isHeld }).length > 0)
+        if (TRIAL_KINDS.has(kind) && hasHeld())
           setChanges((old) => ({ newTrials: (old?.newTrials ?? 0) + (kind === 'trial' ? 1 : 0) }))
       }
     })
     return () => {
       stop()
+      window.clearInterval(poll)
       window.clearTimeout(timer)
     }
   }, [client, start, name, held])

@@ -25,11 +25,15 @@ export function Choose(props: {
   )
 }
 
+// Buttons in one line fit into a narrow window only if they are few and their names are short.
+const MAX_BUTTONS = 5
+const MAX_LETTERS = 30
+
 /** A choice of one objective, as buttons where there are few; nothing for a single one. */
 export function ChooseObjective(props: { names: readonly string[]; value: string; onChange: (name: string) => void }) {
   const { names, value, onChange } = props
   if (names.length < 2) return null
-  if (names.length < 6)
+  if (names.length <= MAX_BUTTONS && names.join('').length <= MAX_LETTERS)
     return <SegmentedControl aria-label="Objective" size="xs" data={[...names]} value={value} onChange={onChange} />
   return (
     <div className="row">

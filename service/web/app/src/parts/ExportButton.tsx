@@ -1,7 +1,7 @@
 import { Button } from '@mantine/core'
 import { useMutation, useQueryClient } from '@tanstack/react-query'
 import { Link } from '@tanstack/react-router'
-import { api } from '../api/client'
+import { BASE, api } from '../api/client'
 import { useMay } from '../api/rights'
 import type { Export, Study } from '../api/types'
 import { Failure } from './Answer'
@@ -13,6 +13,9 @@ export interface ExportRequest {
   prefer?: Record<string, number>
   dtype?: (typeof DTYPES)[number]
 }
+
+/** Address of an export's files; the links of the server lack a prefix that a proxy has removed. */
+export const downloadOf = (study: Study, { id }: Export) => `${BASE}/v1/studies/${study.id}/exports/${id}/download`
 
 /** Begins an export of a merged model, and says where it is. Nothing where the server would refuse it. */
 export function ExportButton(props: { study: Study; label: string; request: ExportRequest }) {
@@ -45,7 +48,7 @@ function Begun({ study, begun }: { study: Study; begun: Export }) {
     <p>
       {links.download ? `The export of trial ${trial} in ${dtype} is ready` : `Export of trial ${trial} has begun`}:{' '}
       {links.download ? (
-        <a href={links.download} download>
+        <a href={downloadOf(study, begun)} download>
           download
         </a>
       ) : (

@@ -8,6 +8,7 @@ import { State } from './State'
 
 /** The words for the state of a connection. */
 export const CONNECTIONS: Record<Connection, string> = {
+  waiting: 'updated every few seconds',
   connecting: 'connecting',
   live: 'live',
   reconnecting: 'reconnecting: what is shown may be old',

@@ -1,6 +1,6 @@
 // @vitest-environment happy-dom
 import { cleanup, render, screen } from '@testing-library/react'
-import { afterEach, expect, test } from 'vitest'
+import { afterEach, expect, test, vi } from 'vitest'
 import { useKeptFocus } from './useKeptFocus'
 
 afterEach(cleanup)
@@ -43,6 +43,15 @@ test('the button that takes the place of the one with the focus gets it', () => 
     />,
   )
   expect(document.activeElement).toBe(button('Resume'))
+})
+
+test('the page is not scrolled to a button that gets the focus back', () => {
+  const { rerender } = render(<Row buttons={[['Pause', 'pause']]} />)
+  button('Pause').focus()
+  const focus = vi.spyOn(HTMLElement.prototype, 'focus')
+  rerender(<Row buttons={[['Resume', 'pause']]} />)
+  expect(focus.mock.calls).toEqual([[{ preventScroll: true }]])
+  focus.mockRestore()
 })
 
 test('while the request runs all are disabled, and the focus is given afterwards', () => {

@@ -16,7 +16,7 @@ export function useKeptFocus<E extends HTMLElement>() {
     const same = button.isConnected ? button : all.find((each) => each.dataset.place === button.dataset.place)
     // One that is disabled is waited for.
     const next = same ?? all.find((each) => !each.disabled)
-    if (next?.disabled === false) next.focus()
+    if (next?.disabled === false) next.focus({ preventScroll: true })
   })
   const onFocus = ({ target }: FocusEvent<E>) => {
     if (target instanceof HTMLButtonElement) held.current = target

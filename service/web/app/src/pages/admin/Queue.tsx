@@ -8,6 +8,7 @@ import { useSession } from '../../api/session'
 import type { QueueEntry } from '../../api/types'
 import { localTime } from '../../format'
 import { Answer, Failure, Nothing } from '../../parts/Answer'
+import { KeptRow } from '../../parts/KeptRow'
 import { Page } from '../../parts/Page'
 import { State } from '../../parts/State'
 import { type Move, movesOf } from './moves'
@@ -76,6 +77,7 @@ function Waiting({ entries }: { entries: QueueEntry[] }) {
                 movesOf(entries, entry).map((each) => (
                   <Button
                     key={each.verb}
+                    data-place={each.verb}
                     size="compact-xs"
                     variant="default"
                     aria-label={`${each.verb}: ${entry.job!.name}`}
@@ -137,9 +139,7 @@ function Table(props: { label: string; entries: QueueEntry[]; actions?: (entry: 
               )}
               {actions && (
                 <td className="l">
-                  <div className="row" style={{ flexWrap: 'nowrap' }}>
-                    {entry.job && actions(entry)}
-                  </div>
+                  <KeptRow>{entry.job && actions(entry)}</KeptRow>
                 </td>
               )}
             </tr>

@@ -96,52 +96,55 @@ function Members({ team }: { team: Team }) {
       <h3>Members</h3>
       {members.length === 0 && <Nothing>The team has no members.</Nothing>}
       {members.length > 0 && (
-        <table className="data">
-          <thead>
-            <tr>
-              <th scope="col" className="l">
-                user
-              </th>
-              <th scope="col" className="l">
-                role
-              </th>
-              {canChange && <th scope="col">actions</th>}
-            </tr>
-          </thead>
-          <tbody>
-            {members.map(([member, role]) => (
-              <tr key={member}>
-                <th scope="row" className="l">
-                  {member}
+        // oxlint-disable-next-line jsx-a11y/no-noninteractive-tabindex
+        <div className="wide" tabIndex={0} role="region" aria-label={`Members of ${team.name}`}>
+          <table className="data">
+            <thead>
+              <tr>
+                <th scope="col" className="l">
+                  user
                 </th>
-                <td className="l">
-                  {canChange ? (
-                    <Choose
-                      label={`Role of ${member} in ${team.name}`}
-                      options={ROLES}
-                      value={role}
-                      onChange={(chosen) => set.mutate({ member, role: chosen as Role })}
-                    />
-                  ) : (
-                    role
-                  )}
-                </td>
-                {canChange && (
-                  <td>
-                    <Button
-                      size="compact-xs"
-                      variant="default"
-                      aria-label={`Remove ${member} from ${team.name}`}
-                      onClick={() => remove.mutate(member)}
-                    >
-                      Remove
-                    </Button>
-                  </td>
-                )}
+                <th scope="col" className="l">
+                  role
+                </th>
+                {canChange && <th scope="col">actions</th>}
               </tr>
-            ))}
-          </tbody>
-        </table>
+            </thead>
+            <tbody>
+              {members.map(([member, role]) => (
+                <tr key={member}>
+                  <th scope="row" className="l">
+                    {member}
+                  </th>
+                  <td className="l">
+                    {canChange ? (
+                      <Choose
+                        label={`Role of ${member} in ${team.name}`}
+                        options={ROLES}
+                        value={role}
+                        onChange={(chosen) => set.mutate({ member, role: chosen as Role })}
+                      />
+                    ) : (
+                      role
+                    )}
+                  </td>
+                  {canChange && (
+                    <td>
+                      <Button
+                        size="compact-xs"
+                        variant="default"
+                        aria-label={`Remove ${member} from ${team.name}`}
+                        onClick={() => remove.mutate(member)}
+                      >
+                        Remove
+                      </Button>
+                    </td>
+                  )}
+                </tr>
+              ))}
+            </tbody>
+          </table>
+        </div>
       )}
       {canChange && <NewMember team={team.name} onAdd={(member, role) => set.mutate({ member, role })} />}
       {error && <Failure error={error} />}

@@ -8,6 +8,7 @@ import type { User } from '../../api/types'
 import { localTime } from '../../format'
 import { Answer, Failure, Nothing } from '../../parts/Answer'
 import { Fields } from '../../parts/Fields'
+import { KeptRow } from '../../parts/KeptRow'
 import { Page } from '../../parts/Page'
 import { NewToken } from '../account/NewToken'
 
@@ -86,10 +87,11 @@ function Table({ users }: { users: User[] }) {
                 </td>
                 <td title={user.created_at}>{localTime(user.created_at)}</td>
                 <td className="l">
-                  <div className="row" style={{ flexWrap: 'nowrap' }}>
+                  <KeptRow>
                     {actions(user).map(([verb, body]) => (
                       <Button
                         key={verb}
+                        data-place={Object.keys(body)[0]}
                         size="compact-xs"
                         variant="default"
                         aria-label={`${verb}: ${user.name}`}
@@ -101,12 +103,13 @@ function Table({ users }: { users: User[] }) {
                     <Button
                       size="compact-xs"
                       variant="default"
+                      data-place="token"
                       aria-label={`New token: ${user.name}`}
                       onClick={() => setReceiver(user.name)}
                     >
                       New token
                     </Button>
-                  </div>
+                  </KeptRow>
                 </td>
               </tr>
             ))}

@@ -105,7 +105,12 @@ function ValueRow(props: { objective: Objective; trials: [Trial, Trial]; summary
   const { study } = useStudy()
   const hasSamples = trials.every((trial) => (trial.rungs.at(-1)?.samples[name] ?? 0) > 0)
   const chosen = { objective: name, split, against: b.number, limit: 1 }
-  const paired = useInfiniteQuery({ ...samples(study.id, a.number, chosen), enabled: hasSamples })
+  // No difference of other trials under the numbers of these while it is loaded.
+  const paired = useInfiniteQuery({
+    ...samples(study.id, a.number, chosen),
+    enabled: hasSamples,
+    placeholderData: undefined,
+  })
   const difference = paired.data?.pages[0]?.difference
   return (
     <tr>
@@ -223,7 +228,7 @@ function HeatMap({ a, b, series }: { a: number; b: number; series: [Series, Seri
         bottom: 0,
         itemWidth: 12,
         itemHeight: 110,
-        text: [`more in trial ${a}`, `more in trial ${b}`],
+        text: [`trial ${a}`, `trial ${b}`],
         textStyle: { color: p.soft },
         inRange: { color: [...p.diverging] },
       },
@@ -267,6 +272,10 @@ function HeatMap({ a, b, series }: { a: number; b: number; series: [Series, Seri
           ]),
         })}
       />
+      <p className="soft">
+        A place has the colour of the trial whose coefficient is larger: at the ends of the scale, the difference is{' '}
+        {value(most)}.
+      </p>
       {known.length < cells.length && (
         <p className="soft">
           {count(cells.length - known.length)} coefficients that only one of the recipes has are in the table alone.

@@ -9,7 +9,7 @@ import type { Export, Study } from '../../api/types'
 import { bytes, localTime } from '../../format'
 import { Answer, Failure, Nothing } from '../../parts/Answer'
 import { ConfirmButton } from '../../parts/ConfirmButton'
-import { DTYPES, ExportButton, type ExportRequest } from '../../parts/ExportButton'
+import { DTYPES, ExportButton, type ExportRequest, downloadOf } from '../../parts/ExportButton'
 import { State } from '../../parts/State'
 import { useStudy } from './StudyLayout'
 
@@ -79,7 +79,7 @@ function Table({ study, exports }: { study: Study; exports: Export[] }) {
                   </time>
                 </td>
                 <td>
-                  <Model of={each} />
+                  <Model study={study} of={each} />
                 </td>
                 {canUse && (
                   <td>
@@ -103,10 +103,10 @@ function Table({ study, exports }: { study: Study; exports: Export[] }) {
 const nameOf = ({ trial, dtype }: Export) => `the export of trial ${trial} in ${dtype}`
 
 /** The link to an export's files, or why there is none. */
-function Model({ of: each }: { of: Export }) {
+function Model({ study, of: each }: { study: Study; of: Export }) {
   if (each.links.download)
     return (
-      <a href={each.links.download} download aria-label={`Download ${nameOf(each)}`}>
+      <a href={downloadOf(study, each)} download aria-label={`Download ${nameOf(each)}`}>
         Download
       </a>
     )

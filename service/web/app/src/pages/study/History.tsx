@@ -3,57 +3,19 @@ import { useCallback, useMemo, useState } from 'react'
 import type { Columns, FrontSeries, Objective, Study } from '../../api/types'
 import { EChart } from '../../charts/EChart'
 import { type Palette, axis } from '../../charts/palette'
-import { count, interval, ownLabel, value } from '../../format'
+import { count, value } from '../../format'
 import { drawInterval } from '../../charts/intervals'
 import { escaped } from '../../charts/escaped'
 import { ChooseObjective } from '../../parts/Choose'
+import { type Row, rowsOf, text } from './historyRows'
 
 const MEAN = 'mean'
-const BASELINES = ['source', 'published']
 
 /** Objectives whose plain mean says something: values in [0, 1] of which the larger is better. */
 function averaged(objectives: readonly Objective[]): string[] {
   const isShare = ({ direction, range = [0, 1] }: Objective) =>
     direction === 'maximize' && range[0] === 0 && range[1] === 1
   return objectives.filter(isShare).map((each) => each.name)
-}
-
-interface Row {
-  trial: number
-  label: string
-  value: number
-  error: number | null
-  rung: number
-  samples: number
-  isFull: boolean
-  isFeasible: boolean
-  isBaseline: boolean
-  /** 95 % interval of the value of a trial at full budget. */
-  ends: number[] | undefined
-}
-
-function rowsOf(trials: Columns, front: FrontSeries['points'] | undefined, names: readonly string[]): Row[] {
-  const full = new Map(front?.map((point) => [point.trial, point]))
-  const rows: Row[] = []
-  trials.number!.forEach((number, i) => {
-    const values = names.map((name) => trials[`value.${name}`]?.[i] as number | null | undefined)
-    if (values.some((x) => x == null)) return
-    const errors = names.map((name) => (trials[`standard_error.${name}`]?.[i] as number | null) ?? 0)
-    const point = full.get(number as number)
-    rows.push({
-      trial: number as number,
-      label: trials.label![i] as string,
-      value: values.reduce<number>((sum, x) => sum + x!, 0) / names.length,
-      error: Math.sqrt(errors.reduce((sum, x) => sum + x * x, 0)) / names.length,
-      rung: trials.rung![i] as number,
-      samples: trials.samples![i] as number,
-      isFull: point !== undefined,
-      isFeasible: Object.keys(point?.violations ?? {}).length === 0,
-      ends: (names.length === 1 ? point?.intervals[names[0]!] : point?.mean_interval) ?? undefined,
-      isBaseline: BASELINES.includes(trials.origin![i] as string),
-    })
-  })
-  return rows
 }
 
 /**
@@ -190,13 +152,4 @@ export function History(props: { study: Study; trials: Columns; front: FrontSeri
       </p>
     </>
   )
-}
-
-function text(row: Row | undefined, name: string, safe: (text: string) => string = (given) => given): string {
-  if (!row) return ''
-  const own = ownLabel(row.trial, row.label)
-  const label = own && ` (${safe(own)})`
-  const [low, high] = row.ends ?? []
-  const within = low === undefined || high === undefined ? '' : ` (${interval(low, high)})`
-  return `trial ${row.trial}${label}: ${safe(name)} ${value(row.value)} ± ${value(row.error)}${within} on ${count(row.samples)} samples`
 }

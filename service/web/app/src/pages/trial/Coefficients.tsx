@@ -5,7 +5,7 @@ import { EChart } from '../../charts/EChart'
 import { type Palette, usePalette } from '../../charts/palette'
 import { value } from '../../format'
 import { Nothing } from '../../parts/Answer'
-import { lastWord } from '../../recipes'
+import { lastWord, rowOf } from '../../recipes'
 
 type Coefficient = CoefficientsPlot['values'][number]
 
@@ -104,7 +104,7 @@ function Panel({ expert, values, largest }: { expert: string; values: Coefficien
           ...category,
           data: rows,
           inverse: true,
-          axisLabel: { color: p.soft, width: 88, overflow: 'truncate' },
+          axisLabel: { color: p.soft, width: 88, overflow: 'truncate', formatter: lastWord },
         },
         visualMap: { show: false, min: -largest, max: largest, inRange: { color: [...p.diverging] } },
         series: [
@@ -143,8 +143,6 @@ function columnsOf(values: Coefficient[]): string[] {
   const parts = new Set(values.flatMap((each) => (each.layer === null ? [] : [each.part])))
   return [...COMPONENTS.filter((part) => parts.has(part)), ...[...parts].filter((part) => !COMPONENTS.includes(part))]
 }
-
-const rowOf = ({ layer, part }: Coefficient) => (layer === null ? lastWord(part) : `layer ${layer}`)
 
 function say({ expert, layer, part, value: x }: Coefficient): string {
   const where = [layer === null ? '' : `layer ${layer}`, part].filter(Boolean).join(' ')

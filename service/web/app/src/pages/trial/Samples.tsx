@@ -4,6 +4,7 @@ import { useLocalStorage } from '@mantine/hooks'
 import { useInfiniteQuery, useQuery } from '@tanstack/react-query'
 import { Link } from '@tanstack/react-router'
 import { type RefObject, useEffect, useRef, useState } from 'react'
+import { BASE } from '../../api/client'
 import { benchmarks as benchmarksQuery, pareto, study as studyQuery, trial as trialQuery } from '../../api/queries'
 import { KEPT, type Kept, SPLITS, type Split, oneOf, samples as samplesQuery, trialNumber } from '../../api/samples'
 import type { components } from '../../api/schema'
@@ -80,6 +81,10 @@ function Chosen({ trial, objectives }: { trial: Trial; objectives: Objective[] }
   const names = split === 'bench' ? onBenchmarks : objectiveNames(trial, objectives)
   const objective = search.objective ?? names[0]
   const direction = objectives.find(({ name }) => name === objective)?.direction
+  const asked = { objective: search.objective, split, against, only }
+  const shown = useInfiniteQuery(samplesQuery(id, trial.number, { ...asked, limit: PAGE })).data?.pages[0]
+  // Without labels nothing is right or wrong; values may differ.
+  const isJudged = !shown || shown.against === null || shown.counts !== null
   return (
     <>
       <div className="row" role="search" style={{ alignItems: 'end' }}>
@@ -109,13 +114,16 @@ function Chosen({ trial, objectives }: { trial: Trial; objectives: Objective[] }
           <Choose
             label="Only"
             any="all samples"
-            options={KEPT.map((each) => ({ value: each, label: keptWords(each, number, against) }))}
+            options={KEPT.filter((each) => isJudged || each === 'differs' || each === only).map((each) => ({
+              value: each,
+              label: keptWords(each, number, against),
+            }))}
             value={only}
             onChange={(chosen) => change({ only: chosen })}
           />
         )}
       </div>
-      <List trial={trial} objective={search.objective} {...{ split, against, only, direction }} />
+      <List trial={trial} {...asked} direction={direction} />
     </>
   )
 }
@@ -173,7 +181,7 @@ function List(props: {
   return (
     <>
       {query.isError && <Failure error={query.error} isOld retry={() => query.refetch()} />}
-      {first.counts && against !== undefined && <Counts shown={first} direction={direction} />}
+      {(first.counts || first.difference) && <Counts shown={first} direction={direction} />}
       <h2>Answers</h2>
       {missing.map((reason) => (
         <p key={reason} className="soft">
@@ -210,9 +218,7 @@ function List(props: {
           <Row
             key={sample.position}
             sample={sample}
-            trial={trial.number}
-            against={against}
-            isImage={first.has_pictures}
+            of={first} // while others are loaded, the samples before are shown
           />
         ))}
       </ol>
@@ -225,9 +231,9 @@ function List(props: {
   )
 }
 
-function nothing({ counts, split }: Shown, only: Kept | undefined): string {
-  if (only !== undefined && counts && counts.samples > 0) return 'No sample matches.'
-  if (counts) return `No sample of the ${WORDS[split as Split]} was scored for both trials.`
+function nothing({ counts, against, split }: Shown, only: Kept | undefined): string {
+  if (only !== undefined && (counts === null || counts.samples > 0)) return 'No sample matches.'
+  if (against !== null) return `No sample of the ${WORDS[split as Split]} was scored for both trials.`
   return `No sample of the ${WORDS[split as Split]} was scored for this trial.`
 }
 
@@ -266,47 +272,20 @@ function useKeys(actions: Record<string, () => void>) {
   return [isOn, setIsOn] as const
 }
 
-/** How many samples each of the trials has right, and the paired difference of the values. */
+/** How many samples each of the trials has right, if that is known, and the paired difference of the values. */
 function Counts({ shown, direction }: { shown: Shown; direction: Objective['direction'] | undefined }) {
   const { counts, difference, trial, against } = shown
-  const { samples, both_right, a_only, b_only, both_wrong } = counts!
   return (
     <section aria-labelledby="counts">
-      <h2 id="counts">Right and wrong</h2>
-      {/* oxlint-disable-next-line jsx-a11y/no-noninteractive-tabindex */}
-      <div className="wide" tabIndex={0} role="region" aria-label="Numbers of samples that are right">
-        <table className="data" style={{ width: 'auto' }}>
-          <thead>
-            <tr>
-              <td />
-              <th scope="col">trial {against} right</th>
-              <th scope="col">trial {against} wrong</th>
-            </tr>
-          </thead>
-          <tbody>
-            <tr>
-              <th scope="row" className="l">
-                trial {trial} right
-              </th>
-              <td data-testid="both_right">{count(both_right)}</td>
-              <td data-testid="a_only">{count(a_only)}</td>
-            </tr>
-            <tr>
-              <th scope="row" className="l">
-                trial {trial} wrong
-              </th>
-              <td data-testid="b_only">{count(b_only)}</td>
-              <td data-testid="both_wrong">{count(both_wrong)}</td>
-            </tr>
-          </tbody>
-        </table>
-      </div>
+      <h2 id="counts">{counts ? 'Right and wrong' : 'Difference'}</h2>
+      {counts && <RightAndWrong trial={trial} against={against!} counts={counts} />}
       <p>
         {shown.objective}, trial {trial} minus trial {against}:{' '}
         {difference ? <Difference of={difference} /> : 'no difference can be computed'}
         <span className="soft">
           {' '}
-          over {count(samples)} {samples === 1 ? 'sample' : 'samples'} that both have
+          over {counts && `${count(counts.samples)} `}
+          {counts?.samples === 1 ? 'sample' : 'samples'} that both have
           {direction === 'minimize' && '; smaller is better'}
         </span>
       </p>
@@ -314,8 +293,44 @@ function Counts({ shown, direction }: { shown: Shown; direction: Objective['dire
   )
 }
 
-function Row(props: { sample: Sample; trial: number; against: number | undefined; isImage: boolean }) {
-  const { sample, trial, against, isImage } = props
+/** A table of two rows: the numbers of samples by which of the two trials is right. */
+function RightAndWrong(props: { trial: number; against: number; counts: Schemas['SampleCountsDocument'] }) {
+  const { trial, against, counts } = props
+  const { both_right, a_only, b_only, both_wrong } = counts
+  return (
+    // oxlint-disable-next-line jsx-a11y/no-noninteractive-tabindex
+    <div className="wide" tabIndex={0} role="region" aria-label="Numbers of samples that are right">
+      <table className="data" style={{ width: 'auto' }}>
+        <thead>
+          <tr>
+            <td />
+            <th scope="col">trial {against} right</th>
+            <th scope="col">trial {against} wrong</th>
+          </tr>
+        </thead>
+        <tbody>
+          <tr>
+            <th scope="row" className="l">
+              trial {trial} right
+            </th>
+            <td data-testid="both_right">{count(both_right)}</td>
+            <td data-testid="a_only">{count(a_only)}</td>
+          </tr>
+          <tr>
+            <th scope="row" className="l">
+              trial {trial} wrong
+            </th>
+            <td data-testid="b_only">{count(b_only)}</td>
+            <td data-testid="both_wrong">{count(both_wrong)}</td>
+          </tr>
+        </tbody>
+      </table>
+    </div>
+  )
+}
+
+function Row({ sample, of }: { sample: Sample; of: Shown }) {
+  const { trial, against, has_pictures: isImage } = of
   const { position, document: name, prompt, reference, a, b } = sample
   const [left, right] =
     !isImage && b && a.response !== null && b.response !== null
@@ -327,8 +342,8 @@ function Row(props: { sample: Sample; trial: number; against: number | undefined
       <h3>
         Sample {position} <span className="soft">document {name}</span>
       </h3>
-      {isImage ? <Picture of={sample} /> : prompt !== null && <Prompt text={prompt} />}
-      {reference !== null && (
+      {isImage ? <Picture key={sample.picture} of={sample} shown={of} /> : prompt !== null && <Prompt text={prompt} />}
+      {Boolean(reference) && (
         <>
           <div className="soft">{isImage ? 'Class' : 'Reference'}</div>
           <div className="text">{reference}</div>
@@ -343,11 +358,14 @@ function Row(props: { sample: Sample; trial: number; against: number | undefined
 }
 
 /** The stored picture of an image. Its class is said below, so that the text in place of it names the image alone. */
-function Picture({ of: { picture, document: name } }: { of: Sample }) {
+function Picture({ of: { picture, position, document: name }, shown }: { of: Sample; shown: Shown }) {
+  const { id } = samplesRoute.useParams()
   const [isLost, setIsLost] = useState(false)
   if (picture === null) return <Nothing>No picture is stored.</Nothing>
   if (isLost) return <Nothing>The picture cannot be loaded.</Nothing>
-  return <img className="picture" src={picture} alt={`Image ${name}`} loading="lazy" onError={() => setIsLost(true)} />
+  // The link of the server lacks a prefix that a proxy has removed.
+  const at = `${BASE}/v1/studies/${id}/pictures/${shown.split}/${encodeURIComponent(shown.objective)}/${position}`
+  return <img className="picture" src={at} alt={`Image ${name}`} loading="lazy" onError={() => setIsLost(true)} />
 }
 
 /** The likeliest classes for an image, with their probabilities. */
@@ -386,9 +404,11 @@ function Response(props: { trial: number; scored: Schemas['ScoredSampleDocument'
     <div>
       <div>
         <span className="soft">Trial {trial}</span>{' '}
-        <strong className={scored.is_right ? 'right' : 'wrong'}>
-          <span aria-hidden="true">{scored.is_right ? '✓' : '✕'}</span> {scored.is_right ? 'right' : 'wrong'}
-        </strong>{' '}
+        {scored.is_right !== null && (
+          <strong className={scored.is_right ? 'right' : 'wrong'}>
+            <span aria-hidden="true">{scored.is_right ? '✓' : '✕'}</span> {scored.is_right ? 'right' : 'wrong'}
+          </strong>
+        )}{' '}
         <span className="soft">{value(scored.value)}</span>
         {scored.is_truncated && <span className="soft">, the prompt was cut</span>}
       </div>
