@@ -366,7 +366,7 @@ def test_a_text_that_was_left_is_there_again(visitor: Visit, tuned: JobRecord, s
     page.locator('[id="field-name"]').fill("half-written")
     leave()
     page.locator(f'a[href="/finetunes/{tuned.id}"]').click()
-    page.get_by_role("link", name="Clone").click()
+    page.get_by_role("link", name="Clone", exact=True).click()
     expect(page.locator('[id="field-name"]')).to_have_value(tuned.name)
     leave()
     page.get_by_role("link", name="New fine-tuning").click()
