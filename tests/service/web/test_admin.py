@@ -173,8 +173,15 @@ def test_administrators_change_a_team(root: Visit, company: Company) -> None:
     page.get_by_label("Name", exact=True).fill("green")
     page.get_by_role("button", name="Add team").click()
     green = page.get_by_role("region", name="Team green")
-    green.get_by_label("New member of green", exact=True).fill("loner")
+    member = green.get_by_label("New member of green", exact=True)
+    root.expected = ("404",)
+    member.fill("lonr")
     green.get_by_role("button", name="Add member").click()
+    expect(green.get_by_role("alert")).to_contain_text("lonr")
+    expect(member).to_have_value("lonr")  # to be corrected
+    member.fill("loner")
+    green.get_by_role("button", name="Add member").click()
+    expect(member).to_have_value("")
     green.get_by_label("Role of loner in green").select_option("admin")
     expect(green.get_by_label("Role of loner in green")).to_have_value("admin")
     for text in ("3", ""):

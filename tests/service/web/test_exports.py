@@ -116,6 +116,20 @@ def test_weights_export_what_the_server_picks(visitor: Visit, server: ApiServer,
     assert export["trial"] == picked
 
 
+def test_weights_of_0_prefer_no_objective(visitor: Visit, server: ApiServer, http: httpx.Client) -> None:
+    """Weights that are all 0 are sent as equal ones."""
+    study = finished_study(server.store, num_trials=20)
+    names = [each["name"] for each in http.get(f"/v1/studies/{study.id}/pareto").json()["objectives"]]
+    page = visitor.goto(f"/studies/{study.id}/exports")
+    page.get_by_role("combobox", name="Export").select_option(label="the trial that weights pick")
+    for name in names:
+        page.get_by_role("textbox", name=f"Weight of {name}").fill("0")
+    with page.expect_request("**/exports") as sent:
+        page.get_by_role("button", name="Begin").click()
+    assert sent.value.post_data_json == {"prefer": dict.fromkeys(names, 1 / len(names))}
+    expect(page.get_by_text("has begun")).to_be_visible()
+
+
 def test_who_may_not_export_sees_no_form(browser: Browser, tmp_path: Path) -> None:
     """A viewer sees the exports, and neither the form nor `Delete`; before the end of a study nobody has the form."""
     with ApiServer(tmp_path) as server:

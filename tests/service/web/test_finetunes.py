@@ -241,12 +241,145 @@ def test_one_is_cloned(visitor: Visit, tuned: JobRecord, server: ApiServer) -> N
     page.get_by_role("link", name="Clone").click()
     editor = page.get_by_role("textbox", name="Specification")
     expect(editor).to_have_value(re.compile(tuned.document["base"]))
-    assert json.loads(editor.input_value()) == tuned.document
+    assert yaml.safe_load(editor.input_value()) == tuned.document
     page.get_by_role("button", name="Submit").click()
     expect(page.get_by_role("heading", level=1)).to_have_text(tuned.name)
     made = server.store.job(page.url.rsplit("/", 1)[1])
     assert (made.id != tuned.id, made.document) == (True, tuned.document)
     cancel(server, made.id)
+
+
+def test_a_clone_is_edited_in_the_form(visitor: Visit, tuned: JobRecord, server: ApiServer) -> None:
+    """A value that the form adds to a clone is submitted with it."""
+    page = visitor.goto(f"/finetunes/new?from={tuned.id}")
+    page.locator('[id="field-name"]').fill("cloned")
+    math = page.get_by_role("group", name="expert math")
+    math.get_by_text("More options of the data").click()
+    page.locator('[id="field-experts.math.data.pad_token"]').fill("pad")
+    page.get_by_role("button", name="Submit").click()
+    expect(page.get_by_role("heading", level=1)).to_have_text("cloned")
+    made = server.store.job(page.url.rsplit("/", 1)[1])
+    assert made.document["experts"]["math"]["data"]["pad_token"] == "pad"
+    assert made.document["experts"]["text"] == tuned.document["experts"]["text"]
+    cancel(server, made.id)
+
+
+def test_json_is_submitted_as_json(visitor: Visit, tuned: JobRecord, server: ApiServer) -> None:
+    """A specification in JSON is sent as JSON, and with an edit of the form as YAML."""
+    page = visitor.goto("/finetunes/new")
+    editor = page.get_by_role("textbox", name="Specification")
+    for name, kind in (("as-json", "application/json"), ("as-yaml", "application/yaml")):
+        editor.fill(json.dumps({**tuned.document, "name": name}))
+        if kind == "application/yaml":
+            page.get_by_role("button", name="Add an expert").click()
+            page.locator('[id="field-experts.expert3.data.file"]').fill("/data/third.jsonl")
+            page.locator('[id="field-training.steps"]').fill("3")
+        with page.expect_request("**/v1/finetunes") as sent:
+            page.get_by_role("button", name="Submit").click()
+        assert sent.value.headers["content-type"] == kind
+        expect(page.get_by_role("heading", level=1)).to_have_text(name)
+        cancel(server, page.url.rsplit("/", 1)[1])
+        visitor.goto("/finetunes/new")
+
+
+def test_experts_inherit_their_data(visitor: Visit) -> None:
+    """The form of an expert has the kind and the head of the data of all; its own are written where they differ."""
+    page = visitor.goto("/finetunes/new")
+    editor = page.get_by_role("textbox", name="Specification")
+    editor.fill(
+        "name: a\nbase: /models/vit\ndata: {images: /data/all, head: new}\nexperts:\n  pets: {data: {label: pet}}\n"
+    )
+
+    def pets() -> dict[str, Any]:
+        data: dict[str, Any] = yaml.safe_load(editor.input_value())["experts"]["pets"]["data"]
+        return data
+
+    expert = page.get_by_role("group", name="expert pets")
+    kind = expert.get_by_role("combobox", name="kind of data")
+    heads = expert.get_by_role("combobox", name="kind of head")
+    expect(kind).to_have_value("images")
+    expect(heads).to_have_value("new")
+    images = page.locator('[id="field-experts.pets.data.images"]')
+    expect(images).to_have_attribute("placeholder", "default: /data/all")
+    heads.select_option("base")
+    expect(heads).to_have_value("base")
+    assert pets() == {"label": "pet", "head": "base"}
+    kind.select_option("file")
+    page.locator('[id="field-experts.pets.data.file"]').fill("/data/a.jsonl")
+    expect(kind).to_have_value("file")
+    assert pets() == {"images": None, "head": "base", "file": "/data/a.jsonl"}
+    kind.select_option("images")
+    images.fill("/data/pets")
+    assert pets() == {"images": "/data/pets"}
+
+
+def test_several_experts_begin_with_the_data_of_one(visitor: Visit) -> None:
+    """The data of a single expert become those of the first of several, and no other expert has them."""
+    page = visitor.goto("/finetunes/new")
+    editor = page.get_by_role("textbox", name="Specification")
+    editor.fill("name: a\nbase: /models/vit\ndata:\n  images: /data/pets # mine\n  head: new\n")
+    page.get_by_role("button", name="Several experts").click()
+    expert = page.get_by_role("group", name="expert expert1")
+    expect(expert.get_by_role("combobox", name="kind of data")).to_have_value("images")
+    experts = {"expert1": {"data": {"images": "/data/pets", "head": "new"}}}
+    assert yaml.safe_load(editor.input_value()) == {"name": "a", "base": "/models/vit", "experts": experts}
+    assert "# mine" in editor.input_value()
+
+
+def test_a_problem_of_one_expert_is_at_its_own_field(visitor: Visit) -> None:
+    """A refused option that an expert states is not shown at the option of all experts."""
+    visitor.expected = ("422",)
+    page = visitor.goto("/finetunes/new")
+    editor = page.get_by_role("textbox", name="Specification")
+    editor.fill(editor.input_value().replace("steps: 800", "steps: 0"))
+    page.get_by_role("button", name="Submit").click()
+    own = page.locator('[id="field-experts.text.training.steps"]')
+    expect(own).to_have_accessible_description(re.compile("0 is not accepted"))
+    expect(page.locator('[id="field-training.steps"]')).not_to_have_accessible_description(re.compile("0 is not"))
+
+
+def test_a_head_may_begin_with_the_name_of_another(visitor: Visit) -> None:
+    """The field of a head stays while a hub id that begins with base or new is typed."""
+    page = visitor.goto("/finetunes/new")
+    editor = page.get_by_role("textbox", name="Specification")
+    editor.fill("name: a\nbase: /models/vit\ndata: {images: /data/pets}\n")
+    page.get_by_role("combobox", name="kind of head").select_option("other")
+    head = page.locator('[id="field-data.head"]')
+    head.press_sequentially("new/basemodel")
+    head.press("Control+A")
+    page.keyboard.type("base/vit")
+    expect(head).to_have_value("base/vit")
+    head.blur()
+    assert yaml.safe_load(editor.input_value())["data"]["head"] == "base/vit"
+
+
+def test_a_text_that_was_left_is_there_again(visitor: Visit, tuned: JobRecord, server: ApiServer) -> None:
+    """A specification that was left is as it was, until it is submitted; that of another fine-tuning is its own."""
+    page = visitor.goto("/finetunes/new")
+    editor = page.get_by_role("textbox", name="Specification")
+    example = editor.input_value()
+
+    def leave() -> None:
+        page.get_by_role("link", name="Fine-tunings", exact=True).click()
+        expect(page.get_by_role("heading", level=1)).to_have_text("Fine-tunings")
+
+    page.locator('[id="field-name"]').fill("half-written")
+    leave()
+    page.locator(f'a[href="/finetunes/{tuned.id}"]').click()
+    page.get_by_role("link", name="Clone", exact=True).click()
+    expect(page.locator('[id="field-name"]')).to_have_value(tuned.name)
+    leave()
+    page.get_by_role("link", name="New fine-tuning").click()
+    expect(page.locator('[id="field-name"]')).to_have_value("half-written")
+    page.get_by_role("button", name="Submit").click()
+    expect(page.get_by_role("heading", level=1)).to_have_text("half-written")
+    cancel(server, page.url.rsplit("/", 1)[1])
+    leave()
+    page.get_by_role("link", name="New fine-tuning").click()
+    expect(editor).to_have_value(example)
+    page.locator('[id="field-name"]').fill("other")
+    page.get_by_role("button", name="Begin again").click()
+    expect(editor).to_have_value(example)
 
 
 def test_verbs_steer_a_fine_tuning(visitor: Visit, server: ApiServer, http: httpx.Client) -> None:

@@ -136,6 +136,41 @@ def test_tasks_of_images_are_entered_in_the_form(visitor: Visit, http: httpx.Cli
     assert axe_violations(page) == []
 
 
+def test_texts_with_commas_stay_whole(visitor: Visit) -> None:
+    """Templates are entered one in a line; classes with commas are left to the text, and an edit keeps both."""
+    page = visitor.goto("/studies/new")
+    expect(text_of(page)).not_to_have_value("")
+    templates, classes = ["a photo of a {}, a type of pet.", "a {}."], ["cat, tabby", "dog"]
+    task = {"images": "/data/pets", "head": "math", "templates": templates, "classes": classes}
+    objectives = [{"name": "math", "task": task, "metric": "acc"}]
+    text_of(page).fill(yaml.safe_dump({**written(page), "objectives": objectives}))
+    first = page.get_by_role("group", name="objective math", exact=True)
+    first.get_by_text("Classes, templates and keys").click()
+    expect(field(page, "objectives.0.task.classes")).to_have_text("classes: edited in the text")
+    lines = field(page, "objectives.0.task.templates")
+    expect(lines).to_have_value("\n".join(templates))
+    lines.press("Control+End")
+    page.keyboard.type("\none {}, drawn\n")
+    assert written(page)["objectives"][0]["task"] == {**task, "templates": [*templates, "one {}, drawn"]}
+    assert axe_violations(page) == []
+
+
+def test_a_task_may_be_typed_whose_name_is_also_that_of_images(visitor: Visit) -> None:
+    """The field of a task stays while its name is typed, and becomes a choice where the name is one of those."""
+    page = visitor.goto("/studies/new")
+    first = page.get_by_role("group", name="objective math", exact=True)
+    first.get_by_role("combobox", name="source of the task").select_option("name")
+    task = field(page, "objectives.0.task")
+    task.press_sequentially("clip_eurosat_mine")
+    task.press("Tab")
+    assert written(page)["objectives"][0]["task"] == "clip_eurosat_mine"
+    expect(task).to_have_value("clip_eurosat_mine")
+    task.fill("clip_eurosat")
+    task.press("Tab")
+    expect(first.get_by_role("combobox", name="source of the task")).to_have_value("suite")
+    assert written(page)["objectives"][0]["task"] == "clip_eurosat"
+
+
 def test_problems_are_at_their_fields(visitor: Visit) -> None:
     """The server's messages are at the fields, and in a list that leads to the field or to the place in the text."""
     page = visitor.goto("/studies/new")

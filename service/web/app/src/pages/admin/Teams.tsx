@@ -146,23 +146,24 @@ function Members({ team }: { team: Team }) {
           </table>
         </div>
       )}
-      {canChange && <NewMember team={team.name} onAdd={(member, role) => set.mutate({ member, role })} />}
+      {canChange && (
+        <NewMember team={team.name} onAdd={(member, role, onSuccess) => set.mutate({ member, role }, { onSuccess })} />
+      )}
       {error && <Failure error={error} />}
     </div>
   )
 }
 
-function NewMember({ team, onAdd }: { team: string; onAdd: (member: string, role: Role) => void }) {
+function NewMember(props: { team: string; onAdd: (member: string, role: Role, onSuccess: () => void) => void }) {
+  const { team, onAdd } = props
   const [member, setMember] = useState('')
   const [role, setRole] = useState<Role>('member')
   return (
     <Fields
       action="Add member"
       isQuiet
-      onSubmit={() => {
-        onAdd(member, role)
-        setMember('')
-      }}
+      // A name that the server refuses stays, to be corrected; so does one that is being written meanwhile.
+      onSubmit={() => onAdd(member, role, () => setMember((now) => (now === member ? '' : now)))}
     >
       <TextInput
         label={`New member of ${team}`}

@@ -1,17 +1,28 @@
 import { NativeSelect } from '@mantine/core'
+import { useState } from 'react'
 import { Draft, idOf } from '../studies/new/Field'
-import { Add, Group, More, type Part, Problem, Remove, Value, entriesOf, set } from '../studies/new/FormParts'
+import {
+  Add,
+  type Form,
+  Group,
+  More,
+  type Part,
+  Problem,
+  Remove,
+  Value,
+  entriesOf,
+  set,
+} from '../studies/new/FormParts'
 import { ModelField } from '../studies/new/ModelField'
-import { property } from '../studies/new/schema'
-import { type Path, renamed, valueAt } from '../studies/new/yamlText'
+import { type Schema, property } from '../studies/new/schema'
+import { type Path, moved, renamed, valueAt } from '../studies/new/yamlText'
+import { type Kind, inherited, kindOf, withoutInherited } from './fleet'
 
-/** What a fine-tuning reads, by the key of `data` that names it. */
-const KINDS = [
+const CHOICES = [
   { value: 'file', label: 'text, a JSONL file' },
   { value: 'dataset', label: 'text, a data set of the hub or a directory' },
   { value: 'images', label: 'images with labels, a folder or a JSONL file' },
-] as const
-type Kind = (typeof KINDS)[number]['value']
+] as const satisfies { value: Kind; label: string }[]
 
 /** The options of each kind; those of another kind are taken out of the text when the kind changes. */
 const OPTIONS: Record<Kind, { usual: string[]; more: string[] }> = {
@@ -45,7 +56,7 @@ export function FinetuneForm({ form }: Part) {
           <Group title="Data">
             <DataOf form={form} path={['data']} />
           </Group>
-          <Add onClick={() => set(form, ['experts', 'expert1'], { data: { file: '' } })}>Several experts</Add>
+          <Add onClick={() => begin(form)}>Several experts</Add>
         </>
       )}
       <Group title={isFleet ? 'Training of all experts' : 'Training'}>
@@ -59,6 +70,13 @@ export function FinetuneForm({ form }: Part) {
       </p>
     </div>
   )
+}
+
+/** Makes a single expert the first of several, with the data that it had. */
+function begin(form: Form) {
+  const path = ['experts', 'expert1', 'data']
+  if (entriesOf(valueAt(form.content, ['data'])).length === 0) set(form, path, { file: '' })
+  else form.change((text) => moved(text, ['data'], path))
 }
 
 const textAt = (content: unknown, path: Path): string => {
@@ -112,31 +130,30 @@ function Experts({ form }: Part) {
   )
 }
 
-/** The kind of the data at `path`. Specifications that the server returns have the keys of all kinds, as null. */
-function kindOf(content: unknown, path: Path): Kind {
-  const given = (kind: Kind) => valueAt(content, [...path, kind])
-  return (
-    (['images', 'dataset', 'file'] as const).find((kind) => given(kind) !== undefined && given(kind) !== null) ?? 'file'
-  )
+/** The schema of data with what an expert inherits as defaults. */
+function withDefaults(schema: Schema, shared: unknown): Schema {
+  const known = entriesOf(shared).filter(([key]) => schema.properties?.[key] !== undefined)
+  const own = known.map(([key, value]) => [key, { ...schema.properties![key], default: value }] as const)
+  return { ...schema, properties: { ...schema.properties, ...Object.fromEntries(own) } }
 }
 
 /** Training data: where they are, and of images whose head is trained or stays as it is. */
 function DataOf({ form, path }: Part & { path: Path }) {
-  const schema = form.schemas.Data ?? {}
+  const schema = withDefaults(form.schemas.Data ?? {}, inherited(form.content, path))
   const kind = kindOf(form.content, path)
   const { usual, more } = OPTIONS[kind]
   const choose = (chosen: Kind) => {
     const foreign = new Set([...OPTIONS[kind].usual, ...OPTIONS[kind].more, 'head'])
     for (const key of OPTIONS[chosen].more) foreign.delete(key)
-    const kept = entriesOf(valueAt(form.content, path)).filter(([key]) => !foreign.has(key))
-    set(form, path, { ...Object.fromEntries(kept), [chosen]: '' })
+    const kept = entriesOf(valueAt(form.content, path)).filter(([key, value]) => value !== null && !foreign.has(key))
+    set(form, path, { ...Object.fromEntries(kept), ...withoutInherited(form.content, path, chosen), [chosen]: '' })
   }
   return (
     <>
       <Problem form={form} field={path.join('.')} />
       <NativeSelect
         label="kind of data"
-        data={KINDS}
+        data={CHOICES}
         value={kind}
         onChange={(event) => choose(event.currentTarget.value as Kind)}
       />
@@ -156,8 +173,12 @@ function DataOf({ form, path }: Part & { path: Path }) {
 /** Whose head maps features to classes: the base's or another model's, which stays as it is, or a new one. */
 function Head({ form, path }: Part & { path: Path }) {
   const field = path.join('.')
-  const given = textAt(form.content, path)
-  const isOwn = valueAt(form.content, path) !== undefined && given !== 'base' && given !== 'new'
+  const shared = valueAt(inherited(form.content, path.slice(0, -1)), ['head'])
+  const value = valueAt(form.content, path) ?? shared
+  const given = typeof value === 'string' ? value : ''
+  // A name that begins with base or new stays one while it is written.
+  const [isWritten, setWritten] = useState(false)
+  const isOwn = isWritten || ((value ?? null) !== null && given !== 'base' && given !== 'new')
   return (
     <>
       <NativeSelect
@@ -172,7 +193,7 @@ function Head({ form, path }: Part & { path: Path }) {
         error={isOwn ? undefined : form.errorOf(field)}
         onChange={(event) => {
           const chosen = event.currentTarget.value
-          set(form, path, { base: undefined, new: 'new', other: '' }[chosen])
+          set(form, path, { base: shared === undefined ? undefined : 'base', new: 'new', other: '' }[chosen])
         }}
       />
       {isOwn && (
@@ -182,6 +203,8 @@ function Head({ form, path }: Part & { path: Path }) {
           isBase
           value={given}
           error={form.errorOf(field)}
+          onFocus={() => setWritten(true)}
+          onBlur={() => setWritten(false)}
           onChange={(text) => set(form, path, text)}
         />
       )}

@@ -1,7 +1,7 @@
 import { Button, Textarea } from '@mantine/core'
 import { type UseMutationResult, useMutation, useQuery } from '@tanstack/react-query'
 import { useNavigate } from '@tanstack/react-router'
-import { useMemo, useRef, useState } from 'react'
+import { useMemo, useRef } from 'react'
 import { api, Refused } from '../../api/client'
 import { Answer, Failure, Nothing } from '../../parts/Answer'
 import { Page } from '../../parts/Page'
@@ -9,10 +9,12 @@ import { newFinetuneRoute } from '../../router'
 import { useMaySubmit } from '../../api/rights'
 import type { Form } from '../studies/new/FormParts'
 import { ModelsOffered } from '../studies/new/ModelField'
+import { drafts, useDraft } from '../studies/new/drafts'
 import type { Schemas } from '../studies/new/schema'
 import { schemasQuery } from '../studies/new/schemas'
-import { parsed } from '../studies/new/yamlText'
+import { asYaml, isJson, parsed } from '../studies/new/yamlText'
 import { FinetuneForm } from './FinetuneForm'
+import { errorAt } from './fleet'
 
 const EXAMPLE = `name: family
 base: /models/base
@@ -33,13 +35,15 @@ export function NewFinetune() {
     queryFn: async ({ signal }) => {
       const params = { path: { finetune_id: from! } }
       const found = (await api.GET('/v1/finetunes/{finetune_id}/specification', { params, signal })).data!
-      return JSON.stringify(found, null, 2)
+      return asYaml(found)
     },
     enabled: from !== undefined,
     staleTime: Infinity,
   })
   const editor = (key: string, initial: string) => (
-    <Answer of={schemas}>{(found) => <Editor key={key} initial={initial} schemas={found} />}</Answer>
+    <Answer of={schemas}>
+      {(found) => <Editor key={key} name={`fine-tuning ${key}`} initial={initial} schemas={found} />}
+    </Answer>
   )
   return (
     <Page title="New fine-tuning">
@@ -55,9 +59,9 @@ export function NewFinetune() {
 }
 
 /** One document as text and as a form; a problem that a submission has is at its field until the text changes. */
-function Editor({ initial, schemas }: { initial: string; schemas: Schemas }) {
+function Editor({ name, initial, schemas }: { name: string; initial: string; schemas: Schemas }) {
   const navigate = useNavigate()
-  const [text, setText] = useState(initial)
+  const [text, setText] = useDraft(name, initial)
   // The same key as long as the text is the same, so that a repeated request creates nothing twice.
   const sent = useRef({ text: '', key: '' })
   const submit = useMutation({
@@ -65,15 +69,16 @@ function Editor({ initial, schemas }: { initial: string; schemas: Schemas }) {
       if (sent.current.text !== specification) sent.current = { text: specification, key: randomKey() }
       const answer = await api.POST('/v1/finetunes', {
         params: { header: { 'Idempotency-Key': sent.current.key } },
-        headers: {
-          'Content-Type': specification.trimStart().startsWith('{') ? 'application/json' : 'application/yaml',
-        },
+        headers: { 'Content-Type': isJson(specification) ? 'application/json' : 'application/yaml' },
         body: specification as never,
         bodySerializer: (body) => body as unknown as string,
       })
       return answer.data!
     },
-    onSuccess: (made) => navigate({ to: '/finetunes/$id', params: { id: made.id } }),
+    onSuccess: (made) => {
+      drafts.delete(name)
+      navigate({ to: '/finetunes/$id', params: { id: made.id } })
+    },
   })
   const { content, error } = useMemo(() => parsed(text), [text])
   const refused =
@@ -82,10 +87,7 @@ function Editor({ initial, schemas }: { initial: string; schemas: Schemas }) {
     schemas,
     root: schemas.FinetuneSpec ?? {},
     content,
-    // An option of all experts is refused in each of them.
-    errorOf: (field) =>
-      refused?.find((problem) => problem.field === field || problem.field.replace(/^experts\.[^.]+\./, '') === field)
-        ?.message,
+    errorOf: (field) => errorAt(field, refused ?? [], content),
     change: (edit) => setText((before) => edit(before)),
   }
   return (
@@ -101,18 +103,19 @@ function Editor({ initial, schemas }: { initial: string; schemas: Schemas }) {
         )}
       </section>
       <div className="beside">
-        <Text text={text} setText={setText} submit={submit} />
+        <Text initial={initial} text={text} setText={setText} submit={submit} />
       </div>
     </div>
   )
 }
 
 function Text(props: {
+  initial: string
   text: string
   setText: (text: string) => void
   submit: UseMutationResult<{ id: string }, Error, string>
 }) {
-  const { text, setText, submit } = props
+  const { initial, text, setText, submit } = props
   return (
     <form
       onSubmit={(event) => {
@@ -137,6 +140,11 @@ function Text(props: {
         <Button type="submit" disabled={submit.isPending}>
           Submit
         </Button>
+        {text !== initial && (
+          <Button variant="subtle" ml="xs" onClick={() => setText(initial)}>
+            Begin again
+          </Button>
+        )}
       </p>
     </form>
   )

@@ -180,5 +180,7 @@ function chosen(kind: Kind, trial: number, names: string[], weights: Record<stri
   if (kind === 'trial') return { trial }
   const given = names.map((name) => weights[name] ?? 50)
   const total = given.reduce((a, b) => a + b, 0)
-  return { prefer: Object.fromEntries(names.map((name, k) => [name, given[k]! / total])) }
+  // Weights that are all 0 prefer no objective to another, as equal ones do.
+  const shares = given.map((weight) => (total > 0 ? weight / total : 1 / names.length))
+  return { prefer: Object.fromEntries(names.map((name, k) => [name, shares[k]!])) }
 }

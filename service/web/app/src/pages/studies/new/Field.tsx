@@ -1,6 +1,6 @@
-import { NativeSelect, TextInput } from '@mantine/core'
+import { NativeSelect, TextInput, Textarea } from '@mantine/core'
 import { useState } from 'react'
-import { type Schema, entered, inputOf, shown } from './schema'
+import { type Input, type Schema, canShow, entered, inputOf, shown } from './schema'
 
 /** Id of the form's element for a field of the study file, such as search.seed. */
 export const idOf = (field: string) => `field-${field}`
@@ -17,28 +17,26 @@ export function Draft(props: {
   onChange: (text: string) => void
   isLate?: boolean
   isNumber?: boolean
+  isOfLines?: boolean
 }) {
-  const { id, label, description, placeholder, error, value, onChange, isLate, isNumber } = props
+  const { id, label, description, placeholder, error, value, onChange, isLate, isNumber, isOfLines } = props
   const [draft, setDraft] = useState<string>()
   const end = () => {
     if (isLate && draft !== undefined && draft !== value) onChange(draft)
     setDraft(undefined)
   }
-  return (
+  const change = (text: string) => {
+    setDraft(text)
+    if (!isLate) onChange(text)
+  }
+  const same = { id, label, description, placeholder, error, autoComplete: 'off', value: draft ?? value, onBlur: end }
+  return isOfLines ? (
+    <Textarea {...same} autosize minRows={2} maxRows={12} onChange={(event) => change(event.currentTarget.value)} />
+  ) : (
     <TextInput
-      id={id}
-      label={label}
-      description={description}
-      placeholder={placeholder}
-      error={error}
+      {...same}
       inputMode={isNumber ? 'decimal' : undefined}
-      autoComplete="off"
-      value={draft ?? value}
-      onChange={(event) => {
-        setDraft(event.currentTarget.value)
-        if (!isLate) onChange(event.currentTarget.value)
-      }}
-      onBlur={end}
+      onChange={(event) => change(event.currentTarget.value)}
     />
   )
 }
@@ -50,14 +48,16 @@ export function Field(props: {
   schema: Schema
   value: unknown
   error?: string
+  /** Whether each text of a list has a line of its own, rather than all of them one line with commas. */
+  isByLine?: boolean
   onChange: (value: unknown) => void
 }) {
-  const { field, label, schema, value, error, onChange } = props
-  const input = inputOf(schema)
+  const { field, label, schema, value, error, isByLine, onChange } = props
+  const input = byLine(inputOf(schema), isByLine)
   const id = idOf(field)
   const help = schema.description?.replaceAll('\n', ' ')
   const usual = shown(schema.default)
-  if (input === null || (typeof value === 'object' && value !== null && !Array.isArray(value))) {
+  if (input === null || !canShow(input, value)) {
     return value === undefined ? null : <Elsewhere id={id} label={label} error={error} />
   }
   if (input.kind === 'choice' || input.kind === 'flag') {
@@ -85,10 +85,15 @@ export function Field(props: {
       placeholder={usual === '' ? undefined : `default: ${usual}`}
       error={error}
       isNumber={input.kind === 'number'}
-      value={shown(value)}
+      isOfLines={input.kind === 'lines'}
+      value={shown(value, input)}
       onChange={(text) => onChange(entered(input, text))}
     />
   )
+}
+
+function byLine(input: Input | null, isByLine = false): Input | null {
+  return isByLine && input?.kind === 'list' ? { kind: 'lines' } : input
 }
 
 /** A value that the form does not show, such as a reference to another study. */

@@ -22,8 +22,17 @@ export function schemaAt({ schemas }: Form, of: Schema, names: Path): Schema {
   return names.reduce<Schema>((schema, name) => property(schemas, schema, String(name)), of)
 }
 
-/** One value; `of` is the schema of what `path` begins with, and `names` the keys in it. */
-export function Value({ form, path, of, label }: Part & { path: Path; of?: Schema; label?: string }) {
+/**
+ * One value; `of` is the schema of what has its key. A list is entered in a line, or each of its texts in one
+ * (`isByLine`).
+ */
+export function Value({
+  form,
+  path,
+  of,
+  label,
+  isByLine,
+}: Part & { path: Path; of?: Schema; label?: string; isByLine?: boolean }) {
   const field = path.join('.')
   const schema = of === undefined ? schemaAt(form, form.root, path) : schemaAt(form, of, path.slice(-1))
   return (
@@ -33,6 +42,7 @@ export function Value({ form, path, of, label }: Part & { path: Path; of?: Schem
       schema={schema}
       value={valueAt(form.content, path)}
       error={form.errorOf(field)}
+      isByLine={isByLine}
       onChange={(value) => set(form, path, value)}
     />
   )

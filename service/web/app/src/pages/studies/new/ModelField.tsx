@@ -28,6 +28,8 @@ export function ModelField(props: {
   isBase?: boolean
   value: string
   onChange: (text: string) => void
+  onFocus?: () => void
+  onBlur?: () => void
 }) {
   const { isBase, ...own } = props
   const models = useContext(Models).filter(({ is_adapter }) => !isBase || !is_adapter)

@@ -2,7 +2,7 @@ import { Button } from '@mantine/core'
 import { useDebouncedValue } from '@mantine/hooks'
 import { keepPreviousData, useMutation, useQuery, useQueryClient } from '@tanstack/react-query'
 import { useNavigate } from '@tanstack/react-router'
-import { useEffect, useMemo, useRef, useState } from 'react'
+import { useMemo, useRef, useState } from 'react'
 import { api, Refused } from '../../../api/client'
 import { teamsOf } from '../../../api/rights'
 import type { Check, FieldProblem, Session } from '../../../api/types'
@@ -11,6 +11,7 @@ import { Choose } from '../../../parts/Choose'
 import { idOf } from './Field'
 import { ModelsOffered } from './ModelField'
 import { Plan } from './Plan'
+import { drafts, useDraft } from './drafts'
 import type { Form } from './FormParts'
 import { StudyForm } from './StudyForm'
 import { type Editor, TextEditor } from './TextEditor'
@@ -164,19 +165,6 @@ export function StudyEditor(props: { name: string; start: string; schemas: Schem
       </div>
     </div>
   )
-}
-
-// Texts that were left without being submitted, by the name of what they began from; as long as the tab is open.
-const drafts = new Map<string, string>()
-
-/** A text that begins with `start`, or as it was left. */
-function useDraft(name: string, start: string) {
-  const [text, setText] = useState(drafts.get(name) ?? start)
-  useEffect(() => {
-    if (text === start) drafts.delete(name)
-    else drafts.set(name, text)
-  }, [name, text, start])
-  return [text, setText] as const
 }
 
 interface Sent {

@@ -61,6 +61,7 @@ export function TaskOf({ form, path }: Part & { path: Path }) {
           label="task"
           value={typeof task === 'string' ? task : ''}
           error={form.errorOf(field)}
+          isLate // another field takes its place where the name is that of a task of images
           onChange={(text) => set(form, path, text)}
         />
       )}
@@ -96,7 +97,7 @@ function Images({ form, path }: Part & { path: Path }) {
       <Head form={form} path={[...path, 'head']} schema={schema} />
       <More title="Classes, templates and keys">
         {['classes', 'templates', 'image', 'label'].map((key) => (
-          <Value key={key} form={form} path={[...path, key]} of={schema} />
+          <Value key={key} form={form} path={[...path, key]} of={schema} isByLine={key === 'templates'} />
         ))}
       </More>
     </>

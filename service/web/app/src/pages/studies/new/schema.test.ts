@@ -1,5 +1,5 @@
 import { expect, test } from 'vitest'
-import { entered, inputOf, kindsOf, property, resolved, shown } from './schema'
+import { type Input, canShow, entered, inputOf, kindsOf, property, resolved, shown } from './schema'
 
 const SCHEMAS = {
   Space: {
@@ -42,4 +42,23 @@ test('what is entered is read back as it is shown', () => {
   expect(entered({ kind: 'list', isNumbers: true }, shown([30, 90]))).toEqual([30, 90])
   expect(entered({ kind: 'number' }, 'many')).toBe('many')
   expect(entered({ kind: 'text' }, ' ')).toBeUndefined()
+})
+
+test('a value that an input would change is not shown in it', () => {
+  const list: Input = { kind: 'list', isNumbers: false }
+  const lines: Input = { kind: 'lines' }
+  for (const text of ['a {}, a pet', ' a', 'a ', '']) {
+    expect(entered(list, shown(['x', text], list))).not.toEqual(['x', text])
+    expect(canShow(list, ['x', text])).toBe(false)
+  }
+  expect(canShow(list, ['a\nb'])).toBe(false)
+  expect(canShow(list, ['a photo of a {}.', 'b'])).toBe(true)
+  for (const text of ['a {}, a pet', ' a', 'a ']) {
+    expect(canShow(lines, ['x', text])).toBe(true)
+    expect(entered(lines, shown(['x', text], lines))).toEqual(['x', text])
+  }
+  expect(canShow(lines, ['a\nb'])).toBe(false)
+  expect(canShow({ kind: 'text' }, 'Q: {{q}}\nA:')).toBe(false)
+  expect(canShow({ kind: 'text' }, undefined)).toBe(true)
+  expect(canShow({ kind: 'text' }, { a: 1 })).toBe(false)
 })

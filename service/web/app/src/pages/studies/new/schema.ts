@@ -41,6 +41,7 @@ export type Input =
   | { kind: 'number' }
   | { kind: 'text' }
   | { kind: 'list'; isNumbers: boolean }
+  | { kind: 'lines' }
 
 export function inputOf(schema: Schema): Input | null {
   if (schema.enum?.every((each) => typeof each === 'string'))
@@ -65,10 +66,21 @@ export function kindsOf(schemas: Schemas, section: Schema): Map<string, Schema> 
   return found
 }
 
-/** A value as the text of an input. */
-export function shown(value: unknown): string {
+/**
+ * Whether an input leaves a value whole: `entered` would make two texts of one with a comma, and an input of one line
+ * joins lines.
+ */
+export function canShow(input: Input, value: unknown): boolean {
+  if (typeof value === 'string') return !value.includes('\n')
+  if (!Array.isArray(value)) return typeof value !== 'object' || value === null
+  const lost = input.kind === 'lines' ? /\n|^\s*$/ : /[,\n]|^\s|\s$|^$/
+  return value.every((each) => typeof each !== 'object' && !(typeof each === 'string' && lost.test(each)))
+}
+
+/** A value as the text of an input; a list has commas, or lines where its input has them. */
+export function shown(value: unknown, input?: Input): string {
   if (value === undefined || value === null) return ''
-  if (Array.isArray(value)) return value.join(', ')
+  if (Array.isArray(value)) return value.join(input?.kind === 'lines' ? '\n' : ', ')
   return typeof value === 'object' ? JSON.stringify(value) : String(value)
 }
 
@@ -78,6 +90,7 @@ export function entered(input: Input, text: string): unknown {
   if (text.trim() === '') return undefined
   if (input.kind === 'number') return number(text.trim())
   if (input.kind === 'flag') return text === 'true'
+  if (input.kind === 'lines') return text.split('\n').filter((line) => line.trim() !== '')
   if (input.kind !== 'list') return text
   const parts = text.split(',').map((part) => part.trim())
   return parts.filter((part) => part !== '').map((part) => (input.isNumbers ? number(part) : part))

@@ -1,5 +1,5 @@
 import { expect, test } from 'vitest'
-import { asYaml, changed, parsed, pathOf, rangeOf, renamed, valueAt } from './yamlText'
+import { asYaml, changed, isJson, moved, parsed, pathOf, rangeOf, renamed, valueAt } from './yamlText'
 
 const TEXT = `# About this study.
 name: first # a name
@@ -56,4 +56,19 @@ test('text that is no mapping has an error', () => {
 
 test('a document is written with short lists in a line', () => {
   expect(asYaml({ a: [1, 2], b: [{ c: 'x' }], d: [] })).toBe('a: [1, 2]\nb:\n  - c: x\nd: []\n')
+})
+
+test('a value is moved with its comments', () => {
+  const text = 'name: a\ndata:\n  file: /x # mine\n  split: train\n'
+  expect(moved(text, ['data'], ['experts', 'e', 'data'])).toBe(
+    'name: a\nexperts:\n  e:\n    data:\n      file: /x # mine\n      split: train\n',
+  )
+  expect(moved(text, ['absent'], ['b'])).toBe(text)
+})
+
+test('JSON that was edited as YAML is no JSON', () => {
+  const json = JSON.stringify({ a: null, b: 1 }, null, 2)
+  expect(isJson(json)).toBe(true)
+  expect(isJson(changed(json, ['a'], 'text'))).toBe(false)
+  expect(isJson('a: 1')).toBe(false)
 })

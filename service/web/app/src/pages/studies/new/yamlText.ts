@@ -54,6 +54,17 @@ export function changed(text: string, path: Path, value: unknown): string {
   return written(document, text)
 }
 
+/** The text with the value at `from` at another path; comments in the value stay. */
+export function moved(text: string, from: Path, to: Path): string {
+  const { document } = parsed(text)
+  const node = document.getIn(from, true)
+  if (node === undefined) return text
+  document.deleteIn(from)
+  prepare(document, to.slice(0, -1))
+  document.setIn(to, node)
+  return written(document, text)
+}
+
 /** The text with another key for an entry of the mapping at `path`. */
 export function renamed(text: string, path: Path, from: string, to: string): string {
   const { document } = parsed(text)
@@ -80,6 +91,16 @@ export function asYaml(content: unknown): string {
   const document = parseDocument(stringify(content, { lineWidth: 0, aliasDuplicateObjects: false }))
   flowLists(document.contents)
   return document.toString({ lineWidth: 0, flowCollectionPadding: false })
+}
+
+/** Whether a text is JSON; YAML may begin with a brace too. */
+export function isJson(text: string): boolean {
+  try {
+    JSON.parse(text)
+    return true
+  } catch {
+    return false
+  }
 }
 
 /** A field of a server's message, such as objectives.0.name, as a path. */
