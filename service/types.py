@@ -196,8 +196,8 @@ class RungRecord:
     """Values of a trial at one finished rung; a rung is a number of samples at which trials are compared.
 
     `rung` is the rung's index from 0. `num_samples` has the number of the rung's samples, `values` has their mean, and
-    `standard_errors` has the standard error of the mean, each by objective. The standard error is None for a single
-    sample.
+    `standard_errors` has the standard error of the mean, each keyed by objective. The standard error is None for a
+    single sample.
     """
 
     rung: int
@@ -269,7 +269,7 @@ class TrialResult:
     - `rungs`: the trial's values at each rung that it has finished, in order.
     - `samples_scored`: the number of samples of search data that were scored for this trial.
     - `samples_reused`: the number of samples known from lower rungs or from trials with an equal recipe.
-    - `timings_s`: the seconds that parts of scoring took, by name.
+    - `timings_s`: the seconds that parts of scoring took, keyed by name.
     - `values`: the objectives' values at full budget; empty if the trial did not reach the full budget.
     - `standard_errors`: the standard errors of `values`; None if an error is not known.
     """
@@ -311,8 +311,8 @@ class TrialRecord(TrialResult):
     def after_chunk(self, timings_s: Mapping[str, float], num_scored: int | None) -> Self:
         """Copy of this trial, updated for one more stored chunk (a group of samples that was scored in one request).
 
-        The chunk's `timings_s` (seconds by name) and its number of newly scored samples are added. `num_scored` is None
-        for holdout data and benchmarks, whose samples are not counted.
+        The chunk's `timings_s` (seconds, keyed by name) and its number of newly scored samples are added. `num_scored`
+        is None for holdout data and benchmarks, whose samples are not counted.
         """
         timings = {name: self.timings_s.get(name, 0.0) + seconds for name, seconds in timings_s.items()}
         found = replace(self, timings_s={**self.timings_s, **timings})
@@ -470,7 +470,7 @@ class Demand:
 
 @dataclass(frozen=True)
 class TeamRecord:
-    """A stored team, with the role of each of its members by the member's name, its weight and its quotas."""
+    """A stored team, with the role of each of its members, keyed by the member's name, its weight and its quotas."""
 
     name: str
     created_at: float

@@ -330,7 +330,7 @@ class CanaryReport:
 class ScoreResult:
     """Scored samples of one request, with the engine's report about its weights (evidence) and with timings.
 
-    `timings_s` has seconds by name:
+    `timings_s` has seconds, keyed by name:
 
     - "wait": waiting until the replica had finished its earlier requests
     - "materialise": computing the merge
@@ -424,11 +424,11 @@ class GradientResult:
       makes losses comparable (`evaluation.references`)
     - `num_samples`: the size of the minibatch
     - `seconds`: the time of the computation
-    - `by_source`: the derivatives with respect to coefficients of single sources (`lambda` or `weight`), by tensor and
-      alias of the source
-    - `shared`: the derivatives with respect to coefficients that all sources of a merge share, by tensor and name of
-      the coefficient
-    - `layer_scales`: the derivatives with respect to the scales of layers, by layer, if they were requested
+    - `by_source`: the derivatives with respect to coefficients of single sources (`lambda` or `weight`), keyed by
+      tensor and alias of the source
+    - `shared`: the derivatives with respect to coefficients that all sources of a merge share, keyed by tensor and name
+      of the coefficient
+    - `layer_scales`: the derivatives with respect to the scales of layers, keyed by layer, if they were requested
 
     Tensors of merges without such coefficients are not listed.
     """

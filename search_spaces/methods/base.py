@@ -194,8 +194,8 @@ class MergeMethod:
     ) -> Iterator[str]:
         """Error messages about the number of sources, the coefficients and the seed of a merge by this method.
 
-        A merge by this method has `num_sources` sources, the values `coefficients` by name, and the `seed` of its
-        random masks, or None. Missing coefficients are not reported.
+        A merge by this method has `num_sources` sources, the values `coefficients`, keyed by name, and the `seed` of
+        its random masks, or None. Missing coefficients are not reported.
         """
         if not self.min_sources <= num_sources <= (self.max_sources or num_sources):
             accepted = self.min_sources if self.max_sources else f"at least {self.min_sources}"

@@ -113,8 +113,9 @@ class SpaceDescription:
     """The description of a search space in reports, with the parts of the model that have separate coefficients.
 
     - `layer_groups`: groups of adjacent layers, which cover the layers in order
-    - `component_groups`: the parts of a layer that have separate coefficients, by name. The value lists the components
-      (attention, MLP, norms) in this part. If the part is a piece of one component, the value has this component.
+    - `component_groups`: the parts of a layer that have separate coefficients, keyed by name. The value lists the
+      components (attention, MLP, norms) in this part. If the part is a piece of one component, the value has this
+      component.
     - `text`: a description of the searched parameters, in words
     """
 
@@ -185,7 +186,7 @@ class AlignedSpace(LayeredSpace, Protocol):
 
     @property
     def pool(self) -> Mapping[str, Recipe]:
-        """Recipes of the models that provide layers for paths, by the models' names.
+        """Recipes of the models that provide layers for paths, keyed by the models' names.
 
         A path is the sequence of the layers of a merge. The property `pairs`, which lists pairs of layers, uses the
         same names.
@@ -261,7 +262,7 @@ class Coefficients(Protocol):
 
     @property
     def layer_scales(self) -> Mapping[int, str]:
-        """Name of the parameter that scales the residual stream after a layer, by the layer's index.
+        """Name of the parameter that scales the residual stream after a layer, keyed by the layer's index.
 
         The scale is `LayerRecipe.scale`. Layers whose scale is not searched are missing.
         """

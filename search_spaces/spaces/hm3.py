@@ -331,7 +331,7 @@ class Hm3Space:
 
     @cached_property
     def _names(self) -> dict[str, tuple[str, int | None]]:
-        """Models that provide layers for layer paths (sequences of layers that make a new model), by name.
+        """Models that provide layers for layer paths (sequences of layers that make a new model), keyed by name.
 
         A model of the study has its alias (name in the study file) as the key, and (alias, None) as the value. Layers
         may also come from models that are merged from the experts, one for each preference vector (weights of the
@@ -346,7 +346,7 @@ class Hm3Space:
 
     @cached_property
     def _digests(self) -> dict[str, str]:
-        """Recipe digest of each model that provides layers for layer paths, by the model's name in `pool`.
+        """Recipe digest of each model that provides layers for layer paths, keyed by the model's name in `pool`.
 
         A layer path is the sequence of layers of a new model. Some of the models are merged from the experts, each with
         the weights of one preference vector (weights of the objectives). Two models whose recipes are equal have the
@@ -384,7 +384,7 @@ class Hm3Space:
         return self._wholes[key]
 
     def _steps(self, number: int) -> dict[LayerRecipe, int]:
-        """Step number of every possible layer of a path, by the layer's recipe.
+        """Step number of every possible layer of a path, keyed by the layer's recipe.
 
         A path is a sequence of step numbers; each number stands for one layer of one model. One of the models may be
         merged from the experts, with weights by a preference vector; `number` is the index of this vector. A layer that

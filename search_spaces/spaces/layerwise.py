@@ -262,7 +262,7 @@ class LayerwiseSpace:
 
     @property
     def layer_scales(self) -> Mapping[int, str]:
-        """Name of the parameter that scales the residual stream after a layer, by the layer's number.
+        """Name of the parameter that scales the residual stream after a layer, keyed by the layer's number.
 
         The last layer has no scale. Without the option `layer_scales` the mapping is empty.
         """
@@ -273,7 +273,8 @@ class LayerwiseSpace:
 
         All tensors of a part share their coefficients. The option `granularity` decides whether a part is a tensor, a
         component of a layer, a layer, or a layer group; the embedding and the head are separate parts. `place` is the
-        layer and component of the tensor, and `group_of` has the name of each layer's group, by the layer's number.
+        layer and component of the tensor, and `group_of` has the name of each layer's group, keyed by the layer's
+        number.
         """
         if self._granularity == "tensor":
             return name

@@ -102,12 +102,12 @@ class Models(Section):
 
     @property
     def trained(self) -> dict[str, FromFinetune]:
-        """References to experts that fine-tunings have trained, by the name of the expert in this study."""
+        """References to experts that fine-tunings have trained, keyed by the name of the expert in this study."""
         return {alias: e.from_finetune for alias, e in self.experts.items() if isinstance(e, Trained)}
 
     @property
     def named(self) -> dict[str, str]:
-        """Experts that are given as directories or hub ids, by name.
+        """Experts that are given as directories or hub ids, keyed by name.
 
         Experts that are results of other jobs are missing until `service.studies.chains` has replaced them by
         directories. Afterwards all experts are included.

@@ -230,10 +230,10 @@ def choose(entries: Sequence[Entry], teams: Mapping[str | None, TeamState], *, p
 def estimated_starts(choice: Choice, ends: Mapping[str, float | None]) -> dict[str, float]:
     """Estimate when waiting jobs will get a place (the right to run), in seconds since the epoch.
 
-    `choice` has the waiting jobs in the order of the queue. `ends` has the expected end of each running job, by the
-    job's id; None if the end is not known. The first job that waits for a place gets the place that becomes free first,
-    and so on. The running times of waiting jobs are not known. Therefore a waiting job has an estimate only if it will
-    get the place of a running job with a known end; the result leaves the other waiting jobs out.
+    `choice` has the waiting jobs in the order of the queue. `ends` has the expected end of each running job, keyed by
+    the job's id; None if the end is not known. The first job that waits for a place gets the place that becomes free
+    first, and so on. The running times of waiting jobs are not known. Therefore a waiting job has an estimate only if
+    it will get the place of a running job with a known end; the result leaves the other waiting jobs out.
     """
     free_at = sorted(end for job, end in ends.items() if end is not None and job not in choice.yielding)
     for_place = [job for job, waiting in choice.waiting.items() if waiting.reason is Reason.PLACE]
@@ -347,7 +347,7 @@ def _victim(held: Iterable[Entry], yielding: Mapping[str, Yielding], *, priority
 
     Args:
         held: The jobs that hold places.
-        yielding: Jobs that must give up their places already, by id; they are not chosen again.
+        yielding: Jobs that must give up their places already, keyed by id; they are not chosen again.
         priority: Priority of the waiting job.
         now: The present time in seconds since the epoch.
 

@@ -100,7 +100,7 @@ Accept: TypeAlias = Callable[[Mapping[str, Any], RequestContext], Accepted]
 class View:
     """Fields and links that a kind of job adds to the JSON document of a job, as the server sends it to clients.
 
-    `fields` are further fields of the document, by name. `links` are further links, as URL paths by name.
+    `fields` are further fields of the document, keyed by name. `links` are further links, as URL paths, keyed by name.
     """
 
     fields: Mapping[str, Any] = field(default_factory=dict)

@@ -166,7 +166,7 @@ def add_to_optuna(
     Args:
         columns: Columns of the trials.
         name: Name of the new study in the storage.
-        directions: "minimize" or "maximize", by objective.
+        directions: "minimize" or "maximize", keyed by objective.
         storage: URL of an Optuna storage in a database, such as `sqlite:///trials.db`.
         rungs: Rungs as in the documents of trials, by trial number.
 

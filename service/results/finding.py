@@ -94,8 +94,8 @@ def rival_tests(
         rows: Values on the holdout data by trial number and objective; all trials have the same samples.
         documents: Identifier of the documents on which each objective was scored. If two identifiers are equal, samples
             at the same position are of the same document.
-        bounds: Lowest and highest value that a sample can have, by objective; objectives without known bounds are left
-            out.
+        bounds: Lowest and highest value that a sample can have, keyed by objective; objectives without known bounds are
+            left out.
 
     Returns:
         One test for each kind of baseline that was scored; none if no finalist was proposed by the search.

@@ -224,7 +224,7 @@ def _are_equal(samples: Samples, others: Samples) -> bool:
 def sample_bounds(objectives: Sequence[Objective], samples: Collection[Samples]) -> dict[str, tuple[float, float]]:
     """Find the lowest and highest possible sample value of each objective, for confidence intervals.
 
-    `samples` has the sample values of each trial, by objective. There are three cases:
+    `samples` has the sample values of each trial, keyed by objective. There are three cases:
 
     - All values of the objective are in its range: the bounds are this range.
     - A value is outside the range, and every trial has several values: the true bounds are not known, and the objective
@@ -308,8 +308,8 @@ def _with_mean(
 def _between(by_split: Mapping[Split, Mapping[str, Estimate]]) -> dict[str, Estimate]:
     """Estimate, for each objective, the value on search data minus the value on holdout data.
 
-    `by_split` has the estimates on both kinds of data, by objective. The two estimates of an objective are independent,
-    because they are of different samples.
+    `by_split` has the estimates on both kinds of data, keyed by objective. The two estimates of an objective are
+    independent, because they are of different samples.
     """
     search, holdout = by_split[Split.SEARCH], by_split[Split.HOLDOUT]
     return {name: independent_difference(search[name], holdout[name]) for name in search}

@@ -249,7 +249,7 @@ class RunReader:
 def held_out_estimates(
     store: Store, study_id: str, trial: int, *, trials: Sequence[TrialResult], objectives: Sequence[Objective]
 ) -> dict[str, Estimate] | None:
-    """Read the estimates of trial number `trial` on holdout data, by objective.
+    """Read the estimates of trial number `trial` on holdout data, keyed by objective.
 
     `study_id` is the id of the study in `store`. `trials` and `objectives` are all trials and all objectives of this
     study. Returns None if the trial was not scored on holdout data.
@@ -265,10 +265,10 @@ def held_out_differences(
 ) -> dict[int, Mapping[str, Estimate]]:
     """Read the held-out samples of a study, and compute the differences of its trials from the trial `reference`.
 
-    The differences are paired, sample by sample, by objective and as "mean" of the accuracy objectives. The result has
-    the differences of each trial that was scored on held-out data, by the trial's number. The result is empty if the
-    trial `reference` was not scored on held-out data. `study_id` is the id of the study in `store`; `trials` and
-    `objectives` are all trials and all objectives of this study.
+    The differences are paired, sample by sample, keyed by objective and as "mean" of the accuracy objectives. The
+    result has the differences of each trial that was scored on held-out data, keyed by the trial's number. The result
+    is empty if the trial `reference` was not scored on held-out data. `study_id` is the id of the study in `store`;
+    `trials` and `objectives` are all trials and all objectives of this study.
     """
     file = Study.model_validate(store.job(study_id).document)
     compared = compared_with(finalists(trials, objectives), trials)

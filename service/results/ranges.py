@@ -50,7 +50,7 @@ def out_of_range(
         trial: Number of the trial.
         objectives: Objectives with their ranges.
         split: Data that were scored: search, holdout or benchmark data.
-        values: Values by objective and sample position (index in the order in which samples are scored).
+        values: Values, keyed by objective and sample position (index in the order in which samples are scored).
 
     Returns:
         One warning for each objective that was found, about the objective's first sample outside the range.

@@ -73,8 +73,8 @@ class SearchFigures:
         start: Trained policies of another study with which the searcher's own policies were initialised.
         warm_start: Results of an earlier study that the searcher knew from its first proposal on.
         steps: Number of steps (gradients and policy updates) that were computed for the searcher's proposals.
-        charges: Samples that steps have used of the study's limit, by the number of the trial for whose proposal the
-            steps were computed.
+        charges: Samples that steps have used of the study's limit, keyed by the number of the trial for whose proposal
+            the steps were computed.
     """
 
     algorithm: str | None = None

@@ -80,7 +80,7 @@ def stopped_trials(
 
     Args:
         chosen: Trials to compare.
-        rivals: Trial to compare with, by the number of the trial; trials without a rival have no comparisons.
+        rivals: Trial to compare with, keyed by the number of the trial; trials without a rival have no comparisons.
         objectives: Objectives of the study.
         documents: Identifier of the documents on which each objective was scored.
         read: Returns the values of search samples by recipe digest and objective, in the order of their positions. A

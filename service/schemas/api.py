@@ -914,7 +914,7 @@ class QueuedJobDocument(TypedDict):
 
 
 class QueueEntryDocument(TypedDict):
-    """Entry of the queue. If the sender may not read the job, the entry does not describe the job."""
+    """Entry of the queue. If the user who asks may not read the job, the entry does not describe the job."""
 
     position: Annotated[int | None, Field(description="From 1, in the order in which jobs start; null: it runs.")]
     job: Annotated[QueuedJobDocument | None, Field(description="Null: a job that you may not read.")]

@@ -259,14 +259,14 @@ class AccountStore:
         return after
 
     def limits(self) -> dict[str, TeamLimits]:
-        """Read the weight and the quotas of each team, by the name of the team."""
+        """Read the weight and the quotas of each team, keyed by the name of the team."""
         with self._reads.connect() as connection:
             return {row["name"]: _limits(row) for row in connection.execute(sa.select(schema.teams)).mappings()}
 
     def set_limits(self, team: str, changes: Mapping[str, Any], *, actor: Actor) -> TeamRecord:
         """Change the weight and quotas of a team, and return the team.
 
-        `changes` has the new values by their names in `TeamLimits`; None lifts a quota. `actor` is who makes the
+        `changes` has the new values, keyed by their names in `TeamLimits`; None lifts a quota. `actor` is who makes the
         change, for the audit log. Raises NotFound if there is no such team.
         """
         with transaction(self._engine) as connection:

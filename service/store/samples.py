@@ -276,7 +276,7 @@ def _samples_of(
 
 
 def num_tokens(connection: sa.Connection, study: str, split: Split) -> dict[str, int]:
-    """Number of tokens that a study's merges generated, by the digest of the merge's recipe.
+    """Number of tokens that a study's merges generated, keyed by the digest of the merge's recipe.
 
     `split` is the data for which tokens are counted: the search data, the holdout data or the benchmarks. Recipes with
     a scored sample whose tokens are not stored are left out.

@@ -297,9 +297,9 @@ class Store:
             idempotency_key: Text by which a repeated request is recognized; None always stores a new job.
             request_digest: Hash of the request; callers compare it with the hash of a later request that has the same
                 key.
-            keeps: The digests of artifacts (such as trained models) of other jobs that this job uses, by the name that
-                they get in this job. The artifacts become artifacts of this job too, so that their files stay when the
-                other jobs are deleted.
+            keeps: The digests of artifacts (such as trained models) of other jobs that this job uses, keyed by the name
+                that they get in this job. The artifacts become artifacts of this job too, so that their files stay when
+                the other jobs are deleted.
             owner: Name of the user who creates the job; None if the server has no accounts.
             team: Name of the team that the job belongs to; None for no team.
             sharing: Who may read the job besides its owner and administrators.
@@ -773,7 +773,7 @@ class Store:
         return self.job(study.id), True
 
     def evaluation_requests(self, study_id: str) -> tuple[EvaluationRequest, ...]:
-        """Read users' requests to evaluate merges of a study on all samples of the search, in the order of sending."""
+        """Read users' requests to evaluate merges of a study on all samples of the search, the oldest request first."""
         with self._reads.connect() as connection:
             return tuple(EvaluationRequest(**row) for row in connection.execute(_requests_of(study_id)).mappings())
 
@@ -1111,7 +1111,7 @@ class Store:
         return dict(found)
 
     def num_tokens(self, study_id: str, split: Split) -> dict[str, int]:
-        """Number of tokens that a study's merges generated, by the digest of the merge's recipe.
+        """Number of tokens that a study's merges generated, keyed by the digest of the merge's recipe.
 
         `split` is the data for which tokens are counted: the search data, the holdout data or the benchmarks. Recipes
         with a scored sample whose tokens are not stored are left out.
@@ -1503,7 +1503,7 @@ def _has_removed_responses(connection: sa.Connection, job_id: str) -> bool:
 
 
 def _requests_of(study_id: str) -> sa.Select[Any]:
-    """Query for the requests for evaluations of a study, in the order of sending."""
+    """Query that selects users' requests to evaluate merges of a study, ordered by number, the oldest first."""
     table = schema.evaluation_requests.c
     columns = (table.number, table.trial, table.added, table.label, table.recipe, table.configuration)
     return sa.select(*columns).where(table.study == study_id).order_by(table.number)
@@ -1536,10 +1536,11 @@ def _readable(reader: Account | None) -> sa.ColumnElement[bool]:
 
 
 def _keep_artifact(connection: sa.Connection, job_id: str, name: str, digest: str) -> None:
-    """Let the job `job_id` share an artifact (a trained model or other files) that another job may have stored.
+    """Give the job `job_id` an artifact, usually a trained model, that is stored already.
 
-    `digest` identifies the artifact's files, and `name` is the name that the artifact gets in the job `job_id`. The
-    other job cannot be deleted until the transaction ends. Raises Conflict if no job has the artifact.
+    `digest` identifies the artifact's files. They are stored by the job that made them, which is usually another job;
+    this job cannot be deleted until the transaction ends. `name` is the name that the artifact gets in the job
+    `job_id`. Raises Conflict if no job has the artifact.
     """
     table = schema.artifacts
     query = sa.select(table.c.num_bytes).where(table.c.digest == digest).limit(1).with_for_update(read=True)

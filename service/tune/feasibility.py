@@ -23,7 +23,7 @@ class Feasibility:
     """The constraints of a study, and by how much each trial violates them at each rung.
 
     A rung is a number of samples at which trials are compared. `objectives` have the constraints. `trials` has all
-    trials by number; the caller updates it while the search runs.
+    trials, keyed by number; the caller updates it while the search runs.
     """
 
     def __init__(self, objectives: Sequence[Objective], trials: Mapping[int, TrialRecord]) -> None:
@@ -37,8 +37,8 @@ class Feasibility:
         """Record objective values of trial `number` at rungs where it was not evaluated itself.
 
         A rung is a number of samples at which trials are compared. Baselines are evaluated only at the last rung; their
-        values on the fewer samples of a lower rung are recorded here. `values` has the objective values by the index of
-        the rung.
+        values on the fewer samples of a lower rung are recorded here. `values` has the objective values, keyed by the
+        index of the rung.
         """
         self._at_looks[number] = dict(values)
 
@@ -88,7 +88,7 @@ class Feasibility:
 
     @cached_property
     def _references(self) -> dict[Constraint, int]:
-        """Trial number of the source model to which each relative constraint refers, by constraint.
+        """Trial number of the source model to which each relative constraint refers, keyed by constraint.
 
         A constraint is relative if it bounds an objective relative to the value of a named source model, or of the best
         expert (the expert with the best value of the objective). Constraints whose bound is a number are left out. All

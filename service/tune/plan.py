@@ -97,9 +97,9 @@ class Plan:
 
     A rung is a number of samples at which trials are compared; a bracket is a ladder of rungs, as in Hyperband.
 
-    - `rung_samples`: for each rung, the number of samples to score by objective
-    - `holdout_samples`: the number of holdout samples by objective
-    - `tasks`, `holdout_tasks`: the tasks of search and holdout data by objective
+    - `rung_samples`: for each rung, the number of samples to score, keyed by objective
+    - `holdout_samples`: the number of holdout samples, keyed by objective
+    - `tasks`, `holdout_tasks`: the tasks of search and holdout data, keyed by objective
     - `benchmarks`: the benchmarks, scored whole after the search
     - `cycle`: the brackets that the scheduler repeats
     - `eta`: the reduction factor of successive halving; about 1/eta of a rung's trials are promoted

@@ -57,8 +57,8 @@ class Shard:
 def plan_shards(shapes: Mapping[str, tuple[int, ...]], itemsize: int, max_bytes: int) -> list[Shard]:
     """Distribute tensors, in order, over safetensors files with at most `max_bytes` of tensors.
 
-    `shapes` has the shape of each tensor by name. `itemsize` is the number of bytes of an element. A tensor larger than
-    `max_bytes` is the only one in its file.
+    `shapes` has the shape of each tensor, keyed by name. `itemsize` is the number of bytes of an element. A tensor
+    larger than `max_bytes` is the only one in its file.
     """
     parts: list[dict[str, tuple[int, ...]]] = [{}]
     sizes = [0]

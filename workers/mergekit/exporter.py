@@ -358,7 +358,7 @@ def _models(recipe: Recipe) -> tuple[str, ...]:
 
 
 def _layers(merges: Mapping[str, Merge], index: int, models: tuple[str, ...]) -> dict[str, int]:
-    """The source layer of each model for the merged layer with the index `index`, by the model's alias.
+    """The source layer of each model for the merged layer with the index `index`, keyed by the model's alias.
 
     `merges` are the merges of the merged layer. A model of `models` that no merge uses gets an arbitrary layer, because
     a slice must name a layer of every model. Raises Inexpressible if several layers of one model are used.

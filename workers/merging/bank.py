@@ -190,7 +190,7 @@ class Bank:
         return self._checkpoints[alias]
 
     def views(self, models: Mapping[str, str]) -> dict[str, Checkpoint]:
-        """Look up the models of a recipe in this bank (source weights), by the recipe's aliases.
+        """Look up the models of a recipe in this bank (source weights), keyed by the recipe's aliases.
 
         `models` maps the recipe's aliases to content fingerprints; models that the bank does not have are left out of
         the result. In the result, the rows of each model's embedding and output head are converted to the vocabulary of

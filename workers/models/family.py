@@ -285,7 +285,7 @@ class ResolvedFamily:
 class LocatedFamily:
     """The places where a base model and its experts were found, before the models are opened.
 
-    All fields are by alias; the first alias of `given` is the base's alias.
+    All fields are keyed by alias; the first alias of `given` is the base's alias.
 
     - `given`: the directory or hub id by which the caller named each model
     - `directories`: the directory of each model that was found
@@ -315,8 +315,8 @@ class LocatedFamily:
 
         `tokenizer` and `vocabulary` select the vocabulary of merges. With `any_depth` the models may have different
         numbers of layers. `cache` is the directory of the cache, or None for the default directory. `names` has the
-        names by which messages call models that are not experts, by alias. Raises InvalidModel with every problem of
-        every model.
+        names by which messages call models that are not experts, keyed by alias. Raises InvalidModel with every problem
+        of every model.
         """
         base_alias, *experts = self.given
         names = {alias: f"expert {alias!r}" for alias in experts} | dict(names or {})
@@ -363,7 +363,7 @@ class LocatedFamily:
         )
 
     def _open(self, alias: str, opened: Mapping[str, Checkpoint]) -> Checkpoint | None:
-        """Open the model `alias`; `opened` has the models opened before, by alias.
+        """Open the model `alias`; `opened` has the models opened before, keyed by alias.
 
         Returns None if the model is an adapter of the base and the base could not be opened. Raises InvalidModel if the
         model was not found or has problems.
@@ -396,9 +396,9 @@ def locate_family(
 ) -> LocatedFamily:
     """Find the directories of a base model and its experts, which are given as directories or hub ids.
 
-    `experts` are by alias, and `base_alias` is the alias of the base. An adapter may change another model than the
-    base; `adapted` then names that model, by the adapter's alias. Models that are not found are listed in `problems` of
-    the result.
+    An expert is a whole model or an adapter, a set of small matrices that change another model. `experts` maps aliases
+    to experts, and `base_alias` is the alias of the base. An adapter changes the base unless `adapted` maps the
+    adapter's alias to another model. Models that are not found are listed in `problems` of the result.
     """
     directories: dict[str, Path] = {}
     wholes: dict[str, Path] = {}
@@ -433,10 +433,10 @@ def resolve_family(
     further options of this vocabulary, as in a recipe. Only configurations, headers and tokenizers are read; for hub
     models, these files are downloaded. Weights are neither read nor downloaded.
 
-    An adapter may change another model than the base; `adapted` then names that model, by the adapter's alias. With
-    `any_depth` the models may have different numbers of layers, and recipes must name layers that exist. `cache` is the
-    directory of the cache, or None for the default directory. `names` has, by alias, the names that messages use for
-    models that are not experts. Raises InvalidModel with every problem of every model.
+    An adapter changes the base unless `adapted` maps the adapter's alias to another model. With `any_depth` the models
+    may have different numbers of layers, and recipes must name layers that exist. `cache` is the directory of the
+    cache, or None for the default directory. `names` maps the aliases of models that are not experts to the names that
+    messages use for them. Raises InvalidModel with every problem of every model.
     """
     if not experts:
         raise InvalidModel(("models.experts: there are none; name at least one model fine-tuned from the base",))

@@ -149,7 +149,7 @@ def _restore(artifacts: ArtifactStore, directory: Path, names: Iterable[str]) ->
 
 
 def stored_alignments(store: Store, study_id: str) -> dict[LayerPair, str]:
-    """Names of the alignments that the study `study_id` has learned, by pair of layers; empty without alignments.
+    """Names of the alignments that the study `study_id` has learned, keyed by pair of layers; empty without alignments.
 
     An alignment is a map: it converts the residual stream after a pair's first layer to the residual stream that its
     second layer expects.
@@ -508,7 +508,7 @@ class _Snapshots:
 
 
 def values_ci95(trial: TrialResult, objectives: Sequence[Objective]) -> dict[str, tuple[float, float]]:
-    """95 % intervals of a trial's values at its highest rung, by objective; exact values have no interval."""
+    """95 % intervals of a trial's values at its highest rung, keyed by objective; exact values have no interval."""
     last = trial.rungs[-1]
     found = {}
     for objective in objectives:

@@ -48,7 +48,7 @@ class CheckedPlan:
 
     - `step_samples`: the number of samples that gradients count as, plus the samples of the trials that refine
       the front; 0 if the study has neither
-    - `rungs`: for each rung (number of samples at which trials are compared), the samples by objective
+    - `rungs`: for each rung (number of samples at which trials are compared), the samples, keyed by objective
     - `trials`: the numbers of baselines ("extras") and of proposed trials ("search")
     - `max_samples`: the limit of samples of the search; None if the study has no limit
     - `samples_used`: the samples that earlier runs have used and that count towards the limit

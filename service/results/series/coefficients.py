@@ -91,7 +91,7 @@ def _of_recipe(recipe: Recipe, experts: list[str]) -> Iterator[Coefficient]:
 
 
 def _coefficients(merge: Merge) -> Mapping[str, float] | None:
-    """Coefficient of each model in a merge, by alias: its weight times its lambda (the factor on task vectors).
+    """Coefficient of each model in a merge, keyed by alias: its weight times its lambda (the factor on task vectors).
 
     A weight or lambda that the merge does not have counts as 1. In a merge that is one unchanged model, the model has
     the coefficient 1. Returns None if a merge of several models has neither weights nor lambdas.

@@ -37,8 +37,8 @@ class DirectionsPlot:
     """Directions and scales of the merges that were scored on all samples.
 
     The direction of a merge is every expert's share of the sum of task vectors, and its scale is the factor of this
-    sum. `points` has the merges, and `experts` has the aliases of the experts. The plot is empty unless the study's
-    search space is `m3`, which gives each expert one share for the whole model.
+    sum. `points` contains the merges, and `experts` contains the aliases of the experts. The plot is empty unless the
+    study's search space is `m3`, which gives each expert one share for the whole model.
     """
 
     plot: Literal["directions"]
@@ -55,7 +55,12 @@ class DirectionsPlot:
 
 @chart(place=13)
 def directions(run: RunRecord) -> DirectionsPlot:
-    """Experts' shares and scale of the task vectors, for all merges and the best by method and by expert order."""
+    """Experts' shares and scale of the task vectors, for each merge in the space `m3` that was scored on all samples.
+
+    `best` has the best proposal and the best published recipe of each merge method. If the study searches the order of
+    the experts in a p-series (the expert at rank k has a share proportional to k^-p), `best_of_orders` has the best
+    proposal with each order.
+    """
     experts = list(run.study.document.get("models", {}).get("experts", ()))
     if not has_directions(run.study):
         return DirectionsPlot("directions", experts, (), (), ())

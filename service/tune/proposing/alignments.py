@@ -50,7 +50,7 @@ def alignments_in(
     An alignment is a map from the residual stream after the pair's first layer to the stream before its second layer.
     Layer paths (sequences of layers of several models) need an alignment where one model's layer follows another
     model's layer. `inputs` has the models and the texts from which alignments are learned. `before` has the names of
-    the alignments that the study already has, by pair. An alignment of `before` is used again if its file is in
+    the alignments that the study already has, keyed by pair. An alignment of `before` is used again if its file is in
     `directory`; all other alignments are learned. `note` is called with messages about the progress.
 
     Raises StudyFailed if an alignment of `before` was lost, and the alignment that is learned in its place is
@@ -109,7 +109,7 @@ def learn_alignments(
 
 
 def _start_tasks(inputs: AlignmentInputs, pairs: Sequence[LayerPair]) -> dict[LayerPair, Any]:
-    """Start the Ray tasks that learn the alignments of `pairs`, and return references to their results by pair.
+    """Start the Ray tasks that learn the alignments of `pairs`, and return references to their results, keyed by pair.
 
     An alignment is a map from the residual stream after the pair's first layer to the stream before its second layer.
     `inputs` has the models and the texts. One task for each model reads activations (`_read`). After that, one task for

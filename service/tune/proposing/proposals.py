@@ -140,9 +140,10 @@ class Observations:
     def of(self, proposal: Proposal, trials: Mapping[int, TrialRecord]) -> tuple[Observation, ...]:
         """The observations that a searcher may use for a proposal: the visible results, and the failed trials.
 
-        `proposal.visible` and `proposal.failed` list these results and trials. `trials` are the study's trials by
-        number. Trials whose recipe has no configuration in the search space are left out. Every call returns the same
-        `Observation` object for the same result, so that each observation is sent to the searcher's process only once.
+        `proposal.visible` and `proposal.failed` list these results and trials. `trials` are the study's trials, keyed
+        by number. Trials whose recipe has no configuration in the search space are left out. Every call returns the
+        same `Observation` object for the same result, so that each observation is sent to the searcher's process only
+        once.
         """
         for seen in proposal.visible:
             if seen not in self._built:

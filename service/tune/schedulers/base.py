@@ -30,7 +30,7 @@ __all__ = ["Decision", "Entry", "Proposal", "Rung", "RungTable"]
 
 @dataclass
 class Entry:
-    """A trial as the scheduler sees it: its bracket, its next rung, its costs by rung, and whether it has ended.
+    """A trial as the scheduler sees it: its bracket, its next rung, its costs, keyed by rung, and whether it has ended.
 
     A rung is a number of samples at which trials are compared; a bracket is a ladder of rungs. `bracket` is None for a
     trial that is evaluated only at the last rung, such as a baseline. `is_finished` is True once the trial is complete,
@@ -246,7 +246,7 @@ class RungTable(ABC):
         """Record the costs of trial `number` at rungs (numbers of samples) where it was not evaluated itself.
 
         Baselines are such trials: they are evaluated only at the last rung, whose samples include the samples of the
-        lower rungs. `costs` has the costs by the index of the lower rung, one cost for each objective.
+        lower rungs. `costs` has the costs, keyed by the index of the lower rung, one cost for each objective.
         """
         self._at_looks[number] = dict(costs)
 

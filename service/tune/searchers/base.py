@@ -37,7 +37,7 @@ _MAX_DRAWS = 64
 class Observation:
     """The result of a trial at one rung (a number of samples at which trials are compared), as searchers receive it.
 
-    - `configuration`: the trial's point in the search space, by parameter.
+    - `configuration`: the trial's point in the search space, keyed by parameter.
     - `fidelity`: the rung's share of all samples of the search, in (0, 1]. A failed trial has the fidelity of the last
       rung.
     - `costs`: one cost per objective, smaller is better. None if the trial failed.
@@ -134,8 +134,8 @@ class ProposalContext:
     - `steps`: the results of all computations, such as gradients, that the searcher has requested in this study, in
       order
     - `setting`: further facts about the study
-    - `checkpoints`: for a searcher that trains policies, the checkpoints of the last two iterations of each policy, by
-      iteration
+    - `checkpoints`: for a searcher that trains policies, the checkpoints of the last two iterations of each policy,
+      keyed by iteration
     """
 
     parameters: Parameters

@@ -220,7 +220,7 @@ class HeldWeights:
     ) -> tuple[set[str], float]:
         """Compute the merged tensors with the names `changed`, and write them into the model's parameters.
 
-        - `parameters`: the model's parameters by name
+        - `parameters`: the model's parameters, keyed by name
         - `plan`: the list of all tensors of the merge, each with the sources from which it is computed
         - `bank`: the source weights
         - `into`: a function (name, shape) that returns memory for computing a tensor
@@ -304,9 +304,9 @@ def _repack(
     """Pack weights again: replace the packed copies in modules whose parameters have changed.
 
     Packed copies are the weights in the layout that vLLM's CPU kernels compute with. `packed` has the modules with
-    packed copies, by name, and `changed` has the changed parameters. `comparable` has the names of the modules whose
-    packed copy can be compared with the weights. Returns the names of those modules in `comparable` whose new packed
-    copy differs from the weights.
+    packed copies, keyed by name, and `changed` has the changed parameters. `comparable` has the names of the modules
+    whose packed copy can be compared with the weights. Returns the names of those modules in `comparable` whose new
+    packed copy differs from the weights.
     """
     ids = set(map(id, changed))
     stale = []

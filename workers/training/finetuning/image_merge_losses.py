@@ -33,8 +33,8 @@ class ImageMergeLosses:
     Raises InvalidModel if a model cannot be used, and InvalidTask if a task cannot be used or has a single image.
 
     - `base`: the directory of the base model
-    - `directories`: the directory of each expert, by alias
-    - `tasks`: the tasks of each expert, by alias
+    - `directories`: the directory of each expert, keyed by alias
+    - `tasks`: the tasks of each expert, keyed by alias
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class ImageMergeLosses:
         return min(samples, count // 2)
 
     def _measured(self, merge: Merge, *, is_reported: bool) -> dict[str, tuple[float, float]]:
-        """Mean loss and accuracy of a merge on each merged expert's tasks, by the expert's alias."""
+        """Mean loss and accuracy of a merge on each merged expert's tasks, keyed by the expert's alias."""
         recipe = Recipe.uniform(
             merge,
             models=self._fingerprints,

@@ -196,9 +196,9 @@ def recomputes(spec: FinetuneSpec, base: Checkpoint, capacity: int, *, is_bfloat
 
 
 def _of_layers(sizes: Mapping[str, int]) -> dict[int, int]:
-    """Number of elements in each decoder layer, by the layer's index.
+    """Number of elements in each decoder layer, keyed by the layer's index.
 
-    `sizes` has the number of elements of each tensor, by the tensor's name.
+    `sizes` has the number of elements of each tensor, keyed by the tensor's name.
     """
     found: dict[int, int] = {}
     for name, size in sizes.items():

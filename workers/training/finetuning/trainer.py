@@ -194,7 +194,7 @@ def _recomputes(spec: FinetuneSpec, base: Path, ranks: _Ranks) -> bool:
 def _weights(
     spec: FinetuneSpec, model: TrainedModel, directory: Path | None
 ) -> AbstractContextManager[dict[str, torch.Tensor] | None]:
-    """Context manager that yields the trained expert's weights by name, for writing them to its checkpoint.
+    """Context manager that yields the trained expert's weights, keyed by name, for writing them to its checkpoint.
 
     The result is None if each rank holds the whole model, because the weights are then in the model. If the model is
     sharded, the weights are gathered from all ranks into files below `directory`, which exist while the context is

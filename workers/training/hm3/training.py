@@ -68,7 +68,7 @@ class PolicyTrainingOptions:
 
 @dataclass(frozen=True)
 class _Played:
-    """The episodes of one iteration, by number, and the policy that built them.
+    """The episodes of one iteration, keyed by number, and the policy that built them.
 
     `by` is the checkpoint of this policy, or None for the policy with which the search began.
     """
@@ -84,8 +84,8 @@ class PolicyTraining:
     - `options`, `seed`: the options of the training, and the seed of all random numbers
     - `preferences`: the preference vectors, at least one; each has the weights of the objectives
     - `descriptors`: statistics of the layers' weights, or None
-    - `saved`: the checkpoints that were saved after iterations of this search, by iteration. Only the checkpoints of
-      the last two iterations of each policy are needed.
+    - `saved`: the checkpoints that were saved after iterations of this search, keyed by iteration. Only the checkpoints
+      of the last two iterations of each policy are needed.
     - `start`: the checkpoint that each policy begins with, or empty for new policies
 
     Raises ValueError if `start` has another number of checkpoints than there are policies.

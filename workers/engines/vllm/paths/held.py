@@ -230,7 +230,7 @@ class _Between:
 
     - `factors`: the factors of each layer
     - `before`: for each layer, the digest of the alignment before it, or None for no alignment
-    - `alignments`: the alignments by digest
+    - `alignments`: the alignments, keyed by digest
     """
 
     factors: Sequence[BranchFactors]
@@ -255,7 +255,7 @@ class _Aligned:
         self.digests: dict[str, str] = {}  # of the values in memory
 
     def read(self, before: Sequence[str | None], bank: Bank) -> dict[str, Alignment]:
-        """Return the alignments (maps of the residual stream) that the layers of a merge need, by digest.
+        """Return the alignments (maps of the residual stream) that the layers of a merge need, keyed by digest.
 
         `bank` has the path of the directory with the alignments' files. `before` has, for each layer, the digest of the
         alignment before it, or None. Alignments that are not cached are read from files. Raises InvalidRecipe if a file
