@@ -636,8 +636,8 @@ class JobRecord:
     - `edited_after`: value of `attempt` at the last edit that a driver must read; a driver of this attempt has the
       document from before the edit. None if there was no such edit.
     - `first_name`: name of the job when it was created, if it was renamed. Its Ray Jobs keep this name.
-    - `yields_after`: value of `attempt` when the driver was asked to make room for another job, or because the quota of
-      its team is used up. None if no driver was asked.
+    - `yields_after`: value of `attempt` when the driver was asked to end because of a preemption (another job takes the
+      place, or the quota of the team is used up). None if no driver was asked.
     - `moved_before`: id of the job before which an administrator moved this job while it waits, or "" for the front of
       the queue; None if the job was not moved. `moved_at` is the time of the move.
     - `traceparent`: place in its trace of the request that created the job, as in the header of this name; None if the
@@ -870,8 +870,8 @@ class Comparison:
     - `values`: the estimate of each objective
     - `mean`: the mean over the accuracy objectives (values in [0, 1], larger is better); None without accuracy
       objectives
-    - `differences`: by objective, the trial's value minus the value of the reference, paired by sample; "mean" has the
-      difference of the means; empty without a reference
+    - `differences`: for each objective, the trial's value minus the value of the reference, paired by sample. The key
+      "mean" has the difference of the means. Empty without a reference.
     """
 
     label: str

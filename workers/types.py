@@ -344,7 +344,7 @@ class ScoreResult:
 
     @property
     def values(self) -> dict[str, dict[int, float]]:
-        """The value of the metric on each sample, by objective and then by the sample's position."""
+        """The value of the metric on each sample, keyed first by objective and then by the sample's position."""
         found: dict[str, dict[int, float]] = {}
         for sample in self.samples:
             found.setdefault(sample.objective, {})[sample.position] = sample.value

@@ -57,10 +57,10 @@ class SearchedModels:
     Models are named by their aliases.
 
     - `fingerprints`: the content fingerprints of `base` and `experts`
-    - `tensors`: the merged model's tensors, by name and in the order in which they are merged: embedding, layer by
-      layer, head. An output head that is tied to the embedding is not included.
-    - `tied`: the name of the embedding by the name of the output head, if the head is tied to the embedding although
-      the base's files store a tensor of the head; otherwise empty
+    - `tensors`: the merged model's tensors, keyed by name, in the order in which they are merged: embedding, layers in
+      ascending order, head. An output head that is tied to the embedding is not included.
+    - `tied`: maps the name of the output head to the name of the embedding, if the head is tied to the embedding
+      although the base's files store a tensor of the head; otherwise empty
     - `tokenizer`: the tokenizer of every recipe
     - `max_layers`: the largest number of layers that a merge may have, or None if the study states no limit
     - `preferences`: the study's preference vectors: weights by objective, at least 0, that sum to one. A study without

@@ -387,8 +387,8 @@ class Hm3Space:
         """Step number of every possible layer of a path, keyed by the layer's recipe.
 
         A path is a sequence of step numbers; each number stands for one layer of one model. One of the models may be
-        merged from the experts, with weights by a preference vector; `number` is the index of this vector. A layer that
-        several models have has the step number in the first of these models.
+        merged from the experts, with weights by a preference vector; `number` is the index of this vector. If several
+        models contain the same layer, its step number is the number of the layer in the first of these models.
         """
         paths = self.paths
         found: dict[LayerRecipe, int] = {}

@@ -97,7 +97,7 @@ class Models(Section):
 
     @property
     def chained(self) -> dict[str, FromStudy]:
-        """The references to merges of other studies, for the experts that are such merges, by the expert's name."""
+        """The experts that are merges of other studies: a mapping from the expert's name to the reference."""
         return {alias: e.from_study for alias, e in self.experts.items() if isinstance(e, Chained)}
 
     @property

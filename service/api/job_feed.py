@@ -83,7 +83,7 @@ class JobFeed:
     async def watch(
         self, *, after: int | None, renewal: Callable[[], Awaitable[Principal | None]]
     ) -> AsyncGenerator[bytes, None]:
-        """Yield events and progress of all jobs that the sender may read, as encoded server-sent events, without end.
+        """Yield events and progress of all jobs that the user may read, as encoded server-sent events, without end.
 
         The stream begins with the first event whose id is above `after`. If `after` is None, only new events are
         yielded. `renewal` returns the sender with its present rights; the stream ends when `renewal` returns None.

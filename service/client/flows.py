@@ -544,7 +544,7 @@ def serve(
 
     Raises:
         RequestRefused: The study has no such trial (status 404), its team serves too many studies (409), or the sender
-            may not export models of the study (403).
+            of the request may not export models of the study (403).
 
     Examples:
         >>> served = client.serve("5f0c...", 12)

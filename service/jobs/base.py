@@ -53,7 +53,8 @@ class RequestContext:
     - `files`: the location of the server's artifacts, a directory or the URL of an object store; None is a directory in
       `data_dir`
     - `machines`: the cluster's machines that can run engines; empty if none are known
-    - `reader`: the rights of the sender, with which the job may refer to other jobs; None is every right
+    - `reader`: the rights of the user who sent the request, with which the job may refer to other jobs; None is every
+      right
     - `lift_limits`: function that removes the checking process's limits of memory and processor time. Checks call it
       before they read weights or write merges of other studies
     """
@@ -173,7 +174,7 @@ class JobKind:
     - `document_noun`: word for the document that users submit, such as "study file".
     - `document_link`: last part of the route of the submitted document: `/v1/studies/{study_id}/study`.
     - `schema_name`: name of the JSON Schema of the submitted document.
-    - `schemas`: returns, by name, the JSON Schema of the submitted document and the schemas that it refers to. Its
+    - `schemas`: returns the JSON Schema of the submitted document and the schemas that it refers to, keyed by name. Its
       argument is the template of references, as in pydantic.
     - `example`: a submitted document, shown in the API's documentation.
     - `is_document`: whether a parsed document describes a job of this kind, for clients that know only the file.

@@ -207,8 +207,9 @@ def merge_file(
 
     Args:
         file: A recipe, or a mergekit configuration.
-        directories: Directories of models, by alias in a recipe or by name in a mergekit configuration. Other names in
-            a mergekit configuration are directories, relative to the file or to the current directory, or hub ids.
+        directories: Directories of models, keyed by the alias (for a recipe) or by the name (for a mergekit
+            configuration). Other names in a mergekit configuration are directories, relative to the file or to the
+            current directory, or hub ids.
         out: Directory for the merged model.
         dtype: Dtype of the merged model; None uses the dtype that the file states.
         strict: Treat warnings about keys of the file that have no effect as errors.

@@ -37,7 +37,7 @@ def place_of(name: str, directories: Mapping[str, Path], file: Path, warn: Calla
     - `name` as a hub id
 
     `warn` is called if `name` has a revision ("model@revision") that has no effect. Raises InvalidRecipe if `name` is
-    none of these.
+    neither an entry of `directories`, nor such a URL, directory or hub id.
     """
     if name in directories:
         return directories[name]
@@ -181,8 +181,8 @@ def chat_template_of(choice: str | None, file: Path, sources: ResolvedFamily | N
     - a file, relative to the folder of `file` or to the current directory
     - the template itself
 
-    Raises InvalidRecipe if `choice` is none of these. If the key is absent, `choice` is None, and the result is None:
-    no template is selected.
+    Raises InvalidRecipe for any other value of `choice`. If the key is absent, `choice` is None, and the result is
+    None: no template is selected.
     """
     if choice is None or "{" in choice or "\n" in choice:
         return choice

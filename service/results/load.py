@@ -265,10 +265,11 @@ def held_out_differences(
 ) -> dict[int, Mapping[str, Estimate]]:
     """Read the held-out samples of a study, and compute the differences of its trials from the trial `reference`.
 
-    The differences are paired, sample by sample, keyed by objective and as "mean" of the accuracy objectives. The
-    result has the differences of each trial that was scored on held-out data, keyed by the trial's number. The result
-    is empty if the trial `reference` was not scored on held-out data. `study_id` is the id of the study in `store`;
-    `trials` and `objectives` are all trials and all objectives of this study.
+    The differences are paired, sample by sample. There is a difference for each objective, and a difference "mean" for
+    the mean of the accuracy objectives. The result has the differences of each trial that was scored on held-out data,
+    keyed by the trial's number. The result is empty if the trial `reference` was not scored on held-out data.
+    `study_id` is the id of the study in `store`; `trials` and `objectives` are all trials and all objectives of this
+    study.
     """
     file = Study.model_validate(store.job(study_id).document)
     compared = compared_with(finalists(trials, objectives), trials)
@@ -399,7 +400,7 @@ def _results(trial: TrialResult) -> dict[str, Any]:
 
 
 def data_of(specs: Iterable[ScoredTask]) -> dict[str, str]:
-    """Identifiers of the documents on which objectives or benchmarks are scored, by their names in the study file.
+    """Identifiers of the documents on which objectives or benchmarks are scored, keyed by name.
 
     `specs` are the objectives or benchmarks in the study file. An identifier contains the task and its split (the part
     of the task's data). Two objectives or benchmarks with equal identifiers are scored on the same documents.

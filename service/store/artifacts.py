@@ -144,7 +144,7 @@ class ArtifactStore:
             return tuple(ArtifactRecord(**row) for row in rows.mappings())
 
     def files(self, record: ArtifactRecord) -> dict[str, StoredFile]:
-        """Return the files of an artifact (a directory of files that a job made), by their paths in the directory.
+        """Return the files of an artifact (a directory of files that a job made), keyed by their path in the directory.
 
         Raises:
             Conflict: A file is missing, or the artifact's manifest (the stored list of its files) has changed.

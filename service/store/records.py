@@ -121,7 +121,7 @@ class EvidenceRecord:
 
 @dataclass(frozen=True)
 class ChunkWork:
-    """Work of a replica on one chunk of samples: the seconds of its phases by name, and when its results were stored.
+    """Work of a replica on one chunk of samples: the seconds of each phase, and when its results were stored.
 
     `finished_at` is in seconds since the epoch.
     """

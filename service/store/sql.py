@@ -780,9 +780,9 @@ class Store:
     def settle(self, job_id: str) -> None:
         """Set the state of a job whose driver has ended on request: PAUSED after a pause, STOPPED for a preemption.
 
-        A driver is a process that works on a job. A preemption is a request that a running job waits again, because
-        another job must run first or a quota is used up. The job is not changed if it has ended, is PAUSED, or was
-        asked neither to pause nor to make room.
+        A driver is a process that works on a job. In a preemption, a running job gives its place up and waits again,
+        because another job must run first or a quota is used up. The job is not changed if it has ended, is PAUSED, or
+        was asked neither to pause nor to give its place up.
         """
         table, paused, stopped = schema.studies, JobState.PAUSED.value, JobState.STOPPED.value
         of_job = (table.c.id == job_id) & table.c.state.not_in([*FINISHED, paused])

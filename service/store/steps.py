@@ -168,7 +168,7 @@ StepRequest: TypeAlias = ChargedRequest | CompletionsRequest | NoteRequest | Upd
 
 @dataclass(frozen=True, kw_only=True)
 class LossesResult:
-    """Mean losses, by objective, of the merge that a searcher's request named.
+    """Mean loss on each objective's samples, for the merge that a searcher's request named.
 
     `failure` is the reason why there are no losses; None if there are losses. `recipe` is the digest of the merge's
     recipe, which says how the sources are merged. `bank` is the fingerprint of the weights of the source models.
@@ -196,9 +196,9 @@ class GradientResult(LossesResult):
 class CompletionsResult:
     """Samples that source models answered correctly; the correct answers later serve as reference answers for losses.
 
-    `completions` has, by objective, a pair for each of these samples. The first number is the sample's position in the
-    order in which the objective's samples are scored. The second number is the number of the source model's trial. The
-    pairs are sorted by position.
+    `completions` maps the name of each objective to one pair for each correctly answered sample. The first number is
+    the sample's position in the order in which the objective's samples are scored. The second number is the number of
+    the source model's trial. The pairs are sorted by position.
     """
 
     completions: Mapping[str, tuple[tuple[int, int], ...]]

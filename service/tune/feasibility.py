@@ -66,8 +66,8 @@ class Feasibility:
     def violation(self, number: int, rung: int) -> float:
         """Total violation of constraints by trial `number` at a rung; 0 if all constraints hold.
 
-        A rung is a number of samples at which trials are compared. The trial must have a result at the rung, which is
-        given by its index.
+        A rung is a number of samples at which trials are compared; `rung` is its index. The trial must have a result at
+        the rung.
         """
         if not any(objective.constraints for objective in self._objectives):
             return 0.0

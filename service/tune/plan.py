@@ -73,7 +73,7 @@ class RefinementPlan:
     A layer path is the sequence of source models' layers of which a merge consists.
 
     - `options`: the section `search.refinement` of the study file
-    - `num_samples`: by objective, the number of samples from which gradients are computed
+    - `num_samples`: maps the name of each objective to the number of samples from which gradients are computed
     - `vectors`: the study's preference vectors, each with the weights in the order of `num_samples`
     """
 
@@ -167,7 +167,7 @@ class Plan:
         return max(PROPOSALS_AHEAD, self.max_staleness // 2)
 
     def recipe_values(self, recipe: Recipe | StoredRecipe) -> dict[str, float]:
-        """The values, by objective, of objectives that count the recipe's layers or parameters and need no samples."""
+        """The value of each objective that counts the recipe's layers or parameters, and therefore needs no samples."""
         size, costs = self.size, {o.name: cost for o in self.objectives if (cost := o.cost_of_recipe) is not None}
         if not costs or size is None:
             return {}

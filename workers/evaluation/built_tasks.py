@@ -231,7 +231,7 @@ def documents_of(task: BuiltTask, settings: PromptSettings) -> tuple[tuple[Docum
 
 
 def documents_here(task: BuiltTask, settings: PromptSettings) -> tuple[tuple[Document, ...], ...]:
-    """The documents of a task whose lm-eval objects exist in this process, with their requests, by subtask.
+    """The documents of a task whose lm-eval objects exist in this process, with their requests, grouped by subtask.
 
     `settings` are the settings with which prompts are built.
     """

@@ -52,7 +52,7 @@ class Inexpressible(ValueError):
 class _Slice:
     """Adjacent merged layers with equal settings, which become one slice of the mergekit file.
 
-    - `models`: the models that the slice lists, by their aliases in the recipe
+    - `models`: the aliases, in the recipe, of the models that the slice lists
     - `layers`: the first layer of each model
     - `length`: the number of layers of the slice
     - `settings`: the values of each parameter. A key is a pair: the model for which the parameter is set ("" for all
@@ -172,10 +172,11 @@ def configuration_text(document: Mapping[str, Any], sources: ResolvedFamily, *, 
 
 
 def _names(sources: ResolvedFamily, *, has_directories: bool) -> dict[str, tuple[str, ...]]:
-    """Names of the models `sources` in a mergekit configuration, by alias; an adapter has the names (BASE, ADAPTER).
+    """Names that a mergekit configuration gives to the models of `sources`, keyed by alias.
 
-    A model without a hub id is named by its directory or, if `has_directories` is False, by its alias. The alias of a
-    model that only an adapter changes is ADAPTER-base.
+    An adapter has two names, (BASE, ADAPTER); any other model has one name. A model without a hub id is named by its
+    directory or, if `has_directories` is False, by its alias. The alias of a model that only an adapter changes is
+    ADAPTER-base.
     """
     aliases = {checkpoint.directory.resolve(): alias for alias, checkpoint in sources.checkpoints.items()}
 

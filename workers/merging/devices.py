@@ -49,11 +49,11 @@ def bank_for(
 def devices_of(
     plan: TensorPlan, bank: Bank, dtype: torch.dtype, num_elements: Mapping[str, int] | None = None
 ) -> dict[str, str]:
-    """Type of the device, such as "cuda", that computes each tensor of the merged model, by tensor name.
+    """Type of the device, such as "cuda", that computes each tensor of the merged model, keyed by tensor name.
 
     `plan` lists the tensors of the merge, and `bank` has the weights of its sources. A tensor for which the bank's
-    device has too little memory is computed on the CPU. `dtype` is the dtype of the results. `num_elements` has, by
-    name, the number of computed elements of each tensor of which only a part is computed.
+    device has too little memory is computed on the CPU. `dtype` is the dtype of the results. `num_elements` maps the
+    name of a tensor of which only a part is computed to the number of elements of this part.
     """
     parts = num_elements or {}
     return {

@@ -45,9 +45,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class ResolvedFamily:
-    """A base model and its experts, by alias, after they were found, opened and checked for merging.
+    """A base model and its experts, which were found, opened and checked for merging.
 
-    A single model is a base without experts.
+    All mappings are keyed by the aliases of the models. A single model is a base without experts.
 
     - `checkpoints`: the models as they are stored
     - `views`: the same models, with embeddings and output heads converted to the vocabulary that `tokenizer` selects;
@@ -111,7 +111,7 @@ class ResolvedFamily:
         return tuple(token for token in new if token in rows), tuple(token for token in new if token not in rows)
 
     def tokens_with_rows(self, alias: str) -> Mapping[str, int]:
-        """Ids, by token, of the tokens that have a row in the embedding of the model `alias`.
+        """Mapping from each token that has a row in the embedding of the model `alias` to the token's id.
 
         A model without a tokenizer.json is assumed to have the tokens of the base.
         """
@@ -144,7 +144,7 @@ class ResolvedFamily:
 
     @cached_property
     def fingerprints(self) -> Mapping[str, str]:
-        """Fingerprint of each model, a hash of its files' contents, by alias.
+        """Fingerprint (a hash of the files' contents) of each model, keyed by the model's alias.
 
         Raises InvalidModel if a file cannot be read.
         """
@@ -222,7 +222,7 @@ class ResolvedFamily:
         return str(self.adapted[alias].resolve()) if alias in self.adapted else None
 
     def content_problems(self, *, exclude: Collection[str] = ()) -> dict[str, tuple[str, ...]]:
-        """Problems in the weights of each model, such as NaN, by alias.
+        """Problems in the weights of each model, keyed by the model's alias.
 
         Possible problems are NaN, infinite values, and a tied output head that differs from the embedding. The weights
         of the models with the aliases in `exclude` are not read.

@@ -126,7 +126,7 @@ class _Serving:
         )
 
     def _follow(self, situation: Situation) -> None:
-        """Choose the engine for `situation`; if the choice has changed, close the former engine and open another.
+        """Choose the engine for `situation`; if the choice has changed, replace the current engine.
 
         Engines that also score samples for searches stay open, unless another job waits for their GPUs and no search
         uses them.

@@ -1,4 +1,4 @@
-"""Data of the chart on the best trial's coefficients, by expert, layer and component."""
+"""Data of the chart on the best trial's coefficients, one for each expert, layer and component."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _of_trial(study: JobRecord, trial: TrialRecord) -> CoefficientsPlot:
 
 @chart(place=7, of_trial=_of_trial)
 def coefficients(run: RunRecord) -> CoefficientsPlot:
-    """Coefficients of the best trial by layer, component and expert."""
+    """Coefficients of the best trial: for each layer, component and expert."""
     return CoefficientsPlot("coefficients", None, [], ()) if run.best is None else _of_trial(run.study, run.best)
 
 

@@ -52,7 +52,7 @@ class HistorySeries:
 
 @dataclass(frozen=True)
 class HistoryPlot:
-    """Values of every trial, by objective, at each rung that it finished.
+    """Values of every trial for each objective, at each rung that the trial finished.
 
     A rung is a number of samples at which trials are compared.
     """

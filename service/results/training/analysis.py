@@ -210,7 +210,7 @@ def joined(analyses: Mapping[str, tuple[Pipeline, AnalysisDocument]]) -> Analysi
     """Join the analyses of several fine-tunings into one document, in the given order.
 
     Args:
-        analyses: Fine-tuning and analysis, keyed by the name that error messages use.
+        analyses: Maps the name that error messages use to a fine-tuning and its analysis.
 
     Raises:
         Conflict: The analyses differ in experts, base or samples.

@@ -327,9 +327,10 @@ def _check_alignments(sources: ResolvedFamily, infos: Mapping[str, TaskInfo], pr
 
 
 def _preferences(study: Study) -> tuple[Mapping[str, float], ...]:
-    """The study's preference vectors, each as weights, keyed by objective; only objectives with a task have a weight.
+    """The study's preference vectors, each a mapping from objectives to weights.
 
-    Without preference vectors in the study file, the result is a single vector of equal weights.
+    Only objectives with a task have a weight. Without preference vectors in the study file, the result is a single
+    vector of equal weights.
     """
     names = tuple(spec.name for spec in study.scored_objectives.values())
     if not names:

@@ -90,8 +90,8 @@ class StudyModels:
         absent_bytes: Size of the weights that are not on this machine yet, and were therefore not checked.
         engine_note: A message for the user about how vLLM runs the models; "" for no message.
         chained: The sources that are merges of other studies, keyed by alias.
-        size: Parameters by layer and component, from which costs of recipes are computed; None if all merges have the
-            same number of layers.
+        size: Numbers of parameters of each layer and component, from which costs of recipes are computed; None if all
+            merges have the same number of layers.
     """
 
     family: Family

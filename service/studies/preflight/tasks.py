@@ -45,7 +45,7 @@ def check_tasks(
 ) -> tuple[dict[str, TaskSpec], dict[str, TaskInfo]]:
     """Check the tasks in a section of the study file, "objectives", "holdout" or "benchmarks".
 
-    `specs` are the section's entries by position. Returns two mappings, keyed by the entry's name: the tasks in the
+    `specs` maps positions in the section to entries. Returns two mappings, keyed by the entry's name: the tasks in the
     form from which engines' processes build them, and facts about their data. Problems that are found are added to
     `problems`. `access` limits the files that task files may refer to; None is no limit.
 

@@ -158,7 +158,7 @@ class Observations:
     def _of_rung(self, trial: TrialRecord, rung: int) -> Observation | None:
         """The result of a trial at one rung, as searchers receive it; the trial must have a result there.
 
-        A rung is a number of samples at which trials are compared, given by its index. Returns None if the trial is a
+        A rung is a number of samples at which trials are compared; `rung` is its index. Returns None if the trial is a
         baseline whose recipe has no configuration in the search space.
         """
         configuration = trial.configuration or self._of_baseline(trial)

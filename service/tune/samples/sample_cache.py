@@ -131,10 +131,9 @@ class SampleCache:
         """Make a function that compares the costs of two trials, sample by sample.
 
         The returned function has three arguments: the number of a trial, the number of the trial that it is compared
-        with (its rival), and the index of a rung, which is a number of samples at which trials are compared. It returns
-        an array [num_samples] for each objective, with the cost of the trial minus the cost of the rival on each sample
-        of the rung (`cost_differences`). `trials` has the trials, keyed by number. The function reads it at each call,
-        so trials that are added later can be compared too.
+        with (its rival), and the index of a rung. It returns an array [num_samples] for each objective, with the cost
+        of the trial minus the cost of the rival on each sample of the rung (`cost_differences`). `trials` has the
+        trials, keyed by number. The function reads it at each call, so trials that are added later can be compared too.
         """
         return lambda trial, rival, rung: self.cost_differences(trials[trial].recipe, trials[rival].recipe, rung=rung)
 
@@ -143,7 +142,7 @@ class SampleCache:
     ) -> tuple[NDArray[np.float64], ...]:
         """The cost of `recipe` minus the cost of `rival` on each sample of a rung; one array for each objective.
 
-        A rung is a number of samples at which trials are compared, given by its index. The arrays [num_samples] are in
+        A rung is a number of samples at which trials are compared; `rung` is its index. The arrays [num_samples] are in
         the order of the objectives. Their numbers are in the order of the samples, and in [-1, 1], because costs are
         clipped to [0, 1]. Both recipes must have been scored on all of these samples. Some objectives need no samples,
         because they follow from the recipe alone, such as its number of layers. Such an objective has an array with one

@@ -30,7 +30,7 @@ __all__ = ["Decision", "Entry", "Proposal", "Rung", "RungTable"]
 
 @dataclass
 class Entry:
-    """A trial as the scheduler sees it: its bracket, its next rung, its costs, keyed by rung, and whether it has ended.
+    """A trial as the scheduler sees it: its bracket, its next rung, its costs at each rung, and whether it has ended.
 
     A rung is a number of samples at which trials are compared; a bracket is a ladder of rungs. `bracket` is None for a
     trial that is evaluated only at the last rung, such as a baseline. `is_finished` is True once the trial is complete,
@@ -86,7 +86,7 @@ class Proposal:
 
     - `number`: the number of the trial that gets the configuration
     - `bracket`: the number of the trial's bracket (ladder of rungs)
-    - `visible`: the results that may be used, each as (trial, rung); the rung is the index of a number of samples
+    - `visible`: the results that may be used, each as (number of the trial, index of the rung)
     - `failed`: trials that are known to have failed
     - `pending`: earlier trials whose results the searcher may not use
     - `opens`: the new bracket if the trial is the first in it, else None; the caller stores the bracket before the
@@ -362,8 +362,8 @@ class RungTable(ABC):
     def ready(self) -> Iterator[tuple[int, int]]:
         """The evaluations that may run now, as (trial number, rung), in the order of starting.
 
-        A rung is a number of samples at which trials are compared, given by its index. Promoted trials come first,
-        before trials that have no result yet. Both groups are sorted by trial number.
+        A rung is a number of samples at which trials are compared; in the result, it is given by its index. Promoted
+        trials come first, before trials that have no result yet. Both groups are sorted by trial number.
         """
         runnable = [self._entries[number] for number in self._runnable]
         runnable.sort(key=lambda entry: (entry.bracket is not None and not entry.costs, entry.number))
@@ -420,7 +420,7 @@ class RungTable(ABC):
     def waiting(self) -> Mapping[int, int]:
         """The trials whose promotion is undecided, each with the rung at which it was evaluated.
 
-        Keys are trial numbers; a rung is a number of samples at which trials are compared, given by its index.
+        Keys are trial numbers; values are indices of rungs, the numbers of samples at which trials are compared.
         """
         return {number: self._entries[number].next_rung for number in sorted(self._waiting)}
 

@@ -67,9 +67,9 @@ class SearchSetting:
     - `num_baselines`: the number of trials before the first proposal
     - `options`: the section `search` of the study file, which has the options of each searcher
     - `preferences`: the study's preference vectors (importances of the objectives); empty if the study has none
-    - `first_fitted`: by objective, the first sample position that losses and gradients may use. Trials are scored on
-      the positions before it. For an objective without an entry, trials are scored on all samples, and losses and
-      gradients may use all of them too.
+    - `first_fitted`: maps the name of an objective to the first sample position that losses and gradients may use.
+      Trials are scored on the positions before it. For an objective without an entry, trials are scored on all samples,
+      and losses and gradients may use all of them too.
     - `family`: the models whose weights describe the layers to a policy (a network that builds layer paths); None if
       layers are described by their positions alone
     - `start`: the checkpoints from which policies start; empty for new policies

@@ -1,4 +1,4 @@
-"""Image encoders: transformers' image classifiers without their heads, with parameters by their names in files."""
+"""Image encoders: transformers' image classifiers without heads; parameters have the names that they have in files."""
 
 from __future__ import annotations
 

@@ -318,9 +318,9 @@ class _Comparison:
         """Measure how far the engine's completion is from transformers' greedy choices, as a gap of log-probabilities.
 
         `prompt` and `completion` are token ids. For each token of `completion`, the gap is the log-probability (natural
-        log) of the likeliest token minus the log-probability of this token, by transformers. The result is the largest
-        gap, but at most FAR, a very large number. The result is also FAR if the completion has a token that the
-        exported model lacks.
+        log) of the likeliest token minus the log-probability of this token, both computed by transformers. The result
+        is the largest gap, but at most FAR, a very large number. The result is also FAR if the completion has a token
+        that the exported model lacks.
         """
         if max(completion) >= self.reference.model.get_input_embeddings().num_embeddings:
             return FAR

@@ -291,7 +291,7 @@ def _wait_for(device: torch.device) -> None:
 
 
 def _packed_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Modules of vLLM's `model`, by name, whose weights vLLM has packed; none on a GPU.
+    """Modules of vLLM's `model` whose weights vLLM has packed, keyed by name; none on a GPU.
 
     Packed weights are copies in the layout that vLLM's CPU kernels compute with.
     """

@@ -355,7 +355,7 @@ class VariableElection(NamedTuple):
 
 
 class Important(NamedTuple):
-    """Rule for a kernel of Arcee Fusion: the first of two sources, with the important elements of the second source.
+    """Rule for a kernel of Arcee Fusion, which takes important elements from the second of two sources.
 
     theta_1 and theta_2 are the two sources. `rows` has a number for each row. An element is important if |theta_2 -
     theta_1|, times the number of its row, is at least `threshold`. The product is computed in float32.

@@ -104,7 +104,10 @@ def _looked_up(url: str) -> Path:
 
 
 def _listed(url: str) -> tuple[ObjectStore, dict[str, ObjectFile]]:
-    """Object store that has the model at `url`, and the model's files by name; files in subfolders are left out."""
+    """Object store that has the model at `url`, and a mapping from names to the model's files.
+
+    Files in subfolders are left out.
+    """
     if (artifact := blob_at(url)) is not None:
         store, digest = artifact
         return _manifest(ObjectStore(store), digest)

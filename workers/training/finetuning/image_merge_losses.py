@@ -29,8 +29,8 @@ class ImageMergeLosses:
     """Measurement of losses and accuracies of merges of trained image experts, on each expert's tasks.
 
     The first `samples` images of each task are for choosing coefficients, and the next `samples` images are for
-    reporting merges. If a task has fewer than twice `samples` images, each of the two parts has half of the images.
-    Raises InvalidModel if a model cannot be used, and InvalidTask if a task cannot be used or has a single image.
+    reporting merges. If a task has fewer than twice `samples` images, each part has half of the images. Raises
+    InvalidModel if a model cannot be used, and InvalidTask if a task cannot be used or has a single image.
 
     - `base`: the directory of the base model
     - `directories`: the directory of each expert, keyed by alias

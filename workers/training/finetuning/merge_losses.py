@@ -124,9 +124,9 @@ class MergeLosses:
     """Measurement of losses and metrics of merges of trained experts, on each expert's tasks.
 
     The first `samples` samples of each task are for choosing coefficients, and the next `samples` samples are for
-    reporting merges. If a task has fewer than twice `samples` samples, each of the two parts has half of the samples.
-    Raises InvalidModel if a model cannot be used, and InvalidTask if a sample has no reference answer or a task has a
-    single sample.
+    reporting merges. If a task has fewer than twice `samples` samples, each part has half of the samples. Raises
+    InvalidModel if a model cannot be used, and InvalidTask if a sample has no reference answer or a task has a single
+    sample.
 
     - `base`: the directory of the base model
     - `directories`: the directory of each expert, keyed by alias

@@ -228,7 +228,7 @@ class BaseLearner(ABC):
     def _restore(self, state: Mapping[str, Any]) -> None:
         """Restore the state of a subclass, such as its optimizers, from the saved state of a learner.
 
-        `state` has the entries of the saved state, keyed by key.
+        `state` is the saved state, a mapping.
         """
 
     # -- for all versions ------------------------------------------------------------------------------------------

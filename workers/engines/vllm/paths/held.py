@@ -324,8 +324,8 @@ def _combined(outside: str, path: Iterable[Hop], digests: Mapping[int, str], ali
 
     - `outside`: the digest of the parameters outside layers, which comes first
     - `path`: the hops, that is, the layers of the pool in the order in which they are computed
-    - `digests`: the digest of each layer, by its index in the pool
-    - `aligned`: the digest of each alignment (a map of the residual stream), by its name
+    - `digests`: maps a layer's index in the pool to the layer's digest
+    - `aligned`: maps the name of an alignment (a map of the residual stream) to the alignment's digest
 
     For each hop, the checksum covers the digest of the layer, its factors (a single number if they are equal), and the
     digest of the alignment before it. The checksum does not depend on which layers of the pool hold the path, or in
