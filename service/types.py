@@ -814,7 +814,7 @@ class DeliveryRecord:
 
 @dataclass(frozen=True)
 class DriverWait:
-    """Latest wait of a job for a driver, which is a process that works on the job.
+    """Latest wait of a job for a driver (a process that works on the job).
 
     The wait begins at `since`, when the job was created or last resumed, and ends at `until`, when a driver started.
     Both times are in seconds since the epoch. `until` is None if no driver has started since.

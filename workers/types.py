@@ -520,7 +520,7 @@ class Scorer(Protocol):
     def statistics(self) -> Mapping[str, Any]:
         """Counts, times and memory of the engines of all replicas, as a JSON document.
 
-        The document has the numbers of starts of engines and of merges written into them (swaps), the seconds of each
-        swap (`swap_s`) and of work (`busy_s`), and the placement and bytes of the source weights.
+        The document contains the numbers of starts of engines and of merges written into them (swaps), the seconds of
+        each swap (`swap_s`) and of work (`busy_s`), and the placement and bytes of the source weights.
         """
         ...

@@ -252,8 +252,8 @@ class Coefficients(Protocol):
     def slots(self, tensor_name: str) -> tuple[tuple[str, str], ...]:
         """List the parameters whose values are the coefficients of the tensor `tensor_name`.
 
-        The result has pairs of a source's alias and the name of the parameter with the source's coefficient. If the
-        sources share the coefficient, only the first source is listed. The result is empty for a tensor without a
+        The result contains pairs of a source's alias and the name of the parameter with the source's coefficient. If
+        the sources share the coefficient, only the first source is listed. The result is empty for a tensor without a
         searched coefficient. `tensor_name` is the name of a tensor of the merged model. It may also be the name of an
         output head that is tied to the embedding; the result is then the result for the embedding. Raises KeyError for
         any other name.

@@ -255,7 +255,8 @@ class LayerwiseSpace:
     def slots(self, tensor_name: str) -> tuple[tuple[str, str], ...]:
         """List the search parameters whose values are the coefficients of the tensor `tensor_name`.
 
-        The result has a pair for each expert, in the study's order: the expert's alias and the name of the parameter.
+        The result contains a pair for each expert, in the study's order: the expert's alias and the name of the
+        parameter.
         """
         piece = self._pieces[self._models.tied.get(tensor_name, tensor_name)]
         return tuple(zip(self._models.experts, self._keys[piece], strict=True))

@@ -329,9 +329,9 @@ class _Numbers:
 def dirichlet_shares(quantiles: Sequence[float], alpha: float) -> tuple[float, ...]:
     """Convert quantiles to the shares of the experts, which sum to one.
 
-    The result has one share more than there are `quantiles`, numbers in [0, 1]. If the quantiles are independent and
-    uniform, the shares have the symmetric Dirichlet distribution with concentration `alpha`. With one quantile, this is
-    Beta(alpha, alpha).
+    For n `quantiles` (numbers in [0, 1]) there are n + 1 shares. If the quantiles are independent and uniform, the
+    shares have the symmetric Dirichlet distribution with concentration `alpha`. With one quantile, this is Beta(alpha,
+    alpha).
     """
     from scipy.special import betaincinv
 

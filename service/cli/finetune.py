@@ -153,8 +153,8 @@ def _text(alias: str, lines: list[dict[str, Any]]) -> str:
 def training_text(line: Mapping[str, Any]) -> str:
     """Text that describes an update, or an evaluation, in the training of an expert (a fine-tuned model).
 
-    The text has the loss, the values of an evaluation, or both. `line` has the numbers of the update or evaluation, as
-    JSON.
+    The text contains the loss, the values of an evaluation, or both. `line` has the numbers of the update or
+    evaluation, as JSON.
     """
     of = f" of {line['steps']}" if line.get("steps") else ""
     loss = f"  loss {line['loss']:.4f}  {line['seconds']:.2f} s a step" if "loss" in line else ""

@@ -208,7 +208,7 @@ def attacks_table(document: BenchmarksDocument) -> Table:
 def judged_table(document: BenchmarksDocument) -> Table:
     """Terminal table of benchmarks on which a judge, a model, compares completions with reference answers.
 
-    The table has the win rates, how consistent the judge is, and the lengths of the completions.
+    The table contains the win rates, how consistent the judge is, and the lengths of the completions.
     """
     table = titled("Judged completions")
     table.add_column("trial", justify="right")

@@ -53,7 +53,7 @@ class Event:
 
 
 class EventReader:
-    """Parser of the event stream of a job, which does no network access itself.
+    """Parser of the event stream of a job; it does no network access itself.
 
     The caller sends the request that the method `call` returns, and passes the received bytes to the method `feed`,
     which yields events. When a connection has ended, the method `pause_s` returns how long to wait before the next
@@ -153,7 +153,7 @@ class EventReader:
 
 
 class JobsEventReader(EventReader):
-    """Parser of the event stream of all jobs, which does not end.
+    """Parser of the endless stream of the events of all jobs.
 
     After a reconnection, a server may send events of the last seconds again, but each event is yielded only once.
     Events with ids above `after` are read. If `after` is None, only new events are read. The other arguments are the

@@ -86,7 +86,7 @@ class Accepted:
     def stored_facts(self) -> dict[str, Any]:
         """Findings of the checks in the form that is stored with the job, as JSON.
 
-        The document has the entries of `facts` and, if they are above 0, the expected size of the job's artifacts
+        The document contains the entries of `facts` and, if they are above 0, the expected size of the job's artifacts
         (`artifact_bytes`) and the number of parameters of an exported model (`export_parameters`).
         """
         sizes = {"artifact_bytes": self.artifact_bytes, "export_parameters": self.export_parameters}

@@ -193,7 +193,7 @@ def _in_order(file: Path, documents: Sequence[_Document]) -> list[_Document]:
 
 
 def _named_in(document: _Document, directories: Mapping[str, Path]) -> dict[str, Path]:
-    """Select from `directories`, which has model directories, keyed by name, the models that one merge of a file uses.
+    """Select from `directories` the models that one merge of a file uses.
 
     `document` is the part of the file that describes the merge. If the file describes only one merge, the description
     was not parsed yet, so that the names are unknown. In this case all `directories` are returned; names that the merge

@@ -266,8 +266,8 @@ def held_out_differences(
     """Read the held-out samples of a study, and compute the differences of its trials from the trial `reference`.
 
     The differences are paired, sample by sample. There is a difference for each objective, and a difference "mean" for
-    the mean of the accuracy objectives. The result has the differences of each trial that was scored on held-out data,
-    keyed by the trial's number. The result is empty if the trial `reference` was not scored on held-out data.
+    the mean of the accuracy objectives. The result contains the differences of each trial that was scored on held-out
+    data, keyed by the trial's number. The result is empty if the trial `reference` was not scored on held-out data.
     `study_id` is the id of the study in `store`; `trials` and `objectives` are all trials and all objectives of this
     study.
     """
@@ -429,7 +429,7 @@ def _warnings(
     """Collect warnings about samples outside their objective's range, sorted by trial, objective and kind of data.
 
     `stored` are the events in which drivers have stored warnings. Because earlier versions stored no warnings, warnings
-    are also made from the samples on search and holdout data that `stage` has loaded. The result has at most one
+    are also made from the samples on search and holdout data that `stage` has loaded. The result contains at most one
     warning for each trial, objective and kind of data.
     """
     found = [OutOfRange.from_json(event.payload) for event in stored]

@@ -1097,8 +1097,9 @@ class NotificationDocument(TypedDict):
 def list_document(collection: str, document: type) -> type:
     """Make the TypedDict of the response that lists jobs of one kind.
 
-    The response has a list of jobs under the key `collection`, such as "studies". The key "total" has the number of all
-    jobs that satisfy the conditions, and "next" has the link to the next page. `document` is the TypedDict of a job.
+    The response contains a list of jobs under the key `collection`, such as "studies". The key "total" has the number
+    of all jobs that satisfy the conditions, and "next" has the link to the next page. `document` is the TypedDict of a
+    job.
     """
     fields = {
         collection: list[document],  # type: ignore[valid-type]

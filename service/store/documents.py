@@ -281,7 +281,8 @@ class TrialVerification(VerificationReport):
 class Verification:
     """Result of a study's verification, which scores some trials again with Hugging Face transformers instead of vLLM.
 
-    The result has a report for each verified trial. `reason` says why no trial was chosen; None if trials were chosen.
+    The result contains a report for each verified trial. `reason` says why no trial was chosen; None if trials were
+    chosen.
     """
 
     reports: tuple[TrialVerification, ...] = ()

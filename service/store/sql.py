@@ -236,7 +236,7 @@ class Store:
 
     @property
     def place(self) -> str:
-        """URL of the database without a password, which names the database in messages."""
+        """URL, without a password, that names the database in messages."""
         return shown(self._engine.url)
 
     @contextmanager

@@ -124,7 +124,7 @@ class GradientRequest(_Measurement):
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionsRequest(_Request):
-    """A searcher's request for correct completions by the source models, which later serve as reference answers.
+    """A searcher's request for correct completions by source models, which will serve as reference answers.
 
     `completions` has the names of the objectives for which completions are requested.
     """

@@ -480,8 +480,8 @@ def _check_value(subtask: Subtask, spec: TaskSpec, where: str) -> None:
 def _made_up(task: Any, document: Any) -> tuple[tuple[Any, ...], ...]:
     """Placeholder answers to the requests of a document of `task`, for trying a metric on them.
 
-    The result has a tuple of answers for each request. The requests are not built, because that would draw few-shot
-    examples.
+    The result contains a tuple of answers for each request. The requests are not built, because that would draw
+    few-shot examples.
     """
     if task.OUTPUT_TYPE == "generate_until":
         return (("",),)

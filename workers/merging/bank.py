@@ -472,8 +472,8 @@ class Bank:
     def norms(self, sources: Sequence[Key], base: Key) -> tuple[float, ...]:
         """The L1 norm of each task vector: the sum of |source - base| over the tensor.
 
-        The result has a norm for each of `sources`. Tensors are given as (alias of the model, name). Norms are computed
-        once and then cached.
+        The result contains a norm for each of `sources`. Tensors are given as (alias of the model, name). Norms are
+        computed once and then cached.
         """
         norms = {source: self._norms[source, base] for source in sources if (source, base) in self._norms}
         for source in sources:

@@ -80,8 +80,8 @@ class ModelMagnitudes:
     def trim(self, rank: int) -> Trim:
         """Threshold of this tensor for a merge that keeps the `rank` largest elements of the whole model.
 
-        The merge keeps the elements of this tensor that reach the threshold. The result has a lower and an upper bound;
-        both are the threshold.
+        The merge keeps the elements of this tensor that reach the threshold. The result contains a lower and an upper
+        bound; both are the threshold.
         """
         return self.trims[rank]
 

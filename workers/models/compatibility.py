@@ -129,9 +129,9 @@ def _structure(settings: Mapping[str, Any], of_modality: Sequence[str]) -> dict[
 def _comparable(found: Layout, depth: int | None) -> set[str]:
     """Names of the tensors whose shapes must be equal in two models that are merged.
 
-    `found` is the layout of one of the two models. The result has the model's tensors outside layers and in the first
-    `depth` layers, or in all layers if `depth` is None. Output heads are left out, because `differences` reports a
-    difference between them separately.
+    `found` is the layout of one of the two models. The result contains the model's tensors outside layers and in the
+    first `depth` layers, or in all layers if `depth` is None. Output heads are left out, because `differences` reports
+    a difference between them separately.
     """
     return {
         name

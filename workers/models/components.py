@@ -91,8 +91,8 @@ class Layout:
         """Names of the stored tensors that form each stacked MoE tensor, by the stacked tensor's name in transformers.
 
         A stack joins one matrix of each expert of a layer's mixture of experts (such as all down projections) in one
-        tensor. The value has, for each expert of the mixture, a tuple of the names of its stored tensors. Stacks that a
-        file stores as one tensor are not included.
+        tensor. The value contains, for each expert of the mixture, a tuple of the names of its stored tensors. Stacks
+        that a file stores as one tensor are not included.
         """
         mixtures: dict[str, dict[int, set[str]]] = {}
         for name in self.places:

@@ -173,10 +173,10 @@ class CoefficientGradients:
     ) -> GradientResult:
         """Compute the result of `loss_and_gradient`, but with 0 in the field `seconds`.
 
-        The result has the mean loss of each objective on the merge of `recipe`, and the gradient of the sum of these
-        losses times their `weights`. `batch` has the positions of the samples, and `targets` has the targets from which
-        losses are computed, both keyed by objective. With `by_scales` there are also derivatives with respect to the
-        scales of layers.
+        The result contains the mean loss of each objective on the merge of `recipe`, and the gradient of the sum of
+        these losses times their `weights`. `batch` has the positions of the samples, and `targets` has the targets from
+        which losses are computed, both keyed by objective. With `by_scales` there are also derivatives with respect to
+        the scales of layers.
         """
         plan = plan_as_stated(recipe, self.bank)
         self._fit(recipe)

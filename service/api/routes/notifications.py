@@ -1,4 +1,4 @@
-"""Routes of webhooks and of the e-mail addresses of users, which receive notifications of jobs."""
+"""Routes of webhooks and of users' e-mail addresses, to which notifications of jobs are sent."""
 
 from __future__ import annotations
 

@@ -309,8 +309,8 @@ def described_recipes(
 ) -> list[str]:
     """Digests of the recipes whose completions are kept when the study `study_id` is COMPLETE, sorted.
 
-    A completion is the text that a merge generated for a sample. The result has the recipes of the `trials` that are
-    scored on holdout data or on the `benchmarks`, and of the trials that were verified (scored again with
+    A completion is the text that a merge generated for a sample. The result contains the recipes of the `trials` that
+    are scored on holdout data or on the `benchmarks`, and of the trials that were verified (scored again with
     transformers). `objectives` are the study's objectives, by which the trials for holdout data are selected.
     """
     verified = {report.recipe_digest for report in read_verification(store.document(study_id, VERIFICATION)).reports}

@@ -88,7 +88,7 @@ def choose(situation: Situation) -> Choice:
 def searches(jobs: Sequence[JobRecord], *, fingerprints: object, now: float) -> dict[str, int]:
     """Count running jobs by their effect on the choice of the engine that completes a served study's prompts.
 
-    `jobs` are the unfinished jobs, and `now` is the time in seconds since the epoch. The result has three numbers,
+    `jobs` are the unfinished jobs, and `now` is the time in seconds since the epoch. The result contains three numbers,
     keyed by the names of the fields of `Situation`: "searches" counts all studies that run, "users" counts the running
     studies whose models have the given `fingerprints`, and "starting" counts the studies and fine-tunings that wait for
     engines or workers.

@@ -58,7 +58,7 @@ def _chart(
 
     `rows` have the trials' values. `kind` is "values" for the benchmark `name`, or "averages" for the average of the
     group of benchmarks `name`. `column` has direction and range of the benchmark. The trial with the number `best` is
-    marked. The result has the chart under "svg", and `title` under "name".
+    marked. The result contains the chart under "svg", and `title` under "name".
     """
     found: list[tuple[BenchmarkRowDocument, EstimateDocument]] = []
     for row in rows:

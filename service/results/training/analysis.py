@@ -176,8 +176,8 @@ def _measured(
 
     `losses` computes the losses of a merge. `wudi` says whether WUDI-Merging is among the methods. If `draws` is True,
     loss landscapes are computed for some pairs of experts: the losses of merges of the two experts over a grid of their
-    two coefficients. The result has the keys "merges" (the rows), "landscapes", and "landscape" (the first landscape,
-    or None). `progressed` is called before every merge is measured.
+    two coefficients. The result contains the keys "merges" (the rows), "landscapes", and "landscape" (the first
+    landscape, or None). `progressed` is called before every merge is measured.
     """
     from workers.training.finetuning.merge_losses import landscapes, merge_table
 

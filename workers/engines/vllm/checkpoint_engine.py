@@ -42,7 +42,7 @@ SHOWN = 5
 
 
 class CheckpointEngine(Engine):
-    """vLLM engine with the weights of the checkpoint in `directory`, which are not replaced.
+    """vLLM engine with the weights of the checkpoint in `directory`; the weights are never replaced.
 
     `options` are the options of a study's engines; `dtype: auto` is float32 on CPU and bfloat16 on a GPU. Unlike
     engines of merges, this engine does not refuse completions with NaN logits.

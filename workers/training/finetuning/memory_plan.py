@@ -181,7 +181,7 @@ def lack_of_memory(spec: FinetuneSpec, base: Checkpoint, capacity: int, *, is_bf
 
 
 def recomputes(spec: FinetuneSpec, base: Checkpoint, capacity: int, *, is_bfloat16: bool) -> bool:
-    """Whether activations are computed again in the backward pass, which saves their memory.
+    """Whether activations are computed again in the backward pass instead of being kept in memory.
 
     The specification `spec` decides. If it says "auto", the result is True if activations would otherwise not fit into
     `capacity` bytes. `base` has the tensors of the base model. `is_bfloat16` says whether activations are bfloat16;

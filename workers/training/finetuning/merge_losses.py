@@ -172,7 +172,7 @@ class MergeLosses:
     def of(self, merge: Merge) -> dict[str, float]:
         """Measure the mean loss of a merge on each merged expert's tasks, with the samples for choosing coefficients.
 
-        The result has a loss for each expert's alias.
+        The result contains a loss for each expert's alias.
         """
         self._hold(merge)
         return {source.model: self._loss(source.model, is_reported=False) for source in merge.sources}

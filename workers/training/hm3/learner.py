@@ -515,8 +515,8 @@ class Memory:
 def stacked(first_BT: Tensor, second_BT: Tensor) -> Tensor:
     """Concatenate two batches of episodes, given as the steps of each episode: [episodes, steps].
 
-    In an episode, a policy builds one layer path (the sequence of layers of a new model). The result has the episodes
-    of `first_BT`, then the episodes of `second_BT`, padded with 0 to the longest episode.
+    In an episode, a policy builds one layer path (the sequence of layers of a new model). The result contains the
+    episodes of `first_BT`, then the episodes of `second_BT`, padded with 0 to the longest episode.
     """
     longest = max(first_BT.shape[1], second_BT.shape[1])
     return torch.cat([torch.nn.functional.pad(steps, (0, longest - steps.shape[1])) for steps in (first_BT, second_BT)])

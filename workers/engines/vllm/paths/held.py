@@ -349,8 +349,8 @@ def _planned(recipe: Recipe, bank: Bank) -> TensorPlan:
 def _by_layer(plan: TensorPlan, bank: Bank) -> tuple[list[MergedTensor], list[Hashable], list[list[MergedTensor]]]:
     """Split the merged tensors in `plan` into the tensors of each layer and the tensors outside layers.
 
-    `bank` has the weights of the source models. The result has the tensors without the scales of layers, because the
-    engine applies scales when it computes. Returns three values:
+    `bank` has the weights of the source models. The result contains the tensors without the scales of layers, because
+    the engine applies scales when it computes. Returns three values:
 
     - the tensors outside layers: embedding, final norm and output head
     - for each layer, a description of its content: a value that is equal for layers whose tensors are computed in the
