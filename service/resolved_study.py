@@ -43,7 +43,7 @@ class ResolvedStudy:
     in the field `accepted` of the study's job. A rung is a number of samples at which trials are compared; a bracket is
     a ladder of rungs, as in Hyperband.
 
-    - `fingerprints`: hashes of the models' files, by alias (the model's name in the study file).
+    - `fingerprints`: hashes of the models' files, keyed by alias (the model's name in the study file).
     - `commits`: commits of models on the Hugging Face hub, keyed by the name in the study file.
     - `tasks`, `holdout_tasks`: digests of the tasks for search and holdout data, keyed by objective.
     - `rung_samples`: for each rung, the numbers of samples, keyed by objective.

@@ -470,7 +470,7 @@ class Demand:
 
 @dataclass(frozen=True)
 class TeamRecord:
-    """A stored team, with the role of each of its members, keyed by the member's name, its weight and its quotas."""
+    """A stored team: its weight, its quotas, and the role of each member, keyed by the member's name."""
 
     name: str
     created_at: float

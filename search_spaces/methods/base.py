@@ -176,7 +176,7 @@ class MergeMethod:
 
     @property
     def gradients_by(self) -> tuple[Coefficient, ...]:
-        """Coefficients of this method by which the merged tensor is differentiable; empty if there are none."""
+        """Coefficients with respect to which the merged tensor of this method is differentiable; may be empty."""
         return tuple(coefficient for coefficient in self.coefficients if coefficient.has_gradient)
 
     def range_of(self, name: str) -> Range:

@@ -133,5 +133,5 @@ def _route(scope: Scope) -> str:
 
 
 def is_event_stream(message: Message) -> bool:
-    """Whether the ASGI message `message`, which begins a response, begins the response of an event stream."""
+    """Whether `message`, the first ASGI message of a response, belongs to the response of an event stream."""
     return any(name.lower() == b"content-type" and value.startswith(STREAM) for name, value in message["headers"])

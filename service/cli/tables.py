@@ -463,7 +463,7 @@ def state_text(state: str) -> Text:
 
 
 def id_digits(ids: Sequence[str]) -> int:
-    """Smallest number of leading digits, but at least 8, by which all given ids are different."""
+    """Number of leading digits by which all given ids are different: the smallest such number, but at least 8."""
     digits = ID_DIGITS
     while len({name[:digits] for name in ids}) < len(ids):
         digits += 1

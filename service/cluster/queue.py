@@ -161,8 +161,8 @@ class Choice:
     """Decision of the queue: the jobs that start, the jobs that give up their places, and the jobs that wait.
 
     - `starts`: ids of the jobs that get a driver (a process that works on the job) now, in this order.
-    - `yielding`: why jobs must give up their places, by job id.
-    - `waiting`: position and reason of each waiting job, by job id, in the order of the queue.
+    - `yielding`: maps the ids of jobs that must give up their places to the reasons.
+    - `waiting`: maps the id of each waiting job to its position and its reason, in the order of the queue.
     """
 
     starts: tuple[str, ...] = ()

@@ -143,8 +143,8 @@ class QueueState:
     - `places`: number of jobs that may run at the same time
     - `running`: ids of the jobs that hold a place, ordered by the time at which their last driver was submitted
     - `choice`: the jobs that wait, in order, each with the reason why it waits
-    - `estimates`: expected starts of waiting jobs in seconds since the epoch, by job id; jobs without an estimate are
-      left out
+    - `estimates`: expected starts of waiting jobs in seconds since the epoch, keyed by job id; jobs without an estimate
+      are left out
     """
 
     places: int = MAX_RUNNING

@@ -125,9 +125,9 @@ class BenchmarkTest:
         origin: Kind of the rival: source model or published recipe.
         rival: Trial number of the rival, the best baseline on the data of this comparison.
         label: Name of the rival.
-        differences: Value of each merge minus the value of the rival, by trial number. Larger is better. All intervals
-            of one kind of rival, over all benchmarks and averages, together contain the true differences with a
-            probability of 95 %.
+        differences: Value of each merge minus the value of the rival, keyed by trial number. Larger is better. All
+            intervals of one kind of rival, over all benchmarks and averages, together contain the true differences with
+            a probability of 95 %.
     """
 
     name: str
@@ -181,8 +181,8 @@ def benchmark_table(
     Args:
         trials: Trials of the study.
         columns: Benchmarks of the study.
-        samples: Values of samples by recipe digest and benchmark; a benchmark with fewer samples than its data have is
-            not scored yet.
+        samples: Values of samples, keyed by recipe digest and benchmark; a benchmark with fewer samples than its data
+            have is not scored yet.
         reference: Number of the trial that differences are relative to; None for no differences.
         failures: Trials that could not be scored, as (trial number, benchmark, reason).
         attacks: Results of prompt attacks, each for a recipe and a benchmark: the prompt template that lowers the value
@@ -236,7 +236,7 @@ def _judged(
     A judge is a language model that compares a completion with a reference answer; `judgments` are its stored answers.
     A rating has the judge's preference for each completion, in [0, 1], and the mean length of the completions. Recipes
     of which a judgment is missing are left out. `facts` describes the benchmarks. `samples` has the lengths of
-    completions by recipe digest and benchmark.
+    completions, keyed by recipe digest and benchmark.
     """
     by_benchmark: dict[str, list[JudgmentRecord]] = {}
     for judgment in judgments:

@@ -42,7 +42,7 @@ class RivalTest:
         origin: Kind of baseline: source model or published recipe.
         rival: Trial number of the rival.
         label: Name of the rival.
-        differences: Value of each finalist minus the value of the rival, by trial number, the best on search data
+        differences: Value of each finalist minus the value of the rival, keyed by trial number, the best on search data
             first. Larger is better. All intervals together contain the true differences with a probability of 95 %.
     """
 
@@ -91,7 +91,7 @@ def rival_tests(
         finalists: The finalists, the best on search data first.
         trials: Trials of the study, or at least its baselines.
         objectives: Objectives that are scored on samples.
-        rows: Values on the holdout data by trial number and objective; all trials have the same samples.
+        rows: Values on the holdout data, keyed by trial number and objective; all trials have the same samples.
         documents: Identifier of the documents on which each objective was scored. If two identifiers are equal, samples
             at the same position are of the same document.
         bounds: Lowest and highest value that a sample can have, keyed by objective; objectives without known bounds are

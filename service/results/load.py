@@ -285,7 +285,7 @@ class _Inputs:
     - `compared`: the trials that are compared on holdout data: finalists, baselines and recipes of the study file
     - `finalists`: the best trials of the Pareto front
     - `best`: the best trial on search data; None before there is one
-    - `failures`: why trials could not be scored on holdout data, by trial number
+    - `failures`: why trials could not be scored on holdout data, keyed by trial number
     - `search`, `holdout`: the values of samples on both kinds of data
     """
 
@@ -412,7 +412,7 @@ def data_of(specs: Iterable[ScoredTask]) -> dict[str, str]:
 
 
 def _arrays(values: Mapping[str, Samples]) -> dict[str, Samples]:
-    """Values of the stored samples in the order of their positions, by recipe digest and objective.
+    """Values of the stored samples in the order of their positions, keyed by recipe digest and objective.
 
     `values` has arrays with an entry for every position. The entry of a sample that is not stored is NaN; such entries
     are left out of the result.

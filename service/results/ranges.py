@@ -37,7 +37,7 @@ class OutOfRange:
 
     @classmethod
     def from_json(cls, payload: Mapping[str, Any]) -> Self:
-        """Read the warning about samples outside a range from `payload`, the JSON object in the event about it."""
+        """Read the warning about samples outside a range from `payload`, the JSON object of its event."""
         return cls(payload["trial"], payload["objective"], payload["split"], payload["message"])
 
 

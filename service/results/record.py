@@ -97,7 +97,7 @@ class SearchFigures:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """All data from which a study's result files and report are computed.
+    """Number of tokens that each recipe's merge generated per second on holdout data, keyed by recipe digest.
 
     The fields from `holdout` to `split_difference` are the fields of `service.results.holdout.HeldOut`, and are empty
     before trials are scored on holdout data.
@@ -120,7 +120,7 @@ class RunRecord:
         samples_per_second: Samples that the search scored per second; None if nothing was scored.
         removed_responses: When responses and tokens of the samples were removed; None if responses and tokens are still
             stored.
-        tokens_per_second: Tokens that each recipe's merge generated per second on holdout data, by recipe digest.
+        tokens_per_second: Tokens that each recipe's merge generated per second on holdout data, keyed by recipe digest.
     """
 
     study: JobRecord

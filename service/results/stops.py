@@ -85,8 +85,9 @@ def stopped_trials(
             comparisons.
         objectives: Objectives of the study.
         documents: Identifier of the documents on which each objective was scored.
-        read: Returns the values of search samples by recipe digest and objective, in the order of their positions. A
-            value is NaN where no sample is stored. Called once, with the digests of all trials that are compared.
+        read: Returns the values of search samples, keyed by recipe digest and objective, in the order of their
+            positions. A value is NaN where no sample is stored. Called once, with the digests of all trials that are
+            compared.
     """
     compared = [trial for trial in chosen if trial.number in rivals]
     digests = {each.recipe.digest for trial in compared for each in (trial, rivals[trial.number])}

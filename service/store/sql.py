@@ -435,7 +435,7 @@ class Store:
             return frozenset(connection.execute(sa.select(schema.studies.c.id).where(_readable(reader))).scalars())
 
     def progress_of_jobs(self) -> dict[str, tuple[str, Mapping[str, Any]]]:
-        """Kind and latest progress of each job that has not ended and has progress, by job id."""
+        """Kind and latest progress of each job that has not ended and has progress, keyed by job id."""
         table = schema.studies.c
         query = sa.select(table.id, table.kind, table.progress).where(table.state.not_in(FINISHED))
         with self._reads.connect() as connection:
@@ -1043,7 +1043,7 @@ class Store:
         return frozenset(number for payload in payloads if (number := payload.get("trial")) is not None)
 
     def configurations(self, study_id: str, numbers: Set[int] | None = None) -> dict[int, dict[str, Any]]:
-        """Read the configurations of the trials of a study with the given numbers (None: all), by trial number.
+        """Read the configurations of the trials of a study with the given numbers (None: all), keyed by trial number.
 
         Trials without a configuration, such as baselines, are left out.
         """
@@ -1061,7 +1061,7 @@ class Store:
     def _rungs(
         self, connection: sa.Connection, study_id: str, trials: Sequence[int]
     ) -> dict[int, tuple[RungRecord, ...]]:
-        """Read the results of the rungs that some trials of a study have finished, by trial number.
+        """Read the results of the rungs that some trials of a study have finished, keyed by trial number.
 
         A rung is one of the increasing numbers of samples on which trials are compared. `trials` are the numbers of the
         trials. If there are many numbers, the result may also have other trials with numbers in the same range.
@@ -1430,7 +1430,7 @@ class Store:
         return dict(counts)
 
     def driver_waits(self, job_ids: Collection[str]) -> dict[str, DriverWait]:
-        """Times of the last wait of each given job for a driver (a process that works on the job), by job id.
+        """Times of the last wait of each given job for a driver (a process that works on the job), keyed by job id.
 
         A wait begins when a job is created or resumed, and ends when a driver begins.
         """

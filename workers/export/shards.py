@@ -126,7 +126,7 @@ def write_shards(
 
 
 def _complete_shards(shards: Sequence[Shard], directory: Path, state: Path) -> dict[str, str]:
-    """Find the files that an earlier, killed export completed, and return their checksums by file name.
+    """Find the files that an earlier, killed export completed, and return their checksums, keyed by file name.
 
     `shards` are the files of the export, with the names and shapes of their tensors. The file `state` lists checksums.
     A file in `directory` counts as complete if it still has the listed checksum. The result is empty if `state` is

@@ -228,7 +228,7 @@ def _general_reasons(recipe: Recipe) -> list[str]:
 
 
 def _slices(recipe: Recipe, slice_of: Callable[[int], _Slice]) -> list[_Slice]:
-    """Make the slice of each merged layer by `slice_of`; raise Inexpressible with the reasons of all layers."""
+    """Make the slice of each merged layer with `slice_of`. Raises Inexpressible with the reasons of all layers."""
     slices: list[_Slice] = []
     reasons: dict[str, None] = {}
     for index in range(len(recipe.layers)):

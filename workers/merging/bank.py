@@ -68,7 +68,7 @@ ORDER_SEED = -1
 
 
 class Bank:
-    """Source weights of a family of models, by model alias and tensor name, in their stored dtype.
+    """Source weights of a family of models, keyed by model alias and tensor name, in their stored dtype.
 
     A family is a base model and its experts. The tensors are read-only and safe to read from several threads. For an
     adapter, the bank holds the low-rank matrices; the tensors that are computed from these matrices and the base are

@@ -134,7 +134,7 @@ class ResolvedFamily:
 
     @cached_property
     def commits(self) -> Mapping[str, str]:
-        """Commit of each hub model, by the hub id that the caller gave."""
+        """Commit of each hub model, keyed by the hub id that the caller gave."""
         commits = {
             self.given[alias]: commit_of(directory)
             for alias, directory in self.directories.items()

@@ -415,9 +415,9 @@ def free_bytes(device: torch.device) -> int | None:
 class _Targets:
     """Targets of one objective's losses, and the divisor that makes losses of several objectives comparable.
 
-    `at` has the targets by the sample's position; a target is the data from which the loss of a sample is computed. The
-    divisor, `unit`, is the mean size of the task's samples (`TaskLosses.unit`), or the mean size of the completions
-    that replace right answers.
+    `at` has the targets, keyed by the sample's position; a target is the data from which the loss of a sample is
+    computed. The divisor, `unit`, is the mean size of the task's samples (`TaskLosses.unit`), or the mean size of the
+    completions that replace right answers.
     """
 
     at: Mapping[int, Any]

@@ -290,7 +290,7 @@ def fitted_losses(study: Study, tasks: Mapping[str, TaskSpec], problems: list[Pr
 
 
 def _lack_by(reason: Callable[[TaskSpec], str | None], spec: TaskSpec) -> str | None:
-    """The reason that `reason` gives for a task, or the message of the error if the task cannot be used."""
+    """The reason that the function `reason` returns for the task `spec`, or the error text if it raises InvalidTask."""
     try:
         return reason(spec)
     except InvalidTask as error:

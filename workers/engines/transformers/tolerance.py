@@ -133,7 +133,7 @@ def measured_tolerance(model: Any, texts: Iterable[Sequence[int]], *, dtype: str
 
 
 def _first(texts: Iterable[Sequence[int]]) -> Iterator[Tokens]:
-    """Yield the first of `texts`, with at most MOST_TOKENS tokens together; the last text may be cut."""
+    """Yield the first texts of `texts`, up to MOST_TOKENS tokens in total; the last text may be cut."""
     left = MOST_TOKENS
     for text in texts:
         if left < 2:

@@ -74,7 +74,7 @@ def read_task_vectors(
 
 
 def _reader(model: Any, expert: Checkpoint | None, base: Checkpoint) -> Callable[[str], torch.Tensor]:
-    """Make a function that reads a parameter of an expert in float32, by its name in the transformers model `model`.
+    """Make a function that reads the parameter of an expert with a given name in `model`, in float32.
 
     Raises InvalidModel if the expert has other tensors than the base model `base`.
     """

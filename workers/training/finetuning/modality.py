@@ -144,7 +144,7 @@ class TrainingModality(Protocol):
         ...
 
     def linearized(self, tangent: TangentModel) -> Any:
-        """Wrap a linearized model (linear in its weights, from the method `tangent`) as `called` of `evaluation`."""
+        """Wrap `tangent`, a linearized model from the method `tangent`, for the argument `called` of `evaluation`."""
         ...
 
     def adapter_options(self) -> Mapping[str, Any]:
