@@ -219,7 +219,7 @@ class JobWriter:
         stored already are ignored; if no sample is left, nothing is stored. `again` has the samples, as (objective,
         position), that were scored again because their engine had failed a check; the stored values of these samples
         are deleted first. The timings of the chunk are added to the timings of the trial. The number of new samples of
-        search data, without those in `again`, is added to the trial's `samples_scored`.
+        search data, except the samples in `again`, is added to the trial's `samples_scored`.
         """
         evidence = result.evidence
         table = schema.trials

@@ -465,7 +465,7 @@ class Store:
     def is_drained(self) -> bool:
         """Whether the servers of this database are drained for maintenance.
 
-        Drained servers accept no jobs and start no drivers, which are the processes that work on jobs.
+        Drained servers accept no jobs and start no drivers (the processes that work on jobs).
         """
         with self._reads.connect() as connection:
             return _is_drained(connection)

@@ -55,9 +55,9 @@ class Feasibility:
     def values(self, number: int, rung: int) -> tuple[float, ...]:
         """Amount by which trial `number` violates each constraint at a rung.
 
-        A rung is a number of samples at which trials are compared. Each amount is a share of its objective's range, and
-        at most 0 if the constraint holds. The amounts are in the order of the objectives and their constraints. The
-        trial must have a result at the rung, which is given by its index.
+        A rung is a number of samples at which trials are compared; `rung` is its index. Each amount is a share of its
+        objective's range, and at most 0 if the constraint holds. The amounts are in the order of the objectives and
+        their constraints. The trial must have a result at the rung.
         """
         found = self._excesses(number, rung)
         widths = {objective.name: objective.bounds[1] - objective.bounds[0] for objective in self._objectives}

@@ -172,8 +172,8 @@ def fit_alignment(
     The kind `moments` scales and shifts each channel; the kind `mlp` is a matrix and a shift that a small network
     computes. Rows of `x_ND` and `y_ND` are tokens, columns are channels; row n of both is the same token. `is_held_out`
     [N] is true for the rows of held-out texts. The map is not fitted to these rows: they measure the `discrepancy`, and
-    the kind `mlp` keeps the epoch with the smallest `discrepancy`. `first` has the activations of the texts' first
-    tokens in x and in y, which are not among the rows. `options` are for the kind `mlp`.
+    the kind `mlp` keeps the epoch with the smallest `discrepancy`. `first` contains the activations of the texts' first
+    tokens in x and in y. These tokens are not among the rows of `x_ND` and `y_ND`. `options` are for the kind `mlp`.
     """
     train = (x_ND[~is_held_out], y_ND[~is_held_out])
     out = (x_ND[is_held_out], y_ND[is_held_out])

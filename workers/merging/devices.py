@@ -1,7 +1,7 @@
 """Choice of the device that computes each merged tensor, by the memory that its merge method needs.
 
-A method with a kernel for CUDA needs memory for its operands and its result. Any other method runs by its PyTorch
-function on a GPU, which makes float32 copies and several temporary tensors. If a GPU has too little memory for a
+A method with a kernel for CUDA needs memory for its operands and its result. Any other method runs on a GPU by its
+PyTorch function; the function makes float32 copies and several temporary tensors. If a GPU has too little memory for a
 tensor, the tensor is computed on the CPU, from the same sources, so that the GPU does not run out of memory.
 """
 

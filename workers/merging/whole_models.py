@@ -163,8 +163,8 @@ class _Words:
     """The elements of one tensor as 64-bit sort keys, which are in the order of the elements' magnitudes.
 
     The n-th largest element of a whole model is found by counting the keys that begin with certain bits. Each pass over
-    the keys reads the tensor again. The class implements `order_statistics.Words`. `read` returns the tensor of the
-    name `name`, which is not kept in memory. `compiles` says whether compiled kernels may be used.
+    the keys reads the tensor again. The class implements `order_statistics.Words`. `read` returns the tensor called
+    `name`, which is read again at each use. `compiles` says whether compiled kernels may be used.
     """
 
     def __init__(self, name: str, read: Callable[[str], ModelTensor], *, compiles: bool) -> None:

@@ -359,9 +359,9 @@ def _step_samples(preflight: PreflightResult) -> int:
 def _steps(preflight: PreflightResult) -> tuple[int, int]:
     """Number of gradient steps that a checked study (`preflight`) makes, and the number of samples of each step.
 
-    If the searcher is `gradient`, its steps are counted. Otherwise, the steps of the refinement are counted, which
-    learns coefficients for merges of the Pareto front after the search. Returns (0, 0) if the study has neither this
-    searcher nor a refinement.
+    If the searcher is `gradient`, its steps are counted. Otherwise, the steps of the refinement are counted. The
+    refinement learns coefficients for merges of the Pareto front after the search. Returns (0, 0) if the study has
+    neither this searcher nor a refinement.
     """
     if preflight.algorithm.name == GRADIENT:
         setting = preflight.search_setting(num_baselines=len(preflight.baselines()))

@@ -261,9 +261,8 @@ class RungTable(ABC):
         """End the search now, and end all trials except those in `running`.
 
         `running` has the numbers of the trials that are being evaluated. Each of these trials ends with its next
-        result, because no trial is promoted any more. The planned numbers of trials in brackets (ladders of rungs,
-        which are numbers of samples) are not reduced. A resumed search therefore makes the same decisions up to the
-        stop.
+        result, because no trial is promoted any more. The planned numbers of trials in brackets (ladders of rungs) are
+        not reduced. A resumed search therefore makes the same decisions up to the stop.
         """
         self._is_search_over = self._is_stopped = True
         for entry in self._entries.values():
@@ -313,8 +312,8 @@ class RungTable(ABC):
     def most_samples_left(self, totals: Sequence[int]) -> int:
         """The most samples that the study's trials can still take, if each is evaluated up to the last rung.
 
-        A rung is a number of samples at which trials are compared. `totals` has the number of samples of each rung,
-        summed over the objectives. Subclasses may return a smaller number.
+        A rung is a number of samples at which trials are compared. `totals` contains the number of samples of each
+        rung, summed over the objectives. Subclasses may return a smaller number.
         """
         return sum(self._most_of(self._entries[number], totals) for number in self._runnable | self._waiting)
 
@@ -340,8 +339,8 @@ class RungTable(ABC):
     def decide(self, bracket: int) -> tuple[Decision, ...]:
         """Promote and prune trials of a bracket as far as the known results allow, and return these decisions.
 
-        A bracket is a ladder of rungs, which are numbers of samples at which trials are compared; `bracket` is its
-        index. Until there are new results, a second call changes nothing.
+        A bracket is a ladder of rungs, and a rung is a number of samples at which trials are compared. `bracket` is the
+        index of the bracket. Until there are new results, a second call changes nothing.
         """
         decisions = []
         is_complete = self._is_full(bracket)
@@ -429,9 +428,9 @@ class RungTable(ABC):
     def _bracket_of_next(self) -> tuple[int, Bracket | None]:
         """The number of the bracket that the next proposed trial belongs to, and this bracket if it is new, else None.
 
-        A bracket is a ladder of rungs, which are numbers of samples at which trials are compared. If the newest bracket
-        has all its trials, a new bracket is opened: the bracket that comes next in `cycle`, which is repeated. The new
-        bracket has fewer trials than planned if fewer configurations are left to propose.
+        A bracket is a ladder of rungs, and a rung is a number of samples at which trials are compared. If the newest
+        bracket has all its trials, a new bracket is opened: the bracket that comes next in `cycle`, which is repeated.
+        The new bracket has fewer trials than planned if fewer configurations are left to propose.
         """
         newest = next(reversed(self._brackets), -1)
         if newest >= 0 and not self._is_full(newest):

@@ -283,8 +283,8 @@ def _unseen(context: ProposalContext, training: PolicyTraining, played: Episode,
 
     A layer path is the sequence of source models' layers of which a merge consists; a mutant is a random change of a
     path. An episode is one trial; `played` is the episode, with the path that the policy has built. `vector` is the
-    index of its preference vector (weights of the objectives), which becomes a part of the configuration. `context` has
-    the known results, and `training` trains the policies.
+    index of its preference vector (weights of the objectives); this index becomes a part of the configuration.
+    `context` has the known results, and `training` trains the policies.
 
     A share of the episodes propose a mutant of one of the best paths so far. A policy's path that was proposed before
     is replaced by a mutant of it, if a new mutant is found. The best paths are chosen only among baselines and trials

@@ -90,7 +90,7 @@ class HeldWeights:
 
     @property
     def computed_on(self) -> Mapping[str, str]:
-        """The type of the device that computed each tensor of the engine's merge, such as "cuda", by tensor name."""
+        """The type of the device, such as "cuda", that computed each tensor of the held merge, keyed by tensor name."""
         return self._devices
 
     def mark_unwritten(self) -> None:

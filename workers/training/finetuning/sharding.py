@@ -164,7 +164,7 @@ def gathered(
 
     All ranks must enter the context. `tensors` has the sharded tensors, keyed by name, and the result has the whole
     tensors, of `dtype`, keyed by the same names. Tensors are gathered one at a time and written to hidden files below
-    `directory`, which are removed at the end. Therefore no rank holds more than one whole tensor in its own memory.
+    `directory`; the files are removed at the end. Therefore no rank holds more than one whole tensor in its own memory.
     Ranks whose `directory` is None get an empty dict.
     """
     found: dict[str, torch.Tensor] = {}
