@@ -251,7 +251,7 @@ def add_benchmarks(study: str, benchmarks: Path | str | Mapping[str, Any]) -> Fl
 
     Args:
         study: Id of the study.
-        benchmarks: Path of a file with the key `benchmarks`, as in a study file, or the content of one.
+        benchmarks: Path of a file with the key `benchmarks`, as in a study file, or the content of such a file.
 
     Returns:
         The server's JSON document that describes the study.

@@ -116,8 +116,10 @@ class Resources:
     - `scorer`: opens scoring replicas. Its arguments are the models, the engine's options and the number of replicas.
       Raises EngineUnavailable.
     - `fit`: trains an expert on Ray Train. Its arguments are the specification, the directory for the result, the files
-      that may be read, and the number of experts that train at the same time. None for the files is no limit.
-    - `cluster`: the resources of the cluster to which Ray is connected, numbers by "CPU" and "GPU".
+      that may be read, and the number of experts that train at the same time. If the files are None, all files may be
+      read.
+    - `cluster`: the numbers of CPU cores and GPUs of the cluster to which Ray is connected, under the keys "CPU" and
+      "GPU".
     - `completers`: opens the replicas that complete prompts. Its arguments are the models, the engine's options, the id
       of the job, and the seconds after which idle replicas are stopped.
     """

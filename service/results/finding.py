@@ -130,8 +130,8 @@ def finding_text(
             source models comes first.
         objectives: Objectives for which all compared trials have holdout data.
         best: The best trial on search data; None before a trial was scored on all samples.
-        was_scored: Whether any trial was scored on holdout data. If no trial was, the sentence says that nothing was
-            tested.
+        was_scored: Whether any trial was scored on holdout data. If no trial was scored there, the sentence says that
+            nothing was tested.
     """
     if best is None or not was_scored:
         return "Whether a merge is better than the baselines was not tested on held-out data."

@@ -137,7 +137,7 @@ def finalists(trials: Iterable[Trial], objectives: Sequence[Objective]) -> tuple
 def best_of_front(
     trials: Iterable[Trial], objectives: Sequence[Objective], *, most: int, origin: Origin | None = None
 ) -> tuple[Trial, ...]:
-    """Select at most `most` trials of the Pareto front, those with the smallest mean cost first.
+    """Select at most `most` trials of the Pareto front: the trials with the smallest mean cost, in ascending order.
 
     Only `trials` that were scored on all samples of the search can be on the front. If `origin` is given, the front is
     selected from the trials with this origin alone. An origin is, for example, a source model, a published recipe or a

@@ -585,7 +585,7 @@ class AccountStore:
             return job
 
     def preempt(self, job: JobRecord, because: str, *, actor: Actor, after: Mapping[str, Any]) -> bool:
-        """Ask the driver of a running job to end so that the job waits again, and return whether this was new.
+        """Ask the driver of a running job to end so that the job waits again; return whether the request is new.
 
         A driver is the process that works on a job. `because` is the reason, such as a job of higher priority. The
         reason is stored with an event that every reader of the job sees, so it must not name other jobs. `actor` is who

@@ -71,7 +71,7 @@ class _Builder:
     The object determines the merge of every tensor. The most frequent merge of a component's tensors becomes the
     component's merge; tensors with another merge are listed one by one.
 
-    - `aliases`: the alias of each model of the configuration in the recipe
+    - `aliases`: maps the models that the configuration names to their aliases in the recipe
     - `layout`, `layouts`: the tensor names of the base, and of models with another number of layers, keyed by alias
     - `seed`: the seed for methods with random masks
     - `problems`: the problems found so far, by their place in the file, so that a problem that occurs in every layer is

@@ -26,7 +26,7 @@ class Situation:
     """Facts by which the engine that completes prompts for a served study is chosen.
 
     - `shares`: whether an administrator lets the served study use the engines of a search
-    - `users`: number of the studies that run and use the same models
+    - `users`: number of the studies that run and use the same models as the served study
     - `searches`: number of all studies that run
     - `starting`: number of the studies and fine-tunings whose driver waits for an engine or for workers
     - `running`: the kinds of replicas of which at least one runs

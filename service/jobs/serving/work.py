@@ -37,8 +37,9 @@ STOP_S = 5.0
 def work(attempt: Attempt) -> None:
     """Complete prompts with the merges of a study until no request has come for some time, or the study is deleted.
 
-    `attempt` is this driver's work on the job that serves the study. Raises Conflict if the study was deleted before or
-    its models have changed. Raises EngineUnavailable if no engine starts, or if the models cannot be read now.
+    `attempt` is this driver's work on the job that serves the study. Raises Conflict if the study was deleted before
+    this driver started, or if its models have changed. Raises EngineUnavailable if no engine starts, or if the models
+    cannot be read now.
     """
     job = attempt.job
     request = ServingRequest.model_validate(dict(job.document))

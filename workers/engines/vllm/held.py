@@ -323,8 +323,8 @@ def _comparable(packed: Mapping[str, torch.nn.Module]) -> frozenset[str]:
 
     Packed weights are copies in the layout that vLLM's CPU kernels compute with. Some kernels round the numbers that
     they multiply, and then the comparison fails even for a correct copy. Therefore the comparison is tried on copies
-    that vLLM has just made, and a module is comparable if it succeeds. For all other modules only the canary, a
-    comparison with transformers, detects an outdated copy.
+    that vLLM has just made, and a module is comparable if the comparison succeeds. For all other modules only the
+    canary, a comparison with transformers, detects an outdated copy.
     """
     with torch.inference_mode():
         comparable = frozenset(

@@ -52,7 +52,10 @@ class ImageMergeLosses:
         self._samples = samples
 
     def of(self, merge: Merge) -> dict[str, float]:
-        """Measure a merge's mean loss on each merged expert's tasks, with the images for choosing coefficients."""
+        """Measure a merge's mean loss on each merged expert's tasks, on the images for choosing coefficients.
+
+        Each of an expert's tasks reserves some images for choosing coefficients, and others for reports.
+        """
         return {alias: loss for alias, (loss, _) in self._measured(merge, is_reported=False).items()}
 
     def report(self, merge: Merge) -> MergeReport:

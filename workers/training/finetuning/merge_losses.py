@@ -170,7 +170,7 @@ class MergeLosses:
             self._scorers[alias] = TaskScorer(str(self._bank.sources.result_dir), options, self._called)
 
     def of(self, merge: Merge) -> dict[str, float]:
-        """Measure the mean loss of a merge on each merged expert's tasks, with the samples for choosing coefficients.
+        """Measure the mean loss of a merge on each merged expert's tasks, on the samples for choosing coefficients.
 
         The result contains a loss for each expert's alias.
         """
@@ -178,7 +178,7 @@ class MergeLosses:
         return {source.model: self._loss(source.model, is_reported=False) for source in merge.sources}
 
     def report(self, merge: Merge) -> MergeReport:
-        """Measure the mean loss and metric of a merge on each merged expert's tasks, with the samples for reports.
+        """Measure the mean loss and metric of a merge on each merged expert's tasks, on the samples for reports.
 
         These samples are not used to choose coefficients. The losses and metrics have a value for each expert's alias.
         """
