@@ -247,7 +247,7 @@ class ScoreRequest:
     raised as EngineCrashed; if it is None, the scorer itself sends the request again after a crash. With at least one
     crash, a new replica first scores one sample with the base model, which shows whether the engine works at all.
 
-    `trial` is the number of the trial that the request is for, which logs name; None if the request is for no trial.
+    `trial` is the number of the trial whose samples are requested, for log lines; None if the request is for no trial.
     `traceparent` identifies the trace span that sends the request, as in the W3C header; None if the request is not
     traced.
     """

@@ -480,7 +480,7 @@ def insert_event(connection: sa.Connection, job_id: str, kind: str, payload: Map
     events of the same job end one after another, in the order of the events' ids. A reader that continues after the
     last id that it has read therefore misses no event.
 
-    A change of the job's state of which users can be notified is stored as a notice, too.
+    If users can be notified of a change of the job's state, the change is also stored as a notice.
     """
     time_s = clock(connection)
     connection.execute(

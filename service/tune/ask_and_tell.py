@@ -36,7 +36,7 @@ class AskAndTell:
 
     - `plan`, `space`: the study's settings, and its search space
     - `trials`: the trials of the study, to which the loop adds the proposed ones
-    - `brackets`: the brackets (ladders of rungs, which are numbers of samples, as in Hyperband) that were stored before
+    - `brackets`: the brackets (ladders of rungs, as in Hyperband) that were stored before
       the driver started
     - `samples`: the scored samples, from which the values of trials are computed
     - `writer`: stores results in the database

@@ -59,7 +59,10 @@ class ImageMergeLosses:
         return {alias: loss for alias, (loss, _) in self._measured(merge, is_reported=False).items()}
 
     def report(self, merge: Merge) -> MergeReport:
-        """Measure a merge's mean loss and accuracy on each merged expert's tasks, with the images for reports."""
+        """Measure a merge's mean loss and accuracy on each merged expert's tasks, on the images for reports.
+
+        Each of an expert's tasks reserves some images for reports, which do not influence the choice of coefficients.
+        """
         found = self._measured(merge, is_reported=True)
         losses = {alias: loss for alias, (loss, _) in found.items()}
         return MergeReport(losses, {alias: value for alias, (_, value) in found.items()})
