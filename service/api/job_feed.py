@@ -1,7 +1,7 @@
 """Event streams that follow all jobs which the reader may see: state changes and progress.
 
-The server looks for new events once for all streams. Each stream then reads its events with the present rights of its
-sender, so that the stream stops showing a job as soon as its sender may no longer read the job.
+The server looks for new events once for all streams. Each stream then reads its events with the present rights of the
+user who requested it, so that the stream stops showing a job as soon as this user may no longer read the job.
 
 On PostgreSQL, events of different jobs may become visible in another order than the order of their ids, because each
 transaction takes its ids before it ends. A stream therefore reads the events of the last seconds again, and the id of a

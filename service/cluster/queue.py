@@ -74,7 +74,7 @@ class Entry:
     - `placed_at`: time at which the job got its place; None without a place.
     - `may_yield`: whether the job's driver has begun, so that it can end between two chunks of samples.
     - `is_leaving`: whether the driver was asked to end, so that the place becomes free soon.
-    - `takes_place`: whether the job needs a place to run; served studies do not.
+    - `takes_place`: whether the job needs a place to run; served studies need none.
     - `moved_before`, `moved_at`: if an administrator moved this job, the id of the job before which it was moved (""
       for the front of the queue), and the time of the move; as in `JobRecord`.
 

@@ -57,8 +57,8 @@ def check_merges(
 
     The plans are keyed by the merge's name, in the order of merging. The name of the final merge is "". If a source of
     a merge is another merge of the file that is not written yet, the merge cannot be checked. In this case the result
-    has the names of the missing sources in place of a plan. `directories` has directories of models by name, and `out`
-    is the directory of the final merge. `strict` treats warnings as errors, and `note` is called with messages.
+    has the names of the missing sources in place of a plan. `directories` has directories of models, keyed by name, and
+    `out` is the directory of the final merge. `strict` treats warnings as errors, and `note` is called with messages.
     `options` are passed on to `check_merge`. Raises InvalidRecipe for problems of the file, InvalidModel for problems
     of the models or of `out`, and Conflict if the directory of a merge contains anything but this merge, or if its disk
     has too little space. Problems of several merges are raised as one error.

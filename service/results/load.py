@@ -285,7 +285,7 @@ class _Inputs:
     - `compared`: the trials that are compared on holdout data: finalists, baselines and recipes of the study file
     - `finalists`: the best trials of the Pareto front
     - `best`: the best trial on search data; None before there is one
-    - `failures`: why trials could not be scored on holdout data, keyed by trial number
+    - `failures`: the reasons why trials could not be scored on holdout data, keyed by trial number
     - `search`, `holdout`: the values of samples on both kinds of data
     """
 

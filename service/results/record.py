@@ -97,7 +97,7 @@ class SearchFigures:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """Number of tokens that each recipe's merge generated per second on holdout data, keyed by recipe digest.
+    """All data from which a study's result files and report are computed.
 
     The fields from `holdout` to `split_difference` are the fields of `service.results.holdout.HeldOut`, and are empty
     before trials are scored on holdout data.

@@ -315,7 +315,7 @@ class _Plan:
     - `owner`: the model whose rows are used where a row of the new vocabulary stands for no token
     - `base`: the alias of the base model, whose row is preferred for a token that the model lacks
     - `tokens`: the ids of each model's tokens, keyed by alias
-    - `target`: the new vocabulary, as the ids, keyed by token
+    - `target`: the new vocabulary, a mapping from tokens to ids
     - `num_rows`: the number of rows of the new embedding
     - `chosen`: the rows that options choose for single tokens (`_chosen_rows`)
     """

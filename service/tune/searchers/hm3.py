@@ -136,9 +136,9 @@ class Hm3Searcher:
         """At most `count` configurations that a trained policy proposes for one preference, the best first.
 
         `preference` is a vector with the weight of each objective. `parameters`, `seed` and `setting` belong to the
-        study that trained the policy; `checkpoints` has the policy's checkpoints by training iteration. The newest
-        checkpoint that fits the vector is used; it is not trained further. Raises ValueError if there is no checkpoint,
-        or if all checkpoints are for other vectors.
+        study that trained the policy; `checkpoints` has the policy's checkpoints, keyed by training iteration. The
+        newest checkpoint that fits the vector is used; it is not trained further. Raises ValueError if there is no
+        checkpoint, or if all checkpoints are for other vectors.
         """
         training = training_of(parameters, seed, setting, checkpoints)
         usable = [i for i in checkpoints if training.options.is_conditioned or _is_for(training, i, preference)]
