@@ -174,7 +174,7 @@ class ObjectStore:
             return None
 
     def list(self, path: str = "") -> dict[str, ObjectInfo]:
-        """Map the path of every object in the folder `path`, or in a folder below it, to the object's size and time."""
+        """Map the path of each object in the folder `path`, or below it, to the object's size and time of writing."""
         key = self._key(path) if path else self._root
         with self._asking("list", path):
             found = self._fs.find(key, detail=True, withdirs=False)

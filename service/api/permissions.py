@@ -312,7 +312,7 @@ def open_to_all() -> Any:
     """
 
     async def nothing() -> None:
-        """Accept every sender of the request; the dependency only declares that the route is open."""
+        """Accept the sender of every request; the dependency only declares that the route is open."""
 
     return _declared(Rule(None), nothing)
 

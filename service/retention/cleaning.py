@@ -102,7 +102,7 @@ class Cleaner:
         self._delete_job = delete_job
 
     def plan(self) -> tuple[Removal, ...]:
-        """List the data that exceed the limits now, grouped by kind of data, those of the oldest job first.
+        """List the data that exceed the limits now, grouped by kind of data, the oldest job's data first.
 
         Nothing is removed; the method `carry_out` does that.
         """

@@ -311,7 +311,7 @@ def holdings() -> sa.Subquery:
 
 
 def void_holdings(*columns: Any, held: sa.Subquery) -> sa.Select[Any]:
-    """SQL query for the numbers of void samples, whose engine later failed a check, so that they are scored again.
+    """SQL query for the numbers of void samples: samples to score again because their engine later failed a check.
 
     A sample is void if its engine scored it after the last check with fixed prompts that the engine passed. `held` is a
     result of `holdings`: it has the number of samples for each row of the table `evidence`, which says which weights

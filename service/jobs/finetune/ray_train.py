@@ -42,7 +42,7 @@ def cluster() -> Mapping[str, float]:
 
 
 def num_side_by_side(specs: Sequence[FinetuneSpec], resources: Mapping[str, float], wanted: int | None = None) -> int:
-    """Number of experts that train at the same time on a cluster with `resources` (numbers by "CPU" and "GPU").
+    """Number of experts that train at the same time on a cluster with `resources` (numbers of "CPU" and "GPU").
 
     `specs` are the experts, and `wanted` is the number that the user asked for. The result is `wanted`, but at most the
     number of experts. If `wanted` is None, the result is the number of experts for whose workers the cluster has GPUs,

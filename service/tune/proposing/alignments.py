@@ -143,8 +143,8 @@ def _start_tasks(inputs: AlignmentInputs, pairs: Sequence[LayerPair]) -> dict[La
 def _read(inputs: AlignmentInputs, alias: str, before: Sequence[int], device: str) -> list[Any]:
     """Compute one model's activations before each of certain layers; runs as a Ray task on `device`.
 
-    `alias` is the model's name in `inputs.pool`, `before` has the indices of the layers. The caller gives the device,
-    because GPUs are visible even to tasks that have reserved no GPU.
+    `alias` is the model's name in `inputs.pool`, and `before` has the indices of the layers. The caller gives the
+    device, because GPUs are visible even to tasks that have reserved no GPU.
 
     Returns a list with a pair of NumPy arrays for each of these layers: the activations of all tokens except the first
     of each text (one row a token), and the activations of the first tokens. The last element of the list is not a pair,

@@ -144,7 +144,7 @@ class TrainingModality(Protocol):
         ...
 
     def linearized(self, tangent: TangentModel) -> Any:
-        """Wrap `tangent`, a linearized model from the method `tangent`, for the argument `called` of `evaluation`."""
+        """Wrap a linearized model, as the method `tangent` returns it, for the argument `called` of `evaluation`."""
         ...
 
     def adapter_options(self) -> Mapping[str, Any]:
