@@ -6,9 +6,9 @@ A merge is a path of any length between two limits. The embedding is taken from 
 and the output head are taken from the last layer's model. The searcher `hm3` learns a policy that builds such paths.
 Every other searcher may also search the space, for comparison with the method.
 
-With `merged`, the pool has one more model, whose layers are merged in their parameters (the upper level of HM3). This
-model is different for each preference vector, because its coefficients depend on the vector. A path has one of these
-vectors, and states which of its layers are merged.
+With `merged`, the pool has one more model, whose layers are themselves merges of the experts' layers (the upper level
+of HM3). This model is different for each preference vector, because its coefficients depend on the vector. A path has
+one of these vectors, and states which of its layers are merged.
 
 In the paper, any layer may follow any other layer. Almost no random path of this kind is a usable model, so a policy
 would have no reward to learn from. Here the layer that follows layer l is at most `max_jump` layers away from layer l +

@@ -358,7 +358,7 @@ def models(
         limit: Maximum number of models; None is 200.
 
     Returns:
-        The models, keyed by path, the directories that were searched, and whether the search was complete.
+        The models, sorted by path; the directories that were searched; and whether the search was complete.
 
     Raises:
         RequestRefused: Jobs may not read `under`, or `under` is no directory (status 422).

@@ -84,7 +84,7 @@ def _series(
     several objectives.
 
     Args:
-        trials: Trials, keyed by number.
+        trials: Trials, sorted by number.
         names: The objectives, averaged if there are several.
         objective: Name and direction of the line.
         left_out: Numbers of trials that violate constraints, which cannot be the best so far.

@@ -37,7 +37,7 @@ _MAX_DRAWS = 64
 class Observation:
     """The result of a trial at one rung (a number of samples at which trials are compared), as searchers receive it.
 
-    - `configuration`: the trial's point in the search space, keyed by parameter.
+    - `configuration`: the trial's point in the search space, a mapping from parameters to values.
     - `fidelity`: the rung's share of all samples of the search, in (0, 1]. A failed trial has the fidelity of the last
       rung.
     - `costs`: one cost per objective, smaller is better. None if the trial failed.

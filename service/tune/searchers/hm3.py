@@ -313,8 +313,8 @@ def _scored(context: ProposalContext, *, num_iterations: int) -> tuple[list[Obse
     """The results from which policies learn: results of all baselines and of the first `num_iterations` iterations.
 
     An iteration is a fixed number of trials, after which a policy learns. The results are taken from `context`. Returns
-    two values. The first has the successful observations, keyed by trial number. The second is an array [num_trials,
-    num_objectives] of values: 1 minus the cost, minus a penalty for the merge's number of layers.
+    two values. The first is the list of the successful observations, sorted by trial number. The second is an array
+    [num_trials, num_objectives] of values: 1 minus the cost, minus a penalty for the merge's number of layers.
     """
     setting, options = context.setting, context.setting.options.hm3
     end = setting.num_baselines + num_iterations * options.episodes
