@@ -94,7 +94,8 @@ def submit(
     server's machine.
 
     Args:
-        study: Path of a study file, or the content of one. Relative paths in a file start at the file's directory.
+        study: Path of a study file, or the content of such a file. Relative paths in a file start at the file's
+            directory.
         idempotency_key: 1 to 255 visible ASCII characters. The same key with the same study returns the study that the
             first call created. Without a key, each call creates a new study.
         team: Team that the study belongs to; None means the only team for which you may submit jobs.
@@ -119,7 +120,8 @@ def check_study(study: Path | str | Mapping[str, Any], *, level: str = "full") -
     """Check a study on the server without submitting it.
 
     Args:
-        study: Path of a study file, or the content of one. Relative paths in a file start at the file's directory.
+        study: Path of a study file, or the content of such a file. Relative paths in a file start at the file's
+            directory.
         level: "syntax" checks the file alone; "full" also checks models, tasks and memory, and plans the study.
 
     Returns:

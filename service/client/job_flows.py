@@ -56,8 +56,8 @@ def submit_job(
 
     Args:
         kind: Name of the kind: "search" for a study, "finetune" for a fine-tuning.
-        document: Path of a file that describes the job, or the content of one. Relative paths in a file start at the
-            file's directory.
+        document: Path of a file that describes the job, or the content of such a file. Relative paths in a file start
+            at the file's directory.
         idempotency_key: 1 to 255 visible ASCII characters. The same key with the same document returns the job that the
             first call created. Without a key, each call creates a new job.
         team: Team that the job belongs to; None means the only team for which you may submit jobs.

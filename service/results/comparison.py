@@ -28,7 +28,7 @@ def compare(
     Args:
         label: Name of the trial in the table.
         trial: Number of the trial.
-        samples: Values by objective [num_samples], in the metric's unit.
+        samples: Maps each objective to the trial's values [num_samples], in the metric's unit.
         reference: Values of the reference trial on the same samples in the same order; None for no comparison.
         mean_over: Objectives of which the unweighted mean is computed; objectives without samples are left out.
         documents: Identifier of the documents on which each objective was scored. If two identifiers are equal, samples

@@ -89,7 +89,7 @@ RETRY_S = 1.0
 REFUSALS = ("does not exist", "authentication failed", "no password supplied", "no pg_hba.conf entry")
 
 # Events after which drivers without a result are counted from zero: stored results, a request to resume, and drivers
-# that were asked to make room.
+# that were asked to give their place up.
 RESULT_EVENTS = (
     EventKind.PREEMPTED,
     EventKind.RUNG,
@@ -121,7 +121,7 @@ JOB_SORTS: Mapping[str, sa.ColumnElement[Any]] = {
     "priority": schema.studies.c.priority,
 }
 
-# Reason of a STOPPED job whose driver was asked to make room.
+# Reason of a STOPPED job whose driver was asked to give its place up.
 YIELDED = "it gave up its place"
 
 # Events that drivers without a result store.

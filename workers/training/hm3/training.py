@@ -145,9 +145,9 @@ class PolicyTraining:
         """Number of iterations whose outcomes must be known before episode `number` can be built.
 
         An iteration is a group of episodes (sequences of layers that a policy builds). The policy must first have
-        learned from the needed iterations. A single policy needs all iterations before the previous iteration; it
-        learns from the previous iteration later. If several policies take turns, the needed iterations end with the
-        last earlier iteration of the same policy. The result is 0 if policies do not learn.
+        learned from the needed iterations. With a single policy, an episode of iteration i needs the iterations before
+        i - 1; the policy learns from iteration i - 1 later. If several policies take turns, the needed iterations end
+        with the last earlier iteration of the same policy. The result is 0 if policies do not learn.
         """
         if not self.options.learns:
             return 0
