@@ -57,12 +57,7 @@ class DirectionsPlot:
 
 @chart(place=13)
 def directions(run: RunRecord) -> DirectionsPlot:
-    """Experts' shares and scale of the task vectors, for each merge in the space `m3` that was scored on all samples.
-
-    `best` has the best proposal and the best published recipe of each merge method. If the study searches the order of
-    the experts in a p-series (the expert at rank k has a share proportional to k^-p), `best_of_orders` has the best
-    proposal with each order.
-    """
+    """Experts' shares and scale of the task vectors in each merge; the best merge by method and by order of experts."""
     experts = list(run.study.document.get("models", {}).get("experts", ()))
     if not has_directions(run.study):
         return DirectionsPlot("directions", experts, (), (), ())
