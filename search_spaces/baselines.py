@@ -58,7 +58,7 @@ def all_baselines(
     and `experts` are aliases, which `fingerprints` maps to content fingerprints. `num_layers` is the number of layers
     of each model. `tokenizer` is the vocabulary of the merges, as in a recipe. `chosen` selects some of the baselines;
     `baseline_labels` explains its values. Every recipe is in canonical form. If two baselines have equal recipes, only
-    the first of these baselines is returned.
+    the first one is returned.
     """
     labels = baseline_labels(chosen, experts)
     found: dict[str, Baseline] = {}

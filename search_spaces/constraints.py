@@ -82,9 +82,9 @@ def contradictory(
 ) -> Iterator[tuple[int, str]]:
     """Find the errors in a study's list of constraints; each is a pair of a constraint's position and a message.
 
-    `constraints` has the constraints by their position in the list; `objectives` and `experts` are the names that they
-    may use. Errors are an unknown objective or expert, a repeated constraint, and two bounds that no value can satisfy
-    together. If `experts` is None, the names of experts are not checked.
+    `constraints` has the constraints, keyed by their position in the list; `objectives` and `experts` are the names
+    that they may use. Errors are an unknown objective or expert, a repeated constraint, and two bounds that no value
+    can satisfy together. If `experts` is None, the names of experts are not checked.
     """
     seen: dict[Constraint, int] = {}
     for index, constraint in constraints.items():

@@ -190,7 +190,7 @@ def canonical_merge(merge: Merge, *, base: str, fingerprints: Mapping[str, str])
     meaning. Coefficients equal to their defaults are left out, and equal coefficients of all sources become one number.
     Equality is found only from the declaration of each merge method, so two merges may give equal tensors and still
     have different canonical forms. `base` is the alias of the recipe's base model. `fingerprints` has the content
-    fingerprint of each model by alias.
+    fingerprint of each model, keyed by alias.
     """
     base_source, declared = merge.base_in(base), METHODS[merge.method]
     coefficients, sources = dict(merge.coefficients), merge.sources

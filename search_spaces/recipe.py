@@ -94,14 +94,14 @@ class LayerRecipe:
 class Recipe:
     """The description of one merged model: its source models, and the merge of every tensor.
 
-    - `models`: the content fingerprint of each model that is used, by alias. With a vocabulary other than the base's,
-      there are also models that no merge uses, because the vocabulary depends on them.
+    - `models`: the content fingerprint of each model that is used, keyed by alias. With a vocabulary other than the
+      base's, there are also models that no merge uses, because the vocabulary depends on them.
     - `base`: the alias of the base model
     - `layers`: the merged model's layers in order
     - `embedding`: the merge of the input embedding, and of an output head that is tied to it
     - `head`: the merge of the final norm and, if it is not tied, of the output head
-    - `tensors`: the merges of single tensors that differ from the merge of their component, by the tensors' names in
-      the merged model
+    - `tensors`: the merges of single tensors that differ from the merge of their component, keyed by the tensors' names
+      in the merged model
     - `tokenizer`: the merged model's vocabulary, to which the rows of embeddings are aligned: "base", "union", or the
       alias of another model
     - `keeps_equal`: whether methods that keep the largest elements up to a rank keep all elements that have the

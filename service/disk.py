@@ -61,7 +61,7 @@ def artifacts_dir(data_dir: Path) -> Path:
 
 
 def alignments_dir(directory: Path) -> Path:
-    """Directory for the files of a study's alignments, which are learned maps between layers of different models.
+    """Directory for the files of a study's alignments (learned maps between layers of different models).
 
     `directory` is the directory of the study's job on a server, or of its `mergesearch run`.
     """

@@ -43,10 +43,10 @@ class ResolvedStudy:
     in the field `accepted` of the study's job. A rung is a number of samples at which trials are compared; a bracket is
     a ladder of rungs, as in Hyperband.
 
-    - `fingerprints`: hashes of the models' files, by alias (the model's name in the study file).
-    - `commits`: commits of models on the Hugging Face hub, by the name in the study file.
-    - `tasks`, `holdout_tasks`: digests of the tasks for search and holdout data, by objective.
-    - `rung_samples`: for each rung, the numbers of samples by objective.
+    - `fingerprints`: hashes of the models' files, keyed by alias (the model's name in the study file).
+    - `commits`: commits of models on the Hugging Face hub, keyed by the name in the study file.
+    - `tasks`, `holdout_tasks`: digests of the tasks for search and holdout data, keyed by objective.
+    - `rung_samples`: for each rung, the numbers of samples, keyed by objective.
     - `max_staleness`: the number of trials by which proposals may run ahead of evaluations: trial n is proposed once
       the trials up to n - `max_staleness` have been evaluated.
     - `open_brackets`: the number of brackets in which trials may run at the same time.
@@ -56,8 +56,8 @@ class ResolvedStudy:
     - `algorithm`, `algorithm_reason`: name of the searcher, and why it was chosen; None in studies of early versions.
     - `searcher_version`: version of the searcher when the study was created. A searcher gets a new version when a
       change of its code makes other proposals for the same results.
-    - `chained`: sources that are merges of other studies, by alias.
-    - `recipes`: digests of the recipes that the study file lists, by name.
+    - `chained`: sources that are merges of other studies, keyed by alias.
+    - `recipes`: digests of the recipes that the study file lists, keyed by name.
     - `dtype`: dtype in which engines compute on the machines for which the study was checked, such as "bfloat16";
       None in studies of earlier versions. Engines may run on other machines than a process that reads this record.
     """

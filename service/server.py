@@ -105,7 +105,7 @@ def serve(
             data directory.
         artifact_quota_bytes: Size of all experts and policies beyond which fine-tunings are refused; by default a tenth
             of the disk, or no limit in an object store.
-        keep: Limits on the data that are kept of ended jobs, by kind of data; by default all data are kept.
+        keep: Limits on the data that are kept of ended jobs, keyed by kind of data; by default all data are kept.
         has_accounts: Whether requests need a token once the database has a user.
         requests_per_s: Requests per second that are accepted from each token or, without accounts, from each network
             address; None uses the default limit.

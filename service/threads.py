@@ -1,4 +1,4 @@
-"""Threads of the server, by kind of work, so that no kind of work has to wait for another kind.
+"""Separate threads of the server for each kind of work, so that no kind of work has to wait for another kind.
 
 Threads of one Python process run one at a time. With many threads that compute at once, each thread waits for the
 interpreter, and the event loop, which sends events to watchers, waits too. Therefore requests that only read share the

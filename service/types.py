@@ -196,8 +196,8 @@ class RungRecord:
     """Values of a trial at one finished rung; a rung is a number of samples at which trials are compared.
 
     `rung` is the rung's index from 0. `num_samples` has the number of the rung's samples, `values` has their mean, and
-    `standard_errors` has the standard error of the mean, each by objective. The standard error is None for a single
-    sample.
+    `standard_errors` has the standard error of the mean, each keyed by objective. The standard error is None for a
+    single sample.
     """
 
     rung: int
@@ -269,7 +269,7 @@ class TrialResult:
     - `rungs`: the trial's values at each rung that it has finished, in order.
     - `samples_scored`: the number of samples of search data that were scored for this trial.
     - `samples_reused`: the number of samples known from lower rungs or from trials with an equal recipe.
-    - `timings_s`: the seconds that parts of scoring took, by name.
+    - `timings_s`: the seconds that parts of scoring took, keyed by name.
     - `values`: the objectives' values at full budget; empty if the trial did not reach the full budget.
     - `standard_errors`: the standard errors of `values`; None if an error is not known.
     """
@@ -311,8 +311,8 @@ class TrialRecord(TrialResult):
     def after_chunk(self, timings_s: Mapping[str, float], num_scored: int | None) -> Self:
         """Copy of this trial, updated for one more stored chunk (a group of samples that was scored in one request).
 
-        The chunk's `timings_s` (seconds by name) and its number of newly scored samples are added. `num_scored` is None
-        for holdout data and benchmarks, whose samples are not counted.
+        The chunk's `timings_s` (seconds, keyed by name) and its number of newly scored samples are added. `num_scored`
+        is None for holdout data and benchmarks, whose samples are not counted.
         """
         timings = {name: self.timings_s.get(name, 0.0) + seconds for name, seconds in timings_s.items()}
         found = replace(self, timings_s={**self.timings_s, **timings})
@@ -470,7 +470,7 @@ class Demand:
 
 @dataclass(frozen=True)
 class TeamRecord:
-    """A stored team, with the role of each of its members by the member's name, its weight and its quotas."""
+    """A stored team: its weight, its quotas, and the role of each member, keyed by the member's name."""
 
     name: str
     created_at: float
@@ -636,8 +636,8 @@ class JobRecord:
     - `edited_after`: value of `attempt` at the last edit that a driver must read; a driver of this attempt has the
       document from before the edit. None if there was no such edit.
     - `first_name`: name of the job when it was created, if it was renamed. Its Ray Jobs keep this name.
-    - `yields_after`: value of `attempt` when the driver was asked to make room for another job, or because the quota of
-      its team is used up. None if no driver was asked.
+    - `yields_after`: value of `attempt` when the driver was asked to end because of a preemption (another job takes the
+      place, or the quota of the team is used up). None if no driver was asked.
     - `moved_before`: id of the job before which an administrator moved this job while it waits, or "" for the front of
       the queue; None if the job was not moved. `moved_at` is the time of the move.
     - `traceparent`: place in its trace of the request that created the job, as in the header of this name; None if the
@@ -814,7 +814,7 @@ class DeliveryRecord:
 
 @dataclass(frozen=True)
 class DriverWait:
-    """Latest wait of a job for a driver, which is a process that works on the job.
+    """Latest wait of a job for a driver (a process that works on the job).
 
     The wait begins at `since`, when the job was created or last resumed, and ends at `until`, when a driver started.
     Both times are in seconds since the epoch. `until` is None if no driver has started since.
@@ -870,8 +870,8 @@ class Comparison:
     - `values`: the estimate of each objective
     - `mean`: the mean over the accuracy objectives (values in [0, 1], larger is better); None without accuracy
       objectives
-    - `differences`: by objective, the trial's value minus the value of the reference, paired by sample; "mean" has the
-      difference of the means; empty without a reference
+    - `differences`: for each objective, the trial's value minus the value of the reference, paired by sample. The key
+      "mean" has the difference of the means. Empty without a reference.
     """
 
     label: str

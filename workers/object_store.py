@@ -174,7 +174,7 @@ class ObjectStore:
             return None
 
     def list(self, path: str = "") -> dict[str, ObjectInfo]:
-        """All objects in the folder `path` and in folders below it, with their sizes and times of writing, by path."""
+        """Map the path of each object in the folder `path`, or below it, to the object's size and time of writing."""
         key = self._key(path) if path else self._root
         with self._asking("list", path):
             found = self._fs.find(key, detail=True, withdirs=False)

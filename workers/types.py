@@ -247,7 +247,7 @@ class ScoreRequest:
     raised as EngineCrashed; if it is None, the scorer itself sends the request again after a crash. With at least one
     crash, a new replica first scores one sample with the base model, which shows whether the engine works at all.
 
-    `trial` is the number of the trial that the request is for, which logs name; None if the request is for no trial.
+    `trial` is the number of the trial whose samples are requested, for log lines; None if the request is for no trial.
     `traceparent` identifies the trace span that sends the request, as in the W3C header; None if the request is not
     traced.
     """
@@ -330,7 +330,7 @@ class CanaryReport:
 class ScoreResult:
     """Scored samples of one request, with the engine's report about its weights (evidence) and with timings.
 
-    `timings_s` has seconds by name:
+    `timings_s` has seconds, keyed by name:
 
     - "wait": waiting until the replica had finished its earlier requests
     - "materialise": computing the merge
@@ -344,7 +344,7 @@ class ScoreResult:
 
     @property
     def values(self) -> dict[str, dict[int, float]]:
-        """The value of the metric on each sample, by objective and then by the sample's position."""
+        """The value of the metric on each sample, keyed first by objective and then by the sample's position."""
         found: dict[str, dict[int, float]] = {}
         for sample in self.samples:
             found.setdefault(sample.objective, {})[sample.position] = sample.value
@@ -424,11 +424,11 @@ class GradientResult:
       makes losses comparable (`evaluation.references`)
     - `num_samples`: the size of the minibatch
     - `seconds`: the time of the computation
-    - `by_source`: the derivatives with respect to coefficients of single sources (`lambda` or `weight`), by tensor and
-      alias of the source
-    - `shared`: the derivatives with respect to coefficients that all sources of a merge share, by tensor and name of
-      the coefficient
-    - `layer_scales`: the derivatives with respect to the scales of layers, by layer, if they were requested
+    - `by_source`: the derivatives with respect to coefficients of single sources (`lambda` or `weight`), keyed by
+      tensor and alias of the source
+    - `shared`: the derivatives with respect to coefficients that all sources of a merge share, keyed by tensor and name
+      of the coefficient
+    - `layer_scales`: the derivatives with respect to the scales of layers, keyed by layer, if they were requested
 
     Tensors of merges without such coefficients are not listed.
     """
@@ -520,7 +520,7 @@ class Scorer(Protocol):
     def statistics(self) -> Mapping[str, Any]:
         """Counts, times and memory of the engines of all replicas, as a JSON document.
 
-        The document has the numbers of starts of engines and of merges written into them (swaps), the seconds of each
-        swap (`swap_s`) and of work (`busy_s`), and the placement and bytes of the source weights.
+        The document contains the numbers of starts of engines and of merges written into them (swaps), the seconds of
+        each swap (`swap_s`) and of work (`busy_s`), and the placement and bytes of the source weights.
         """
         ...

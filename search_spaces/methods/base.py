@@ -176,7 +176,7 @@ class MergeMethod:
 
     @property
     def gradients_by(self) -> tuple[Coefficient, ...]:
-        """Coefficients of this method by which the merged tensor is differentiable; empty if there are none."""
+        """Coefficients with respect to which the merged tensor of this method is differentiable; may be empty."""
         return tuple(coefficient for coefficient in self.coefficients if coefficient.has_gradient)
 
     def range_of(self, name: str) -> Range:
@@ -194,8 +194,8 @@ class MergeMethod:
     ) -> Iterator[str]:
         """Error messages about the number of sources, the coefficients and the seed of a merge by this method.
 
-        A merge by this method has `num_sources` sources, the values `coefficients` by name, and the `seed` of its
-        random masks, or None. Missing coefficients are not reported.
+        A merge by this method has `num_sources` sources, the values `coefficients`, keyed by name, and the `seed` of
+        its random masks, or None. Missing coefficients are not reported.
         """
         if not self.min_sources <= num_sources <= (self.max_sources or num_sources):
             accepted = self.min_sources if self.max_sources else f"at least {self.min_sources}"

@@ -52,8 +52,8 @@ def normalize(default: int) -> Coefficient:
 def weights_do_not_cancel(numbers: Numbers) -> str | None:
     """Check the weights of a method that divides by their sum: the sum must not be zero.
 
-    `numbers` has the values of a merge's coefficients by name, with one weight for each source. Returns a message if
-    the weights sum to zero, else None.
+    `numbers` maps the name of a coefficient to its values, with one weight for each source. Returns a message if the
+    weights sum to zero, else None.
     """
     weights = numbers("weight")
     return (

@@ -77,14 +77,14 @@ class Counterpart:
     """The method of mergekit that computes the same tensors as one of this project's merge methods.
 
     - `method`: the name of mergekit's method
-    - `settings`: the values of mergekit's flags, by name
+    - `settings`: the values of mergekit's flags, keyed by name
     - `base`: the role of mergekit's base model: it has no effect ("none"), it is the recipe's base ("recipe"), or it is
       the first source ("first")
     - `parameters`: the parameters of mergekit's method; merge methods with the same counterpart list the same
       parameters
     - `coefficients`: the function that converts mergekit's parameters to coefficients; None if each coefficient is the
       parameter of the same name
-    - `exact_at`: the values of coefficients, by name, at which the two methods agree, if they do not always agree
+    - `exact_at`: the values of coefficients, keyed by name, at which the two methods agree, if they do not always agree
     """
 
     method: str
@@ -120,7 +120,7 @@ def generalized(
     - `others`: parameters of this variant alone
     - `normalize` and `rescale`: the defaults of these two parameters
     - `exact_at`: the values of coefficients at which the two methods agree, if they do not always agree
-    - `settings`: the values that mergekit's boolean parameters must have to give this method, by name
+    - `settings`: the values that mergekit's boolean parameters must have to give this method, keyed by name
     """
     parameters = (
         Parameter("weight", "expert"),

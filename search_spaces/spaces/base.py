@@ -57,10 +57,10 @@ class SearchedModels:
     Models are named by their aliases.
 
     - `fingerprints`: the content fingerprints of `base` and `experts`
-    - `tensors`: the merged model's tensors, by name and in the order in which they are merged: embedding, layer by
-      layer, head. An output head that is tied to the embedding is not included.
-    - `tied`: the name of the embedding by the name of the output head, if the head is tied to the embedding although
-      the base's files store a tensor of the head; otherwise empty
+    - `tensors`: the merged model's tensors, keyed by name, in the order in which they are merged: embedding, layers in
+      ascending order, head. An output head that is tied to the embedding is not included.
+    - `tied`: maps the name of the output head to the name of the embedding, if the head is tied to the embedding
+      although the base's files store a tensor of the head; otherwise empty
     - `tokenizer`: the tokenizer of every recipe
     - `max_layers`: the largest number of layers that a merge may have, or None if the study states no limit
     - `preferences`: the study's preference vectors: weights by objective, at least 0, that sum to one. A study without
@@ -113,8 +113,9 @@ class SpaceDescription:
     """The description of a search space in reports, with the parts of the model that have separate coefficients.
 
     - `layer_groups`: groups of adjacent layers, which cover the layers in order
-    - `component_groups`: the parts of a layer that have separate coefficients, by name. The value lists the components
-      (attention, MLP, norms) in this part. If the part is a piece of one component, the value has this component.
+    - `component_groups`: the parts of a layer that have separate coefficients, keyed by name. The value lists the
+      components (attention, MLP, norms) in this part. If the part is a piece of one component, the value has this
+      component.
     - `text`: a description of the searched parameters, in words
     """
 
@@ -185,7 +186,7 @@ class AlignedSpace(LayeredSpace, Protocol):
 
     @property
     def pool(self) -> Mapping[str, Recipe]:
-        """Recipes of the models that provide layers for paths, by the models' names.
+        """Recipes of the models that provide layers for paths, keyed by the models' names.
 
         A path is the sequence of the layers of a merge. The property `pairs`, which lists pairs of layers, uses the
         same names.
@@ -251,8 +252,8 @@ class Coefficients(Protocol):
     def slots(self, tensor_name: str) -> tuple[tuple[str, str], ...]:
         """List the parameters whose values are the coefficients of the tensor `tensor_name`.
 
-        The result has pairs of a source's alias and the name of the parameter with the source's coefficient. If the
-        sources share the coefficient, only the first source is listed. The result is empty for a tensor without a
+        The result contains pairs of a source's alias and the name of the parameter with the source's coefficient. If
+        the sources share the coefficient, only the first source is listed. The result is empty for a tensor without a
         searched coefficient. `tensor_name` is the name of a tensor of the merged model. It may also be the name of an
         output head that is tied to the embedding; the result is then the result for the embedding. Raises KeyError for
         any other name.
@@ -261,7 +262,7 @@ class Coefficients(Protocol):
 
     @property
     def layer_scales(self) -> Mapping[int, str]:
-        """Name of the parameter that scales the residual stream after a layer, by the layer's index.
+        """Name of the parameter that scales the residual stream after a layer, keyed by the layer's index.
 
         The scale is `LayerRecipe.scale`. Layers whose scale is not searched are missing.
         """

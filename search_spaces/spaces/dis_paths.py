@@ -298,8 +298,8 @@ class DisPaths:
         """Make sort keys, numbers in [0, 1], that stand for the order `order` of a block's candidates.
 
         Candidates are numbers that stand for layers which the block may use. `order` has each candidate `repeats`
-        times. The result has a key for each of these copies, ordered by candidate. Sorting the copies by their keys
-        gives `order`.
+        times. The result contains a key for each of these copies, ordered by candidate. Sorting the copies by their
+        keys gives `order`.
         """
         next_copy = [candidate * self.repeats for candidate in range(self.num_candidates)]
         keys = [0.0] * self.num_copies

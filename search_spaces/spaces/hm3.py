@@ -6,9 +6,9 @@ A merge is a path of any length between two limits. The embedding is taken from 
 and the output head are taken from the last layer's model. The searcher `hm3` learns a policy that builds such paths.
 Every other searcher may also search the space, for comparison with the method.
 
-With `merged`, the pool has one more model, whose layers are merged in their parameters (the upper level of HM3). This
-model is different for each preference vector, because its coefficients depend on the vector. A path has one of these
-vectors, and states which of its layers are merged.
+With `merged`, the pool has one more model, whose layers are themselves merges of the experts' layers (the upper level
+of HM3). This model is different for each preference vector, because its coefficients depend on the vector. A path has
+one of these vectors, and states which of its layers are merged.
 
 In the paper, any layer may follow any other layer. Almost no random path of this kind is a usable model, so a policy
 would have no reward to learn from. Here the layer that follows layer l is at most `max_jump` layers away from layer l +
@@ -331,7 +331,7 @@ class Hm3Space:
 
     @cached_property
     def _names(self) -> dict[str, tuple[str, int | None]]:
-        """Models that provide layers for layer paths (sequences of layers that make a new model), by name.
+        """Models that provide layers for layer paths (sequences of layers that make a new model), keyed by name.
 
         A model of the study has its alias (name in the study file) as the key, and (alias, None) as the value. Layers
         may also come from models that are merged from the experts, one for each preference vector (weights of the
@@ -346,7 +346,7 @@ class Hm3Space:
 
     @cached_property
     def _digests(self) -> dict[str, str]:
-        """Recipe digest of each model that provides layers for layer paths, by the model's name in `pool`.
+        """Recipe digest of each model that provides layers for layer paths, keyed by the model's name in `pool`.
 
         A layer path is the sequence of layers of a new model. Some of the models are merged from the experts, each with
         the weights of one preference vector (weights of the objectives). Two models whose recipes are equal have the
@@ -384,11 +384,11 @@ class Hm3Space:
         return self._wholes[key]
 
     def _steps(self, number: int) -> dict[LayerRecipe, int]:
-        """Step number of every possible layer of a path, by the layer's recipe.
+        """Step number of every possible layer of a path, keyed by the layer's recipe.
 
         A path is a sequence of step numbers; each number stands for one layer of one model. One of the models may be
-        merged from the experts, with weights by a preference vector; `number` is the index of this vector. A layer that
-        several models have has the step number in the first of these models.
+        merged from the experts, with weights by a preference vector; `number` is the index of this vector. If several
+        models contain the same layer, its step number is the number of the layer in the first of these models.
         """
         paths = self.paths
         found: dict[LayerRecipe, int] = {}

@@ -93,8 +93,8 @@ def recipe_of_path(models: SearchedModels, layers: Sequence[tuple[str, int, floa
 def path_of_recipe(recipe: Recipe, *, scale_of: ScaleOf) -> list[tuple[str, int, float]] | None:
     """Read the layer path from a recipe that copies whole layers of models; None for other recipes.
 
-    The result has, for each layer of the merge, the model, the number of the layer in this model, and a scale. A layer
-    has a scale on the residual stream and a scale on the output of the MLP; `scale_of` says which scale is read.
+    The result contains, for each layer of the merge, the model, the number of the layer in this model, and a scale. A
+    layer has a scale on the residual stream and a scale on the output of the MLP; `scale_of` says which scale is read.
     Returns None also if the other scale is not 1 in some layer, or if a layer has an alignment (a learned map that is
     applied to the residual stream after it).
     """
@@ -119,7 +119,7 @@ def _step(layer: LayerRecipe, scale_of: ScaleOf) -> tuple[str, int, float] | Non
 
 
 def with_own_aliases(recipe: Recipe, *, base: str, fingerprints: Mapping[str, str]) -> Recipe | None:
-    """A copy of a recipe with the aliases of a search space, which has the same models under other names.
+    """A copy of a recipe with the aliases of a search space that has the same models under other names.
 
     Models are matched by their fingerprints. `fingerprints` maps the space's aliases to content fingerprints, and
     `base` is the space's base model. Returns None if the recipe has another base or uses a model that the space does

@@ -255,14 +255,15 @@ class LayerwiseSpace:
     def slots(self, tensor_name: str) -> tuple[tuple[str, str], ...]:
         """List the search parameters whose values are the coefficients of the tensor `tensor_name`.
 
-        The result has a pair for each expert, in the study's order: the expert's alias and the name of the parameter.
+        The result contains a pair for each expert, in the study's order: the expert's alias and the name of the
+        parameter.
         """
         piece = self._pieces[self._models.tied.get(tensor_name, tensor_name)]
         return tuple(zip(self._models.experts, self._keys[piece], strict=True))
 
     @property
     def layer_scales(self) -> Mapping[int, str]:
-        """Name of the parameter that scales the residual stream after a layer, by the layer's number.
+        """Name of the parameter that scales the residual stream after a layer, keyed by the layer's number.
 
         The last layer has no scale. Without the option `layer_scales` the mapping is empty.
         """
@@ -273,7 +274,8 @@ class LayerwiseSpace:
 
         All tensors of a part share their coefficients. The option `granularity` decides whether a part is a tensor, a
         component of a layer, a layer, or a layer group; the embedding and the head are separate parts. `place` is the
-        layer and component of the tensor, and `group_of` has the name of each layer's group, by the layer's number.
+        layer and component of the tensor, and `group_of` has the name of each layer's group, keyed by the layer's
+        number.
         """
         if self._granularity == "tensor":
             return name

@@ -329,9 +329,9 @@ class _Numbers:
 def dirichlet_shares(quantiles: Sequence[float], alpha: float) -> tuple[float, ...]:
     """Convert quantiles to the shares of the experts, which sum to one.
 
-    The result has one share more than there are `quantiles`, numbers in [0, 1]. If the quantiles are independent and
-    uniform, the shares have the symmetric Dirichlet distribution with concentration `alpha`. With one quantile, this is
-    Beta(alpha, alpha).
+    For n `quantiles` (numbers in [0, 1]) there are n + 1 shares. If the quantiles are independent and uniform, the
+    shares have the symmetric Dirichlet distribution with concentration `alpha`. With one quantile, this is Beta(alpha,
+    alpha).
     """
     from scipy.special import betaincinv
 
@@ -373,10 +373,14 @@ def _p_series(experts: Sequence[str], order: Sequence[str], p: float) -> tuple[f
 def _exact_shares(found: _Numbers, scales: tuple[float, float]) -> tuple[float, ...]:
     """Reconstruct the experts' shares, which sum to one, from the rounded coefficients of a recipe.
 
-    `found` has the coefficients and, if it is known, the scale of the recipe. An unknown scale is estimated by the sum
-    of the coefficients, limited to `scales`, the lowest and the highest scale that the space allows. The sum that the
-    coefficients should have is one or, for an unknown scale, this estimate. The difference from this sum is distributed
-    evenly over the experts.
+    `found` has the coefficients and, if it is known, the scale of the recipe. With a known scale, the coefficients are
+    the rounded shares, and their exact sum is one. With an unknown scale, each coefficient is the scale times a share;
+    the scale, which is their exact sum, is estimated by the sum of the coefficients, limited to `scales`, the lowest
+    and the highest scale that the space allows.
+
+    The difference between the exact sum and the sum of the coefficients is distributed evenly over the coefficients.
+    They are then divided by the exact sum, and at last by the sum of the quotients, so that the shares sum to one even
+    where a negative coefficient was replaced by zero.
     """
     total = math.fsum(found.numbers)
     exact = 1.0 if found.scale is not None else min(max(total, scales[0]), scales[1])

@@ -132,7 +132,7 @@ class SfsSpace:
 
     @property
     def layer_scales(self) -> Mapping[int, str]:
-        """Name of the parameter that scales a layer's output, by the layer's index.
+        """Name of the parameter that scales a layer's output, keyed by the layer's index.
 
         The last layer has no such parameter.
         """

@@ -85,7 +85,7 @@ class EngineOptions(Engine):
     """The seed of vLLM."""
 
     def document(self) -> dict[str, Any]:
-        """The options by name, as plain data. Engines with equal options are interchangeable.
+        """The options, keyed by name, as plain data. Engines with equal options are interchangeable.
 
         Options that were added later are left out if they have their default, so that the document of an old study
         keeps its digest. The backend follows from the models and is always written as "vllm".

@@ -391,7 +391,7 @@ def _absolute(value: str, directory: Path) -> str:
 
 
 def _flat(value: Any, place: str = "") -> dict[str, Any]:
-    """The values in nested mappings and lists, by their dotted path from `place`, such as "objectives.0.name".
+    """The values in nested mappings and lists, keyed by the dotted path from `place`, such as "objectives.0.name".
 
     An empty mapping or list counts as a value.
     """

@@ -97,17 +97,17 @@ class Models(Section):
 
     @property
     def chained(self) -> dict[str, FromStudy]:
-        """The references to merges of other studies, for the experts that are such merges, by the expert's name."""
+        """The experts that are merges of other studies: a mapping from the expert's name to the reference."""
         return {alias: e.from_study for alias, e in self.experts.items() if isinstance(e, Chained)}
 
     @property
     def trained(self) -> dict[str, FromFinetune]:
-        """References to experts that fine-tunings have trained, by the name of the expert in this study."""
+        """References to experts that fine-tunings have trained, keyed by the name of the expert in this study."""
         return {alias: e.from_finetune for alias, e in self.experts.items() if isinstance(e, Trained)}
 
     @property
     def named(self) -> dict[str, str]:
-        """Experts that are given as directories or hub ids, by name.
+        """Experts that are given as directories or hub ids, keyed by name.
 
         Experts that are results of other jobs are missing until `service.studies.chains` has replaced them by
         directories. Afterwards all experts are included.

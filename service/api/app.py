@@ -115,7 +115,7 @@ def create_app(
             default a directory in `data_dir`.
         artifact_quota_bytes: Bytes that artifacts may take; by default a tenth of the disk, or no limit in an object
             store.
-        retention: Limits on the data that are kept of ended jobs, by kind of data; by default all data are kept.
+        retention: Limits on the data that are kept of ended jobs, keyed by kind of data; by default all data are kept.
         has_accounts: Whether requests need a token once the database has a user.
         rates: Limits on the number of requests; by default `RateLimits()`.
         has_open_metrics: Whether everybody may read the metrics even if the server has accounts.

@@ -155,7 +155,7 @@ def _against(
 
 
 def found_job(services: Services, sender: Principal, job_id: str, kind: JobKind, right: Right) -> JobRecord:
-    """Read the job with the id `job_id`, and check that the sender has the `right` on it.
+    """Read the job with the id `job_id`, and check that the sender of the request has the `right` on it.
 
     Raises Refusal with status 404 if the job does not exist, is not of this `kind`, or may not be read by the sender.
     Raises Refusal with status 403 if the sender may read the job but lacks the right.

@@ -125,7 +125,7 @@ class EventHub:
     def watch_all(
         self, *, after: int | None, renewal: Callable[[], Awaitable[Principal | None]]
     ) -> AsyncGenerator[bytes, None]:
-        """Yield state changes and progress of all jobs that the sender may read (`JobFeed.watch`)."""
+        """Yield state changes and progress of all jobs that the sender of the request may read (`JobFeed.watch`)."""
         self._loop = asyncio.get_running_loop()
         if self._all is None:
             self._all = JobFeed(self._store, self._pause_s, self._threads)

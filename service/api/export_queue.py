@@ -114,7 +114,7 @@ class Exports:
         return f"{self._store.job(record.study).name}-trial-{record.trial}"
 
     def files(self, record: ExportRecord) -> Mapping[str, StoredFile] | None:
-        """Files of an export's merged model, by their paths in the export's directory.
+        """Files of an export's merged model, keyed by their paths in the export's directory.
 
         The heads of image classifiers are in a directory of their own. Returns None if the files are not written yet or
         were removed.

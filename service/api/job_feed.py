@@ -1,7 +1,7 @@
 """Event streams that follow all jobs which the reader may see: state changes and progress.
 
-The server looks for new events once for all streams. Each stream then reads its events with the present rights of its
-sender, so that the stream stops showing a job as soon as its sender may no longer read the job.
+The server looks for new events once for all streams. Each stream then reads its events with the present rights of the
+user who requested it, so that the stream stops showing a job as soon as this user may no longer read the job.
 
 On PostgreSQL, events of different jobs may become visible in another order than the order of their ids, because each
 transaction takes its ids before it ends. A stream therefore reads the events of the last seconds again, and the id of a
@@ -83,7 +83,7 @@ class JobFeed:
     async def watch(
         self, *, after: int | None, renewal: Callable[[], Awaitable[Principal | None]]
     ) -> AsyncGenerator[bytes, None]:
-        """Yield events and progress of all jobs that the sender may read, as encoded server-sent events, without end.
+        """Yield events and progress of all jobs that the user may read, as encoded server-sent events, without end.
 
         The stream begins with the first event whose id is above `after`. If `after` is None, only new events are
         yielded. `renewal` returns the sender with its present rights; the stream ends when `renewal` returns None.

@@ -294,7 +294,7 @@ def needs_throughout(scope: Scope) -> Any:
     """Make the FastAPI dependency of a route that sends a long stream, and whose path names no job.
 
     The dependency refuses the senders that `needs` refuses. The value of the dependency is a function that returns the
-    sender with its present rights, or None once the token or session is no longer valid.
+    sender of the request with its present rights, or None once the token or session is no longer valid.
     """
 
     def checked(sender: Sender, renewal: Renewal) -> Callable[[], Awaitable[Principal | None]]:
@@ -312,7 +312,7 @@ def open_to_all() -> Any:
     """
 
     async def nothing() -> None:
-        """Accept every sender; the dependency only declares that the route is open."""
+        """Accept the sender of every request; the dependency only declares that the route is open."""
 
     return _declared(Rule(None), nothing)
 
@@ -432,7 +432,7 @@ def _check_scope(sender: Principal, scope: Scope) -> None:
 
 
 def check_admin(sender: Principal) -> None:
-    """Raise Refusal (403) unless the sender administers the server, or the server has no accounts."""
+    """Raise Refusal (403) unless the sender of the request administers the server, or the server has no accounts."""
     if sender.account is not None and not sender.account.is_admin:
         raise Refusal(403, f"{sender.account.user}: only administrators of the server may send this request")
 

@@ -91,10 +91,10 @@ class Preflight(Protocol):
     ) -> Accepted:
         """Check the body of a request that submits a job of the kind `kind`, and return the accepted job.
 
-        The body `content` is JSON if `is_json`, else YAML. `client` names the sender, so that many requests of one
-        client do not delay other clients' requests. `reader` is the account whose rights decide to which other jobs the
-        job may refer; if it is None, the job may refer to all jobs. Raises InvalidStudy with every problem, and
-        Unavailable if no check is possible at the moment.
+        The body `content` is JSON if `is_json`, else YAML. `client` names the sender of the request, so that many
+        requests of one client do not delay other clients' requests. `reader` is the account whose rights decide to
+        which other jobs the job may refer; if it is None, the job may refer to all jobs. Raises InvalidStudy with every
+        problem, and Unavailable if no check is possible at the moment.
         """
 
     async def check_benchmarks(
@@ -103,9 +103,9 @@ class Preflight(Protocol):
         """Check the benchmarks that a client wants to add to a stored study.
 
         `stored` is the server's record of the study. `document` is the study file with the new benchmarks added.
-        `client` names the sender, so that many requests of one client do not delay other clients' requests. `reader` is
-        the sender's account; None if the server has no accounts. Raises InvalidStudy with every problem, and
-        Unavailable if no check is possible at the moment.
+        `client` names the sender of the request, so that many requests of one client do not delay other clients'
+        requests. `reader` is the sender's account; None if the server has no accounts. Raises InvalidStudy with every
+        problem, and Unavailable if no check is possible at the moment.
         """
 
     async def check_enqueued(
@@ -121,17 +121,18 @@ class Preflight(Protocol):
 
         `stored` is the server's record of the study. `label` is the label of the new trial. The merge is either
         `recipe`, the content of a recipe or of a mergekit configuration, or `configuration`, a value for each parameter
-        of the search space. `client` names the sender, so that many requests of one client do not delay other clients'
-        requests. Returns the recipe's document; None if a configuration was given. Raises InvalidStudy with every
-        problem, and Unavailable if no check is possible at the moment.
+        of the search space. `client` names the sender of the request, so that many requests of one client do not delay
+        other clients' requests. Returns the recipe's document; None if a configuration was given. Raises InvalidStudy
+        with every problem, and Unavailable if no check is possible at the moment.
         """
 
     async def mergekit_file(self, stored: JobRecord, recipe: Mapping[str, Any], *, client: str = "") -> str:
         """Convert a recipe of a stored study to mergekit's YAML (`service.studies.mergekit.mergekit_file`).
 
         `stored` is the server's record of the study, and `recipe` is the document of the recipe. `client` names the
-        sender, so that many requests of one client do not delay other clients' requests. Raises InvalidStudy with every
-        reason why there is no such file, and Unavailable if the file cannot be computed at the moment.
+        sender of the request, so that many requests of one client do not delay other clients' requests. Raises
+        InvalidStudy with every reason why there is no such file, and Unavailable if the file cannot be computed at the
+        moment.
         """
 
     async def find_models(
@@ -140,16 +141,16 @@ class Preflight(Protocol):
         """Find models in the directories that jobs of the account `reader` may read.
 
         `under` is a directory to search in place of these directories, `text` is a text that models must have, and
-        `limit` is the largest number of models. `client` names the sender, so that many requests of one client do not
-        delay other clients' requests. Raises InvalidQuery if `under` cannot be searched, and Unavailable if no search
-        is possible at the moment.
+        `limit` is the largest number of models. `client` names the sender of the request, so that many requests of one
+        client do not delay other clients' requests. Raises InvalidQuery if `under` cannot be searched, and Unavailable
+        if no search is possible at the moment.
         """
 
     async def engine_dtype(self, stored: JobRecord, *, client: str = "") -> str:
         """Dtype, such as "bfloat16", in which inference engines hold the merged weights of a study.
 
-        `stored` is the server's record of the study. `client` names the sender, so that many requests of one client do
-        not delay other clients' requests.
+        `stored` is the server's record of the study. `client` names the sender of the request, so that many requests of
+        one client do not delay other clients' requests.
         """
 
 

@@ -319,8 +319,8 @@ def job_event_document(record: JobEventRecord) -> JobEventDocument:
 def export_document(record: ExportRecord, num_bytes: int | None) -> ExportDocument:
     """Build the JSON document that describes an export, which is a merged model for download.
 
-    `num_bytes` is the total size of the export's files; None if there are no files. The document has this size and a
-    download link only if the export is COMPLETE and its files still exist.
+    `num_bytes` is the total size of the export's files; None if there are no files. The document contains this size and
+    a download link only if the export is COMPLETE and its files still exist.
     """
     is_there = record.state is ExportState.COMPLETE and num_bytes is not None
     path = below_root(export_path(record))

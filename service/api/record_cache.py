@@ -32,7 +32,7 @@ Result = TypeVar("Result")
 
 
 class Version(NamedTuple):
-    """Version of a study's results, which grows whenever they may have changed.
+    """Version of a study's results: it grows whenever the results may have changed.
 
     `attempt` is the number of processes (drivers) that have worked on the study, and `event` is the id of its last
     event.
@@ -88,8 +88,8 @@ class RunRecords:
     ) -> Result:
         """Result of applying `function` to the study's run record (all its stored data), cached by study and function.
 
-        The result has at least the changes up to the version `since`, which the caller has just read. If `since` is
-        None, the present version is read from the database. Raises NotFound if there is no such study.
+        The result contains at least the changes up to the version `since`, which the caller has just read. If `since`
+        is None, the present version is read from the database. Raises NotFound if there is no such study.
         """
         entry = self._entry(study_id)
         async with entry.lock:

@@ -80,7 +80,7 @@ class RequestCounter:
             return sorted(self._counts.items())
 
     def latencies(self) -> list[tuple[tuple[str, str, str], Histogram]]:
-        """Latencies by method, route and class of the status, such as "2xx"."""
+        """Latencies of requests, each with their method, route and class of the status, such as "2xx"."""
         with self._lock:
             return [(key, histogram.copy()) for key, histogram in sorted(self._latencies.items())]
 
@@ -133,5 +133,5 @@ def _route(scope: Scope) -> str:
 
 
 def is_event_stream(message: Message) -> bool:
-    """Whether the ASGI message `message`, which begins a response, begins the response of an event stream."""
+    """Whether `message`, the first ASGI message of a response, belongs to the response of an event stream."""
     return any(name.lower() == b"content-type" and value.startswith(STREAM) for name, value in message["headers"])

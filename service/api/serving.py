@@ -24,7 +24,7 @@ def served_jobs(store: Store, study_id: str) -> list[JobRecord]:
 
 
 def usable_served(services: Services, sender: Principal, study: JobRecord) -> JobRecord | None:
-    """Find an unfinished job that serves a study and can be used by the sender; None if there is no such job.
+    """Find an unfinished job that serves a study and that `sender` may use; None if there is no such job.
 
     A paused job is found only if there is no other such job, and if the sender may resume it.
     """

@@ -24,7 +24,7 @@ __all__ = ["MeasuredExports", "TeamBytes"]
 
 @dataclass(frozen=True)
 class MeasuredExports:
-    """Sizes in bytes of the files of a team's exports before an admission, by the export's id and state.
+    """Sizes in bytes of the files of a team's exports before an admission, keyed by the export's id and state.
 
     An export's files change only when its state changes. If an export is removed after the measurement, its files do
     not count.

@@ -79,7 +79,7 @@ class Logins:
     """Logins of browsers with one identity provider, from the redirect to the provider until the session begins.
 
     `settings` describe the provider, and what its users may do on this server. `provider` is the client that talks to
-    the provider, which tests replace; None makes one from `settings`.
+    the provider, and is replaced in tests; None makes a client from `settings`.
     """
 
     def __init__(self, accounts: AccountStore, settings: OidcSettings, *, provider: Provider | None = None) -> None:

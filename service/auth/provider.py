@@ -152,7 +152,7 @@ class Provider:
 
     @asynccontextmanager
     async def _answering(self) -> AsyncIterator[None]:
-        """Context for requests to the identity provider, which limits their time and converts their errors.
+        """Context that limits the time of requests to the identity provider, and converts their errors.
 
         Errors become LoginRefused or ProviderUnavailable. Their messages say what the provider did wrong, without
         secrets.

@@ -121,8 +121,8 @@ def _quiet(text: str) -> None:
 def _progress(places: dict[str, Path], *, as_json: bool) -> Iterator[None]:
     """Context that prints new losses and evaluations of running trainings every 5 s.
 
-    `places` has the directory of each training by the alias of the expert, the model that is trained. The output is
-    text on standard error or, if `as_json` is True, JSON lines on standard output.
+    `places` has the directory of each training, keyed by the alias of the expert, the model that is trained. The output
+    is text on standard error or, if `as_json` is True, JSON lines on standard output.
     """
     done = threading.Event()
     shown = {alias: len(read_history(place / METRICS)) for alias, place in places.items()}
@@ -153,8 +153,8 @@ def _text(alias: str, lines: list[dict[str, Any]]) -> str:
 def training_text(line: Mapping[str, Any]) -> str:
     """Text that describes an update, or an evaluation, in the training of an expert (a fine-tuned model).
 
-    The text has the loss, the values of an evaluation, or both. `line` has the numbers of the update or evaluation, as
-    JSON.
+    The text contains the loss, the values of an evaluation, or both. `line` has the numbers of the update or
+    evaluation, as JSON.
     """
     of = f" of {line['steps']}" if line.get("steps") else ""
     loss = f"  loss {line['loss']:.4f}  {line['seconds']:.2f} s a step" if "loss" in line else ""

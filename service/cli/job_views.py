@@ -78,7 +78,7 @@ class JobView:
 
         `name` is the trial of a study (a number or "best"), or the alias of a fine-tuning's expert. `dtype` is the
         dtype of a study's merged model; None means the dtype of the study's inference engines. `prefer` has the weight
-        of each objective, by name. If it is not None, the weights choose the trial of a study, and `name` must be
+        of each objective, keyed by name. If it is not None, the weights choose the trial of a study, and `name` must be
         "best". Raises InvalidPreference if `prefer` is given and `name` is not "best", and Conflict if jobs of this
         kind have no models.
         """

@@ -795,7 +795,7 @@ def _keep(text: str) -> tuple[str, Limit]:
 
 
 def _preference(text: str) -> dict[str, float]:
-    """Parse weights of a study's objectives, such as "math=0.6,code=0.4", into a dict by objective.
+    """Parse weights of a study's objectives, such as "math=0.6,code=0.4", into a dict, keyed by objective.
 
     Raises ArgumentTypeError for an invalid text.
     """

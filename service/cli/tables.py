@@ -208,7 +208,7 @@ def attacks_table(document: BenchmarksDocument) -> Table:
 def judged_table(document: BenchmarksDocument) -> Table:
     """Terminal table of benchmarks on which a judge, a model, compares completions with reference answers.
 
-    The table has the win rates, how consistent the judge is, and the lengths of the completions.
+    The table contains the win rates, how consistent the judge is, and the lengths of the completions.
     """
     table = titled("Judged completions")
     table.add_column("trial", justify="right")
@@ -463,7 +463,7 @@ def state_text(state: str) -> Text:
 
 
 def id_digits(ids: Sequence[str]) -> int:
-    """Smallest number of leading digits, but at least 8, by which all given ids are different."""
+    """Number of leading digits by which all given ids are different: the smallest such number, but at least 8."""
     digits = ID_DIGITS
     while len({name[:digits] for name in ids}) < len(ids):
         digits += 1

@@ -842,7 +842,7 @@ def _export_from(directory: Path, trial: str, out: Path, *, dtype: str | None = 
 
 
 def _directories(models: Sequence[str]) -> dict[str, Path]:
-    """Parse the values of the option `--model`, each ALIAS=DIR, into a dict of source models' directories by alias.
+    """Parse the values of the option `--model`, each ALIAS=DIR, into a dict from aliases to directories.
 
     Raises InvalidRecipe if a value does not have this form, or if an alias is given twice.
     """

@@ -46,7 +46,7 @@ def forget_token(url: str) -> bool:
 
 
 def _stored() -> dict[str, str]:
-    """The API tokens in the file of stored tokens, by the address of the server; empty if there is no file."""
+    """The API tokens in the file of stored tokens, keyed by the server's address; empty if there is no file."""
     file = tokens_file()
     try:
         with file.open() as opened:

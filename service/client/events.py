@@ -53,7 +53,7 @@ class Event:
 
 
 class EventReader:
-    """Parser of the event stream of a job, which does no network access itself.
+    """Parser of the event stream of a job; it does no network access itself.
 
     The caller sends the request that the method `call` returns, and passes the received bytes to the method `feed`,
     which yields events. When a connection has ended, the method `pause_s` returns how long to wait before the next
@@ -129,8 +129,8 @@ class EventReader:
     def _events(self, fields: Mapping[str, str]) -> Iterator[Event]:
         """Yield the event that the given `fields` of the stream describe, unless it was yielded before.
 
-        `fields` has texts by name, such as "data". Raises KeyError or ValueError if the fields do not describe an event
-        of the server.
+        `fields` has texts, keyed by name, such as "data". Raises KeyError or ValueError if the fields do not describe
+        an event of the server.
         """
         data, kind = json.loads(fields["data"]), fields["event"]
         if "id" not in fields:
@@ -153,7 +153,7 @@ class EventReader:
 
 
 class JobsEventReader(EventReader):
-    """Parser of the event stream of all jobs, which does not end.
+    """Parser of the endless stream of the events of all jobs.
 
     After a reconnection, a server may send events of the last seconds again, but each event is yielded only once.
     Events with ids above `after` are read. If `after` is None, only new events are read. The other arguments are the

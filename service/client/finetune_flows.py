@@ -31,8 +31,8 @@ def submit_finetune(
     An expert is a fine-tuned model. The server reads models and data, so their paths must exist on its machine.
 
     Args:
-        specification: Path of a specification file, or the content of one. Relative paths in a file start at the
-            file's directory.
+        specification: Path of a specification file, or the content of such a file. Relative paths in a file start at
+            the file's directory.
         idempotency_key: 1 to 255 visible ASCII characters. The same key with the same specification returns the
             fine-tuning that the first call created. Without a key, each call creates a new fine-tuning.
         team: Team that the fine-tuning belongs to; None means the only team for which you may submit jobs.

@@ -94,7 +94,8 @@ def submit(
     server's machine.
 
     Args:
-        study: Path of a study file, or the content of one. Relative paths in a file start at the file's directory.
+        study: Path of a study file, or the content of such a file. Relative paths in a file start at the file's
+            directory.
         idempotency_key: 1 to 255 visible ASCII characters. The same key with the same study returns the study that the
             first call created. Without a key, each call creates a new study.
         team: Team that the study belongs to; None means the only team for which you may submit jobs.
@@ -119,7 +120,8 @@ def check_study(study: Path | str | Mapping[str, Any], *, level: str = "full") -
     """Check a study on the server without submitting it.
 
     Args:
-        study: Path of a study file, or the content of one. Relative paths in a file start at the file's directory.
+        study: Path of a study file, or the content of such a file. Relative paths in a file start at the file's
+            directory.
         level: "syntax" checks the file alone; "full" also checks models, tasks and memory, and plans the study.
 
     Returns:
@@ -251,7 +253,7 @@ def add_benchmarks(study: str, benchmarks: Path | str | Mapping[str, Any]) -> Fl
 
     Args:
         study: Id of the study.
-        benchmarks: Path of a file with the key `benchmarks`, as in a study file, or the content of one.
+        benchmarks: Path of a file with the key `benchmarks`, as in a study file, or the content of such a file.
 
     Returns:
         The server's JSON document that describes the study.
@@ -358,7 +360,7 @@ def models(
         limit: Maximum number of models; None is 200.
 
     Returns:
-        The models by path, the directories that were searched, and whether the search was complete.
+        The models, sorted by path; the directories that were searched; and whether the search was complete.
 
     Raises:
         RequestRefused: Jobs may not read `under`, or `under` is no directory (status 422).
@@ -545,7 +547,7 @@ def serve(
 
     Raises:
         RequestRefused: The study has no such trial (status 404), its team serves too many studies (409), or the sender
-            may not export models of the study (403).
+            of the request may not export models of the study (403).
 
     Examples:
         >>> served = client.serve("5f0c...", 12)

@@ -56,8 +56,8 @@ def submit_job(
 
     Args:
         kind: Name of the kind: "search" for a study, "finetune" for a fine-tuning.
-        document: Path of a file that describes the job, or the content of one. Relative paths in a file start at the
-            file's directory.
+        document: Path of a file that describes the job, or the content of such a file. Relative paths in a file start
+            at the file's directory.
         idempotency_key: 1 to 255 visible ASCII characters. The same key with the same document returns the job that the
             first call created. Without a key, each call creates a new job.
         team: Team that the job belongs to; None means the only team for which you may submit jobs.
@@ -395,7 +395,7 @@ def edit(job: Reference, changes: Mapping[str, Any], *, version: int | None = No
 
     Args:
         job: Id of a study, or a document that the server returned for a job of any kind.
-        changes: New values by name: "name", "description", "tags", "notes" and "priority"; for a study also
+        changes: New values, keyed by name: "name", "description", "tags", "notes" and "priority"; for a study also
             "max_trials", "replicas" (the number of engines) and "limits". Options that are left out keep their values.
         version: The "version" of the job as you read it, so that edits by others are not lost; None takes the present
             version.

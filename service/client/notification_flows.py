@@ -48,7 +48,8 @@ def add_webhook(
         team: Team whose jobs are covered, which you administer.
 
     Returns:
-        The server's document of the webhook. Its key "secret" has the secret of signatures, which is not shown again.
+        The server's document of the webhook. Its key "secret" has the secret with which requests are signed; the secret
+        is not shown again.
 
     Raises:
         RequestRefused: The server refused the webhook; the error has every problem.

@@ -107,8 +107,8 @@ def nodes_of(dashboard_url: str | None) -> tuple[Node, ...]:
 def cluster_machines() -> tuple[EngineMachines, ...]:
     """The machines that can run engines in the Ray cluster that the environment variable RAY_ADDRESS names.
 
-    The result has the GPUs and memory of each machine whose node is alive. The result is empty without the variable, if
-    this machine is the only machine, and if the cluster does not answer.
+    The result contains the GPUs and memory of each machine whose node is alive. The result is empty without the
+    variable, if this machine is the only machine, and if the cluster does not answer.
     """
     if "RAY_ADDRESS" not in os.environ:
         return ()
@@ -153,8 +153,8 @@ class NodeCalls:
         None too. But if this machine and the head share their files only through an object store, ConnectionError is
         raised instead.
 
-        The list has the GPUs and memory of each machine whose node is alive. The list is empty if the cluster has only
-        this machine, or if the cluster does not answer.
+        The list contains the GPUs and memory of each machine whose node is alive. The list is empty if the cluster has
+        only this machine, or if the cluster does not answer.
         """
         try:
             client, url = self._connected()

@@ -74,7 +74,7 @@ class Entry:
     - `placed_at`: time at which the job got its place; None without a place.
     - `may_yield`: whether the job's driver has begun, so that it can end between two chunks of samples.
     - `is_leaving`: whether the driver was asked to end, so that the place becomes free soon.
-    - `takes_place`: whether the job needs a place to run; served studies do not.
+    - `takes_place`: whether the job needs a place to run; served studies need none.
     - `moved_before`, `moved_at`: if an administrator moved this job, the id of the job before which it was moved (""
       for the front of the queue), and the time of the move; as in `JobRecord`.
 
@@ -161,8 +161,8 @@ class Choice:
     """Decision of the queue: the jobs that start, the jobs that give up their places, and the jobs that wait.
 
     - `starts`: ids of the jobs that get a driver (a process that works on the job) now, in this order.
-    - `yielding`: why jobs must give up their places, by job id.
-    - `waiting`: position and reason of each waiting job, by job id, in the order of the queue.
+    - `yielding`: maps the ids of jobs that must give up their places to the reasons.
+    - `waiting`: maps the id of each waiting job to its position and its reason, in the order of the queue.
     """
 
     starts: tuple[str, ...] = ()
@@ -230,10 +230,10 @@ def choose(entries: Sequence[Entry], teams: Mapping[str | None, TeamState], *, p
 def estimated_starts(choice: Choice, ends: Mapping[str, float | None]) -> dict[str, float]:
     """Estimate when waiting jobs will get a place (the right to run), in seconds since the epoch.
 
-    `choice` has the waiting jobs in the order of the queue. `ends` has the expected end of each running job, by the
-    job's id; None if the end is not known. The first job that waits for a place gets the place that becomes free first,
-    and so on. The running times of waiting jobs are not known. Therefore a waiting job has an estimate only if it will
-    get the place of a running job with a known end; the result leaves the other waiting jobs out.
+    `choice` has the waiting jobs in the order of the queue. `ends` has the expected end of each running job, keyed by
+    the job's id; None if the end is not known. The first job that waits for a place gets the place that becomes free
+    first, and so on. The running times of waiting jobs are not known. Therefore a waiting job has an estimate only if
+    it will get the place of a running job with a known end; the result leaves the other waiting jobs out.
     """
     free_at = sorted(end for job, end in ends.items() if end is not None and job not in choice.yielding)
     for_place = [job for job, waiting in choice.waiting.items() if waiting.reason is Reason.PLACE]
@@ -347,7 +347,7 @@ def _victim(held: Iterable[Entry], yielding: Mapping[str, Yielding], *, priority
 
     Args:
         held: The jobs that hold places.
-        yielding: Jobs that must give up their places already, by id; they are not chosen again.
+        yielding: Jobs that must give up their places already, keyed by id; they are not chosen again.
         priority: Priority of the waiting job.
         now: The present time in seconds since the epoch.
 

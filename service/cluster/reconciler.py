@@ -100,15 +100,17 @@ QUEUE = Actor(None, "queue")
 class Action(StrEnum):
     """Next action of the reconciler, the server's thread that keeps drivers running, for an unfinished job.
 
-    A driver is a process, in a Ray Job, that works on the job.
+    A driver is a process, in a Ray Job, that works on the job. A driver is asked to end early for one of these reasons:
+    the job was asked to pause; the job must give up its place, for a job of larger priority (preemption) or because of
+    a quota; or the job was edited.
 
     - WAIT: do nothing
     - SUBMIT: submit a driver
     - STOP: stop the current driver, so that another can be submitted
     - GIVE_UP: end the job as FAILED
-    - INTERRUPT: ask the driver to end after the samples that are being scored, because the job is to pause, to make
-      room, or was edited
-    - SETTLE: store that the job is PAUSED or STOPPED, because it was to pause or to make room and its driver has ended
+    - INTERRUPT: ask the driver to end after the samples that are being scored, for one of the reasons above
+    - SETTLE: store the job's new state after the driver has ended: PAUSED if the job was asked to pause, STOPPED if it
+      gave up its place
     """
 
     WAIT = "wait"
@@ -141,8 +143,8 @@ class QueueState:
     - `places`: number of jobs that may run at the same time
     - `running`: ids of the jobs that hold a place, ordered by the time at which their last driver was submitted
     - `choice`: the jobs that wait, in order, each with the reason why it waits
-    - `estimates`: expected starts of waiting jobs in seconds since the epoch, by job id; jobs without an estimate are
-      left out
+    - `estimates`: expected starts of waiting jobs in seconds since the epoch, keyed by job id; jobs without an estimate
+      are left out
     """
 
     places: int = MAX_RUNNING
@@ -630,9 +632,9 @@ class RayCluster:
         """Store that a running job must end for now; its driver is asked to end in the reconciler's next round.
 
         A driver is the process that works on a job. A place is the right to run, which served studies do not need.
-        `yielding` has the reason: another job that must run first, or a quota that is used up. `jobs` has all jobs by
-        id. Every reader of the job sees the stored reason. Therefore the reason does not name the other job; only the
-        audit log names it.
+        `yielding` has the reason: another job that must run first, or a quota that is used up. `jobs` has all jobs,
+        keyed by id. Every reader of the job sees the stored reason. Therefore the reason does not name the other job;
+        only the audit log names it.
         """
         if yielding.to is None:
             because = "quota gpu_hours: its team has used up its GPU-hours of this month"

@@ -53,7 +53,8 @@ class RequestContext:
     - `files`: the location of the server's artifacts, a directory or the URL of an object store; None is a directory in
       `data_dir`
     - `machines`: the cluster's machines that can run engines; empty if none are known
-    - `reader`: the rights of the sender, with which the job may refer to other jobs; None is every right
+    - `reader`: the rights of the user who sent the request, with which the job may refer to other jobs; None is every
+      right
     - `lift_limits`: function that removes the checking process's limits of memory and processor time. Checks call it
       before they read weights or write merges of other studies
     """
@@ -85,7 +86,7 @@ class Accepted:
     def stored_facts(self) -> dict[str, Any]:
         """Findings of the checks in the form that is stored with the job, as JSON.
 
-        The document has the entries of `facts` and, if they are above 0, the expected size of the job's artifacts
+        The document contains the entries of `facts` and, if they are above 0, the expected size of the job's artifacts
         (`artifact_bytes`) and the number of parameters of an exported model (`export_parameters`).
         """
         sizes = {"artifact_bytes": self.artifact_bytes, "export_parameters": self.export_parameters}
@@ -100,7 +101,7 @@ Accept: TypeAlias = Callable[[Mapping[str, Any], RequestContext], Accepted]
 class View:
     """Fields and links that a kind of job adds to the JSON document of a job, as the server sends it to clients.
 
-    `fields` are further fields of the document, by name. `links` are further links, as URL paths by name.
+    `fields` are further fields of the document, keyed by name. `links` are further links, as URL paths, keyed by name.
     """
 
     fields: Mapping[str, Any] = field(default_factory=dict)
@@ -115,8 +116,10 @@ class Resources:
     - `scorer`: opens scoring replicas. Its arguments are the models, the engine's options and the number of replicas.
       Raises EngineUnavailable.
     - `fit`: trains an expert on Ray Train. Its arguments are the specification, the directory for the result, the files
-      that may be read, and the number of experts that train at the same time. None for the files is no limit.
-    - `cluster`: the resources of the cluster to which Ray is connected, numbers by "CPU" and "GPU".
+      that may be read, and the number of experts that train at the same time. If the files are None, all files may be
+      read.
+    - `cluster`: the numbers of CPU cores and GPUs of the cluster to which Ray is connected, under the keys "CPU" and
+      "GPU".
     - `completers`: opens the replicas that complete prompts. Its arguments are the models, the engine's options, the id
       of the job, and the seconds after which idle replicas are stopped.
     """
@@ -173,7 +176,7 @@ class JobKind:
     - `document_noun`: word for the document that users submit, such as "study file".
     - `document_link`: last part of the route of the submitted document: `/v1/studies/{study_id}/study`.
     - `schema_name`: name of the JSON Schema of the submitted document.
-    - `schemas`: returns, by name, the JSON Schema of the submitted document and the schemas that it refers to. Its
+    - `schemas`: returns the JSON Schema of the submitted document and the schemas that it refers to, keyed by name. Its
       argument is the template of references, as in pydantic.
     - `example`: a submitted document, shown in the API's documentation.
     - `is_document`: whether a parsed document describes a job of this kind, for clients that know only the file.

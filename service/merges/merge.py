@@ -150,12 +150,12 @@ def check_merge(
 ) -> MergePlan:
     """Check a merge without writing or downloading anything, and return its plan: models, layers and sizes.
 
-    `file` describes the merge. `directories` has directories of models by name, and `out` is the directory in which the
-    merged model would be written. `dtype` is the dtype of the merged model; None uses the dtype that the file states.
-    `strict` treats warnings, which are about keys of the file without effect, as errors. `document` is the parsed
-    content of `file`; None reads the file. `note` is called with messages about slow reads. Raises InvalidRecipe for
-    problems of the file, InvalidModel for problems of the models or of `out`, and Conflict if `out` contains anything
-    but this merged model, or if its disk has too little space.
+    `file` describes the merge. `directories` has directories of models, keyed by name, and `out` is the directory in
+    which the merged model would be written. `dtype` is the dtype of the merged model; None uses the dtype that the file
+    states. `strict` treats warnings, which are about keys of the file without effect, as errors. `document` is the
+    parsed content of `file`; None reads the file. `note` is called with messages about slow reads. Raises InvalidRecipe
+    for problems of the file, InvalidModel for problems of the models or of `out`, and Conflict if `out` contains
+    anything but this merged model, or if its disk has too little space.
     """
     import torch
 
@@ -207,8 +207,9 @@ def merge_file(
 
     Args:
         file: A recipe, or a mergekit configuration.
-        directories: Directories of models, by alias in a recipe or by name in a mergekit configuration. Other names in
-            a mergekit configuration are directories, relative to the file or to the current directory, or hub ids.
+        directories: Directories of models, keyed by the alias (for a recipe) or by the name (for a mergekit
+            configuration). Other names in a mergekit configuration are directories, relative to the file or to the
+            current directory, or hub ids.
         out: Directory for the merged model.
         dtype: Dtype of the merged model; None uses the dtype that the file states.
         strict: Treat warnings about keys of the file that have no effect as errors.
@@ -250,9 +251,9 @@ def _prepare(
 ) -> _PreparedMerge:
     """Read the file that describes a merge, and open and check its models.
 
-    `document` is the parsed content of `file`; None reads the file. `directories` has directories of models by name.
-    `dtype` replaces the dtype that the file states; None keeps it. `strict` treats warnings as errors. `fetching` says
-    how weights are opened: whether they may be downloaded (`downloads`), and a function for messages (`note`). All
+    `document` is the parsed content of `file`; None reads the file. `directories` has directories of models, keyed by
+    name. `dtype` replaces the dtype that the file states; None keeps it. `strict` treats warnings as errors. `fetching`
+    says how weights are opened: whether they may be downloaded (`downloads`), and a function for messages (`note`). All
     problems of the file, the models and `out` are raised as one error.
     """
     warnings: list[str] = []
@@ -297,9 +298,9 @@ def _of_recipe(
 ) -> _PreparedMerge | None:
     """Open and check the models of a merge that a recipe describes.
 
-    `document` is the recipe. `directories` has the directories of the models by alias. Problems that are found are
-    added to `problems`. The result is None if the problems prevent opening the models. `fetching` says how weights are
-    opened: whether they may be downloaded (`downloads`), and a function for messages (`note`).
+    `document` is the recipe. `directories` has the directories of the models, keyed by alias. Problems that are found
+    are added to `problems`. The result is None if the problems prevent opening the models. `fetching` says how weights
+    are opened: whether they may be downloaded (`downloads`), and a function for messages (`note`).
     """
     recipe = Recipe.from_json(document)
     template = document.get("chat_template")
@@ -344,10 +345,10 @@ def _of_configuration(
 ) -> _PreparedMerge | None:
     """Open and check the models of a merge that a mergekit configuration describes.
 
-    `document` is the configuration, and `file` is the file that it is from. `directories` has directories of models by
-    name. `fetching` says how weights are opened: whether they may be downloaded (`downloads`), and a function for
-    messages (`note`). The models are checked even if other parts of the configuration are wrong. All problems that are
-    found are added to `problems`. If problems were found, the result is None.
+    `document` is the configuration, and `file` is the file that it is from. `directories` has directories of models,
+    keyed by name. `fetching` says how weights are opened: whether they may be downloaded (`downloads`), and a function
+    for messages (`note`). The models are checked even if other parts of the configuration are wrong. All problems that
+    are found are added to `problems`. If problems were found, the result is None.
     """
     warn = problems.warnings.append
     configuration = read_configuration(document, warn=warn, problems=problems.of_file)
@@ -409,11 +410,12 @@ def _opened(
 ) -> ResolvedFamily | None:
     """Locate the models of a merge, check their headers, and add all problems that are found to `problems`.
 
-    `base` is the base model's alias. `places` has the directory, hub id or URL of each model and adapter, by alias.
-    `tokenizer` and `vocabulary` say which vocabulary the merged model has. `adapted` has the model that an adapter
-    changes, by the adapter's alias, if this model is not the base. `unmerged` has the models that the configuration
-    states but does not merge: their names in error messages, by alias. The result is None if `problems` has any
-    problem, from before or from this call. If the base is missing, nothing is checked, and the result is None too.
+    `base` is the base model's alias. `places` has the directory, hub id or URL of each model and adapter, keyed by
+    alias. `tokenizer` and `vocabulary` say which vocabulary the merged model has. `adapted` has the model that an
+    adapter changes, keyed by the adapter's alias, if this model is not the base. `unmerged` has the models that the
+    configuration states but does not merge: their names in error messages, keyed by alias. The result is None if
+    `problems` has any problem, from before or from this call. If the base is missing, nothing is checked, and the
+    result is None too.
     """
     if base not in places:
         return None
@@ -439,13 +441,13 @@ def _resolved(
 
     Args:
         base: Alias of the base model, which may be the only model.
-        directories: Directory or hub id of each model and adapter, by alias.
+        directories: Directory or hub id of each model and adapter, keyed by alias.
         tokenizer: Vocabulary of the merged model: "base", "union" or an alias.
-        adapted: Directory or hub id of the model that an adapter changes, by the adapter's alias, if this model is not
-            the base.
+        adapted: Directory or hub id of the model that an adapter changes, keyed by the adapter's alias, if this model
+            is not the base.
         vocabulary: Further options of the merged vocabulary.
-        unmerged: For the models that the configuration names but does not merge, the names that messages use, by alias;
-            None if there are no such models.
+        unmerged: For the models that the configuration names but does not merge, the names that messages use, keyed by
+            alias; None if there are no such models.
     """
     others = {alias: directory for alias, directory in directories.items() if alias != base}
     if not others:

@@ -53,15 +53,15 @@ def check_merges(
     note: Callable[[str], None] = logger.info,
     **options: Any,
 ) -> dict[str, MergePlan | tuple[str, ...]]:
-    """Check all merges of a file without writing anything, and return their plans by name, in the order of merging.
+    """Check all merges of a file without writing anything, and return a plan for each merge.
 
-    The name of the final merge is "". If a source of a merge is another merge of the file that is not written yet, the
-    merge cannot be checked. In this case the result has the names of the missing sources in place of a plan.
-    `directories` has directories of models by name, and `out` is the directory of the final merge. `strict` treats
-    warnings as errors, and `note` is called with messages. `options` are passed on to `check_merge`. Raises
-    InvalidRecipe for problems of the file, InvalidModel for problems of the models or of `out`, and Conflict if the
-    directory of a merge contains anything but this merge, or if its disk has too little space. Problems of several
-    merges are raised as one error.
+    The plans are keyed by the merge's name, in the order of merging. The name of the final merge is "". If a source of
+    a merge is another merge of the file that is not written yet, the merge cannot be checked. In this case the result
+    has the names of the missing sources in place of a plan. `directories` has directories of models, keyed by name, and
+    `out` is the directory of the final merge. `strict` treats warnings as errors, and `note` is called with messages.
+    `options` are passed on to `check_merge`. Raises InvalidRecipe for problems of the file, InvalidModel for problems
+    of the models or of `out`, and Conflict if the directory of a merge contains anything but this merge, or if its disk
+    has too little space. Problems of several merges are raised as one error.
     """
     place = intermediate_dir(out)
     checked: dict[str, MergePlan | tuple[str, ...]] = {}
@@ -97,7 +97,7 @@ def merge_all(
     """Write all merges that a file describes, each after the merges that it uses; return `out`.
 
     `out` is the directory of the final merge. Named merges are written next to it; named merges that exist already are
-    not changed. `directories` has directories of models by name. `dtype` is the dtype of the final merge alone.
+    not changed. `directories` has directories of models, keyed by name. `dtype` is the dtype of the final merge alone.
     `strict` treats warnings as errors, and `note` is called with messages. `details` are passed on to `merge_file`,
     which writes each merge. Raises InvalidRecipe for problems of the file, InvalidModel for problems of the models or
     of `out`, and Conflict if the directory of a merge contains anything but this merge, or if its disk has too little
@@ -162,8 +162,8 @@ def _final(file: Path, names: Sequence[str | None], used: Mapping[int, tuple[str
 
     The final merge is the only document without a name. If all documents have names, the final merge is the only
     document that no other document uses. `names` are the documents' names. `used` has the names of the merges that each
-    document uses, by index. Raises InvalidRecipe if no document is the final merge, or if several documents could be
-    the final merge.
+    document uses, keyed by index. Raises InvalidRecipe if no document is the final merge, or if several documents could
+    be the final merge.
     """
     unnamed = [number for number, name in enumerate(names) if name is None]
     needed = {name for uses in used.values() for name in uses}
@@ -193,7 +193,7 @@ def _in_order(file: Path, documents: Sequence[_Document]) -> list[_Document]:
 
 
 def _named_in(document: _Document, directories: Mapping[str, Path]) -> dict[str, Path]:
-    """Select from `directories`, which has model directories by name, the models that one merge of a file uses.
+    """Select from `directories` the models that one merge of a file uses.
 
     `document` is the part of the file that describes the merge. If the file describes only one merge, the description
     was not parsed yet, so that the names are unknown. In this case all `directories` are returned; names that the merge

@@ -38,7 +38,7 @@ def place_of(name: str, directories: Mapping[str, Path], file: Path, warn: Calla
     - `name` as a hub id
 
     `warn` is called if `name` has a revision ("model@revision") that has no effect. Raises InvalidRecipe if `name` is
-    none of these.
+    neither an entry of `directories`, nor such a URL, directory or hub id.
     """
     if name in directories:
         return directories[name]
@@ -89,8 +89,8 @@ def aliases_of(models: tuple[str, ...]) -> dict[str, str]:
 def tokenizer_of(configuration: MergekitConfig, aliases: Mapping[str, str]) -> str:
     """Vocabulary that a mergekit configuration states for the merged model: "base", "union", or a model's alias.
 
-    If the configuration states no vocabulary, the result is "base". `aliases` has the alias of each model by its name
-    in the configuration.
+    If the configuration states no vocabulary, the result is "base". `aliases` has the alias of each model, keyed by its
+    name in the configuration.
     """
     source = configuration.tokenizer_source
     if source is None or source in ("base", "union", configuration.base):
@@ -101,7 +101,7 @@ def tokenizer_of(configuration: MergekitConfig, aliases: Mapping[str, str]) -> s
 def vocabulary_of(configuration: MergekitConfig, aliases: Mapping[str, str]) -> dict[str, Any]:
     """Convert a mergekit configuration's options about the merged vocabulary to a recipe's key `vocabulary`.
 
-    `aliases` has the alias of each model by its name in the configuration.
+    `aliases` has the alias of each model, keyed by its name in the configuration.
     """
     found: dict[str, Any] = {}
     if configuration.tokenizer_source == "union":
@@ -122,8 +122,8 @@ def vocabulary_kept(
 
     If `configuration` states a vocabulary, this vocabulary is chosen. If `configuration` states no vocabulary, the
     base's vocabulary is chosen, unless an adapter among the opened models (`sources`) has embedding rows for new
-    tokens: then the union is chosen. `aliases` has the alias of each model by its name in the configuration. `warn` is
-    called with messages about embedding rows that are left out, and about tokens without a row.
+    tokens: then the union is chosen. `aliases` has the alias of each model, keyed by its name in the configuration.
+    `warn` is called with messages about embedding rows that are left out, and about tokens without a row.
     """
     wanted = chosen = tokenizer_of(configuration, aliases)
     for model, alias in aliases.items():
@@ -154,7 +154,7 @@ def check_own_tokens(
 
     The configuration has an entry for each of these tokens. If every model in `sources` has an embedding row for the
     token, the entry has no effect, and `warn` is called with a message that says so. Raises InvalidRecipe if a model
-    has no embedding row for the token. `aliases` has the alias of each model by its name in the configuration.
+    has no embedding row for the token. `aliases` has the alias of each model, keyed by its name in the configuration.
     """
     problems = []
     for token in configuration.own_tokens:
@@ -192,8 +192,8 @@ def chat_template_of(choice: str | None, file: Path, sources: ResolvedFamily | N
     - a file, relative to the folder of `file` or to the current directory
     - the template itself
 
-    Raises InvalidRecipe if `choice` is none of these. If the key is absent, `choice` is None, and the result is None:
-    no template is selected.
+    Raises InvalidRecipe for any other value of `choice`. If the key is absent, `choice` is None, and the result is
+    None: no template is selected.
     """
     if choice is None or "{" in choice or "\n" in choice:
         return choice

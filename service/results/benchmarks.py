@@ -88,17 +88,17 @@ class BenchmarkRow:
         trial: Number of the trial.
         label: Name of the trial.
         origin: Where the trial's recipe comes from: a baseline, the search or the user.
-        values: Estimates by benchmark.
-        averages: Unweighted means of the benchmarks of a group, by group. A group is left out if the trial lacks one of
-            its benchmarks.
+        values: Estimates, keyed by benchmark.
+        averages: Unweighted means of the benchmarks of a group, keyed by group. A group is left out if the trial lacks
+            one of its benchmarks.
         subtasks: For each benchmark that is a group of tasks, the estimates of its tasks and of the groups of tasks
-            within it, by name.
+            within it, keyed by name.
         differences: For each benchmark, the value of this trial minus the value of the reference trial (the best trial
             on search data), paired by sample. Benchmarks on which only one of the two trials was scored are left out.
         average_differences: For each group, the average of this trial minus the average of the reference trial.
-        attacks: Results with attacked prompts (the template that lowers the trial's value most), by benchmark, for
-            benchmarks whose attack on this trial has ended.
-        judged: Judgments of completions by a language model, by benchmark, for benchmarks with a judge.
+        attacks: Results with attacked prompts (the template that lowers the trial's value most), keyed by benchmark,
+            for benchmarks whose attack on this trial has ended.
+        judged: Judgments of completions by a language model, keyed by benchmark, for benchmarks with a judge.
     """
 
     trial: int
@@ -125,9 +125,9 @@ class BenchmarkTest:
         origin: Kind of the rival: source model or published recipe.
         rival: Trial number of the rival, the best baseline on the data of this comparison.
         label: Name of the rival.
-        differences: Value of each merge minus the value of the rival, by trial number. Larger is better. All intervals
-            of one kind of rival, over all benchmarks and averages, together contain the true differences with a
-            probability of 95 %.
+        differences: Value of each merge minus the value of the rival, keyed by trial number. Larger is better. All
+            intervals of one kind of rival, over all benchmarks and averages, together contain the true differences with
+            a probability of 95 %.
     """
 
     name: str
@@ -181,8 +181,8 @@ def benchmark_table(
     Args:
         trials: Trials of the study.
         columns: Benchmarks of the study.
-        samples: Values of samples by recipe digest and benchmark; a benchmark with fewer samples than its data have is
-            not scored yet.
+        samples: Values of samples, keyed by recipe digest and benchmark; a benchmark with fewer samples than its data
+            have is not scored yet.
         reference: Number of the trial that differences are relative to; None for no differences.
         failures: Trials that could not be scored, as (trial number, benchmark, reason).
         attacks: Results of prompt attacks, each for a recipe and a benchmark: the prompt template that lowers the value
@@ -236,7 +236,7 @@ def _judged(
     A judge is a language model that compares a completion with a reference answer; `judgments` are its stored answers.
     A rating has the judge's preference for each completion, in [0, 1], and the mean length of the completions. Recipes
     of which a judgment is missing are left out. `facts` describes the benchmarks. `samples` has the lengths of
-    completions by recipe digest and benchmark.
+    completions, keyed by recipe digest and benchmark.
     """
     by_benchmark: dict[str, list[JudgmentRecord]] = {}
     for judgment in judgments:
@@ -255,10 +255,10 @@ def _with_judged(of_recipe: Samples, facts: Mapping[str, BenchmarkFacts], judged
     """Replace a recipe's sample values on judged benchmarks by the judge's preferences.
 
     A judge is a language model that compares completions with reference answers; its preference for a completion is a
-    number in [0, 1]. `of_recipe` has the stored sample values of the recipe by benchmark; on a judged benchmark, the
-    stored value is the length of the completion. `judged` has the judge's preferences and `facts` has the description
-    of the benchmarks, by benchmark. A judged benchmark is left out as long as judgments are missing, or if the
-    judgments have too few verdicts.
+    number in [0, 1]. `of_recipe` has the stored sample values of the recipe, keyed by benchmark; on a judged benchmark,
+    the stored value is the length of the completion. `judged` has the judge's preferences and `facts` has the
+    description of the benchmarks, keyed by benchmark. A judged benchmark is left out as long as judgments are missing,
+    or if the judgments have too few verdicts.
     """
     values = {n: array for n, array in of_recipe.items() if n not in facts or facts[n].judge is None}
     return values | {name: each.judged.values for name, each in judged.items() if each.judged.problem is None}
@@ -280,12 +280,13 @@ def _attacks(
     facts: Mapping[str, BenchmarkFacts],
     bounds: Mapping[str, Bounds],
 ) -> dict[str, AttackedValue]:
-    """Compute the results of one merge on attacked benchmarks, by benchmark.
+    """Compute the results of one merge on attacked benchmarks, keyed by benchmark.
 
     An attack searches for the prompt template with which the merge has its lowest value. `found` has the result of each
-    attack, by benchmark. `samples` has the merge's sample values on all benchmarks with all templates, and `own` has
-    the merge's sample values with the original templates. `facts` describes the benchmarks, and `bounds` has the lowest
-    and the highest value of a sample. A benchmark is left out until all samples with the attacked template are scored.
+    attack, keyed by benchmark. `samples` has the merge's sample values on all benchmarks with all templates, and `own`
+    has the merge's sample values with the original templates. `facts` describes the benchmarks, and `bounds` has the
+    lowest and the highest value of a sample. A benchmark is left out until all samples with the attacked template are
+    scored.
     """
     values = {}
     for name, each in found.items():
@@ -362,7 +363,7 @@ def _has_parts(column: BenchmarkColumn, own: Samples) -> bool:
 
 
 def _subtasks(facts: BenchmarkFacts, values: NDArray[np.float64]) -> dict[str, Estimate]:
-    """Estimates, by name, for the subtasks of a benchmark and for the benchmark's groups of subtasks.
+    """Estimates, keyed by name, for the subtasks of a benchmark and for the benchmark's groups of subtasks.
 
     `facts` describes the benchmark. `values` are in the order of the benchmark's samples. The value of a group is the
     mean over its samples.
@@ -388,11 +389,11 @@ def _tests(
     There is a test for each benchmark, and for the average of each group of several benchmarks.
 
     Args:
-        trials: Trials by number.
+        trials: Trials, keyed by number.
         scored: Sample values of the scored trials, as trial number -> benchmark -> values.
         columns: Benchmarks of the study.
-        bounds: Lowest and highest value that a sample of a benchmark can have, by benchmark; benchmarks without known
-            bounds are left out.
+        bounds: Lowest and highest value that a sample of a benchmark can have, keyed by benchmark; benchmarks without
+            known bounds are left out.
     """
     merges = [number for number in scored if _is_merge(trials[number].origin)]
     objectives = {column.facts.name: column.facts.objective for column in columns}
@@ -445,9 +446,10 @@ def _difference(
 ) -> Estimate:
     """Estimate how much better `first` is than `second`, on average over the benchmarks `names`.
 
-    `first` and `second` have the sample values of two trials, by benchmark. `objectives` has metric and direction of
-    each benchmark. `data` has the id of each benchmark's documents; benchmarks with equal ids have the same documents.
-    `bounds` are the lowest and highest value of a sample, and `level` is the coverage of the interval, such as 0.95.
+    `first` and `second` have the sample values of two trials, keyed by benchmark. `objectives` has metric and direction
+    of each benchmark. `data` has the id of each benchmark's documents; benchmarks with equal ids have the same
+    documents. `bounds` are the lowest and highest value of a sample, and `level` is the coverage of the interval, such
+    as 0.95.
     """
     estimates, minus = {}, {}
     for name in names:

@@ -89,10 +89,10 @@ class ChunkTimes:
         return self._num_samples / span if span else None
 
     def tokens_per_second(self, num_tokens: Mapping[str, int]) -> dict[str, float]:
-        """Tokens per second during the scoring of holdout data, by recipe digest.
+        """Tokens per second during the scoring of holdout data, keyed by recipe digest.
 
-        `num_tokens` has the number of generated tokens by recipe digest. All recipes are given the same prompts in this
-        stage, so the rates can be compared. Recipes without a number of tokens or a measured time are left out.
+        `num_tokens` has the number of generated tokens, keyed by recipe digest. All recipes are given the same prompts
+        in this stage, so the rates can be compared. Recipes without a number of tokens or a measured time are left out.
         """
         seconds = self._holdout_s
         return {digest: number / seconds[digest] for digest, number in num_tokens.items() if seconds.get(digest)}

@@ -68,7 +68,7 @@ def trial_columns(
 
     Args:
         trials: The trials, in the order of the rows.
-        configurations: Configurations by trial number; trials without a configuration are baselines.
+        configurations: Configurations, keyed by trial number; trials without a configuration are baselines.
     """
     last = [trial.rungs[-1] if trial.rungs else None for trial in trials]
     columns: dict[str, list[Any]] = {
@@ -166,9 +166,9 @@ def add_to_optuna(
     Args:
         columns: Columns of the trials.
         name: Name of the new study in the storage.
-        directions: "minimize" or "maximize", by objective.
+        directions: "minimize" or "maximize", keyed by objective.
         storage: URL of an Optuna storage in a database, such as `sqlite:///trials.db`.
-        rungs: Rungs as in the documents of trials, by trial number.
+        rungs: Rungs as in the documents of trials, keyed by trial number.
 
     Raises:
         Conflict: The storage has a study with this name, or cannot be opened or written.

@@ -28,18 +28,18 @@ def compare(
     Args:
         label: Name of the trial in the table.
         trial: Number of the trial.
-        samples: Values by objective [num_samples], in the metric's unit.
+        samples: Maps each objective to the trial's values [num_samples], in the metric's unit.
         reference: Values of the reference trial on the same samples in the same order; None for no comparison.
         mean_over: Objectives of which the unweighted mean is computed; objectives without samples are left out.
         documents: Identifier of the documents on which each objective was scored. If two identifiers are equal, samples
             at the same position are of the same document. An objective without an identifier shares its documents with
             no other objective.
-        bounds: Lowest and highest value that a sample can have, by objective; objectives without known bounds are left
-            out.
+        bounds: Lowest and highest value that a sample can have, keyed by objective; objectives without known bounds are
+            left out.
 
     Returns:
         The estimate of each objective (`estimate`) and their mean (`mean_of`), which is None if there are no objectives
-        to average. With `reference`, the result also has the paired differences "this trial minus reference" by
+        to average. With `reference`, the result also has the paired differences "this trial minus reference", keyed by
         objective, and the difference of the means under "mean".
 
     Raises:

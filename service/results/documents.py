@@ -164,7 +164,7 @@ def estimate_document(estimate: Estimate) -> EstimateDocument:
 
 
 def estimate_documents(estimates: Mapping[str, Estimate]) -> dict[str, EstimateDocument]:
-    """Describe several estimates as JSON, by name: value, 95 % interval, standard error and number of samples."""
+    """Describe several estimates as JSON, keyed by name: value, 95 % interval, standard error and number of samples."""
     return {name: estimate_document(estimate) for name, estimate in estimates.items()}
 
 

@@ -67,7 +67,7 @@ def excesses(
     A constraint holds if its excess is at most 0.
 
     Args:
-        values: Values by objective.
+        values: Values, keyed by objective.
         objectives: Objectives with their constraints.
         reference: Returns the values, on the same samples, of the source model to which a constraint's bound is
             relative. If it returns None, the constraint is left out.
@@ -88,12 +88,12 @@ def violations(
     *,
     values_of: Callable[[TrialResult], Values] = lambda trial: trial.values,
 ) -> dict[str, float]:
-    """List the violated constraints: the excess over the bound, in the metric's unit, by the constraint's text.
+    """List the violated constraints: the excess over the bound, in the metric's unit, keyed by the constraint's text.
 
     A bound may be relative to the value of a source model.
 
     Args:
-        values: Values by objective.
+        values: Values, keyed by objective.
         objectives: Objectives with their constraints.
         trials: Trials of the study, or at least its source models.
         values_of: Returns the values of a source model that bounds are relative to. The returned values must be on the

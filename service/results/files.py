@@ -18,7 +18,7 @@ __all__ = ["trials_jsonl", "write_results"]
 
 
 def trials_jsonl(run: RunRecord) -> str:
-    """Build the content of trials.jsonl from the data of a run: one JSON object a line for each trial, by number."""
+    """Build the content of trials.jsonl from the data of a run: one line of JSON for each trial, sorted by number."""
     return "".join(_json(document, indent=None) + "\n" for document in trial_documents(run))
 
 

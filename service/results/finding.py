@@ -42,7 +42,7 @@ class RivalTest:
         origin: Kind of baseline: source model or published recipe.
         rival: Trial number of the rival.
         label: Name of the rival.
-        differences: Value of each finalist minus the value of the rival, by trial number, the best on search data
+        differences: Value of each finalist minus the value of the rival, keyed by trial number, the best on search data
             first. Larger is better. All intervals together contain the true differences with a probability of 95 %.
     """
 
@@ -91,11 +91,11 @@ def rival_tests(
         finalists: The finalists, the best on search data first.
         trials: Trials of the study, or at least its baselines.
         objectives: Objectives that are scored on samples.
-        rows: Values on the holdout data by trial number and objective; all trials have the same samples.
+        rows: Values on the holdout data, keyed by trial number and objective; all trials have the same samples.
         documents: Identifier of the documents on which each objective was scored. If two identifiers are equal, samples
             at the same position are of the same document.
-        bounds: Lowest and highest value that a sample can have, by objective; objectives without known bounds are left
-            out.
+        bounds: Lowest and highest value that a sample can have, keyed by objective; objectives without known bounds are
+            left out.
 
     Returns:
         One test for each kind of baseline that was scored; none if no finalist was proposed by the search.
@@ -130,8 +130,8 @@ def finding_text(
             source models comes first.
         objectives: Objectives for which all compared trials have holdout data.
         best: The best trial on search data; None before a trial was scored on all samples.
-        was_scored: Whether any trial was scored on holdout data. If no trial was, the sentence says that nothing was
-            tested.
+        was_scored: Whether any trial was scored on holdout data. If no trial was scored there, the sentence says that
+            nothing was tested.
     """
     if best is None or not was_scored:
         return "Whether a merge is better than the baselines was not tested on held-out data."

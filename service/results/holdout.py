@@ -33,7 +33,7 @@ Samples = Mapping[str, NDArray[np.float64]]
 class Scored:
     """Values of the samples of all recipes on one kind of data: the search data or the holdout data.
 
-    `samples` are the values of samples by recipe digest and objective. `documents` has, for each objective, an
+    `samples` are the values of samples, keyed by recipe digest and objective. `documents` has, for each objective, an
     identifier of the documents on which it was scored. If two objectives have equal identifiers, their samples at the
     same position are of the same document.
     """
@@ -113,7 +113,7 @@ def held_out_results(
             the results have their exact value.
         search: Scores on search data; only the scores of the best trial and of the baselines are needed.
         holdout: Scores on holdout data.
-        failures: Reasons of trials that failed on holdout data, by trial number.
+        failures: Reasons of trials that failed on holdout data, keyed by trial number.
         seed: Seed of the hypervolume's bootstrap.
     """
     scored = [objective for objective in objectives if objective.cost_of_recipe is None]
@@ -181,8 +181,8 @@ def _with_exact(row: Comparison, exact: Mapping[int, Mapping[str, float]], refer
 
     Such objectives are properties of the recipe and have exact values. `row` has the results of the trial and their
     differences from a reference trial, whose number is `reference`. `exact` has the values of the objectives without
-    samples, by trial number and objective. The trial's difference from the reference trial is added for each of these
-    objectives too, unless `reference` is None or `row` has no differences.
+    samples, keyed by trial number and objective. The trial's difference from the reference trial is added for each of
+    these objectives too, unless `reference` is None or `row` has no differences.
     """
     own = exact[row.trial]
     others = {} if reference is None or not row.differences else exact[reference]
@@ -203,8 +203,8 @@ def _complete(
 ) -> dict[int, Samples]:
     """Collect the sample values of the trials that are scored on all samples, as trial number -> objective -> values.
 
-    `samples` has the values by recipe digest and objective, `names` are the objectives. A trial is left out if it has
-    fewer samples of an objective than another trial: it is not scored yet, or has failed.
+    `samples` has the values, keyed by recipe digest and objective, `names` are the objectives. A trial is left out if
+    it has fewer samples of an objective than another trial: it is not scored yet, or has failed.
     """
     found = {}
     for trial in trials:
@@ -224,7 +224,7 @@ def _are_equal(samples: Samples, others: Samples) -> bool:
 def sample_bounds(objectives: Sequence[Objective], samples: Collection[Samples]) -> dict[str, tuple[float, float]]:
     """Find the lowest and highest possible sample value of each objective, for confidence intervals.
 
-    `samples` has the sample values of each trial, by objective. There are three cases:
+    `samples` has the sample values of each trial, keyed by objective. There are three cases:
 
     - All values of the objective are in its range: the bounds are this range.
     - A value is outside the range, and every trial has several values: the true bounds are not known, and the objective
@@ -308,8 +308,8 @@ def _with_mean(
 def _between(by_split: Mapping[Split, Mapping[str, Estimate]]) -> dict[str, Estimate]:
     """Estimate, for each objective, the value on search data minus the value on holdout data.
 
-    `by_split` has the estimates on both kinds of data, by objective. The two estimates of an objective are independent,
-    because they are of different samples.
+    `by_split` has the estimates on both kinds of data, keyed by objective. The two estimates of an objective are
+    independent, because they are of different samples.
     """
     search, holdout = by_split[Split.SEARCH], by_split[Split.HOLDOUT]
     return {name: independent_difference(search[name], holdout[name]) for name in search}

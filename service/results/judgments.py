@@ -52,7 +52,7 @@ class Judged:
 
 
 def judged_recipes(judgments: Iterable[JudgmentRecord], *, num_samples: int) -> Mapping[str, Judged]:
-    """Compute a judge's preferences for each recipe's completions on one benchmark, by recipe digest.
+    """Compute a judge's preferences for each recipe's completions on one benchmark, keyed by recipe digest.
 
     The judge is a language model that compares each completion twice with a reference answer; `judgments` are its
     stored answers. `num_samples` is the number of the benchmark's samples. Recipes of which a judgment is missing are

@@ -271,7 +271,7 @@ class RunReader:
 def held_out_estimates(
     store: Store, study_id: str, trial: int, *, trials: Sequence[TrialResult], objectives: Sequence[Objective]
 ) -> dict[str, Estimate] | None:
-    """Read the estimates of trial number `trial` on holdout data, by objective.
+    """Read the estimates of trial number `trial` on holdout data, keyed by objective.
 
     `study_id` is the id of the study in `store`. `trials` and `objectives` are all trials and all objectives of this
     study. Returns None if the trial was not scored on holdout data.
@@ -287,10 +287,11 @@ def held_out_differences(
 ) -> dict[int, Mapping[str, Estimate]]:
     """Read the held-out samples of a study, and compute the differences of its trials from the trial `reference`.
 
-    The differences are paired, sample by sample, by objective and as "mean" of the accuracy objectives. The result has
-    the differences of each trial that was scored on held-out data, by the trial's number. The result is empty if the
-    trial `reference` was not scored on held-out data. `study_id` is the id of the study in `store`; `trials` and
-    `objectives` are all trials and all objectives of this study.
+    The differences are paired, sample by sample. There is a difference for each objective, and a difference "mean" for
+    the mean of the accuracy objectives. The result contains the differences of each trial that was scored on held-out
+    data, keyed by the trial's number. The result is empty if the trial `reference` was not scored on held-out data.
+    `study_id` is the id of the study in `store`; `trials` and `objectives` are all trials and all objectives of this
+    study.
     """
     file = Study.model_validate(store.job(study_id).document)
     compared = compared_with(finalists(trials, objectives), trials)
@@ -306,7 +307,7 @@ class _Inputs:
     - `compared`: the trials that are compared on holdout data: finalists, baselines and recipes of the study file
     - `finalists`: the best trials of the Pareto front
     - `best`: the best trial on search data; None before there is one
-    - `failures`: why trials could not be scored on holdout data, by trial number
+    - `failures`: the reasons why trials could not be scored on holdout data, keyed by trial number
     - `search`, `holdout`: the values of samples on both kinds of data
     """
 
@@ -430,7 +431,7 @@ def _results(trial: TrialResult) -> dict[str, Any]:
 
 
 def data_of(specs: Iterable[ScoredTask]) -> dict[str, str]:
-    """Identifiers of the documents on which objectives or benchmarks are scored, by their names in the study file.
+    """Identifiers of the documents on which objectives or benchmarks are scored, keyed by name.
 
     `specs` are the objectives or benchmarks in the study file. An identifier contains the task and its split (the part
     of the task's data). Two objectives or benchmarks with equal identifiers are scored on the same documents.
@@ -442,7 +443,7 @@ def data_of(specs: Iterable[ScoredTask]) -> dict[str, str]:
 
 
 def _arrays(values: Mapping[str, Samples]) -> dict[str, Samples]:
-    """Values of the stored samples in the order of their positions, by recipe digest and objective.
+    """Values of the stored samples in the order of their positions, keyed by recipe digest and objective.
 
     `values` has arrays with an entry for every position. The entry of a sample that is not stored is NaN; such entries
     are left out of the result.
@@ -459,7 +460,7 @@ def _warnings(
     """Collect warnings about samples outside their objective's range, sorted by trial, objective and kind of data.
 
     `stored` are the events in which drivers have stored warnings. Because earlier versions stored no warnings, warnings
-    are also made from the samples on search and holdout data that `stage` has loaded. The result has at most one
+    are also made from the samples on search and holdout data that `stage` has loaded. The result contains at most one
     warning for each trial, objective and kind of data.
     """
     found = [OutOfRange.from_json(event.payload) for event in stored]

@@ -8,7 +8,7 @@ __all__ = ["phases"]
 
 
 def phases(run: RunRecord) -> dict[str, float]:
-    """Seconds of each phase of a search, by the phase's name; phases that took no time are left out.
+    """Seconds of each phase of a search, keyed by the phase's name; phases that took no time are left out.
 
     - `alignments`: learning the alignments (maps between layers) of layer paths (sequences of layers), before the first
       trial

@@ -37,7 +37,7 @@ class OutOfRange:
 
     @classmethod
     def from_json(cls, payload: Mapping[str, Any]) -> Self:
-        """Read the warning about samples outside a range from `payload`, the JSON object in the event about it."""
+        """Read the warning about samples outside a range from `payload`, the JSON object of its event."""
         return cls(payload["trial"], payload["objective"], payload["split"], payload["message"])
 
 
@@ -50,7 +50,7 @@ def out_of_range(
         trial: Number of the trial.
         objectives: Objectives with their ranges.
         split: Data that were scored: search, holdout or benchmark data.
-        values: Values by objective and sample position (index in the order in which samples are scored).
+        values: Values, keyed by objective and sample position (index in the order in which samples are scored).
 
     Returns:
         One warning for each objective that was found, about the objective's first sample outside the range.

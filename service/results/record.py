@@ -73,8 +73,8 @@ class SearchFigures:
         start: Trained policies of another study with which the searcher's own policies were initialised.
         warm_start: Results of an earlier study that the searcher knew from its first proposal on.
         steps: Number of steps (gradients and policy updates) that were computed for the searcher's proposals.
-        charges: Samples that steps have used of the study's limit, by the number of the trial for whose proposal the
-            steps were computed.
+        charges: Samples that steps have used of the study's limit, keyed by the number of the trial for whose proposal
+            the steps were computed.
     """
 
     algorithm: str | None = None
@@ -120,7 +120,7 @@ class RunRecord:
         samples_per_second: Samples that the search scored per second; None if nothing was scored.
         removed_responses: When responses and tokens of the samples were removed; None if responses and tokens are still
             stored.
-        tokens_per_second: Tokens that each recipe's merge generated per second on holdout data, by recipe digest.
+        tokens_per_second: Tokens that each recipe's merge generated per second on holdout data, keyed by recipe digest.
     """
 
     study: JobRecord

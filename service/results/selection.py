@@ -137,7 +137,7 @@ def finalists(trials: Iterable[Trial], objectives: Sequence[Objective]) -> tuple
 def best_of_front(
     trials: Iterable[Trial], objectives: Sequence[Objective], *, most: int, origin: Origin | None = None
 ) -> tuple[Trial, ...]:
-    """Select at most `most` trials of the Pareto front, those with the smallest mean cost first.
+    """Select at most `most` trials of the Pareto front: the trials with the smallest mean cost, in ascending order.
 
     Only `trials` that were scored on all samples of the search can be on the front. If `origin` is given, the front is
     selected from the trials with this origin alone. An origin is, for example, a source model, a published recipe or a
@@ -185,10 +185,10 @@ def candidates(
 
 
 def _violations(trials: Sequence[TrialResult], objectives: Sequence[Objective]) -> dict[int, float]:
-    """Total violation of the constraints of `objectives` by each trial, by trial number: 0 if all constraints hold.
+    """Total violation of the constraints of `objectives` by each trial; 0 if all constraints hold.
 
-    Every trial must have been scored on all samples of the search. The bound of a constraint may be relative to a
-    source model; the trial of this model must be among `trials`.
+    The result is keyed by trial number. Every trial must have been scored on all samples of the search. The bound of a
+    constraint may be relative to a source model; the trial of this model must be among `trials`.
     """
     if not has_constraints(objectives):
         return dict.fromkeys((trial.number for trial in trials), 0.0)

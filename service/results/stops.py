@@ -52,7 +52,8 @@ class StoppedTrial:
 class StopsPlot:
     """Trials that were stopped, with the comparisons that say by how much their rivals were ahead.
 
-    `total` is the number of trials that match the query, and `trials` has the first of these trials.
+    `total` is the number of trials that match the query, and `trials` contains these trials or, if there are very many,
+    only the first ones.
     """
 
     plot: Literal["stops"]
@@ -80,11 +81,13 @@ def stopped_trials(
 
     Args:
         chosen: Trials to compare.
-        rivals: Trial to compare with, by the number of the trial; trials without a rival have no comparisons.
+        rivals: Maps the number of a trial to the trial that it is compared with; trials without a rival have no
+            comparisons.
         objectives: Objectives of the study.
         documents: Identifier of the documents on which each objective was scored.
-        read: Returns the values of search samples by recipe digest and objective, in the order of their positions. A
-            value is NaN where no sample is stored. Called once, with the digests of all trials that are compared.
+        read: Returns the values of search samples, keyed by recipe digest and objective, in the order of their
+            positions. A value is NaN where no sample is stored. Called once, with the digests of all trials that are
+            compared.
     """
     compared = [trial for trial in chosen if trial.number in rivals]
     digests = {each.recipe.digest for trial in compared for each in (trial, rivals[trial.number])}

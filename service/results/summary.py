@@ -214,7 +214,7 @@ def _finding_document(run: RunRecord, best: TrialResult | None) -> FindingDocume
 
 
 def _search_minus_holdout(run: RunRecord, best: TrialResult | None) -> dict[str, Estimate]:
-    """Estimate, by objective, the value of the trial `best` on search data minus its value on holdout data.
+    """Estimate, for each objective, the value of the trial `best` on search data minus its value on holdout data.
 
     The two values are independent estimates, because they are of different samples of the `run`. Objectives that count
     the recipe's layers or parameters are left out, because their values are the same on both kinds of data. The result

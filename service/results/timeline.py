@@ -107,7 +107,8 @@ def timeline(
     An engine has four activities: it computes a merge, writes it to its weights (swap), scores samples, or idles.
 
     Args:
-        chunks: The chunks, with the times of this work; chunks outside of the given time are left out.
+        chunks: The chunks, with the times at which an engine worked on them; chunks outside of the given time are left
+            out.
         start: Beginning of the timeline in seconds since the epoch; None is the beginning of the first chunk.
         end: End of the timeline; None is the end of the last chunk.
         num_bins: Number of bins into which the time is divided.

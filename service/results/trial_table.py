@@ -59,7 +59,7 @@ class TrialTable:
 
     Args:
         trials: Trials of the study.
-        configurations: Reads the configurations by trial number; called once, and only if parameters are used.
+        configurations: Reads the configurations, keyed by trial number; called once, and only if parameters are used.
         objectives: Objectives of the study.
     """
 

@@ -102,7 +102,7 @@ class Cleaner:
         self._delete_job = delete_job
 
     def plan(self) -> tuple[Removal, ...]:
-        """List the data that exceed the limits now, by kind of data; within a kind, data of the oldest job come first.
+        """List the data that exceed the limits now, grouped by kind of data, the oldest job's data first.
 
         Nothing is removed; the method `carry_out` does that.
         """
@@ -186,8 +186,8 @@ class Cleaner:
     def _job_bytes(self, job: JobRecord, texts: Mapping[str, tuple[int, int]]) -> int:
         """Bytes of a job's model responses, files, and artifacts (models and policies that it has trained).
 
-        `texts` has the number and the bytes of the responses of each job, by the job's id. The job's other database
-        rows are too small to count.
+        `texts` has the number and the bytes of the responses of each job, keyed by the job's id. The job's other
+        database rows are too small to count.
         """
         root = job_dir(self._data_dir, job.id)
         stored = sum(artifact.num_bytes for artifact in self._artifacts.of(job.id))

@@ -63,7 +63,7 @@ def _refusal(text: str, part: str) -> str:
 
 
 def limits_of(given: Iterable[tuple[str, Limit]]) -> dict[str, Limit]:
-    """Collect limits on kept data in a dict by kind of data, such as "responses".
+    """Collect limits on kept data in a dict, keyed by kind of data, such as "responses".
 
     Raises Conflict if a kind is given twice.
     """

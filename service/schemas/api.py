@@ -923,7 +923,7 @@ class QueuedJobDocument(TypedDict):
 
 
 class QueueEntryDocument(TypedDict):
-    """Entry of the queue. If the sender may not read the job, the entry does not describe the job."""
+    """Entry of the queue. If the user who asks may not read the job, the entry does not describe the job."""
 
     position: Annotated[int | None, Field(description="From 1, in the order in which jobs start; null: it runs.")]
     job: Annotated[QueuedJobDocument | None, Field(description="Null: a job that you may not read.")]
@@ -1106,8 +1106,9 @@ class NotificationDocument(TypedDict):
 def list_document(collection: str, document: type) -> type:
     """Make the TypedDict of the response that lists jobs of one kind.
 
-    The response has a list of jobs under the key `collection`, such as "studies". The key "total" has the number of all
-    jobs that satisfy the conditions, and "next" has the link to the next page. `document` is the TypedDict of a job.
+    The response contains a list of jobs under the key `collection`, such as "studies". The key "total" has the number
+    of all jobs that satisfy the conditions, and "next" has the link to the next page. `document` is the TypedDict of a
+    job.
     """
     fields = {
         collection: list[document],  # type: ignore[valid-type]

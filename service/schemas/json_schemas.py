@@ -20,7 +20,7 @@ TEMPLATE = "#/$defs/{model}"
 
 
 def pipeline_schemas(template: str) -> dict[str, dict[str, Any]]:
-    """JSON Schemas of the specification of a fine-tuning, by name.
+    """JSON Schemas of the specification of a fine-tuning, keyed by name.
 
     The schema "Finetuning" describes the specification, and refers to the other schemas. `template` is the format of
     references between schemas, as in pydantic's `ref_template`.
@@ -63,7 +63,7 @@ def pipeline_schemas(template: str) -> dict[str, dict[str, Any]]:
 
 
 def schemas() -> dict[str, dict[str, Any]]:
-    """JSON Schemas of submitted files and result files, by name.
+    """JSON Schemas of submitted files and result files, keyed by name.
 
     The names are study, finetune, trial (a line of trials.jsonl), summary, pareto, recipe and plan (the output of
     `mergesearch plan --json`).

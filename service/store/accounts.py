@@ -259,14 +259,14 @@ class AccountStore:
         return after
 
     def limits(self) -> dict[str, TeamLimits]:
-        """Read the weight and the quotas of each team, by the name of the team."""
+        """Read the weight and the quotas of each team, keyed by the name of the team."""
         with self._reads.connect() as connection:
             return {row["name"]: _limits(row) for row in connection.execute(sa.select(schema.teams)).mappings()}
 
     def set_limits(self, team: str, changes: Mapping[str, Any], *, actor: Actor) -> TeamRecord:
         """Change the weight and quotas of a team, and return the team.
 
-        `changes` has the new values by their names in `TeamLimits`; None lifts a quota. `actor` is who makes the
+        `changes` has the new values, keyed by their names in `TeamLimits`; None lifts a quota. `actor` is who makes the
         change, for the audit log. Raises NotFound if there is no such team.
         """
         with transaction(self._engine) as connection:
@@ -585,7 +585,7 @@ class AccountStore:
             return job
 
     def preempt(self, job: JobRecord, because: str, *, actor: Actor, after: Mapping[str, Any]) -> bool:
-        """Ask the driver of a running job to end so that the job waits again, and return whether this was new.
+        """Ask the driver of a running job to end so that the job waits again; return whether the request is new.
 
         A driver is the process that works on a job. `because` is the reason, such as a job of higher priority. The
         reason is stored with an event that every reader of the job sees, so it must not name other jobs. `actor` is who

@@ -86,8 +86,8 @@ class ArtifactStore:
         """Find which source models of a new job were trained by earlier jobs and are stored as artifacts of this store.
 
         `models` are the directories, hub ids and URLs of the source models. Returns the digests of the artifacts that
-        were found, by name. A name is "source-" and the beginning of the digest. The new job keeps the artifact under
-        this name, so that its files are not deleted. This method itself stores nothing.
+        were found, keyed by name. A name is "source-" and the beginning of the digest. The new job keeps the artifact
+        under this name, so that its files are not deleted. This method itself stores nothing.
         """
         found = (blob_at(model.rstrip("/")) for model in models)
         return {
@@ -100,8 +100,8 @@ class ArtifactStore:
         """Add a database row for an artifact whose files are stored already, and return the row as a record.
 
         An artifact is a directory of files that a job made. `manifest` lists its files: the digest and the size of each
-        file, by its path. `digest` is the digest of this list, which identifies the artifact. `facts` are properties
-        that are stored with the artifact. An earlier row of the same job and name is replaced.
+        file, keyed by its path. `digest` is the digest of this list, which identifies the artifact. `facts` are
+        properties that are stored with the artifact. An earlier row of the same job and name is replaced.
         """
         num_bytes = sum(entry["bytes"] for entry in manifest.values())
         record = ArtifactRecord(job_id, name, digest, num_bytes, time.time(), facts)
@@ -144,7 +144,7 @@ class ArtifactStore:
             return tuple(ArtifactRecord(**row) for row in rows.mappings())
 
     def files(self, record: ArtifactRecord) -> dict[str, StoredFile]:
-        """Return the files of an artifact (a directory of files that a job made), by their paths in the directory.
+        """Return the files of an artifact (a directory of files that a job made), keyed by their path in the directory.
 
         Raises:
             Conflict: A file is missing, or the artifact's manifest (the stored list of its files) has changed.
@@ -248,8 +248,7 @@ class ArtifactStore:
     def _names(self, digest: str) -> frozenset[str]:
         """Digests (sha256) of the files of an artifact, a directory of files that a job made.
 
-        The digests are read from the artifact's manifest, the list of its files, which is the stored file with the
-        given digest.
+        `digest` identifies the artifact's manifest, a stored file that lists the artifact's files with their digests.
         """
         return frozenset(entry["digest"] for entry in json.loads(self._blobs.read(digest)).values())
 

@@ -219,7 +219,7 @@ class JobWriter:
         stored already are ignored; if no sample is left, nothing is stored. `again` has the samples, as (objective,
         position), that were scored again because their engine had failed a check; the stored values of these samples
         are deleted first. The timings of the chunk are added to the timings of the trial. The number of new samples of
-        search data, without those in `again`, is added to the trial's `samples_scored`.
+        search data, except the samples in `again`, is added to the trial's `samples_scored`.
         """
         evidence = result.evidence
         table = schema.trials
@@ -480,7 +480,7 @@ def insert_event(connection: sa.Connection, job_id: str, kind: str, payload: Map
     events of the same job end one after another, in the order of the events' ids. A reader that continues after the
     last id that it has read therefore misses no event.
 
-    A change of the job's state of which users can be notified is stored as a notice, too.
+    If users can be notified of a change of the job's state, the change is also stored as a notice.
     """
     time_s = clock(connection)
     connection.execute(

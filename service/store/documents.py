@@ -69,7 +69,7 @@ class BenchmarkFacts:
         task_digest: Digest of the task's definition and data. Samples of tasks with other digests are not comparable.
         num_samples: Number of samples of the task.
         subtasks: Names and sizes of the subtasks, if the task consists of several subtasks.
-        categories: Subsets of the subtasks: the names of the subtasks in each category, by the category's name.
+        categories: Subsets of the subtasks: the names of the subtasks in each category, keyed by the category's name.
         seed: Seed of the random order in which the samples are scored.
         attack: The option `attack` of the study file, for adversarial prompts; None if the benchmark is not attacked.
         template: The prompt template that the attack changes; empty without an attack.
@@ -147,7 +147,7 @@ class Overlap:
         num_exact: Number of items whose whole text is also an item of the search data.
         num_ngrams: Number of items that have 13 consecutive words in common with an item of the search data, including
             the items counted by `num_exact`.
-        by_objective: Number of items that overlap with the search data of an objective, by objective.
+        by_objective: Number of items that overlap with the search data of an objective, keyed by objective.
         examples: Positions of some overlapping items in the task's data.
         is_allowed: Whether the study file permits the overlap of this task, in `contamination.allowed`.
     """
@@ -281,7 +281,8 @@ class TrialVerification(VerificationReport):
 class Verification:
     """Result of a study's verification, which scores some trials again with Hugging Face transformers instead of vLLM.
 
-    The result has a report for each verified trial. `reason` says why no trial was chosen; None if trials were chosen.
+    The result contains a report for each verified trial. `reason` says why no trial was chosen; None if trials were
+    chosen.
     """
 
     reports: tuple[TrialVerification, ...] = ()

@@ -88,7 +88,7 @@ class EvidenceRecord:
         replica: Id of the engine's replica.
         swap_count: Number of merges that had been written into the engine when it scored the samples.
         engine: Description of the engine: its program, dtype and placement.
-        timings_s: Seconds by step, such as "swap" and "score".
+        timings_s: Seconds, keyed by step, such as "swap" and "score".
         num_samples: Number of samples.
         finished_at: Time at which the samples were stored, in seconds since the epoch.
         canaries: Number of canaries (comparisons with transformers on fixed prompts) that the engine had passed before;
@@ -121,7 +121,7 @@ class EvidenceRecord:
 
 @dataclass(frozen=True)
 class ChunkWork:
-    """Work of a replica on one chunk of samples: the seconds of its phases by name, and when its results were stored.
+    """Work of a replica on one chunk of samples: the seconds of each phase, and when its results were stored.
 
     `finished_at` is in seconds since the epoch.
     """

@@ -276,7 +276,7 @@ def _samples_of(
 
 
 def num_tokens(connection: sa.Connection, study: str, split: Split) -> dict[str, int]:
-    """Number of tokens that a study's merges generated, by the digest of the merge's recipe.
+    """Number of tokens that a study's merges generated, keyed by the digest of the merge's recipe.
 
     `split` is the data for which tokens are counted: the search data, the holdout data or the benchmarks. Recipes with
     a scored sample whose tokens are not stored are left out.
@@ -311,7 +311,7 @@ def holdings() -> sa.Subquery:
 
 
 def void_holdings(*columns: Any, held: sa.Subquery) -> sa.Select[Any]:
-    """SQL query for the numbers of void samples, which must be scored again because their engine later failed a check.
+    """SQL query for the numbers of void samples: samples to score again because their engine later failed a check.
 
     A sample is void if its engine scored it after the last check with fixed prompts that the engine passed. `held` is a
     result of `holdings`: it has the number of samples for each row of the table `evidence`, which says which weights

@@ -131,7 +131,7 @@ studies = Table(
     Column("edited_after", Integer),
     # The name before the first edit of it: Ray Jobs are named after it.
     Column("first_name", string(128)),
-    # The attempt whose driver was asked to make room.
+    # The attempt whose driver was asked to give its place up.
     Column("yields_after", Integer),
     # Where an administrator has moved the job while it waits: the id of another job, or "" for the front; and when.
     Column("moved_before", string(64)),

@@ -89,7 +89,7 @@ RETRY_S = 1.0
 REFUSALS = ("does not exist", "authentication failed", "no password supplied", "no pg_hba.conf entry")
 
 # Events after which drivers without a result are counted from zero: stored results, a request to resume, and drivers
-# that were asked to make room.
+# that were asked to give their place up.
 RESULT_EVENTS = (
     EventKind.PREEMPTED,
     EventKind.RUNG,
@@ -121,7 +121,7 @@ JOB_SORTS: Mapping[str, sa.ColumnElement[Any]] = {
     "priority": schema.studies.c.priority,
 }
 
-# Reason of a STOPPED job whose driver was asked to make room.
+# Reason of a STOPPED job whose driver was asked to give its place up.
 YIELDED = "it gave up its place"
 
 # Events that drivers without a result store.
@@ -236,7 +236,7 @@ class Store:
 
     @property
     def place(self) -> str:
-        """URL of the database without a password, which names the database in messages."""
+        """URL, without a password, that names the database in messages."""
         return shown(self._engine.url)
 
     @contextmanager
@@ -297,9 +297,9 @@ class Store:
             idempotency_key: Text by which a repeated request is recognized; None always stores a new job.
             request_digest: Hash of the request; callers compare it with the hash of a later request that has the same
                 key.
-            keeps: The digests of artifacts (such as trained models) of other jobs that this job uses, by the name that
-                they get in this job. The artifacts become artifacts of this job too, so that their files stay when the
-                other jobs are deleted.
+            keeps: The digests of artifacts (such as trained models) of other jobs that this job uses, keyed by the name
+                that they get in this job. The artifacts become artifacts of this job too, so that their files stay when
+                the other jobs are deleted.
             owner: Name of the user who creates the job; None if the server has no accounts.
             team: Name of the team that the job belongs to; None for no team.
             sharing: Who may read the job besides its owner and administrators.
@@ -435,7 +435,7 @@ class Store:
             return frozenset(connection.execute(sa.select(schema.studies.c.id).where(_readable(reader))).scalars())
 
     def progress_of_jobs(self) -> dict[str, tuple[str, Mapping[str, Any]]]:
-        """Kind and latest progress of each job that has not ended and has progress, by job id."""
+        """Kind and latest progress of each job that has not ended and has progress, keyed by job id."""
         table = schema.studies.c
         query = sa.select(table.id, table.kind, table.progress).where(table.state.not_in(FINISHED))
         with self._reads.connect() as connection:
@@ -465,7 +465,7 @@ class Store:
     def is_drained(self) -> bool:
         """Whether the servers of this database are drained for maintenance.
 
-        Drained servers accept no jobs and start no drivers, which are the processes that work on jobs.
+        Drained servers accept no jobs and start no drivers (the processes that work on jobs).
         """
         with self._reads.connect() as connection:
             return _is_drained(connection)
@@ -773,16 +773,16 @@ class Store:
         return self.job(study.id), True
 
     def evaluation_requests(self, study_id: str) -> tuple[EvaluationRequest, ...]:
-        """Read users' requests to evaluate merges of a study on all samples of the search, in the order of sending."""
+        """Read users' requests to evaluate merges of a study on all samples of the search, the oldest request first."""
         with self._reads.connect() as connection:
             return tuple(EvaluationRequest(**row) for row in connection.execute(_requests_of(study_id)).mappings())
 
     def settle(self, job_id: str) -> None:
         """Set the state of a job whose driver has ended on request: PAUSED after a pause, STOPPED for a preemption.
 
-        A driver is a process that works on a job. A preemption is a request that a running job waits again, because
-        another job must run first or a quota is used up. The job is not changed if it has ended, is PAUSED, or was
-        asked neither to pause nor to make room.
+        A driver is a process that works on a job. In a preemption, a running job gives its place up and waits again,
+        because another job must run first or a quota is used up. The job is not changed if it has ended, is PAUSED, or
+        was asked neither to pause nor to give its place up.
         """
         table, paused, stopped = schema.studies, JobState.PAUSED.value, JobState.STOPPED.value
         of_job = (table.c.id == job_id) & table.c.state.not_in([*FINISHED, paused])
@@ -1043,7 +1043,7 @@ class Store:
         return frozenset(number for payload in payloads if (number := payload.get("trial")) is not None)
 
     def configurations(self, study_id: str, numbers: Set[int] | None = None) -> dict[int, dict[str, Any]]:
-        """Read the configurations of the trials of a study with the given numbers (None: all), by trial number.
+        """Read the configurations of the trials of a study with the given numbers (None: all), keyed by trial number.
 
         Trials without a configuration, such as baselines, are left out.
         """
@@ -1061,7 +1061,7 @@ class Store:
     def _rungs(
         self, connection: sa.Connection, study_id: str, trials: Sequence[int]
     ) -> dict[int, tuple[RungRecord, ...]]:
-        """Read the results of the rungs that some trials of a study have finished, by trial number.
+        """Read the results of the rungs that some trials of a study have finished, keyed by trial number.
 
         A rung is one of the increasing numbers of samples on which trials are compared. `trials` are the numbers of the
         trials. If there are many numbers, the result may also have other trials with numbers in the same range.
@@ -1111,7 +1111,7 @@ class Store:
         return dict(found)
 
     def num_tokens(self, study_id: str, split: Split) -> dict[str, int]:
-        """Number of tokens that a study's merges generated, by the digest of the merge's recipe.
+        """Number of tokens that a study's merges generated, keyed by the digest of the merge's recipe.
 
         `split` is the data for which tokens are counted: the search data, the holdout data or the benchmarks. Recipes
         with a scored sample whose tokens are not stored are left out.
@@ -1355,8 +1355,8 @@ class Store:
 
         A canary is a check of an inference engine with fixed prompts. Each sample is stored with the number of canaries
         that its engine had passed before it scored the sample. The sample is confirmed if the engine has passed more
-        canaries by now. `passed` has the present number of passed canaries by replica. If the database has a larger
-        number for a replica, the larger number counts.
+        canaries by now. `passed` has the present number of passed canaries, keyed by replica. If the database has a
+        larger number for a replica, the larger number counts.
         """
         held, table = holdings(), schema.evidence
         scored = (
@@ -1430,7 +1430,7 @@ class Store:
         return dict(counts)
 
     def driver_waits(self, job_ids: Collection[str]) -> dict[str, DriverWait]:
-        """Times of the last wait of each given job for a driver (a process that works on the job), by job id.
+        """Times of the last wait of each given job for a driver (a process that works on the job), keyed by job id.
 
         A wait begins when a job is created or resumed, and ends when a driver begins.
         """
@@ -1503,7 +1503,7 @@ def _has_removed_responses(connection: sa.Connection, job_id: str) -> bool:
 
 
 def _requests_of(study_id: str) -> sa.Select[Any]:
-    """Query for the requests for evaluations of a study, in the order of sending."""
+    """Query that selects users' requests to evaluate merges of a study, ordered by number, the oldest first."""
     table = schema.evaluation_requests.c
     columns = (table.number, table.trial, table.added, table.label, table.recipe, table.configuration)
     return sa.select(*columns).where(table.study == study_id).order_by(table.number)
@@ -1536,10 +1536,11 @@ def _readable(reader: Account | None) -> sa.ColumnElement[bool]:
 
 
 def _keep_artifact(connection: sa.Connection, job_id: str, name: str, digest: str) -> None:
-    """Let the job `job_id` share an artifact (a trained model or other files) that another job may have stored.
+    """Give the job `job_id` an artifact, usually a trained model, that is stored already.
 
-    `digest` identifies the artifact's files, and `name` is the name that the artifact gets in the job `job_id`. The
-    other job cannot be deleted until the transaction ends. Raises Conflict if no job has the artifact.
+    `digest` identifies the artifact's files. They are stored by the job that made them, which is usually another job;
+    this job cannot be deleted until the transaction ends. `name` is the name that the artifact gets in the job
+    `job_id`. Raises Conflict if no job has the artifact.
     """
     table = schema.artifacts
     query = sa.select(table.c.num_bytes).where(table.c.digest == digest).limit(1).with_for_update(read=True)

@@ -10,8 +10,8 @@ again. Therefore a search that continues after it was killed has the same steps.
     note          a decision of the searcher; nothing is computed
     update        a policy learns from the trials of one iteration
 
-A point has the values of all parameters of a search space, in the space's order. Positions are sample positions by
-objective.
+A point has the values of all parameters of a search space, in the space's order. Positions are sample positions, keyed
+by objective.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ class _Measurement(_Request):
     """Base class of requests for the losses of one merge on the reference answers of some samples.
 
     `point` names the merge: it has the values of all parameters of the search space, in the order of the space.
-    `positions` has the samples, by objective, as indices in the order in which the objective's samples are scored. The
-    reference answers come from the task. For the objectives in `completions`, correct completions by the source models
-    are used instead. Each sample counts as `charge` samples against the study's limit of samples.
+    `positions` has the samples, keyed by objective, as indices in the order in which the objective's samples are
+    scored. The reference answers come from the task. For the objectives in `completions`, correct completions by the
+    source models are used instead. Each sample counts as `charge` samples against the study's limit of samples.
     """
 
     point: tuple[float, ...]
@@ -124,7 +124,7 @@ class GradientRequest(_Measurement):
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionsRequest(_Request):
-    """A searcher's request for correct completions by the source models, which later serve as reference answers.
+    """A searcher's request for correct completions by source models, which will serve as reference answers.
 
     `completions` has the names of the objectives for which completions are requested.
     """
@@ -168,7 +168,7 @@ StepRequest: TypeAlias = ChargedRequest | CompletionsRequest | NoteRequest | Upd
 
 @dataclass(frozen=True, kw_only=True)
 class LossesResult:
-    """Mean losses, by objective, of the merge that a searcher's request named.
+    """Mean loss on each objective's samples, for the merge that a searcher's request named.
 
     `failure` is the reason why there are no losses; None if there are losses. `recipe` is the digest of the merge's
     recipe, which says how the sources are merged. `bank` is the fingerprint of the weights of the source models.
@@ -196,9 +196,9 @@ class GradientResult(LossesResult):
 class CompletionsResult:
     """Samples that source models answered correctly; the correct answers later serve as reference answers for losses.
 
-    `completions` has, by objective, a pair for each of these samples. The first number is the sample's position in the
-    order in which the objective's samples are scored. The second number is the number of the source model's trial. The
-    pairs are sorted by position.
+    `completions` maps the name of each objective to one pair for each correctly answered sample. The first number is
+    the sample's position in the order in which the objective's samples are scored. The second number is the number of
+    the source model's trial. The pairs are sorted by position.
     """
 
     completions: Mapping[str, tuple[tuple[int, int], ...]]
@@ -213,7 +213,7 @@ class NoteResult:
 class UpdateResult:
     """Result of the training of a policy on the trials of one iteration.
 
-    A policy is a network that proposes configurations. `statistics` has numbers about the training by name.
+    A policy is a network that proposes configurations. `statistics` has numbers about the training, keyed by name.
     `checkpoint` is the sha256 of the policy's new checkpoint, or "" if the policy learned nothing. `seconds` is the
     time that the training took; 0 if an earlier version stored the result, which did not measure the time.
     """

@@ -121,7 +121,7 @@ def with_exported_sources(
 ) -> tuple[Study, dict[str, ChainedSource]]:
     """Export those sources of a study that are merged models of other studies, and find experts of fine-tunings.
 
-    Returns the study with directories or URLs in place of these sources, and the sources by alias.
+    Returns the study with directories or URLs in place of these sources, and the sources, keyed by alias.
 
     - `open_study`: opens the study that a source names
     - `directory`: the directory below which merges are written
@@ -309,9 +309,9 @@ def _along_path(
     A layer path is the sequence of the layers of the source models that a merge consists of. `source` names the trial,
     and `open_study` opens the trial's study. The models are written to `places`. If `study` is resumed, `before` has
     the records of the exported sources that were stored when the study was created; otherwise `before` is None. Models
-    that were exported before are not written again. `note` receives lines of progress. Returns the exported models by
-    alias. Experts that are merges of other studies are left out. Raises NotFound if the trial does not exist, Conflict
-    if its path cannot be used, and InvalidModel or InvalidStudy if models cannot be read or merged.
+    that were exported before are not written again. `note` receives lines of progress. Returns the exported models,
+    keyed by alias. Experts that are merges of other studies are left out. Raises NotFound if the trial does not exist,
+    Conflict if its path cannot be used, and InvalidModel or InvalidStudy if models cannot be read or merged.
     """
     experts = {alias: place for alias, place in study.models.experts.items() if isinstance(place, str)}
     written = {} if before is None else {alias: before.chained[alias] for alias in (BASE, *experts)}
@@ -373,8 +373,8 @@ def _with_path(alias: str, path: tuple[dict[Component, int], ...], fingerprints:
 
     A layer path says from which layer of a source model each layer of a merge comes. `path` has an entry for each layer
     of the new model: for each component (attention, MLP and norms), the number of the layer of `alias` that the
-    component is taken from. `fingerprints` has the content fingerprint of each model, by its name in the study file
-    (alias).
+    component is taken from. `fingerprints` has the content fingerprint of each model, keyed by its name in the study
+    file (alias).
     """
     whole = Merge("passthrough", (Source(alias),))
     merges = ({name: whole.at_layer(layer) for name, layer in each.items()} for each in path)

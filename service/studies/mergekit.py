@@ -22,8 +22,9 @@ def mergekit_file(stored: JobRecord, recipe: Mapping[str, Any], *, has_directori
 
     mergekit computes the tensors of the recipe's merge from the configuration, up to float32 rounding, and stores them
     in the dtype of the study's engines. `stored` is the job of the study, and `recipe` is the document of the recipe.
-    Models without a hub id are named by their directories. If `has_directories` is False, these models have their names
-    in the study, and a comment says that a reader must replace the names, because the file is for another machine.
+    Models without a hub id are named by their directories. If `has_directories` is False, the file is for another
+    machine: these models are named by their aliases in the study, and a comment says that a reader must replace the
+    aliases.
 
     Raises:
         InvalidStudy: The models cannot be read, or have changed since the study was created (problems with the place

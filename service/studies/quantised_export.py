@@ -170,7 +170,7 @@ def _spans(study: Study, resolved: ResolvedStudy, samples: Sequence[SampleResult
 def _scores(
     merge: Sequence[SampleResult], quantised: Sequence[SampleResult], study: Study
 ) -> dict[str, QuantisedScore]:
-    """Estimates of both models, and of their paired difference, by objective."""
+    """Estimates of both models, and of their paired difference, keyed by objective."""
     known = {(sample.objective, sample.position): sample.value for sample in merge}
     found: dict[str, QuantisedScore] = {}
     for spec in study.holdout:

@@ -190,10 +190,10 @@ def _results(
 def _feasibility(plan: Plan, trials: Mapping[int, TrialRecord], store: Store, record: JobRecord) -> Feasibility:
     """Make the object that evaluates the new study's constraints on the trials of an earlier study.
 
-    `trials` are the earlier study's trials by number, and `record` is its job in `store`. `plan` is the new study's
-    plan, with the earlier study's rungs (numbers of samples at which trials are compared). A bound may be relative to a
-    source model's value; it is compared on the samples of each rung. Raises Conflict if such a source model has not
-    been scored in the earlier study.
+    `trials` are the earlier study's trials, keyed by number, and `record` is its job in `store`. `plan` is the new
+    study's plan, with the earlier study's rungs (numbers of samples at which trials are compared). A bound may be
+    relative to a source model's value; it is compared on the samples of each rung. Raises Conflict if such a source
+    model has not been scored in the earlier study.
     """
     feasibility = Feasibility(plan.objectives, trials)
     try:
@@ -259,8 +259,8 @@ def _meaning(objective: Objective, tasks: Mapping[str, str]) -> tuple[Any, ...]:
     """The properties of an objective that two studies must share for its values to be comparable.
 
     These properties are metric, direction, range, task, and whether the objective counts the recipe's layers or
-    parameters. `tasks` has the digest of each task by the objective's name. Constraints are left out, because the new
-    study evaluates its own constraints.
+    parameters. `tasks` has the digest of each task, keyed by the objective's name. Constraints are left out, because
+    the new study evaluates its own constraints.
     """
     o = objective
     return o.metric, o.direction, o.bounds, o.cost_of_recipe, tasks.get(o.name)

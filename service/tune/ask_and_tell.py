@@ -36,7 +36,7 @@ class AskAndTell:
 
     - `plan`, `space`: the study's settings, and its search space
     - `trials`: the trials of the study, to which the loop adds the proposed ones
-    - `brackets`: the brackets (ladders of rungs, which are numbers of samples, as in Hyperband) that were stored before
+    - `brackets`: the brackets (ladders of rungs, as in Hyperband) that were stored before
       the driver started
     - `samples`: the scored samples, from which the values of trials are computed
     - `writer`: stores results in the database
@@ -321,9 +321,9 @@ class AskAndTell:
     def _replay(self, brackets: tuple[BracketRecord, ...]) -> None:
         """Rebuild the scheduler's state from the stored `brackets` and trials.
 
-        A bracket is a ladder of rungs, which are numbers of samples at which trials are compared. Baselines that are
-        not stored yet are added as trials. Decisions on promotion that were not stored because of a crash are stored
-        now.
+        A bracket is a ladder of rungs, and a rung is a number of samples at which trials are compared. Baselines that
+        are not stored yet are added as trials. Decisions on promotion that were not stored because of a crash are
+        stored now.
         """
         for bracket in brackets:
             self.table.open_bracket(bracket.bracket, first_rung=bracket.first_rung, size=bracket.size)

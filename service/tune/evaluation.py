@@ -39,7 +39,7 @@ class Evaluation:
     is_again: bool = False
 
     def ends_with(self, result: ScoreResult) -> bool:
-        """Whether `result` belongs to the evaluation's last chunk (group of samples): nothing is left to score."""
+        """Whether `result` is of the evaluation's last chunk (group of samples): no samples are left to score."""
         last = self.chunks[-1][-1]
         return any((s.objective, s.position) == (last.objective, last.stop - 1) for s in result.samples)
 

@@ -23,7 +23,7 @@ class Feasibility:
     """The constraints of a study, and by how much each trial violates them at each rung.
 
     A rung is a number of samples at which trials are compared. `objectives` have the constraints. `trials` has all
-    trials by number; the caller updates it while the search runs.
+    trials, keyed by number; the caller updates it while the search runs.
     """
 
     def __init__(self, objectives: Sequence[Objective], trials: Mapping[int, TrialRecord]) -> None:
@@ -37,8 +37,8 @@ class Feasibility:
         """Record objective values of trial `number` at rungs where it was not evaluated itself.
 
         A rung is a number of samples at which trials are compared. Baselines are evaluated only at the last rung; their
-        values on the fewer samples of a lower rung are recorded here. `values` has the objective values by the index of
-        the rung.
+        values on the fewer samples of a lower rung are recorded here. `values` has the objective values, keyed by the
+        index of the rung.
         """
         self._at_looks[number] = dict(values)
 
@@ -55,9 +55,9 @@ class Feasibility:
     def values(self, number: int, rung: int) -> tuple[float, ...]:
         """Amount by which trial `number` violates each constraint at a rung.
 
-        A rung is a number of samples at which trials are compared. Each amount is a share of its objective's range, and
-        at most 0 if the constraint holds. The amounts are in the order of the objectives and their constraints. The
-        trial must have a result at the rung, which is given by its index.
+        A rung is a number of samples at which trials are compared; `rung` is its index. Each amount is a share of its
+        objective's range, and at most 0 if the constraint holds. The amounts are in the order of the objectives and
+        their constraints. The trial must have a result at the rung.
         """
         found = self._excesses(number, rung)
         widths = {objective.name: objective.bounds[1] - objective.bounds[0] for objective in self._objectives}
@@ -66,8 +66,8 @@ class Feasibility:
     def violation(self, number: int, rung: int) -> float:
         """Total violation of constraints by trial `number` at a rung; 0 if all constraints hold.
 
-        A rung is a number of samples at which trials are compared. The trial must have a result at the rung, which is
-        given by its index.
+        A rung is a number of samples at which trials are compared; `rung` is its index. The trial must have a result at
+        the rung.
         """
         if not any(objective.constraints for objective in self._objectives):
             return 0.0
@@ -88,7 +88,7 @@ class Feasibility:
 
     @cached_property
     def _references(self) -> dict[Constraint, int]:
-        """Trial number of the source model to which each relative constraint refers, by constraint.
+        """Trial number of the source model to which each relative constraint refers, keyed by constraint.
 
         A constraint is relative if it bounds an objective relative to the value of a named source model, or of the best
         expert (the expert with the best value of the objective). Constraints whose bound is a number are left out. All

@@ -1,4 +1,4 @@
-"""Judgments of completions by LLM judges, which background threads of the driver request.
+"""Judgments of completions by LLM judges; background threads of the driver request them.
 
 Only the driver's own thread reads and writes the store. A driver that is started again requests the judgments that are
 missing.

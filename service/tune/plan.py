@@ -73,7 +73,7 @@ class RefinementPlan:
     A layer path is the sequence of source models' layers of which a merge consists.
 
     - `options`: the section `search.refinement` of the study file
-    - `num_samples`: by objective, the number of samples from which gradients are computed
+    - `num_samples`: maps the name of each objective to the number of samples from which gradients are computed
     - `vectors`: the study's preference vectors, each with the weights in the order of `num_samples`
     """
 
@@ -97,9 +97,9 @@ class Plan:
 
     A rung is a number of samples at which trials are compared; a bracket is a ladder of rungs, as in Hyperband.
 
-    - `rung_samples`: for each rung, the number of samples to score by objective
-    - `holdout_samples`: the number of holdout samples by objective
-    - `tasks`, `holdout_tasks`: the tasks of search and holdout data by objective
+    - `rung_samples`: for each rung, the number of samples to score, keyed by objective
+    - `holdout_samples`: the number of holdout samples, keyed by objective
+    - `tasks`, `holdout_tasks`: the tasks of search and holdout data, keyed by objective
     - `benchmarks`: the benchmarks, scored whole after the search
     - `cycle`: the brackets that the scheduler repeats
     - `eta`: the reduction factor of successive halving; about 1/eta of a rung's trials are promoted
@@ -167,7 +167,7 @@ class Plan:
         return max(PROPOSALS_AHEAD, self.max_staleness // 2)
 
     def recipe_values(self, recipe: Recipe | StoredRecipe) -> dict[str, float]:
-        """The values, by objective, of objectives that count the recipe's layers or parameters and need no samples."""
+        """The value of each objective that counts the recipe's layers or parameters, and therefore needs no samples."""
         size, costs = self.size, {o.name: cost for o in self.objectives if (cost := o.cost_of_recipe) is not None}
         if not costs or size is None:
             return {}
@@ -177,7 +177,7 @@ class Plan:
     def costs(self, values: Mapping[str, float]) -> tuple[float, ...]:
         """A trial's costs, one for each objective, in the order of `objectives`; smaller is better.
 
-        `values` has the trial's objective values, by objective name. Raises InvalidStudy for a value outside its
+        `values` has the trial's objective values, keyed by objective name. Raises InvalidStudy for a value outside its
         objective's range.
         """
         return tuple(objective.cost(values[objective.name]) for objective in self.objectives)
@@ -185,8 +185,8 @@ class Plan:
     def cost_errors(self, standard_errors: Mapping[str, float | None]) -> tuple[float | None, ...]:
         """The standard errors of a trial's costs, one for each objective, in the order of `objectives`.
 
-        `standard_errors` has the standard errors of the trial's objective values, by objective name. An error is None
-        if it is not known.
+        `standard_errors` has the standard errors of the trial's objective values, keyed by objective name. An error is
+        None if it is not known.
         """
         found = ((standard_errors.get(objective.name), objective.bounds) for objective in self.objectives)
         return tuple(None if error is None else error / (high - low) for error, (low, high) in found)

@@ -97,7 +97,7 @@ class _Path:
 
 
 def _refined_label(number: int, *, path: int) -> str:
-    """The label of the new trial `number`, which has the layers of the trial number `path` and refined coefficients."""
+    """The label of the trial `number`, which refines the coefficients of the layer path of the trial `path`."""
     return f"trial {number}, refined from trial {path}"
 
 

@@ -76,7 +76,8 @@ class SampleLimit:
         """The reason why the limit of samples ends the search, as a text for users.
 
         Call this after `admits` has returned False, with the same arguments. `proposal` is the trial that cannot start.
-        If `num_charged` is above 0, a computation for this trial cannot start, which counts as `num_charged` samples.
+        If `num_charged` is above 0, the trial needs a computation that counts as `num_charged` samples, and this
+        computation cannot start.
         """
         needed = self._needed(proposal, num_charged) + self._table.most_samples_left(self._totals)
         kept = f", {self._kept:,} are kept for the refinement" if self._kept else ""

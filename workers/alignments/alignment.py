@@ -56,7 +56,7 @@ class Alignment:
         return of.shape[-1] if of.ndim else 0
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Tensors of the alignment by name: "projection" or "scale", and "shift" if there is a shift.
+        """Tensors of the alignment, keyed by name: "projection" or "scale", and "shift" if there is a shift.
 
         An alignment is a map of the residual stream between two layers.
         """

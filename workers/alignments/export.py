@@ -29,8 +29,8 @@ class AlignedParts:
     """Additional parts of an export with alignments: the alignments' tensors, and entries in config.json.
 
     An alignment is a map of the residual stream between two layers. `placed` has the alignments, in the dtype of the
-    export, by the index of the layer that follows each of them. `model_type` is the base model's type in transformers,
-    such as "llama".
+    export, keyed by the index of the layer that follows each of them. `model_type` is the base model's type in
+    transformers, such as "llama".
     """
 
     def __init__(self, placed: Mapping[int, PlacedAlignment], model_type: str) -> None:
@@ -38,7 +38,7 @@ class AlignedParts:
         self._model_type = model_type
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors of all alignments (maps of the residual stream), by their names in the checkpoint."""
+        """The tensors of all alignments (maps of the residual stream), keyed by their names in the checkpoint."""
         return {
             f"model.layers.{index}.alignment.{name}": tensor
             for index, each in self._placed.items()

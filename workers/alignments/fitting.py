@@ -172,8 +172,8 @@ def fit_alignment(
     The kind `moments` scales and shifts each channel; the kind `mlp` is a matrix and a shift that a small network
     computes. Rows of `x_ND` and `y_ND` are tokens, columns are channels; row n of both is the same token. `is_held_out`
     [N] is true for the rows of held-out texts. The map is not fitted to these rows: they measure the `discrepancy`, and
-    the kind `mlp` keeps the epoch with the smallest `discrepancy`. `first` has the activations of the texts' first
-    tokens in x and in y, which are not among the rows. `options` are for the kind `mlp`.
+    the kind `mlp` keeps the epoch with the smallest `discrepancy`. `first` contains the activations of the texts' first
+    tokens in x and in y. These tokens are not among the rows of `x_ND` and `y_ND`. `options` are for the kind `mlp`.
     """
     train = (x_ND[~is_held_out], y_ND[~is_held_out])
     out = (x_ND[is_held_out], y_ND[is_held_out])
@@ -195,11 +195,11 @@ def fit_mlp(
     """Train a small network that maps activations x to the distribution of y; return the alignment that it computes.
 
     `train` and `held_out` are each a pair (x, y) of activations, with a row for each token: the output of one layer,
-    and the input of the layer that follows the alignment. `first` has the activations of the texts' first tokens in x
-    and in y, which are not among the rows. In channels of x in which the first tokens are outliers, the alignment stays
-    as `fit_moments` fits it. The epoch with the smallest `discrepancy` on the held-out rows is kept. `options` are the
-    sizes and the learning rate; None means the defaults. `seed` fixes the initial weights and the order of rows. Equal
-    arguments give equal bits on one machine with one number of threads.
+    and the input of the layer that follows the alignment. `first` contains the activations of the texts' first tokens
+    in x and in y; these tokens are not among the rows. In channels of x in which the first tokens are outliers, the
+    alignment stays as `fit_moments` fits it. The epoch with the smallest `discrepancy` on the held-out rows is kept.
+    `options` are the sizes and the learning rate; None means the defaults. `seed` fixes the initial weights and the
+    order of rows. Equal arguments give equal bits on one machine with one number of threads.
     """
     _check(*train)
     chosen = options or MlpOptions()

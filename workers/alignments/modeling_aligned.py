@@ -6,8 +6,8 @@ checkpoint with
     AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)
 
 The alignment before layer t maps the layer's input, h, to W h + b (a projection) or a * h + b (a scale for each
-channel); b is optional. `alignments` in the configuration has, by the number of the layer, the names of the tensors and
-the `factor` of b, which is 1 unless the layers' outputs have scales.
+channel); b is optional. The field `alignments` of the configuration is keyed by the number of the layer. A value has
+the names of the alignment's tensors, and the `factor` of b. This factor is 1 unless the layers' outputs have scales.
 
 The configuration has a separate model type, so that transformers does not load it as a model without alignments.
 """

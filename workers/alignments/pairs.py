@@ -34,8 +34,8 @@ class AlignmentInputs:
     """The inputs from which alignments (maps of the residual stream between two layers) are learned.
 
     - `family`: the base model and the experts that are merged
-    - `pool`: the models whose layers may be joined by alignments, by name; a model is given by the recipe of a merge of
-      `family`
+    - `pool`: the models whose layers may be joined by alignments, keyed by name; a model is given by the recipe of a
+      merge of `family`
     - `tasks`: the task of each objective, whose prompts are the texts
     - `positions`: for each objective, the positions of the samples whose prompts are used, in the task's order
     - `options`: the engine's options, on which prompts depend

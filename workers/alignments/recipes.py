@@ -84,7 +84,7 @@ def unaligned(recipe: Recipe) -> Recipe:
 
 
 def read_alignments(recipe: Recipe, bank: Bank, dtype: torch.dtype) -> Mapping[int, PlacedAlignment]:
-    """Read a recipe's alignments, rounded to `dtype`, by the index of the layer after each alignment.
+    """Read a recipe's alignments, rounded to `dtype`, keyed by the index of the layer after each alignment.
 
     An alignment is a map of the residual stream between two layers. `bank` has the weights of the recipe's models, and
     the path of the directory with the files of alignments (`Family.alignments_dir`).

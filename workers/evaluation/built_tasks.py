@@ -203,9 +203,9 @@ class BuiltTask:
 def permutation(sizes: Mapping[str, int], *, seed: int) -> tuple[tuple[int, int], ...]:
     """Random order of all samples; every prefix of the order has all groups in proportion to their sizes.
 
-    `sizes` maps a group's name to its number of samples. The result has a pair (index of the group, index of the sample
-    in the group) for each sample. In every prefix, the counts of samples of two groups of equal size differ by at most
-    one. The order depends only on names, sizes and seed, not on the version of a random generator.
+    `sizes` maps a group's name to its number of samples. The result contains a pair (index of the group, index of the
+    sample in the group) for each sample. In every prefix, the counts of samples of two groups of equal size differ by
+    at most one. The order depends only on names, sizes and seed, not on the version of a random generator.
     """
 
     def draw(name: str, index: int) -> bytes:
@@ -231,7 +231,7 @@ def documents_of(task: BuiltTask, settings: PromptSettings) -> tuple[tuple[Docum
 
 
 def documents_here(task: BuiltTask, settings: PromptSettings) -> tuple[tuple[Document, ...], ...]:
-    """The documents of a task whose lm-eval objects exist in this process, with their requests, by subtask.
+    """The documents of a task whose lm-eval objects exist in this process, with their requests, grouped by subtask.
 
     `settings` are the settings with which prompts are built.
     """

@@ -267,7 +267,7 @@ class ConfinedTask(TaskProcess):
 
 
 def _streams(data: Any) -> dict[str | None, int]:
-    """Write a data set to temporary files as Arrow streams, and return a file descriptor for each split, by name.
+    """Write a data set to temporary files as Arrow streams, and return a file descriptor for each split, keyed by name.
 
     A process that may open no files reads the data through these descriptors. The files are deleted at once, but stay
     readable until the descriptors are closed. `data` is a result of `datasets.load_dataset`. For a data set without

@@ -49,7 +49,7 @@ class Confinement(ABC):
 
     - `readable`, `writable`: absolute paths of files, and of directories with everything below them
     - `listable`: directories in which the process can list the names of files, but not read the files; with bubblewrap,
-      only the names of readable files are there
+      only the names of readable files are listed
     - `memory_bytes`: the limit of the address space
     - `file_bytes`: the limit of the size of a file that is written
     - `cpu_s`: the limit of processor time in seconds; None is no limit

@@ -81,7 +81,7 @@ class Prepared:
 
 
 class LoadedTasks(dict[str, Any]):
-    """Dict of lm-eval's task objects, by name.
+    """Dict of lm-eval's task objects, keyed by name.
 
     If the study names a group of tasks, `categories` maps the name of each group within it to the names of its tasks.
     """
@@ -301,7 +301,7 @@ def _load(spec: TaskSpec, loading: Loading) -> dict[str, Any]:
     """Load the tasks of `spec` with lm-eval, from a YAML file or by a registered name.
 
     `loading` is one of the context managers of `task_loading`; it limits the files that lm-eval may read. Returns
-    lm-eval's task objects by name.
+    lm-eval's task objects, keyed by name.
     """
     assert isinstance(spec.task, str)
     return _from_yaml(spec.task, spec, loading) if is_file(spec.task) else _from_name(spec.task, loading)
@@ -480,8 +480,8 @@ def _check_value(subtask: Subtask, spec: TaskSpec, where: str) -> None:
 def _made_up(task: Any, document: Any) -> tuple[tuple[Any, ...], ...]:
     """Placeholder answers to the requests of a document of `task`, for trying a metric on them.
 
-    The result has a tuple of answers for each request. The requests are not built, because that would draw few-shot
-    examples.
+    The result contains a tuple of answers for each request. The requests are not built, because that would draw
+    few-shot examples.
     """
     if task.OUTPUT_TYPE == "generate_until":
         return (("",),)

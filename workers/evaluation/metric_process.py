@@ -1,4 +1,4 @@
-"""Computation of metrics in a separate process, which allows timers, and whose crashes do not affect the engine.
+"""Computation of metrics in a separate process, where timers work and a crash does not affect the engine.
 
 `TaskProcess` is the base class of `MetricProcess` and `confined_task.ConfinedTask`. The code of the process is in
 `task_server`. Metrics that set timers need the main thread of a process.

@@ -66,7 +66,7 @@ class OverlappingItems:
 class SearchItems:
     """Searchable index of the items of several tasks, which finds items of another task with the same text.
 
-    `items` has the items (samples as text) of each task, by the task's name.
+    `items` has the items (samples as text) of each task, keyed by the task's name.
     """
 
     def __init__(self, items: Mapping[str, Iterable[Item]]) -> None:

@@ -67,7 +67,7 @@ def shipped_tasks() -> tuple[ShippedTask, ...]:
 def fetch(task: str) -> tuple[FetchedData, ...]:
     """Download the data of a task, given by its name or YAML file, and check that they load without the hub.
 
-    The result has an entry for each data set of the task. The task's code is not run. Data in the user's directory
+    The result contains an entry for each data set of the task. The task's code is not run. Data in the user's directory
     (`data_sets`) are not downloaded. Raises InvalidTask if the task is unknown, if its data cannot be downloaded, or if
     they cannot be loaded afterwards without the hub.
     """

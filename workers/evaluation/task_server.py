@@ -229,8 +229,8 @@ class _Server:
         - `k`: the values of k for which pass@k is computed
         - `timeout`: the processor time of a program, in seconds (default `execution.CPU_S`)
 
-        Returns the mean of pass@k over the references, by name, and for each reference the outcomes of its programs. An
-        outcome is None for a program that ran to its end, else a reason.
+        Returns the mean of pass@k over the references, keyed by name, and for each reference the outcomes of its
+        programs. An outcome is None for a program that ran to its end, else a reason.
         """
         programs = [f"{each}\n{test}" for tries, test in zip(predictions, references, strict=True) for each in tries]
         self.reply(execute=programs, cpu_s=timeout)

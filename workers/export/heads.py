@@ -50,7 +50,7 @@ base, so that `CLIPModel.from_pretrained(DIR)` classifies by texts as the base d
 class UnmergedParts(Protocol):
     """Interface of the unmerged parts of an exported image model: tensors, fields of config.json, and further files.
 
-    - `added`: unmerged tensors of the checkpoint itself, by name, in the dtype of the export
+    - `added`: unmerged tensors of the checkpoint itself, keyed by name, in the dtype of the export
     - `config`: the fields of config.json that describe these tensors
     - `loading`: instructions for loading the parts, for the model card
     """
@@ -86,8 +86,8 @@ class ExportedHeads:
     """Classification heads of the source models, for an export; the checkpoint itself has the head `main`.
 
     `main` is the alias of the model with this head. `heads` has the description of each model's head, and `tensors` has
-    each head's weight and bias in the dtype of the export, both by alias. `config` has the fields of config.json that
-    describe the main head.
+    each head's weight and bias in the dtype of the export, both keyed by alias. `config` has the fields of config.json
+    that describe the main head.
     """
 
     main: str

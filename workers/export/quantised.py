@@ -112,7 +112,7 @@ def check_quantisable(checkpoint: str | Path, *, scheme: str) -> None:
 def _chosen(checkpoint: Path, name: str) -> tuple[dict[str, tuple[int, int]], QuantizationScheme, int]:
     """Look up the data for quantising a model: shapes of its linear layers, scheme of compressed-tensors, group size.
 
-    Shapes are by the layer's name. `name` is a key of `SCHEMES`. A group is the weights that share a scale.
+    Shapes are keyed by the layer's name. `name` is a key of `SCHEMES`. A group is the weights that share a scale.
     """
     linear = linear_layers(checkpoint)
     return linear, *_scheme(name, linear.values(), checkpoint)
@@ -163,7 +163,7 @@ def _file_tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, tensor) for all tensors of a file, with quantised weights of linear layers.
 
-    `linear` has the shapes of these weights by layer. Sizes and errors are added up in `sizes`.
+    `linear` has the shapes of these weights, keyed by layer. Sizes and errors are added up in `sizes`.
     """
     with safe_open(file, framework="pt") as opened:
         for name in opened.keys():  # noqa: SIM118  it is no dict
@@ -179,7 +179,7 @@ def _file_tensors(
 
 
 def _compressed(weight: torch.Tensor, scheme: QuantizationScheme, sizes: _Sizes) -> dict[str, torch.Tensor]:
-    """Quantise a weight [outputs, inputs]; return the tensors that replace it by name, such as `weight_scale`.
+    """Quantise a weight [outputs, inputs]; return the tensors that replace it, keyed by name, such as `weight_scale`.
 
     Names and format are as in the library compressed-tensors. Sizes and errors are added up in `sizes`.
     """

@@ -57,8 +57,8 @@ class Shard:
 def plan_shards(shapes: Mapping[str, tuple[int, ...]], itemsize: int, max_bytes: int) -> list[Shard]:
     """Distribute tensors, in order, over safetensors files with at most `max_bytes` of tensors.
 
-    `shapes` has the shape of each tensor by name. `itemsize` is the number of bytes of an element. A tensor larger than
-    `max_bytes` is the only one in its file.
+    `shapes` has the shape of each tensor, keyed by name. `itemsize` is the number of bytes of an element. A tensor
+    larger than `max_bytes` is the only one in its file.
     """
     parts: list[dict[str, tuple[int, ...]]] = [{}]
     sizes = [0]
@@ -126,7 +126,7 @@ def write_shards(
 
 
 def _complete_shards(shards: Sequence[Shard], directory: Path, state: Path) -> dict[str, str]:
-    """Find the files that an earlier, killed export completed, and return their checksums by file name.
+    """Find the files that an earlier, killed export completed, and return their checksums, keyed by file name.
 
     `shards` are the files of the export, with the names and shapes of their tensors. The file `state` lists checksums.
     A file in `directory` counts as complete if it still has the listed checksum. The result is empty if `state` is

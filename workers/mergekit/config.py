@@ -174,6 +174,6 @@ class MergekitConfig:
 
 
 def split_adapter(model: str) -> tuple[str, str | None]:
-    """Split the name MODEL+LORA into the names of the model and of the LoRA adapter, which is None without "+"."""
+    """Split the name MODEL+LORA into the names of model and adapter; without "+", the adapter's name is None."""
     name, plus, adapter = model.partition("+")
     return name, adapter if plus else None

@@ -52,7 +52,7 @@ class Inexpressible(ValueError):
 class _Slice:
     """Adjacent merged layers with equal settings, which become one slice of the mergekit file.
 
-    - `models`: the models that the slice lists, by their aliases in the recipe
+    - `models`: the aliases, in the recipe, of the models that the slice lists
     - `layers`: the first layer of each model
     - `length`: the number of layers of the slice
     - `settings`: the values of each parameter. A key is a pair: the model for which the parameter is set ("" for all
@@ -172,10 +172,11 @@ def configuration_text(document: Mapping[str, Any], sources: ResolvedFamily, *, 
 
 
 def _names(sources: ResolvedFamily, *, has_directories: bool) -> dict[str, tuple[str, ...]]:
-    """Names of the models `sources` in a mergekit configuration, by alias; an adapter has the names (BASE, ADAPTER).
+    """Names that a mergekit configuration gives to the models of `sources`, keyed by alias.
 
-    A model without a hub id is named by its directory or, if `has_directories` is False, by its alias. The alias of a
-    model that only an adapter changes is ADAPTER-base.
+    An adapter has two names, (BASE, ADAPTER); any other model has one name. A model without a hub id is named by its
+    directory or, if `has_directories` is False, by its alias. The alias of a model that only an adapter changes is
+    ADAPTER-base.
     """
     aliases = {checkpoint.directory.resolve(): alias for alias, checkpoint in sources.checkpoints.items()}
 
@@ -227,7 +228,7 @@ def _general_reasons(recipe: Recipe) -> list[str]:
 
 
 def _slices(recipe: Recipe, slice_of: Callable[[int], _Slice]) -> list[_Slice]:
-    """Make the slice of each merged layer by `slice_of`; raise Inexpressible with the reasons of all layers."""
+    """Make the slice of each merged layer with `slice_of`. Raises Inexpressible with the reasons of all layers."""
     slices: list[_Slice] = []
     reasons: dict[str, None] = {}
     for index in range(len(recipe.layers)):
@@ -358,7 +359,7 @@ def _models(recipe: Recipe) -> tuple[str, ...]:
 
 
 def _layers(merges: Mapping[str, Merge], index: int, models: tuple[str, ...]) -> dict[str, int]:
-    """The source layer of each model for the merged layer with the index `index`, by the model's alias.
+    """The source layer of each model for the merged layer with the index `index`, keyed by the model's alias.
 
     `merges` are the merges of the merged layer. A model of `models` that no merge uses gets an arbitrary layer, because
     a slice must name a layer of every model. Raises Inexpressible if several layers of one model are used.

@@ -41,11 +41,11 @@ def to_recipe(
 ) -> Recipe:
     """Convert a mergekit configuration to the recipe that computes its merge.
 
-    `layout` has the tensor names of the base. Models with another number of layers have their layout in `layouts`, by
-    alias. `aliases` maps the names of models in the configuration to their aliases in the recipe, and `fingerprints`
-    maps aliases to content fingerprints. `seed` is for methods with random masks. `warn` is called with one line, which
-    names the place in the file, for each setting that mergekit ignores, such as filters that match no tensor. Raises
-    InvalidRecipe, with a line for every problem.
+    `layout` has the tensor names of the base. Models with another number of layers have their layout in `layouts`,
+    keyed by alias. `aliases` maps the names of models in the configuration to their aliases in the recipe, and
+    `fingerprints` maps aliases to content fingerprints. `seed` is for methods with random masks. `warn` is called with
+    one line, which names the place in the file, for each setting that mergekit ignores, such as filters that match no
+    tensor. Raises InvalidRecipe, with a line for every problem.
     """
     layouts = layouts or {}
     stacks = configuration.stacks_experts and bool(layout.stacks)
@@ -71,8 +71,8 @@ class _Builder:
     The object determines the merge of every tensor. The most frequent merge of a component's tensors becomes the
     component's merge; tensors with another merge are listed one by one.
 
-    - `aliases`: the alias of each model of the configuration in the recipe
-    - `layout`, `layouts`: the tensor names of the base, and of models with another number of layers, by alias
+    - `aliases`: maps the models that the configuration names to their aliases in the recipe
+    - `layout`, `layouts`: the tensor names of the base, and of models with another number of layers, keyed by alias
     - `seed`: the seed for methods with random masks
     - `problems`: the problems found so far, by their place in the file, so that a problem that occurs in every layer is
       reported once
@@ -100,7 +100,7 @@ class _Builder:
         self._names = {"lm_head.weight"} if layout.is_tied else set[str]()
 
     def parts(self) -> Parts:
-        """Build the recipe's layers, embedding and head, and the merges of single tensors by name.
+        """Build the recipe's layers, embedding and head, and the merges of single tensors, keyed by name.
 
         Single tensors are the tensors whose merge differs from the merge of their component. Problems in the file are
         added to `problems`; a file with problems gives no usable result.

@@ -68,7 +68,7 @@ ORDER_SEED = -1
 
 
 class Bank:
-    """Source weights of a family of models, by model alias and tensor name, in their stored dtype.
+    """Source weights of a family of models, keyed by model alias and tensor name, in their stored dtype.
 
     A family is a base model and its experts. The tensors are read-only and safe to read from several threads. For an
     adapter, the bank holds the low-rank matrices; the tensors that are computed from these matrices and the base are
@@ -190,7 +190,7 @@ class Bank:
         return self._checkpoints[alias]
 
     def views(self, models: Mapping[str, str]) -> dict[str, Checkpoint]:
-        """Look up the models of a recipe in this bank (source weights), by the recipe's aliases.
+        """Look up the models of a recipe in this bank (source weights), keyed by the recipe's aliases.
 
         `models` maps the recipe's aliases to content fingerprints; models that the bank does not have are left out of
         the result. In the result, the rows of each model's embedding and output head are converted to the vocabulary of
@@ -472,8 +472,8 @@ class Bank:
     def norms(self, sources: Sequence[Key], base: Key) -> tuple[float, ...]:
         """The L1 norm of each task vector: the sum of |source - base| over the tensor.
 
-        The result has a norm for each of `sources`. Tensors are given as (alias of the model, name). Norms are computed
-        once and then cached.
+        The result contains a norm for each of `sources`. Tensors are given as (alias of the model, name). Norms are
+        computed once and then cached.
         """
         norms = {source: self._norms[source, base] for source in sources if (source, base) in self._norms}
         for source in sources:

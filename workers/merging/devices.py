@@ -1,7 +1,7 @@
 """Choice of the device that computes each merged tensor, by the memory that its merge method needs.
 
-A method with a kernel for CUDA needs memory for its operands and its result. Any other method runs by its PyTorch
-function on a GPU, which makes float32 copies and several temporary tensors. If a GPU has too little memory for a
+A method with a kernel for CUDA needs memory for its operands and its result. Any other method runs on a GPU by its
+PyTorch function; the function makes float32 copies and several temporary tensors. If a GPU has too little memory for a
 tensor, the tensor is computed on the CPU, from the same sources, so that the GPU does not run out of memory.
 """
 
@@ -49,11 +49,11 @@ def bank_for(
 def devices_of(
     plan: TensorPlan, bank: Bank, dtype: torch.dtype, num_elements: Mapping[str, int] | None = None
 ) -> dict[str, str]:
-    """Type of the device, such as "cuda", that computes each tensor of the merged model, by tensor name.
+    """Type of the device, such as "cuda", that computes each tensor of the merged model, keyed by tensor name.
 
     `plan` lists the tensors of the merge, and `bank` has the weights of its sources. A tensor for which the bank's
-    device has too little memory is computed on the CPU. `dtype` is the dtype of the results. `num_elements` has, by
-    name, the number of computed elements of each tensor of which only a part is computed.
+    device has too little memory is computed on the CPU. `dtype` is the dtype of the results. `num_elements` maps the
+    name of a tensor of which only a part is computed to the number of elements of this part.
     """
     parts = num_elements or {}
     return {

@@ -53,7 +53,7 @@ class MergedTensor:
     pieces: tuple[Piece, ...] = ()
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes, by name, of the merged model's tensors that this merge gives.
+        """Shapes of the merged model's tensors that this merge gives, keyed by the tensors' names.
 
         A stack (the matrices of all experts of a layer's mixture of experts) is split into its pieces, which are
         tensors of the merged model. Any other tensor is not split, and its own name and shape are returned.

@@ -318,10 +318,10 @@ class MagnitudeTable:
     def _is_tied(self, first: int, last: int) -> bool:
         """Whether many elements may have the same magnitude as the table's entry `first` or `last`.
 
-        `first` and `last` are indices of entries. The table has an entry for every 128th element only. If two adjacent
-        entries have the same magnitude, all elements between these two have the same magnitude. Therefore the result is
-        True if the entry before `first` has the magnitude of `first`, or if the entry after `last` has the magnitude of
-        `last`.
+        `first` and `last` are indices of entries. The table contains an entry for every 128th element only. If two
+        adjacent entries have the same magnitude, all elements between these two have the same magnitude. Therefore the
+        result is True if the entry before `first` has the magnitude of `first`, or if the entry after `last` has the
+        magnitude of `last`.
         """
         sizes = self._magnitudes
         return bool(
@@ -373,10 +373,10 @@ def selected(tensors: Sequence[Words], num_smaller: int, *, first: np.ndarray | 
     """Find the element that is at the index `num_smaller` when the elements of all tensors are sorted together.
 
     Elements are sorted in ascending order by magnitude, then by tie-breaking mark, then by the index of their tensor;
-    the first has the index 0. The result has the element's magnitude, mark and tensor, and the number of elements of
-    the same magnitude. The element's bits are found in several passes over all tensors. Each pass counts the elements
-    by their next bits, and needs memory for one tensor at a time. `first` has the counts of the first pass, summed over
-    the tensors (`Words.counts` with prefix 0 and shift 48); if it is None, this function computes them.
+    the first has the index 0. The result contains the element's magnitude, mark and tensor, and the number of elements
+    of the same magnitude. The element's bits are found in several passes over all tensors. Each pass counts the
+    elements by their next bits, and needs memory for one tensor at a time. `first` has the counts of the first pass,
+    summed over the tensors (`Words.counts` with prefix 0 and shift 48); if it is None, this function computes them.
     """
     prefix, shift, count, num_equal = 0, 64, 0, 0
     while shift == 64 or (count > FEW and shift > 0):

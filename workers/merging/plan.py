@@ -54,7 +54,7 @@ def merged_names(recipe: Recipe | TensorPlan, bank: Bank) -> dict[str, tuple[int
 
 
 def computations(recipe: Recipe | TensorPlan, bank: Bank) -> dict[str, Hashable]:
-    """Descriptions of how the merged tensors of a recipe are computed from the sources, by tensor name.
+    """Descriptions of how the merged tensors of a recipe are computed from the sources, keyed by tensor name.
 
     A description is a hashable value. Descriptions of several recipes can be compared: tensors with equal descriptions
     are equal bit for bit. `recipe` may also be a plan; `bank` has the weights of the recipe's models.

@@ -82,7 +82,7 @@ class Shard:
     def indices(self, positions: torch.Tensor) -> torch.Tensor:
         """Convert positions within the shard to positions within the whole tensor.
 
-        `positions` (int64) are indices, from 0, in the flattened shard. The result has the index of each of these
+        `positions` (int64) are indices, from 0, in the flattened shard. The result contains the index of each of these
         elements in the flattened whole tensor.
         """
         return self.first + positions // self.run * self.stride + positions % self.run

@@ -80,8 +80,8 @@ class ModelMagnitudes:
     def trim(self, rank: int) -> Trim:
         """Threshold of this tensor for a merge that keeps the `rank` largest elements of the whole model.
 
-        The merge keeps the elements of this tensor that reach the threshold. The result has a lower and an upper bound;
-        both are the threshold.
+        The merge keeps the elements of this tensor that reach the threshold. The result contains a lower and an upper
+        bound; both are the threshold.
         """
         return self.trims[rank]
 
@@ -160,11 +160,11 @@ def balance_of(tensors: Sequence[ModelTensor], shares: Sequence[float], known: S
 
 
 class _Words:
-    """The elements of one tensor as 64-bit sort keys, by magnitude; each pass over the keys reads the tensor again.
+    """The elements of one tensor as 64-bit sort keys, which are in the order of the elements' magnitudes.
 
-    The keys serve to find the n-th largest element of a whole model, by counting the keys that begin with certain bits.
-    The class implements `order_statistics.Words`. `read` returns the tensor of the name `name`, which is not kept in
-    memory. `compiles` says whether compiled kernels may be used.
+    The n-th largest element of a whole model is found by counting the keys that begin with certain bits. Each pass over
+    the keys reads the tensor again. The class implements `order_statistics.Words`. `read` returns the tensor called
+    `name`, which is read again at each use. `compiles` says whether compiled kernels may be used.
     """
 
     def __init__(self, name: str, read: Callable[[str], ModelTensor], *, compiles: bool) -> None:
@@ -193,7 +193,8 @@ class _PlainWords:
     """A tensor's elements as 64-bit sort keys, computed by PyTorch on any device.
 
     The n-th largest of a whole model's elements is found by counting the keys that begin with certain bits. The class
-    implements `order_statistics.Words`. The elements are the elements of the task vector of `tensor`, by magnitude.
+    implements `order_statistics.Words`. The elements are the elements of the task vector of `tensor`, and the keys are
+    in the order of their magnitudes.
     """
 
     def __init__(self, tensor: ModelTensor) -> None:

@@ -191,10 +191,10 @@ def aligned(
 ) -> tuple[dict[str, Checkpoint], TokenAlignment]:
     """Give all checkpoints one common vocabulary in their embeddings and output heads.
 
-    `checkpoints` are by alias, the base first. `tokenizer` selects the vocabulary. BASE selects the base's vocabulary,
-    UNION selects the base's vocabulary with the tokens that other models added, and an alias selects the vocabulary of
-    the model with this alias. `options` are further options, such as the rows of single tokens. Raises InvalidModel if
-    the vocabularies cannot be aligned.
+    `checkpoints` are keyed by alias, the base first. `tokenizer` selects the vocabulary. BASE selects the base's
+    vocabulary, UNION selects the base's vocabulary with the tokens that other models added, and an alias selects the
+    vocabulary of the model with this alias. `options` are further options, such as the rows of single tokens. Raises
+    InvalidModel if the vocabularies cannot be aligned.
 
     Returns the aligned checkpoints, and the tensors that the alignment changes. `vocabulary.align` describes how rows
     are aligned. The configuration of the aligned base has the size of the common vocabulary. If `tokenizer` is the

@@ -45,8 +45,8 @@ def foreign_adapters(opened: Mapping[str, Checkpoint], given: Mapping[str, str])
     """Yield a problem for each LoRA adapter that was trained on an expert, not on the base model.
 
     The matrices of such an adapter fit the base as well. The problem shows only in the adapter's configuration, which
-    states the model that it was trained on. `opened` are the models by alias, the base first. `given` has the directory
-    or hub id by which the caller named each model; the stated model is compared with these names.
+    states the model that it was trained on. `opened` are the models, keyed by alias, the base first. `given` has the
+    directory or hub id by which the caller named each model; the stated model is compared with these names.
     """
     base_alias = next(iter(opened))
     for alias, adapter in opened.items():
@@ -129,9 +129,9 @@ def _structure(settings: Mapping[str, Any], of_modality: Sequence[str]) -> dict[
 def _comparable(found: Layout, depth: int | None) -> set[str]:
     """Names of the tensors whose shapes must be equal in two models that are merged.
 
-    `found` is the layout of one of the two models. The result has the model's tensors outside layers and in the first
-    `depth` layers, or in all layers if `depth` is None. Output heads are left out, because `differences` reports a
-    difference between them separately.
+    `found` is the layout of one of the two models. The result contains the model's tensors outside layers and in the
+    first `depth` layers, or in all layers if `depth` is None. Output heads are left out, because `differences` reports
+    a difference between them separately.
     """
     return {
         name

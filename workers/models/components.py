@@ -58,7 +58,7 @@ class TensorPlace:
 class Layout:
     """Layer and component of each tensor of a model.
 
-    - `places`: the layer and component of each tensor, by the tensor's name. An output head that is tied to the
+    - `places`: the layer and component of each tensor, keyed by the tensor's name. An output head that is tied to the
       embedding is not included.
     - `num_layers`: the number of decoder layers
     - `layer_prefix`: the text before the layer's index in names of tensors, such as "model.layers."
@@ -91,8 +91,8 @@ class Layout:
         """Names of the stored tensors that form each stacked MoE tensor, by the stacked tensor's name in transformers.
 
         A stack joins one matrix of each expert of a layer's mixture of experts (such as all down projections) in one
-        tensor. The value has, for each expert of the mixture, a tuple of the names of its stored tensors. Stacks that a
-        file stores as one tensor are not included.
+        tensor. The value contains, for each expert of the mixture, a tuple of the names of its stored tensors. Stacks
+        that a file stores as one tensor are not included.
         """
         mixtures: dict[str, dict[int, set[str]]] = {}
         for name in self.places:
@@ -184,8 +184,8 @@ def layout(config: Mapping[str, Any], names: Iterable[str]) -> Layout:
 def _assign_final_norm(places: dict[str, TensorPlace]) -> None:
     """Assign all norms outside layers to the head, if by their names all of them were assigned to the embedding.
 
-    `places` has the part of the model that each tensor was assigned to, by the tensor's name; it is changed in place.
-    Every decoder ends in a norm, which belongs to the head even if its name looks like a part of the embedding.
+    `places` has the part of the model that each tensor was assigned to, keyed by the tensor's name; it is changed in
+    place. Every decoder ends in a norm, which belongs to the head even if its name looks like a part of the embedding.
     """
     norms = {
         name: place

@@ -70,11 +70,11 @@ def settled(config: Any) -> Any:
 
 
 def of_each_layer(config: Mapping[str, Any], num_layers: int) -> dict[str, list[Any]]:
-    """The entries of a config.json that are lists with one value for each layer, such as `layer_types`, by key.
+    """The entries of a config.json that are lists with one value for each layer, such as `layer_types`.
 
-    `config` is the content of the file, and `num_layers` is the number of layers. If the file leaves out such a list,
-    and transformers computes it, the computed list is included. A list of the indices of certain layers is not
-    included, even if it has `num_layers` entries.
+    `config` is the content of the file, whose keys are kept, and `num_layers` is the number of layers. If the file
+    leaves out such a list, and transformers computes it, the computed list is included. A list of the indices of
+    certain layers is not included, even if it has `num_layers` entries.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 

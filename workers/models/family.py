@@ -45,9 +45,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class ResolvedFamily:
-    """A base model and its experts, by alias, after they were found, opened and checked for merging.
+    """A base model and its experts, which were found, opened and checked for merging.
 
-    A single model is a base without experts.
+    All mappings are keyed by the aliases of the models. A single model is a base without experts.
 
     - `checkpoints`: the models as they are stored
     - `views`: the same models, with embeddings and output heads converted to the vocabulary that `tokenizer` selects;
@@ -111,7 +111,7 @@ class ResolvedFamily:
         return tuple(token for token in new if token in rows), tuple(token for token in new if token not in rows)
 
     def tokens_with_rows(self, alias: str) -> Mapping[str, int]:
-        """Ids, by token, of the tokens that have a row in the embedding of the model `alias`.
+        """Mapping from each token that has a row in the embedding of the model `alias` to the token's id.
 
         A model without a tokenizer.json is assumed to have the tokens of the base.
         """
@@ -134,7 +134,7 @@ class ResolvedFamily:
 
     @cached_property
     def commits(self) -> Mapping[str, str]:
-        """Commit of each hub model, by the hub id that the caller gave."""
+        """Commit of each hub model, keyed by the hub id that the caller gave."""
         commits = {
             self.given[alias]: commit_of(directory)
             for alias, directory in self.directories.items()
@@ -144,7 +144,7 @@ class ResolvedFamily:
 
     @cached_property
     def fingerprints(self) -> Mapping[str, str]:
-        """Fingerprint of each model, a hash of its files' contents, by alias.
+        """Fingerprint (a hash of the files' contents) of each model, keyed by the model's alias.
 
         Raises InvalidModel if a file cannot be read.
         """
@@ -222,7 +222,7 @@ class ResolvedFamily:
         return str(self.adapted[alias].resolve()) if alias in self.adapted else None
 
     def content_problems(self, *, exclude: Collection[str] = ()) -> dict[str, tuple[str, ...]]:
-        """Problems in the weights of each model, such as NaN, by alias.
+        """Problems in the weights of each model, keyed by the model's alias.
 
         Possible problems are NaN, infinite values, and a tied output head that differs from the embedding. The weights
         of the models with the aliases in `exclude` are not read.
@@ -285,7 +285,7 @@ class ResolvedFamily:
 class LocatedFamily:
     """The places where a base model and its experts were found, before the models are opened.
 
-    All fields are by alias; the first alias of `given` is the base's alias.
+    All fields are keyed by alias; the first alias of `given` is the base's alias.
 
     - `given`: the directory or hub id by which the caller named each model
     - `directories`: the directory of each model that was found
@@ -315,8 +315,8 @@ class LocatedFamily:
 
         `tokenizer` and `vocabulary` select the vocabulary of merges. With `any_depth` the models may have different
         numbers of layers. `cache` is the directory of the cache, or None for the default directory. `names` has the
-        names by which messages call models that are not experts, by alias. Raises InvalidModel with every problem of
-        every model.
+        names by which messages call models that are not experts, keyed by alias. Raises InvalidModel with every problem
+        of every model.
         """
         base_alias, *experts = self.given
         names = {alias: f"expert {alias!r}" for alias in experts} | dict(names or {})
@@ -363,7 +363,7 @@ class LocatedFamily:
         )
 
     def _open(self, alias: str, opened: Mapping[str, Checkpoint]) -> Checkpoint | None:
-        """Open the model `alias`; `opened` has the models opened before, by alias.
+        """Open the model `alias`; `opened` has the models opened before, keyed by alias.
 
         Returns None if the model is an adapter of the base and the base could not be opened. Raises InvalidModel if the
         model was not found or has problems.
@@ -396,9 +396,9 @@ def locate_family(
 ) -> LocatedFamily:
     """Find the directories of a base model and its experts, which are given as directories or hub ids.
 
-    `experts` are by alias, and `base_alias` is the alias of the base. An adapter may change another model than the
-    base; `adapted` then names that model, by the adapter's alias. Models that are not found are listed in `problems` of
-    the result.
+    An expert is a whole model or an adapter, a set of small matrices that change another model. `experts` maps aliases
+    to experts, and `base_alias` is the alias of the base. An adapter changes the base unless `adapted` maps the
+    adapter's alias to another model. Models that are not found are listed in `problems` of the result.
     """
     directories: dict[str, Path] = {}
     wholes: dict[str, Path] = {}
@@ -433,10 +433,10 @@ def resolve_family(
     further options of this vocabulary, as in a recipe. Only configurations, headers and tokenizers are read; for hub
     models, these files are downloaded. Weights are neither read nor downloaded.
 
-    An adapter may change another model than the base; `adapted` then names that model, by the adapter's alias. With
-    `any_depth` the models may have different numbers of layers, and recipes must name layers that exist. `cache` is the
-    directory of the cache, or None for the default directory. `names` has, by alias, the names that messages use for
-    models that are not experts. Raises InvalidModel with every problem of every model.
+    An adapter changes the base unless `adapted` maps the adapter's alias to another model. With `any_depth` the models
+    may have different numbers of layers, and recipes must name layers that exist. `cache` is the directory of the
+    cache, or None for the default directory. `names` maps the aliases of models that are not experts to the names that
+    messages use for them. Raises InvalidModel with every problem of every model.
     """
     if not experts:
         raise InvalidModel(("models.experts: there are none; name at least one model fine-tuned from the base",))

@@ -60,7 +60,7 @@ class FileState:
 
 
 def file_states(checkpoint: Checkpoint) -> dict[Path, FileState]:
-    """State (size, time, inode) of each file that the checkpoint's fingerprint depends on, by path.
+    """State (size, time, inode) of each file that the checkpoint's fingerprint depends on, keyed by path.
 
     The files of an adapter's base are not included.
     """

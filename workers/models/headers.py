@@ -84,9 +84,9 @@ def read_headers(
 ) -> dict[str, TensorInfo]:
     """Read the headers of a model's safetensors files, and append problems of the files to `problems`.
 
-    Returns the description of each tensor by name. The files in the directory `path` are `stem`.safetensors, or the
-    files that `stem`.safetensors.index.json lists. Tensors for which `is_needed` is True, by their stored names, must
-    have a dtype that can be merged.
+    Returns the description of each tensor, keyed by name. The files in the directory `path` are `stem`.safetensors, or
+    the files that `stem`.safetensors.index.json lists. Tensors for which `is_needed` is True, by their stored names,
+    must have a dtype that can be merged.
 
     Only the index and the headers are read, and never more bytes than a file has. If there are no problems, the bytes
     of each tensor are within its file, no two tensors share bytes, and every byte after the header belongs to a tensor.
@@ -246,7 +246,7 @@ def _are_counts(value: object) -> TypeGuard[list[int]]:
 def _span_problems(file: Path, spans: Mapping[str, tuple[int, int]], *, num_bytes: int) -> Iterator[str]:
     """Yield problems in a file: tensors that overlap, leave gaps, or do not fill the `num_bytes` after the header.
 
-    `spans` has the range of bytes (begin, end) of each tensor by name.
+    `spans` has the range of bytes (begin, end) of each tensor, keyed by name.
     """
     in_order = sorted(spans.items(), key=lambda item: item[1])
     for (first, (_, end)), (second, (begin, _)) in pairwise([("", (0, 0)), *in_order]):

@@ -39,8 +39,9 @@ def make_result_dir(
 ) -> TemporaryDirectory[str]:
     """Make a temporary directory with the files that merges share: config.json, tokenizer and generation_config.json.
 
-    `sources` are the models by alias, the base first. `config` is the content of config.json. `tokenizer` selects the
-    vocabulary, and `alignment` has the tokens that are added to it. Raises InvalidModel if the files cannot be made.
+    `sources` are the models, keyed by alias, the base first. `config` is the content of config.json. `tokenizer`
+    selects the vocabulary, and `alignment` has the tokens that are added to it. Raises InvalidModel if the files cannot
+    be made.
     """
     made = TemporaryDirectory(prefix="mergesearch-result-")
     place, base = Path(made.name), next(iter(sources.values())).tokenizer_dir
@@ -62,8 +63,8 @@ def merged_config(recipe: Recipe, base: Checkpoint, models: Mapping[str, Checkpo
     `dtype` is a name such as "float32". The fields for layers change if the number or order of layers differs from the
     base. Some fields, such as the kinds of attention, have an entry for each layer. In these fields, a merged layer
     gets the entry of the source layer from which its attention is merged, or, if there are several source layers, the
-    entry of the first source layer. `models` are by the recipe's aliases, and may have another number of layers than
-    the base. Raises InvalidRecipe for an order of layers that the configuration cannot express.
+    entry of the first source layer. `models` are keyed by the recipe's aliases, and may have another number of layers
+    than the base. Raises InvalidRecipe for an order of layers that the configuration cannot express.
     """
     config = {key: value for key, value in base.config.items() if key != "_name_or_path"}
     for key in {"dtype", "torch_dtype"} & config.keys() or {"dtype"}:
@@ -110,10 +111,10 @@ def _each_layer(model: Checkpoint) -> Mapping[str, Sequence[Any]]:
 def _save_union(place: Path, base: Path, added: tuple[str, ...], sources: Mapping[str, Checkpoint]) -> None:
     """Save a tokenizer with additional tokens to the directory `place`.
 
-    `base` is the directory of the tokenizer, and `added` are the additional tokens. `sources` are models by alias, the
-    base first. A token may have properties in the tokenizers of these models, for example that it is a special token;
-    the saved tokenizer keeps these properties. If models disagree, the choice does not depend on the order of the
-    models. Raises InvalidModel if the saved tokenizer has other ids than expected.
+    `base` is the directory of the tokenizer, and `added` are the additional tokens. `sources` are models, keyed by
+    alias, the base first. A token may have properties in the tokenizers of these models, for example that it is a
+    special token; the saved tokenizer keeps these properties. If models disagree, the choice does not depend on the
+    order of the models. Raises InvalidModel if the saved tokenizer has other ids than expected.
     """
     from tokenizers import AddedToken
 

@@ -119,7 +119,7 @@ def task_head(alias: str, checkpoint: Checkpoint) -> TaskHead | None:
 
 
 def task_heads(checkpoints: Mapping[str, Checkpoint]) -> dict[str, TaskHead]:
-    """Descriptions of the models' classification heads, by alias; models without a head are left out."""
+    """Descriptions of the models' classification heads, keyed by alias; models without a head are left out."""
     found = {alias: task_head(alias, checkpoint) for alias, checkpoint in checkpoints.items()}
     return {alias: head for alias, head in found.items() if head is not None}
 

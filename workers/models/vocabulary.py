@@ -84,7 +84,7 @@ class VocabularyOptions:
 
         `document` has these keys, all of which may be missing:
 
-        - tokens: the sources of the embedding rows of single tokens, by token; each is {"model", "token", "id",
+        - tokens: the sources of the embedding rows of single tokens, keyed by token; each is {"model", "token", "id",
           "force"}, with the meaning of the fields of `TokenRow`
         - multiple_of: the number of rows is rounded up to a multiple of this number
         - by_id: whether tokens that other models add to the base's vocabulary are in the order of their ids
@@ -130,7 +130,7 @@ class TokenAlignment:
     """Common vocabulary of several models, and the new embeddings and output heads of each model.
 
     - `num_rows`: the number of rows of every embedding and output head
-    - `tensors`: the embeddings and output heads that change, by the model's alias and the tensor's name
+    - `tensors`: the embeddings and output heads that change, as model alias -> tensor name -> tensor
     - `added`: the tokens that are added to the tokenizer, in the order of their ids
     - `num_unnamed`: the number of rows that stand for no token
     """
@@ -144,11 +144,13 @@ class TokenAlignment:
 def align(models: Mapping[str, Vocabulary], tokenizer: str, options: VocabularyOptions = NO_OPTIONS) -> TokenAlignment:
     """Align the embeddings and output heads of `models` to one vocabulary.
 
-    The models are by alias, the base first. `tokenizer` selects the vocabulary: BASE, UNION (the base's tokens and the
-    tokens that other models added) or the alias of the model whose vocabulary is used. `options` are further options,
-    such as the sources of single rows. A model without a tokenizer.json that has as many rows as the base is assumed to
-    have the tokens of the base. The result has the size of the vocabulary, the tokens that are added, and the
-    embeddings and output heads that change. Raises InvalidModel with every problem.
+    `models` maps the alias of each model to its vocabulary; the first model is the base. `tokenizer` selects the common
+    vocabulary: BASE, UNION (the base's tokens and the tokens that other models added), or the alias of the model whose
+    vocabulary is used. `options` are further options, such as the sources of single embedding rows. If a model has no
+    tokenizer.json but as many embedding rows as the base, its tokens are assumed to be the base's tokens.
+
+    Returns the size of the vocabulary, the added tokens, and the embeddings and output heads that change. Raises
+    InvalidModel with every problem.
     """
     base, *_ = models
     tokens, problems = _tokens_with_rows(models)
@@ -192,7 +194,7 @@ def align(models: Mapping[str, Vocabulary], tokenizer: str, options: VocabularyO
 
 
 def token_ids(directory: Path) -> Mapping[str, int] | None:
-    """The id of each token of the tokenizer in `directory`, including added tokens, by the token's text.
+    """The id of each token of the tokenizer in `directory`, including added tokens, keyed by the token's text.
 
     Returns None if there is no readable tokenizer.json.
     """
@@ -221,8 +223,8 @@ def added_tokens(directory: Path) -> Mapping[str, Mapping[str, Any]]:
 def _tokens_with_rows(models: Mapping[str, Vocabulary]) -> tuple[dict[str, Mapping[str, int]], list[str]]:
     """The ids of the tokens that have an embedding row in each of `models`, and a list of problems.
 
-    `models` are by alias, the base first. The first result maps each model's alias to a mapping from its tokens to
-    their ids. A problem is a text about a model whose tokens are unknown.
+    `models` are keyed by alias, the base first. The first result maps each model's alias to a mapping from its tokens
+    to their ids. A problem is a text about a model whose tokens are unknown.
     """
     base, *_ = models
     tokens: dict[str, Mapping[str, int]] = {}
@@ -249,11 +251,11 @@ Chosen = Mapping[str, tuple[tuple[str, int] | None, bool]]
 def _chosen_rows(
     models: Mapping[str, Vocabulary], tokens: Mapping[str, Mapping[str, int]], options: VocabularyOptions
 ) -> Chosen:
-    """Embedding rows of single tokens that the vocabulary options name, by token.
+    """Embedding rows of single tokens that the vocabulary options name, keyed by token.
 
     A value is (row, is_forced). The row is (alias of the model, index), or None for a row of zeros. If `is_forced`, all
-    models get the row; otherwise, only models without the token get it. `tokens` are the ids of each model's tokens, by
-    alias. Raises InvalidModel if a model does not have the row that the options name.
+    models get the row; otherwise, only models without the token get it. `tokens` are the ids of each model's tokens,
+    keyed by alias. Raises InvalidModel if a model does not have the row that the options name.
     """
     found: dict[str, tuple[tuple[str, int] | None, bool]] = {}
     problems = []
@@ -275,9 +277,9 @@ def _added_by_others(
 ) -> list[str]:
     """Tokens that other models have and the base lacks, in the order in which the union vocabulary adds them.
 
-    The union vocabulary has the tokens of all models. `models` are by alias, the base first; `tokens` has the ids of
-    each model's tokens by alias. The result is sorted by token, or with `by_id` by the smallest id of each token. The
-    result does not depend on the order of the models.
+    The union vocabulary has the tokens of all models. `models` are keyed by alias, the base first; `tokens` has the ids
+    of each model's tokens, keyed by alias. The result is sorted by token, or with `by_id` by the smallest id of each
+    token. The result does not depend on the order of the models.
 
     Raises InvalidModel if the base's tokenizer has tokens without a row in the embedding. Raises InvalidModel also if a
     token of the result is not an added token of another model's tokenizer, but part of that tokenizer's own vocabulary.
@@ -312,8 +314,8 @@ class _Plan:
     - `alias`: the model that is converted
     - `owner`: the model whose rows are used where a row of the new vocabulary stands for no token
     - `base`: the alias of the base model, whose row is preferred for a token that the model lacks
-    - `tokens`: the ids of each model's tokens, by alias
-    - `target`: the new vocabulary, as the ids by token
+    - `tokens`: the ids of each model's tokens, keyed by alias
+    - `target`: the new vocabulary, a mapping from tokens to ids
     - `num_rows`: the number of rows of the new embedding
     - `chosen`: the rows that options choose for single tokens (`_chosen_rows`)
     """
@@ -359,7 +361,8 @@ class _Plan:
     def applied(self, name: str, models: Mapping[str, Vocabulary]) -> SourceTensor:
         """The model's tensor `name` (embedding or output head) with its rows in the order of the common vocabulary.
 
-        `models` has the tensors of all models by alias, because rows that the model lacks are taken from other models.
+        `models` has the tensors of all models, keyed by alias, because rows that the model lacks are taken from other
+        models.
         """
         others = tuple(
             RowsOfOthers(positions, tuple(models[donor].tensors[name] for donor in donors), rows)

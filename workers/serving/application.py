@@ -107,7 +107,7 @@ def failure_reason(name: str) -> str:
 
 
 def _applications() -> Mapping[str, ApplicationDetails]:
-    """Serve's applications by name; empty if Serve was not started on this Ray.
+    """Serve's applications, keyed by name; empty if Serve was not started on this Ray.
 
     `ray.serve.status` returns the same, but waits without limit for a controller that is being restarted. Raises
     ServeUnavailable if the controller does not answer within ANSWER_S seconds, or answers with an error.

@@ -135,7 +135,7 @@ class CompletionBatch:
         """Add the completion `live` to the batch, unless the batch is closed or has been open for too long.
 
         Returns:
-            Whether the completion was added. If not, it needs another batch.
+            Whether the completion was added; if it was not added, the completion needs another batch.
         """
         with self._lock:
             if self._is_closed or time.monotonic() - self._opened_at > OPEN_S:

@@ -1,4 +1,4 @@
-"""Record of the samples that each replica scores, in Ray's key-value store, which outlives the replica's process.
+"""Record of the samples that each replica scores; it is in Ray's key-value store, and outlives the replica.
 
 When a replica's process has ended, the callers of all its requests get the same error. From the record, each caller
 learns whether its own chunk was being scored, or only waited.

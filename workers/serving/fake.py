@@ -73,7 +73,7 @@ class FakeScorer:
     - `bank_fingerprint`: the fingerprint of the source weights in results
     - `seed`: the seed of the pseudorandom numbers from which values are computed
 
-    Only the first of the processes that share `log_file` fails a canary or gives wrong values.
+    If several processes share `log_file`, only the first process fails a canary or gives wrong values.
     """
 
     num_samples: int = 1000

@@ -117,7 +117,7 @@ def verify_on_free_gpu(
 
 
 def _free_here() -> Mapping[str, float]:
-    """Free resources of this machine by name, such as "GPU", as Ray reports them."""
+    """Free resources of this machine, keyed by name, such as "GPU", as Ray reports them."""
     import ray
     from ray._private.state import available_resources_per_node
 

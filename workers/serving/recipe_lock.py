@@ -1,4 +1,4 @@
-"""Lock of a replica that prefers requests for the recipe in the engine, so that the engine swaps merges less often."""
+"""Lock of a replica: requests for the recipe that the engine holds go first, so that merges are swapped less often."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ class ServeScorer:
         return tuple(report for reports in answers.values() for report in reports)
 
     def _ask_each(self, method: str, name_of: Callable[[Any], Any]) -> dict[Any, Any]:
-        """Call the method `method` of each running replica, and return the answers by replica name.
+        """Call the method `method` of each running replica, and return the answers, keyed by replica name.
 
         `name_of` reads the name from an answer. Serve chooses the replica for each call. Therefore calls are repeated
         until each replica has answered; the number of calls is at most 8 times the number of replicas.

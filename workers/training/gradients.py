@@ -121,9 +121,9 @@ class CoefficientGradients:
     def set_completions(self, completions: Completions) -> None:
         """Set the completions that may replace the tasks' right answers as targets of losses.
 
-        `completions` has the token ids of each completion, by objective and sample position. All earlier completions
-        are dropped. The losses of an objective are divided by the mean number of scored tokens of its completions.
-        Raises InvalidTask for an objective whose samples are multiple choices.
+        `completions` has the token ids of each completion, keyed by objective and sample position. All earlier
+        completions are dropped. The losses of an objective are divided by the mean number of scored tokens of its
+        completions. Raises InvalidTask for an objective whose samples are multiple choices.
         """
         found = {}
         for name, tokens in completions.items():
@@ -173,10 +173,10 @@ class CoefficientGradients:
     ) -> GradientResult:
         """Compute the result of `loss_and_gradient`, but with 0 in the field `seconds`.
 
-        The result has the mean loss of each objective on the merge of `recipe`, and the gradient of the sum of these
-        losses times their `weights`. `batch` has the positions of the samples, and `targets` has the targets from which
-        losses are computed, both by objective. With `by_scales` there are also derivatives with respect to the scales
-        of layers.
+        The result contains the mean loss of each objective on the merge of `recipe`, and the gradient of the sum of
+        these losses times their `weights`. `batch` has the positions of the samples, and `targets` has the targets from
+        which losses are computed, both keyed by objective. With `by_scales` there are also derivatives with respect to
+        the scales of layers.
         """
         plan = plan_as_stated(recipe, self.bank)
         self._fit(recipe)
@@ -207,9 +207,9 @@ class CoefficientGradients:
     def losses(
         self, recipe: Recipe, batch: Batch, *, completions: Collection[str] = ()
     ) -> dict[str, tuple[float, ...]]:
-        """Compute the loss of the merge of `recipe` on each sample in `batch`, by objective.
+        """Compute the loss of the merge of `recipe` on each sample in `batch`, keyed by objective.
 
-        `batch` has the positions of samples by objective, and the losses of an objective are in the order of its
+        `batch` has the positions of samples, keyed by objective, and the losses of an objective are in the order of its
         positions. The objectives named in `completions` are measured on the completions given to `set_completions`; all
         other objectives are measured on the right answers. Each loss is divided by its objective's unit, which makes
         objectives comparable (`TaskLosses.unit`).
@@ -267,7 +267,7 @@ class CoefficientGradients:
     def _targets(self, batch: Batch, completions: Collection[str]) -> dict[str, _Targets]:
         """Targets of losses for each objective in `batch`, such as texts with right answers.
 
-        `batch` has the positions of the samples by objective. For the objectives in `completions`, a target is a
+        `batch` has the positions of the samples, keyed by objective. For the objectives in `completions`, a target is a
         completion given to `set_completions`; for all other objectives, a target is the task's right answer. Raises
         ValueError for an unknown objective, for an objective without positions, and for a position without a completion
         or right answer.
@@ -381,8 +381,8 @@ class CoefficientGradients:
         """Context manager that reduces gradients to derivatives with respect to coefficients, and frees them.
 
         As soon as the gradient of a merged tensor is computed, it is passed to the tensor's reducer, which adds up the
-        derivatives with respect to the coefficients of this tensor. `reducers` are by the tensor's name. No gradients
-        are computed for parameters without a reducer.
+        derivatives with respect to the coefficients of this tensor. `reducers` are keyed by the tensor's name. No
+        gradients are computed for parameters without a reducer.
         """
         hooks = []
         leaf: Any  # torch's hooks have no types
@@ -415,9 +415,9 @@ def free_bytes(device: torch.device) -> int | None:
 class _Targets:
     """Targets of one objective's losses, and the divisor that makes losses of several objectives comparable.
 
-    `at` has the targets by the sample's position; a target is the data from which the loss of a sample is computed. The
-    divisor, `unit`, is the mean size of the task's samples (`TaskLosses.unit`), or the mean size of the completions
-    that replace right answers.
+    `at` has the targets, keyed by the sample's position; a target is the data from which the loss of a sample is
+    computed. The divisor, `unit`, is the mean size of the task's samples (`TaskLosses.unit`), or the mean size of the
+    completions that replace right answers.
     """
 
     at: Mapping[int, Any]
@@ -433,8 +433,8 @@ def _by_objective(
 ) -> dict[str, tuple[float, ...]]:
     """Group the losses of samples by objective; a loss is divided by the objective's unit, for comparability.
 
-    `losses` are in the order of `batch`, which has the positions of the samples by objective. `targets` has the unit of
-    each objective.
+    `losses` are in the order of `batch`, which has the positions of the samples, keyed by objective. `targets` has the
+    unit of each objective.
     """
     each = iter(losses)
     return {name: tuple(next(each) / targets[name].unit for _ in positions) for name, positions in batch.items()}
@@ -508,7 +508,7 @@ def _by_coefficient(reducers: Any) -> tuple[Slopes, Slopes]:
 
 
 def _by_scale(recipe: Recipe, reducers: Iterable[_Reducer]) -> dict[int, float]:
-    """Derivative of the loss with respect to each layer's scale, by the layer's index.
+    """Derivative of the loss with respect to each layer's scale, keyed by the layer's index.
 
     `recipe` has the scales. A layer's scale is a factor on the residual stream after the layer. The scale is folded
     into the weights: a scale s divides the last weight of each branch (attention or MLP) in all later layers. The

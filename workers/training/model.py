@@ -59,10 +59,10 @@ class TrainableModel:
     `more_devices`, so that all devices hold about equal numbers of bytes; embedding, final norm and head stay on
     `device`.
 
-    - `memory`: for each merged tensor, by name, the part of the model's weights into which it is written
-    - `leaves`: pairs of a parameter and the merged tensors that it contains, by name. A tied output head is a separate
-      parameter in the embedding's memory, so that the gradients of embedding and head are computed, and can be freed,
-      one after the other.
+    - `memory`: maps the name of each merged tensor to the part of the model's weights into which the tensor is written
+    - `leaves`: a pair for each parameter: the parameter, and a mapping from the names of the merged tensors that it
+      contains to their parts of the parameter. A tied output head is a separate parameter in the embedding's memory, so
+      that the gradients of embedding and head are computed, and can be freed, one after the other.
     - `num_layers_on`: the number of layers on each device
 
     Raises InvalidModel if transformers holds the tensors of the model in another form, and InvalidRecipe for an order

@@ -60,7 +60,7 @@ def stated_coefficients(tensor: MergedTensor) -> tuple[Coefficient, ...]:
 
 
 def derivatives(tensor: MergedTensor, plan: TensorPlan, bank: Bank, gradient: torch.Tensor) -> Derivatives:
-    """Derivatives of the loss with respect to the coefficients of one merged tensor, by the coefficient's name.
+    """Derivatives of the loss with respect to the coefficients of one merged tensor, keyed by the coefficient's name.
 
     Each derivative is a float64 tensor with one number for each source, or with a single number if the sources share
     the coefficient. The coefficients are those of `stated_coefficients`. `plan` lists the tensors of the merge to which

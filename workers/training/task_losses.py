@@ -25,8 +25,9 @@ class WritableModel(Protocol):
     """Interface of a model into which merges are written in place, and whose parameters have gradients.
 
     - `module`: the module of transformers
-    - `memory`: for each merged tensor, by name, the part of the model's weights into which it is written
-    - `leaves`: pairs of a parameter and the merged tensors that it contains, by name
+    - `memory`: maps the name of each merged tensor to the part of the model's weights into which the tensor is written
+    - `leaves`: a pair for each parameter of `module`: the parameter, and a mapping from the names of the merged tensors
+      that it contains to their parts of the parameter
     - `device`: the device of the inputs, and of all parameters outside layers
     - `num_layers_on`: the number of layers on each device
     """

@@ -25,8 +25,8 @@ Made = TypeVar("Made")
 class MeasuredArtifacts:
     """Use of the quota of artifacts, as measured before a new job is admitted.
 
-    `missing` has the number of bytes that each unfinished job is still expected to store, by job id. `used` is the size
-    in bytes of the stored files, and `quota` is the limit.
+    `missing` has the number of bytes that each unfinished job is still expected to store, keyed by job id. `used` is
+    the size in bytes of the stored files, and `quota` is the limit.
     """
 
     missing: Mapping[str, int]
@@ -90,7 +90,7 @@ class ArtifactQuota:
             return make()
 
     def _missing(self) -> dict[str, int]:
-        """Number of bytes that each unfinished job is still expected to store, by job id."""
+        """Number of bytes that each unfinished job is still expected to store, keyed by job id."""
         return {job.id: missing_bytes(job, self._artifacts) for job in self._store.unfinished_jobs()}
 
     def _quota_bytes(self) -> float:

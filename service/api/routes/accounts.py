@@ -384,7 +384,7 @@ def list_tokens(
     openapi_extra=body_of(NewToken),
 )
 async def create_token(request: Request, services: Context, sender: Manager) -> Response:
-    """Create a token of the sender or, for administrators of the server, of another user.
+    """Create a token for the user who sends the request or, for administrators of the server, for another user.
 
     The token is in the response to this request only: the server stores just a hash of it.
     """
@@ -435,7 +435,7 @@ OwnToken = Annotated[TokenRecord, declares(Rule(Scope.ADMIN, Right.OWN), _own_to
 )
 @in_threads_of(Work.WRITE)
 def revoke_token(token: OwnToken, services: Context, sender: Sender) -> Response:
-    """Revoke a token of the sender or, for administrators of the server, of another user.
+    """Revoke a token of the user who sends the request or, for administrators of the server, of another user.
 
     Every server refuses the token within a second.
     """

@@ -89,8 +89,8 @@ async def _watch(
 
     The response is a list if the request's header Accept asks for JSON. Only events with ids above `after` are sent; if
     `last_event_id` is not None, it is used instead of `after`. A list has at most `limit` events. `may_go_on` is called
-    repeatedly to check whether the sender may still read the job; the stream also ends when it returns False. `page`
-    selects the events of a list.
+    repeatedly to check whether the sender of the request may still read the job; the stream also ends when it returns
+    False. `page` selects the events of a list.
     """
     cursor = after if last_event_id is None else last_event_id
     if _wants_list(request):
@@ -230,7 +230,7 @@ async def watch_jobs(
         ),
     ] = None,
 ) -> Response:
-    """Stream the state changes and progress of all jobs that the sender may read, without end.
+    """Stream the state changes and progress of all jobs that the sender of the request may read, without end.
 
     If a job is deleted, or the sender may no longer read it, the stream sends an event `removed` for the job, and no
     further events of the job. A client that reconnects may get events of the last seconds again.

@@ -1,4 +1,4 @@
-"""Routes of exports, which are merged models written for download: request, show, list, delete, download."""
+"""Routes to request, show, list, delete and download exports (merged models written for download)."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ async def create_export(request: Request, study: UsedStudy, services: Context, s
     responses={200: {"model": ExportsDocument}, **refusals(404)},
 )
 def list_exports(study: Study, services: Context) -> Response:
-    """List the exports of a study, which are merged models for download, oldest first."""
+    """List the exports (merged models for download) of a study, the oldest first."""
     records = services.store.exports(study.id)
     return Json(ExportsDocument(exports=[_document(services, record) for record in records]))
 

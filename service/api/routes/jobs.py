@@ -380,7 +380,7 @@ def _edit(
     """Edit a job as the request's `body` says, and return the job. An edit that changes nothing is not stored.
 
     `kind` is the job's kind, which says what can be edited. `if_match` is the request's header If-Match, which names
-    the version of the job that the sender has read. Raises Refusal with one of these statuses:
+    the version of the job that the sender of the request has read. Raises Refusal with one of these statuses:
 
     - 428: the header is missing
     - 412: the job was edited after the sender had read it
@@ -588,9 +588,9 @@ def _share(services: Services, sender: Principal, kind: JobKind, job: JobRecord,
 def _place(sender: Principal, team: str | None, sharing: Sharing | None) -> _Place:
     """Find the team of a new job, and who may read the job.
 
-    The team is the given `team` or, if it is None, the only team for which the sender may submit jobs. `sharing` says
-    who may read the job; None means its team. Raises InvalidRequest if the sender may submit jobs for several teams and
-    names no team, or may not submit jobs for `team`.
+    The team is the given `team` or, if it is None, the only team for which the sender of the request may submit jobs.
+    `sharing` says who may read the job; None means its team. Raises InvalidRequest if the sender may submit jobs for
+    several teams and names no team, or may not submit jobs for `team`.
     """
     account = sender.account
     if account is None:
@@ -608,7 +608,7 @@ def _place(sender: Principal, team: str | None, sharing: Sharing | None) -> _Pla
 
 
 def _check_team(sender: Principal, job: JobRecord, team: str | None) -> None:
-    """Raise InvalidRequest if the sender may not move a job to `team`.
+    """Raise InvalidRequest if the sender of the request may not move a job to `team`.
 
     Members of `team` and administrators of the server may move the job. Jobs without a team have no quotas. Therefore
     only administrators of the server may take a job out of its team without moving it to another one (`team` is None).

@@ -212,8 +212,8 @@ async def finish_login(
 async def _end_previous(request: Request, services: Services, address: str) -> None:
     """End the earlier session of the browser that logs in; do nothing if there is no such session.
 
-    The cookie of the new session replaces the cookie of the earlier session. `address` is the network address of the
-    sender, for the audit log.
+    The cookie of the new session replaces the cookie of the earlier session. `address` is the network address from
+    which the request came, for the audit log.
     """
     secret = request.cookies.get(COOKIE)
     found = None if secret is None else await services.authenticator.authenticate_session(secret)

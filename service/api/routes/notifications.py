@@ -1,4 +1,4 @@
-"""Routes of webhooks and of the e-mail addresses of users, which receive notifications of jobs."""
+"""Routes of webhooks and of users' e-mail addresses, to which notifications of jobs are sent."""
 
 from __future__ import annotations
 
@@ -126,8 +126,8 @@ def _coverage(sender: Principal, body: NewWebhook) -> tuple[Coverage, str | None
     """Determine the jobs that a new webhook covers and, if these are the jobs of one team, the team.
 
     `body` is the request for the webhook. The team is None unless the webhook covers the jobs of one team. Raises
-    InvalidRequest if the fields of the request do not fit together, and Refusal if the sender may not have a webhook
-    for these jobs.
+    InvalidRequest if the fields of the request do not fit together, and Refusal if the sender of the request may not
+    have a webhook for these jobs.
     """
     account = sender.account
     if account is None:
@@ -188,7 +188,7 @@ ChangedWebhook = Annotated[SubscriptionRecord, declares(Rule(Scope.SUBMIT, Right
 )
 @in_threads_of(Work.WRITE)
 def remove_webhook(webhook: ChangedWebhook, services: Context, sender: Sender) -> Response:
-    """Remove a webhook of the sender or, for administrators of the server, of another user.
+    """Remove a webhook of the user who sends the request or, for administrators of the server, of another user.
 
     Messages that wait to be sent to it are dropped.
     """
@@ -260,7 +260,7 @@ ChangedUser = Annotated[UserRecord, declares(Rule(Scope.SUBMIT, Right.OWN), _cha
     "/users/{user:segment}/mail", response_model=None, responses={200: {"model": MailDocument}, **refusals(404)}
 )
 def get_mail(user: ReadUser, services: Context) -> Response:
-    """Show the e-mail address of the sender or, for administrators of the server, of another user."""
+    """Show the e-mail address of the user who sends the request or, for administrators, of another user."""
     return Json(mail_document(user.name, services.notifications.mail(user.name)))
 
 

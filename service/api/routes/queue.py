@@ -41,7 +41,7 @@ class Move(BaseModel):
 def get_queue(services: Context, sender: Reader) -> Response:
     """Show the running jobs, and the waiting jobs in the order in which they start.
 
-    A job that the sender may not read appears as an entry without details.
+    A job that the sender of the request may not read appears as an entry without details.
     """
     return Json(_document(services, sender))
 

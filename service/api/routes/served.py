@@ -1,6 +1,7 @@
 """Routes that only served studies have: serve a trial, and complete prompts in the form of OpenAI's API.
 
-The driver of a served study completes the prompts. These routes check the rights of the sender, and pass requests on.
+The driver of a served study completes the prompts. These routes check the rights of each request's sender, and pass
+requests on.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def _served(
     sender: Annotated[Principal, sender_with(Scope.SUBMIT)],
     served_id: Annotated[str, PathParameter(description="The `id` of the served study.", pattern=ID_PATTERN)],
 ) -> JobRecord:
-    """Find the served study with the id `served_id`, and check that the sender may use it.
+    """Find the served study with the id `served_id`, and check that the sender of the request may use it.
 
     The sender must also have the right to use models of the study whose trials are served.
     """
@@ -89,7 +90,7 @@ async def serve_trial(
     when the served study is cancelled.
 
     The served study has the team and sharing of the study. If the study is served already, the answer is the served
-    study that the sender may use. A paused served study is the answer only if the sender may resume it.
+    study that the sender of the request may use. A paused served study is the answer only if the sender may resume it.
     """
     has_body = request.headers.get("content-type") is not None or request.headers.get("content-length", "0") != "0"
     options = await read_object(request, ServingOptions) if has_body else ServingOptions()
@@ -144,7 +145,7 @@ async def complete_chat(request: Request, served: Served, services: Context) -> 
 def _serving_of(
     services: Services, sender: Principal, study: JobRecord, options: ServingOptions, traceparent: str | None
 ) -> tuple[JobRecord, bool]:
-    """Find an unfinished job that serves a study and that the sender may use, or create one.
+    """Find an unfinished job that serves a study and that the sender of the request may use, or create one.
 
     Returns the job, and whether it is new.
 

@@ -43,7 +43,7 @@ def written_spec(directory: Path) -> FinetuneSpec | None:
 
 
 def trained_fleet(directory: Path) -> tuple[dict[str, FinetuneSpec], dict[str, Path]]:
-    """Find the experts that were trained in `directory`; return their specifications and directories, by alias.
+    """Find the experts that were trained in `directory`; return their specifications and directories, keyed by alias.
 
     An expert's alias is its name in the fine-tuning. Raises NotFound if no expert was trained there, and Conflict if
     the training of an expert has not ended.

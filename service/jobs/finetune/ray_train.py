@@ -42,7 +42,7 @@ def cluster() -> Mapping[str, float]:
 
 
 def num_side_by_side(specs: Sequence[FinetuneSpec], resources: Mapping[str, float], wanted: int | None = None) -> int:
-    """Number of experts that train at the same time on a cluster with `resources` (numbers by "CPU" and "GPU").
+    """Number of experts that train at the same time on a cluster with `resources` (numbers of "CPU" and "GPU").
 
     `specs` are the experts, and `wanted` is the number that the user asked for. The result is `wanted`, but at most the
     number of experts. If `wanted` is None, the result is the number of experts for whose workers the cluster has GPUs,
@@ -110,10 +110,10 @@ def fit(spec: FinetuneSpec, directory: Path, access: FileAccess | None, side_by_
 def trains_on_gpus(workers: int, resources: Mapping[str, float], device: str = "auto") -> bool:
     """Whether the processes that train an expert run on GPUs, on a cluster with the given `resources`.
 
-    `workers` is the number of these processes. `resources` has numbers by "CPU" and "GPU". `device` is the option of
-    the specification. With "auto", the processes train on CPU cores if the cluster has no GPU. With "cpu", they always
-    train on CPU cores. Raises Conflict if the cluster has fewer CPU cores than `workers`. Also raises Conflict if the
-    processes train on GPUs and the cluster has fewer GPUs than `workers`.
+    `workers` is the number of these processes. `resources` has the numbers of CPU cores ("CPU") and GPUs ("GPU").
+    `device` is the option of the specification. With "auto", the processes train on CPU cores if the cluster has no
+    GPU. With "cpu", they always train on CPU cores. Raises Conflict if the cluster has fewer CPU cores than `workers`.
+    Also raises Conflict if the processes train on GPUs and the cluster has fewer GPUs than `workers`.
     """
     cores, gpus = int(resources.get("CPU", 0)), int(resources.get("GPU", 0))
     if cores < workers:

@@ -54,7 +54,7 @@ def accept(document: Mapping[str, Any], context: RequestContext) -> Accepted:
 def check_server_paths(pipeline: Pipeline) -> None:
     """Check that every path in `pipeline`, the specification of a fine-tuning, is absolute.
 
-    Raises InvalidStudy with every relative path, because the server's working directory is not the sender's.
+    Raises InvalidStudy with every relative path, because the server does not know the working directory of the client.
     """
     problems = [*_problems(pipeline, _path_problems), *_in_study(pipeline, file_path_problem)]
     if problems:

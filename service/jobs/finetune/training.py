@@ -108,14 +108,14 @@ def run_fleet(
     finished: Callable[[str, dict[str, Any]], None] = lambda *_: None,
     access: FileAccess | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Train several experts, each in its directory, and return their summaries by alias.
+    """Train several experts, each in its directory, and return their summaries, keyed by alias.
 
     All trainings use one connection to Ray. All experts are checked before the first training starts. If a training
     fails, the trainings that already run are finished, and no other training is started.
 
     Args:
-        specs: Specifications of the experts, by alias.
-        directories: Directories of the trainings, by alias.
+        specs: Specifications of the experts, keyed by alias.
+        directories: Directories of the trainings, keyed by alias.
         resources: Functions that connect to Ray and train on Ray Train.
         parallel: Number of experts that train at the same time. None means the number of experts for which the cluster
             has GPUs, or one if workers train on CPU cores.

@@ -149,7 +149,7 @@ def _restore(artifacts: ArtifactStore, directory: Path, names: Iterable[str]) ->
 
 
 def stored_alignments(store: Store, study_id: str) -> dict[LayerPair, str]:
-    """Names of the alignments that the study `study_id` has learned, by pair of layers; empty without alignments.
+    """Names of the alignments that the study `study_id` has learned, keyed by pair of layers; empty without alignments.
 
     An alignment is a map: it converts the residual stream after a pair's first layer to the residual stream that its
     second layer expects.
@@ -309,8 +309,8 @@ def described_recipes(
 ) -> list[str]:
     """Digests of the recipes whose completions are kept when the study `study_id` is COMPLETE, sorted.
 
-    A completion is the text that a merge generated for a sample. The result has the recipes of the `trials` that are
-    scored on holdout data or on the `benchmarks`, and of the trials that were verified (scored again with
+    A completion is the text that a merge generated for a sample. The result contains the recipes of the `trials` that
+    are scored on holdout data or on the `benchmarks`, and of the trials that were verified (scored again with
     transformers). `objectives` are the study's objectives, by which the trials for holdout data are selected.
     """
     verified = {report.recipe_digest for report in read_verification(store.document(study_id, VERIFICATION)).reports}
@@ -508,7 +508,7 @@ class _Snapshots:
 
 
 def values_ci95(trial: TrialResult, objectives: Sequence[Objective]) -> dict[str, tuple[float, float]]:
-    """95 % intervals of a trial's values at its highest rung, by objective; exact values have no interval."""
+    """95 % intervals of a trial's values at its highest rung, keyed by objective; exact values have no interval."""
     last = trial.rungs[-1]
     found = {}
     for objective in objectives:

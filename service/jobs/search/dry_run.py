@@ -48,7 +48,7 @@ class CheckedPlan:
 
     - `step_samples`: the number of samples that gradients count as, plus the samples of the trials that refine
       the front; 0 if the study has neither
-    - `rungs`: for each rung (number of samples at which trials are compared), the samples by objective
+    - `rungs`: for each rung (number of samples at which trials are compared), the samples, keyed by objective
     - `trials`: the numbers of baselines ("extras") and of proposed trials ("search")
     - `max_samples`: the limit of samples of the search; None if the study has no limit
     - `samples_used`: the samples that earlier runs have used and that count towards the limit
@@ -359,9 +359,9 @@ def _step_samples(preflight: PreflightResult) -> int:
 def _steps(preflight: PreflightResult) -> tuple[int, int]:
     """Number of gradient steps that a checked study (`preflight`) makes, and the number of samples of each step.
 
-    If the searcher is `gradient`, its steps are counted. Otherwise, the steps of the refinement are counted, which
-    learns coefficients for merges of the Pareto front after the search. Returns (0, 0) if the study has neither this
-    searcher nor a refinement.
+    If the searcher is `gradient`, its steps are counted. Otherwise, the steps of the refinement are counted. The
+    refinement learns coefficients for merges of the Pareto front after the search. Returns (0, 0) if the study has
+    neither this searcher nor a refinement.
     """
     if preflight.algorithm.name == GRADIENT:
         setting = preflight.search_setting(num_baselines=len(preflight.baselines()))

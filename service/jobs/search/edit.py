@@ -23,7 +23,7 @@ __all__ = ["StudyEdit", "edited"]
 
 
 class LimitsEdit(BaseModel):
-    """New limits of a study, which may change while the study runs.
+    """New limits of a study; these limits may change while the study runs.
 
     A limit that is not given keeps its value, and the value null removes the limit.
     """

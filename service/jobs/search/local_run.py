@@ -192,7 +192,7 @@ def _with_stored_benchmarks(directory: Path, study: Study) -> Study:
     """Add to `study` the benchmarks that were added earlier to the stored study in `directory`.
 
     Benchmarks of the study file come first. A stored benchmark may have the name of a benchmark in the study file. If
-    the two benchmarks have the same task, the benchmark is scored on the trials that either of the two names. If they
+    the two benchmarks have the same task, the benchmark is scored on the trials that either benchmark names. If they
     have different tasks, the stored benchmark is left out, and a later check refuses the study. Overlaps with search
     data that were accepted earlier are accepted again.
     """

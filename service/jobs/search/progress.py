@@ -52,8 +52,8 @@ class ProgressSnapshot:
       compared), counted from 0; None while trials of several brackets or rungs are scored.
     - `num_brackets`: the number of brackets; None if it is not known.
     - `rungs`: the samples at each rung, of the objective with the most samples.
-    - `best_trial`: the number of the best trial so far, among the trials scored on all samples; `best`: its values by
-      objective; `best_ci95`: the 95 % intervals of these values, except of exact values.
+    - `best_trial`: the number of the best trial so far, among the trials scored on all samples; `best`: its values,
+      keyed by objective; `best_ci95`: the 95 % intervals of these values, except of exact values.
     - `samples_planned`: the expected total number of samples, including the `samples_scored`.
     - `samples_used`: the number of samples that the search has scored, plus the charge for its steps.
     - `max_samples`: the limit of `samples_used`; None if the study has no limit.

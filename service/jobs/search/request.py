@@ -70,10 +70,11 @@ def accept(document: Mapping[str, Any], context: RequestContext) -> Accepted:
 
 
 def studies_of(context: RequestContext) -> OpenStudy:
-    """Make a function that opens other studies of the server by id, so that a study can use their merges or results.
+    """Make a function that opens the study of the server with a given id, so that its merges or results can be used.
 
-    `context` has the server's database and the rights of the sender. The returned function also lifts the limits of
-    memory and processor time of the current process, because a process that opens a study then writes merges of it.
+    `context` has the server's database and the rights of the user who sent the request. The returned function also
+    lifts the limits of memory and processor time of the current process, because a process that opens a study then
+    writes merges of it.
     """
 
     @contextmanager

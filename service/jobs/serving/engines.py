@@ -26,7 +26,7 @@ class Situation:
     """Facts by which the engine that completes prompts for a served study is chosen.
 
     - `shares`: whether an administrator lets the served study use the engines of a search
-    - `users`: number of the studies that run and use the same models
+    - `users`: number of the studies that run and use the same models as the served study
     - `searches`: number of all studies that run
     - `starting`: number of the studies and fine-tunings whose driver waits for an engine or for workers
     - `running`: the kinds of replicas of which at least one runs
@@ -88,10 +88,10 @@ def choose(situation: Situation) -> Choice:
 def searches(jobs: Sequence[JobRecord], *, fingerprints: object, now: float) -> dict[str, int]:
     """Count running jobs by their effect on the choice of the engine that completes a served study's prompts.
 
-    `jobs` are the unfinished jobs, and `now` is the time in seconds since the epoch. The result has three numbers, by
-    the names of the fields of `Situation`: "searches" counts all studies that run, "users" counts the running studies
-    whose models have the given `fingerprints`, and "starting" counts the studies and fine-tunings that wait for engines
-    or workers.
+    `jobs` are the unfinished jobs, and `now` is the time in seconds since the epoch. The result contains three numbers,
+    keyed by the names of the fields of `Situation`: "searches" counts all studies that run, "users" counts the running
+    studies whose models have the given `fingerprints`, and "starting" counts the studies and fine-tunings that wait for
+    engines or workers.
     """
     driven = [job for job in jobs if job.has_driver(now=now)]
     running = [job for job in driven if job.kind == SEARCH.name]

@@ -58,8 +58,8 @@ def accept(document: Mapping[str, Any], context: RequestContext) -> Accepted:
     """Check a request for a served study, and return the job that it asks for.
 
     A served study is a job that answers prompts with the merges of a study's trials. `document` is the body of the
-    request, and `context` has the database and the sender's rights. The limit on the number of served studies is
-    checked when the job is created. Raises InvalidStudy with every problem.
+    request, and `context` has the database and the rights of the user who sent the request. The limit on the number of
+    served studies is checked when the job is created. Raises InvalidStudy with every problem.
     """
     try:
         request = ServingRequest.model_validate(dict(document))

@@ -37,8 +37,9 @@ STOP_S = 5.0
 def work(attempt: Attempt) -> None:
     """Complete prompts with the merges of a study until no request has come for some time, or the study is deleted.
 
-    `attempt` is this driver's work on the job that serves the study. Raises Conflict if the study was deleted before or
-    its models have changed. Raises EngineUnavailable if no engine starts, or if the models cannot be read now.
+    `attempt` is this driver's work on the job that serves the study. Raises Conflict if the study was deleted before
+    this driver started, or if its models have changed. Raises EngineUnavailable if no engine starts, or if the models
+    cannot be read now.
     """
     job = attempt.job
     request = ServingRequest.model_validate(dict(job.document))
@@ -126,7 +127,7 @@ class _Serving:
         )
 
     def _follow(self, situation: Situation) -> None:
-        """Choose the engine for `situation`; if the choice has changed, close the former engine and open another.
+        """Choose the engine for `situation`; if the choice has changed, replace the current engine.
 
         Engines that also score samples for searches stay open, unless another job waits for their GPUs and no search
         uses them.

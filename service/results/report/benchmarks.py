@@ -58,7 +58,7 @@ def _chart(
 
     `rows` have the trials' values. `kind` is "values" for the benchmark `name`, or "averages" for the average of the
     group of benchmarks `name`. `column` has direction and range of the benchmark. The trial with the number `best` is
-    marked. The result has the chart under "svg", and `title` under "name".
+    marked. The result contains the chart under "svg", and `title` under "name".
     """
     found: list[tuple[BenchmarkRowDocument, EstimateDocument]] = []
     for row in rows:
@@ -130,9 +130,9 @@ def _judged(rows: Sequence[BenchmarkRowDocument], column: BenchmarkColumnDocumen
 
 
 def _subtasks(document: BenchmarksDocument, column: BenchmarkColumnDocument) -> dict[str, Any]:
-    """Build the data of the table of a benchmark's subtasks: groups of subtasks first, then the subtasks by name.
+    """Build the data of the table of a benchmark's subtasks: groups of subtasks first, then single subtasks.
 
-    `document` has the values of all trials, and `column` is the benchmark.
+    Subtasks are sorted by name. `document` has the values of all trials, and `column` is the benchmark.
     """
     rows = [row for row in document["rows"] if column["name"] in row["subtasks"]]
     names = [*column["categories"], *sorted(column["subtasks"])]

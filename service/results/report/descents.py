@@ -123,7 +123,8 @@ def _chart(found: Sequence[DescentSeries], names: Sequence[str], colours: dict[s
 def _smooth(steps: Sequence[DescentStep]) -> list[tuple[int, dict[str, float], float]]:
     """Moving averages of a gradient descent's losses over WINDOW gradients.
 
-    `steps` are the descent's gradients, each computed on a batch of samples. The result has a tuple for each gradient:
+    `steps` are the descent's gradients, each computed on a batch of samples. The result contains a tuple for each
+    gradient:
 
     - the number of the gradient
     - for each objective, the average of its relative loss (divided by a reference loss, such as the mean loss of the

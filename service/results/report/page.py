@@ -121,7 +121,7 @@ def _settings(run: RunRecord, constraints: Sequence[ConstraintDocument]) -> list
 def _savings(run: RunRecord) -> dict[str, Any]:
     """Build the data of the report's part on samples saved by stopping trials at low rungs (small numbers of samples).
 
-    A rung is a number of samples at which trials are compared. The result has these keys:
+    A rung is a number of samples at which trials are compared. The result contains these keys:
 
     - "share": the number of scored samples, divided by the number that it takes to score every recipe on all samples;
       None if the divisor is not known

@@ -105,7 +105,7 @@ def _source_texts(merge: Merge) -> Iterator[tuple[str, str]]:
 
 
 def _contributions(recipe: Recipe) -> Iterator[tuple[str, Mapping[str, float]]]:
-    """Yield each part of a recipe, and each model's mean share of the merges in this part, by the model's name.
+    """Yield each part of a recipe, and each model's mean share of the merges in this part, keyed by the model's name.
 
     The parts are all layers together, each component of layers (attention, MLP, norms), the embedding, the head, and
     the single tensors that differ from their component. The mean is over the merges of the part, such as the merges of

@@ -45,7 +45,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class Levels(Scale):
-    """Axis scale for named levels, such as models, at equal distances; the first of `names` is at 1, the next at 2."""
+    """Axis scale for named levels, such as models, at equal distances: the levels `names` are at 1, 2, 3 and so on."""
 
     names: tuple[str, ...] = ()
 

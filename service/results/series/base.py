@@ -22,8 +22,8 @@ class Chart(Generic[Series]):
     """Chart of a study: a function that computes the chart's data series from the study's run record.
 
     The function's name is the chart's name, and its docstring is the chart's title. The series is a frozen dataclass,
-    whose fields are the keys of the API's JSON. `place` is the chart's position in lists of charts, which are sorted by
-    it. `of_trial` computes the series of any trial of a study, if the chart shows a single trial; None otherwise.
+    whose fields are the keys of the API's JSON. `place` is the chart's position in lists of charts: lists are sorted by
+    `place`. `of_trial` computes the series of any trial of a study, if the chart shows a single trial; None otherwise.
     """
 
     compute: Callable[[RunRecord], Series]

@@ -1,4 +1,4 @@
-"""Data of the chart on the best trial's coefficients, by expert, layer and component."""
+"""Data of the chart on the best trial's coefficients, one for each expert, layer and component."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _of_trial(study: JobRecord, trial: TrialRecord) -> CoefficientsPlot:
 
 @chart(place=7, of_trial=_of_trial)
 def coefficients(run: RunRecord) -> CoefficientsPlot:
-    """Coefficients of the best trial by layer, component and expert."""
+    """Coefficients of the best trial: for each layer, component and expert."""
     return CoefficientsPlot("coefficients", None, [], ()) if run.best is None else _of_trial(run.study, run.best)
 
 
@@ -91,7 +91,7 @@ def _of_recipe(recipe: Recipe, experts: list[str]) -> Iterator[Coefficient]:
 
 
 def _coefficients(merge: Merge) -> Mapping[str, float] | None:
-    """Coefficient of each model in a merge, by alias: its weight times its lambda (the factor on task vectors).
+    """Coefficient of each model in a merge, keyed by alias: its weight times its lambda (the factor on task vectors).
 
     A weight or lambda that the merge does not have counts as 1. In a merge that is one unchanged model, the model has
     the coefficient 1. Returns None if a merge of several models has neither weights nor lambdas.

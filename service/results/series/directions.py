@@ -37,8 +37,10 @@ class DirectionsPlot:
     """Directions and scales of the merges that were scored on all samples.
 
     The direction of a merge is every expert's share of the sum of task vectors, and its scale is the factor of this
-    sum. `points` has the merges, and `experts` has the aliases of the experts. The plot is empty unless the study's
-    search space is `m3`, which gives each expert one share for the whole model.
+    sum. `points` contains the merges, and `experts` contains the aliases of the experts. If the direction is a
+    p-series, the expert at rank k in an order of the experts has a share proportional to k^-p; if the study searches
+    this order, `best_of_orders` contains the best proposal of each order. The plot is empty unless the study's search
+    space is `m3`, which gives each expert one share for the whole model.
     """
 
     plot: Literal["directions"]
@@ -55,7 +57,7 @@ class DirectionsPlot:
 
 @chart(place=13)
 def directions(run: RunRecord) -> DirectionsPlot:
-    """Experts' shares and scale of the task vectors, for all merges and the best by method and by expert order."""
+    """Experts' shares and scale of the task vectors in each merge; the best merge by method and by order of experts."""
     experts = list(run.study.document.get("models", {}).get("experts", ()))
     if not has_directions(run.study):
         return DirectionsPlot("directions", experts, (), (), ())

@@ -52,7 +52,7 @@ class HistorySeries:
 
 @dataclass(frozen=True)
 class HistoryPlot:
-    """Values of every trial, by objective, at each rung that it finished.
+    """Values of every trial for each objective, at each rung that the trial finished.
 
     A rung is a number of samples at which trials are compared.
     """
@@ -84,7 +84,7 @@ def _series(
     several objectives.
 
     Args:
-        trials: Trials by number.
+        trials: Trials, sorted by number.
         names: The objectives, averaged if there are several.
         objective: Name and direction of the line.
         left_out: Numbers of trials that violate constraints, which cannot be the best so far.

@@ -15,7 +15,7 @@ __all__ = ["HoldoutPlot", "holdout"]
 
 @dataclass(frozen=True)
 class HoldoutPlot:
-    """Estimates with 95 % intervals of the trials that were scored on holdout data, by trial and objective."""
+    """Estimates of each objective with 95 % intervals, for each trial that was scored on holdout data."""
 
     plot: Literal["holdout"]
     rows: list[HoldoutDocument]

@@ -71,7 +71,7 @@ def _points(run: RunRecord) -> tuple[HypervolumePoint, ...]:
 
 
 def _spent(run: RunRecord) -> dict[int, int]:
-    """Total number of samples that the search has used up to and including each trial, by trial number.
+    """Total number of samples that the search has used up to and including each trial, keyed by trial number.
 
     Samples that were scored for a trial count as used. Gradients and other computations for the trial's proposal also
     count, each as a stored number of samples.

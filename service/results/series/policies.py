@@ -56,7 +56,7 @@ class PoliciesPlot:
 
 @chart(place=10)
 def policies(run: RunRecord) -> PoliciesPlot:
-    """Mean outcome of the trials in each iteration of each policy: their weighted values minus a price for layers."""
+    """Mean outcome of each policy's trials in each iteration: a trial's weighted values minus a price for layers."""
     found: dict[tuple[tuple[str, float], ...], list[UpdateStep]] = {}
     for update in run.updates:
         found.setdefault(tuple(update.request.preference.items()), []).append(update)

@@ -57,9 +57,9 @@ def analyse(
     A fleet is the experts of one fine-tuning.
 
     Args:
-        fleets: For each fleet the specifications and the directories of its experts, by alias. The first fleet is shown
-            first, and all losses are on its tasks. A fleet whose experts were all trained by the method "tangent" (as
-            linearizations of the base) is analysed twice: its experts are merged as ordinary models, and then as
+        fleets: For each fleet the specifications and the directories of its experts, keyed by alias. The first fleet is
+            shown first, and all losses are on its tasks. A fleet whose experts were all trained by the method "tangent"
+            (as linearizations of the base) is analysed twice: its experts are merged as ordinary models, and then as
             linearized models. The second analysis has no loss landscapes.
         samples: Number of samples of each evaluation task on which the merge coefficients are chosen. The reported
             values are measured on the same number of other samples.
@@ -126,9 +126,9 @@ def _mixed(
     """Measure merges of two experts, one from each of two fleets (a fleet is the experts of one fine-tuning).
 
     `names` are the names of the two fleets. `first` has the specifications and the directories of the first fleet's
-    experts, by alias. `places` has the directories of the second fleet's experts, by alias. `samples` is the number of
-    samples by which coefficients are chosen. `wudi` says whether WUDI-Merging is among the methods. `progressed` is
-    called after every merge. `access` limits the files that tasks may read; None is no limit.
+    experts, keyed by alias. `places` has the directories of the second fleet's experts, keyed by alias. `samples` is
+    the number of samples by which coefficients are chosen. `wudi` says whether WUDI-Merging is among the methods.
+    `progressed` is called after every merge. `access` limits the files that tasks may read; None is no limit.
     """
     from workers.training.finetuning.merge_losses import losses_of_experts, mixed_table
 
@@ -153,8 +153,8 @@ def _measures(
 ) -> tuple[Callable[[Merge], Mapping[str, float]], Callable[[Merge], MergeReport]]:
     """Make two functions that measure merges: one for choosing coefficients, and one for reported values.
 
-    The first function returns the mean loss on each expert's tasks, by the expert's alias. The second function returns
-    a report with losses and metrics, measured on other samples. Both functions compute with `losses`, and call
+    The first function returns the mean loss on each expert's tasks, keyed by the expert's alias. The second function
+    returns a report with losses and metrics, measured on other samples. Both functions compute with `losses`, and call
     `progressed` before each measurement.
     """
 
@@ -176,8 +176,8 @@ def _measured(
 
     `losses` computes the losses of a merge. `wudi` says whether WUDI-Merging is among the methods. If `draws` is True,
     loss landscapes are computed for some pairs of experts: the losses of merges of the two experts over a grid of their
-    two coefficients. The result has the keys "merges" (the rows), "landscapes", and "landscape" (the first landscape,
-    or None). `progressed` is called before every merge is measured.
+    two coefficients. The result contains the keys "merges" (the rows), "landscapes", and "landscape" (the first
+    landscape, or None). `progressed` is called before every merge is measured.
     """
     from workers.training.finetuning.merge_losses import landscapes, merge_table
 
@@ -210,7 +210,7 @@ def joined(analyses: Mapping[str, tuple[Pipeline, AnalysisDocument]]) -> Analysi
     """Join the analyses of several fine-tunings into one document, in the given order.
 
     Args:
-        analyses: Fine-tuning and analysis by the name that error messages use.
+        analyses: Maps the name that error messages use to a fine-tuning and its analysis.
 
     Raises:
         Conflict: The analyses differ in experts, base or samples.
@@ -287,7 +287,7 @@ def _names(fleets: Sequence[Mapping[str, FinetuneSpec]]) -> list[str]:
 
 
 def _options(experts: Mapping[str, FinetuneSpec]) -> dict[str, str]:
-    """Training options of a fleet (the experts of one fine-tuning) as text, by the option's name.
+    """Training options of a fleet (the experts of one fine-tuning) as text, keyed by the option's name.
 
     If the fleet's experts have different values of an option, the text has all values, separated by "/".
     """

@@ -21,7 +21,7 @@ MAX_POINTS = 1000
 def stored_curves(store: Store, study_id: str, experts: Iterable[str]) -> CurvesDocument:
     """Read the training curves of a server's fine-tuning, the job `study_id`, from its stored events.
 
-    The result has, for each of the `experts` (aliases), the losses and the evaluations up to now.
+    The result contains, for each of the `experts` (aliases), the losses and the evaluations up to now.
     """
     payloads = [event.payload for event in store.events(study_id, kinds=[EventKind.TRAINING])]
     return {"experts": [_expert(alias, [p for p in payloads if p["expert"] == alias]) for alias in experts]}
@@ -30,7 +30,8 @@ def stored_curves(store: Store, study_id: str, experts: Iterable[str]) -> Curves
 def directory_curves(places: Mapping[str, Path]) -> CurvesDocument:
     """Read the training curves of experts from the history files in their directories.
 
-    `places` maps an expert's alias to its directory. The result has, for each expert, the losses and the evaluations.
+    `places` maps an expert's alias to its directory. The result contains, for each expert, the losses and the
+    evaluations.
     """
     return {"experts": [_expert(alias, read_history(place / METRICS)) for alias, place in places.items()]}
 

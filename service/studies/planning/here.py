@@ -23,8 +23,8 @@ COPIED = 1 << 25  # elements of float32: larger than caches of processors
 def measured_speeds(threads: int) -> dict[str, float]:
     """Measure the speeds of this machine's matrix products and copies, with `threads` threads on a CPU.
 
-    The result has `flops` (operations per second, in bfloat16 on a GPU, else in float32) and `bandwidth` (bytes per
-    second, read and written together). Each speed is measured repeatedly for MEASURED_S seconds, and the fastest
+    The result contains `flops` (operations per second, in bfloat16 on a GPU, else in float32) and `bandwidth` (bytes
+    per second, read and written together). Each speed is measured repeatedly for MEASURED_S seconds, and the fastest
     repetition counts, because other work slows some repetitions down.
     """
     import torch

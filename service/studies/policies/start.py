@@ -94,10 +94,10 @@ def _found(
     """Find the policies of another study that are to be the initial policies of a new study.
 
     `preflight` is the checked new study, whose option `search.hm3.start` names the other study; `open_study` opens it.
-    Returns a description of the policies, and their checkpoints; each of the two has one entry for each policy of the
-    new study. `artifacts_in` is the location of the server's artifacts (files that jobs store). If the other study was
-    run by `mergesearch run`, its artifacts are in the directory of that run. Raises NotFound if there is no such study,
-    and Conflict if its policies do not fit.
+    Returns a description of the policies, and their checkpoints; description and checkpoints have one entry for each
+    policy of the new study. `artifacts_in` is the location of the server's artifacts (files that jobs store). If the
+    other study was run by `mergesearch run`, its artifacts are in the directory of that run. Raises NotFound if there
+    is no such study, and Conflict if its policies do not fit.
     """
     start = preflight.study.search.hm3.start
     assert start is not None
@@ -125,8 +125,8 @@ def _iterations(
     one policy for each preference vector (weights of the objectives), each policy takes the latest checkpoint that the
     other study's policy for the same vector has. If the new study has a single policy for all vectors, this policy
     takes the latest of all checkpoints. `preflight` is the checked new study. `record` and `other` are the job and the
-    setting of the other study, and `checkpoints` has its checkpoints by iteration. Raises Conflict if the other study
-    has no policy for one of the vectors.
+    setting of the other study, and `checkpoints` has its checkpoints, keyed by iteration. Raises Conflict if the other
+    study has no policy for one of the vectors.
     """
     if preflight.study.search.hm3.policy == "conditioned":
         return [max(checkpoints)]

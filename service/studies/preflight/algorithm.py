@@ -265,9 +265,9 @@ def check_refinement(study: Study, losses: FittedLosses, problems: list[Problem]
 def fitted_losses(study: Study, tasks: Mapping[str, TaskSpec], problems: list[Problem]) -> FittedLosses:
     """Find the loss of each objective of a study from which gradients with respect to coefficients can be computed.
 
-    `tasks` has the objectives' tasks by name. The option `search.gradient.loss` of the study file chooses the loss. If
-    the study file chooses the entropy of predictions, and a task does not have this loss, a problem is added to
-    `problems`.
+    `tasks` has the objectives' tasks, keyed by name. The option `search.gradient.loss` of the study file chooses the
+    loss. If the study file chooses the entropy of predictions, and a task does not have this loss, a problem is added
+    to `problems`.
     """
     from workers.evaluation.references import lack_of_entropy, lack_of_references
 
@@ -290,7 +290,7 @@ def fitted_losses(study: Study, tasks: Mapping[str, TaskSpec], problems: list[Pr
 
 
 def _lack_by(reason: Callable[[TaskSpec], str | None], spec: TaskSpec) -> str | None:
-    """The reason that `reason` gives for a task, or the message of the error if the task cannot be used."""
+    """The reason that the function `reason` returns for the task `spec`, or the error text if it raises InvalidTask."""
     try:
         return reason(spec)
     except InvalidTask as error:

@@ -284,8 +284,8 @@ def _check_sample_limit(
 
     The first proposals are one trial or, with Hyperband, the whole first bracket (ladder of rungs) of `cycle`. The
     refinement learns coefficients of the trials on the Pareto front. `sources` are the models of the study, from which
-    its baselines follow. `rung_samples` has the number of samples at each rung by objective; `infos` has facts about
-    each task. A limit that is too low is added to `problems`.
+    its baselines follow. `rung_samples` has the number of samples at each rung, keyed by objective; `infos` has facts
+    about each task. A limit that is too low is added to `problems`.
     """
     if (most := study.limits.max_samples) is None:
         return
@@ -327,9 +327,10 @@ def _check_alignments(sources: ResolvedFamily, infos: Mapping[str, TaskInfo], pr
 
 
 def _preferences(study: Study) -> tuple[Mapping[str, float], ...]:
-    """The study's preference vectors, each as weights by objective; only objectives with a task have a weight.
+    """The study's preference vectors, each a mapping from objectives to weights.
 
-    Without preference vectors in the study file, the result is a single vector of equal weights.
+    Only objectives with a task have a weight. Without preference vectors in the study file, the result is a single
+    vector of equal weights.
     """
     names = tuple(spec.name for spec in study.scored_objectives.values())
     if not names:

@@ -180,9 +180,9 @@ def searched_models(
 ) -> SearchedModels:
     """Collect the facts about a study's models that its search space depends on.
 
-    `preferences` are the preference vectors, each with the weights by objective. `sources` are the models, and
-    `fingerprints` are the hashes of their files by the model's name in the study file (alias). A merge may have at most
-    `max_layers` layers, or any number of layers if `max_layers` is None.
+    `preferences` are the preference vectors, each with the weights, keyed by objective. `sources` are the models, and
+    `fingerprints` are the hashes of their files, keyed by the model's name in the study file (alias). A merge may have
+    at most `max_layers` layers, or any number of layers if `max_layers` is None.
     """
     layout, sizes = sources.layout, {name: math.prod(header.shape) for name, header in sources.base.tensors.items()}
     base, *experts = sources.checkpoints

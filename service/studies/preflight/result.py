@@ -86,12 +86,12 @@ class StudyModels:
         num_parameters: Parameters of one model.
         export_bytes: Size of the weights of an exported merge; of the largest merge if merges have different numbers of
             layers.
-        commits: Commits of hub models, by the names in the study file.
+        commits: Commits of hub models, keyed by the names in the study file.
         absent_bytes: Size of the weights that are not on this machine yet, and were therefore not checked.
         engine_note: A message for the user about how vLLM runs the models; "" for no message.
-        chained: The sources that are merges of other studies, by alias.
-        size: Parameters by layer and component, from which costs of recipes are computed; None if all merges have the
-            same number of layers.
+        chained: The sources that are merges of other studies, keyed by alias.
+        size: Numbers of parameters of each layer and component, from which costs of recipes are computed; None if all
+            merges have the same number of layers.
     """
 
     family: Family
@@ -109,9 +109,9 @@ class StudyModels:
 class StudyTasks:
     """The objectives of a study, and the tasks that score them on search data and on holdout data.
 
-    `search` and `holdout` have the tasks by the objective's name. `benchmarks` are the study's benchmarks, whose tasks
-    are scored after the search. `search_infos` and `holdout_infos` have facts about each task, such as its number of
-    samples.
+    `search` and `holdout` have the tasks, keyed by the objective's name. `benchmarks` are the study's benchmarks, whose
+    tasks are scored after the search. `search_infos` and `holdout_infos` have facts about each task, such as its number
+    of samples.
     """
 
     objectives: tuple[Objective, ...]
@@ -134,8 +134,8 @@ class StudyTasks:
 class StudyBudget:
     """The numbers of samples on which the trials of a study are scored and compared.
 
-    `rung_samples` has, for each rung, the number of samples by objective; trials are compared at rungs. `cycle` has the
-    brackets (ladders of rungs, as in Hyperband) that the scheduler repeats.
+    `rung_samples` has, for each rung, the number of samples, keyed by objective; trials are compared at rungs. `cycle`
+    has the brackets (ladders of rungs, as in Hyperband) that the scheduler repeats.
     """
 
     rung_samples: tuple[Mapping[str, int], ...]

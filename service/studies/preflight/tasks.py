@@ -45,9 +45,9 @@ def check_tasks(
 ) -> tuple[dict[str, TaskSpec], dict[str, TaskInfo]]:
     """Check the tasks in a section of the study file, "objectives", "holdout" or "benchmarks".
 
-    `specs` are the section's entries by position. Returns two mappings by the entry's name: the tasks in the form from
-    which engines' processes build them, and facts about their data. Problems that are found are added to `problems`.
-    `access` limits the files that task files may refer to; None is no limit.
+    `specs` maps positions in the section to entries. Returns two mappings, keyed by the entry's name: the tasks in the
+    form from which engines' processes build them, and facts about their data. Problems that are found are added to
+    `problems`. `access` limits the files that task files may refer to; None is no limit.
 
     An lm-eval task may define several filters, which are ways to extract the answer from a completion. In a new study
     (`is_new`), the entry of such a task must name one of its filters. In a stored study, an entry that names no filter
@@ -106,9 +106,9 @@ def benchmarks_of(
 ) -> tuple[Benchmark, ...]:
     """Make the benchmarks of a study, each with its direction of optimisation and range of values.
 
-    `tasks` and `infos` have the benchmarks' tasks and facts about their data, by name. A benchmark whose task could not
-    be built is left out. Benchmarks of a group must have equal directions and ranges, because their values are
-    averaged. Problems that are found are added to `problems`.
+    `tasks` and `infos` have the benchmarks' tasks and facts about their data, keyed by name. A benchmark whose task
+    could not be built is left out. Benchmarks of a group must have equal directions and ranges, because their values
+    are averaged. Problems that are found are added to `problems`.
     """
     found: list[Benchmark] = []
     groups: dict[str, Objective] = {}
@@ -248,10 +248,10 @@ def objectives_of(
 ) -> tuple[Objective, ...]:
     """Make the objectives of a study, each with its direction of optimisation, range of values and constraints.
 
-    `infos` has facts about the objectives' tasks by name. An objective whose task could not be built is left out.
-    Objectives may also be costs that count a merge's layers or parameters. `size` has the models' numbers of layers and
-    parameters, from which the ranges of costs are computed; if it is None, costs are left out. Problems that are found
-    are added to `problems`.
+    `infos` has facts about the objectives' tasks, keyed by name. An objective whose task could not be built is left
+    out. Objectives may also be costs that count a merge's layers or parameters. `size` has the models' numbers of
+    layers and parameters, from which the ranges of costs are computed; if it is None, costs are left out. Problems that
+    are found are added to `problems`.
     """
     objectives = []
     constraints = [parse_constraint(text) for text in study.search.constraints]

@@ -50,7 +50,7 @@ def alignments_in(
     An alignment is a map from the residual stream after the pair's first layer to the stream before its second layer.
     Layer paths (sequences of layers of several models) need an alignment where one model's layer follows another
     model's layer. `inputs` has the models and the texts from which alignments are learned. `before` has the names of
-    the alignments that the study already has, by pair. An alignment of `before` is used again if its file is in
+    the alignments that the study already has, keyed by pair. An alignment of `before` is used again if its file is in
     `directory`; all other alignments are learned. `note` is called with messages about the progress.
 
     Raises StudyFailed if an alignment of `before` was lost, and the alignment that is learned in its place is
@@ -109,7 +109,7 @@ def learn_alignments(
 
 
 def _start_tasks(inputs: AlignmentInputs, pairs: Sequence[LayerPair]) -> dict[LayerPair, Any]:
-    """Start the Ray tasks that learn the alignments of `pairs`, and return references to their results by pair.
+    """Start the Ray tasks that learn the alignments of `pairs`, and return references to their results, keyed by pair.
 
     An alignment is a map from the residual stream after the pair's first layer to the stream before its second layer.
     `inputs` has the models and the texts. One task for each model reads activations (`_read`). After that, one task for
@@ -143,8 +143,8 @@ def _start_tasks(inputs: AlignmentInputs, pairs: Sequence[LayerPair]) -> dict[La
 def _read(inputs: AlignmentInputs, alias: str, before: Sequence[int], device: str) -> list[Any]:
     """Compute one model's activations before each of certain layers; runs as a Ray task on `device`.
 
-    `alias` is the model's name in `inputs.pool`, `before` has the indices of the layers. The caller gives the device,
-    because GPUs are visible even to tasks that have reserved no GPU.
+    `alias` is the model's name in `inputs.pool`, and `before` has the indices of the layers. The caller gives the
+    device, because GPUs are visible even to tasks that have reserved no GPU.
 
     Returns a list with a pair of NumPy arrays for each of these layers: the activations of all tokens except the first
     of each text (one row a token), and the activations of the first tokens. The last element of the list is not a pair,

@@ -53,7 +53,7 @@ class SourceCompletions:
         return CompletionsResult(completions={name: tuple(sorted(chosen.items())) for name, chosen in found.items()})
 
     def read(self, chosen: Chosen) -> Completions:
-        """The token ids of chosen completions, by objective and sample position.
+        """The token ids of chosen completions, keyed by objective and sample position.
 
         `chosen` has, for each objective, the chosen samples as pairs (position, trial number of the source model).
         """

@@ -27,7 +27,7 @@ __all__ = ["GradientActor", "GradientInputs"]
 
 @dataclass(frozen=True)
 class GradientInputs:
-    """Inputs of a gradient actor: models, engine options, tasks by objective, and the coefficients of merges.
+    """Inputs of a gradient actor: models, engine options, each objective's task, and the coefficients of merges.
 
     `space` describes the coefficients of merges and the parameters that set them; a request has a value for each
     parameter. If `space` is None, `use_coefficients` must set the coefficients before the first request. `device` is
@@ -164,15 +164,17 @@ class GradientActor:
         return self._opened
 
     def _by_parameter(self, result: CoefficientDerivatives) -> dict[str, float]:
-        """Convert derivatives by a merge's coefficients to derivatives by parameters, with the parameters' names.
+        """Convert derivatives with respect to a merge's coefficients to derivatives with respect to parameters.
 
-        `result` has the derivatives with respect to the coefficients of the merge, and to the scales of its layers.
-        Several coefficients may have the value of one parameter; the derivative with respect to the parameter is then
-        the sum over these coefficients.
+        The parameters are those of the search space; the returned dict is keyed by their names. `result` contains the
+        derivatives with respect to the coefficients of the merge and to the scales of its layers. Several coefficients
+        may have the value of one parameter; the derivative with respect to the parameter is then the sum of the
+        derivatives with respect to these coefficients.
 
-        A tensor's merge has either one coefficient for each source or one coefficient that all sources share. If each
-        source has a coefficient, the parameters set these coefficients, and the derivative by a shared coefficient,
-        which `result` may also have, is ignored. Otherwise one parameter sets the shared coefficient.
+        A tensor's merge has either one coefficient for each source or one coefficient that all sources share. If
+        `result` contains derivatives for each source of the tensor, the parameters set these coefficients, and a
+        derivative with respect to a shared coefficient of the same tensor is ignored. Otherwise one parameter sets the
+        shared coefficient.
         """
         space = self._known_space
         slopes: dict[str, float] = {}

@@ -140,9 +140,10 @@ class Observations:
     def of(self, proposal: Proposal, trials: Mapping[int, TrialRecord]) -> tuple[Observation, ...]:
         """The observations that a searcher may use for a proposal: the visible results, and the failed trials.
 
-        `proposal.visible` and `proposal.failed` list these results and trials. `trials` are the study's trials by
-        number. Trials whose recipe has no configuration in the search space are left out. Every call returns the same
-        `Observation` object for the same result, so that each observation is sent to the searcher's process only once.
+        `proposal.visible` and `proposal.failed` list these results and trials. `trials` are the study's trials, keyed
+        by number. Trials whose recipe has no configuration in the search space are left out. Every call returns the
+        same `Observation` object for the same result, so that each observation is sent to the searcher's process only
+        once.
         """
         for seen in proposal.visible:
             if seen not in self._built:
@@ -157,7 +158,7 @@ class Observations:
     def _of_rung(self, trial: TrialRecord, rung: int) -> Observation | None:
         """The result of a trial at one rung, as searchers receive it; the trial must have a result there.
 
-        A rung is a number of samples at which trials are compared, given by its index. Returns None if the trial is a
+        A rung is a number of samples at which trials are compared; `rung` is its index. Returns None if the trial is a
         baseline whose recipe has no configuration in the search space.
         """
         configuration = trial.configuration or self._of_baseline(trial)

@@ -22,7 +22,7 @@ __all__ = ["SampleCache"]
 
 
 class SampleCache:
-    """In-memory cache of the sample values of one study, by recipe.
+    """In-memory cache of the sample values of one study, keyed by recipe.
 
     `store` reads the samples that are stored in the database; `plan` says which samples there are. Trials with equal
     recipes share their samples. The samples of a data split are grouped into rungs:
@@ -78,9 +78,9 @@ class SampleCache:
         """The samples of a rung that still must be scored for a recipe, as ranges of adjacent positions.
 
         `digest` identifies the recipe, and `split` identifies the data: search, holdout or benchmark data. On search
-        data, `rung` is the index of a number of samples at which trials are compared; on benchmark data, it is the
-        benchmark's position in `Plan.benchmarks`; on holdout data, it has no influence. Stored samples have gaps only
-        where a driver was interrupted, or where samples of an engine that failed a check were removed.
+        data, `rung` is the index of the rung; on benchmark data, it is the benchmark's position in `Plan.benchmarks`;
+        on holdout data, it has no influence. Stored samples have gaps only where a driver was interrupted, or where
+        samples of an engine that failed a check were removed.
         """
         samples, tasks = self._num_samples(digest, rung, split), self._tasks(split)
         known = self._values[split].get(digest, {})
@@ -94,15 +94,15 @@ class SampleCache:
         """The samples of a rung that still must be scored for a recipe, in chunks of at most `Plan.chunk_samples`.
 
         A chunk is the samples of one request to an engine. `digest` identifies the recipe, and `split` identifies the
-        data: search, holdout or benchmark data. `rung` is the index of a number of samples at which trials are compared
-        or, on benchmark data, the benchmark's position in `Plan.benchmarks`.
+        data: search, holdout or benchmark data. On search data, `rung` is the index of the rung; on benchmark data, it
+        is the benchmark's position in `Plan.benchmarks`; on holdout data, it has no influence.
         """
         return _chunks(self.missing(digest, rung, split), self._plan.chunk_samples)
 
     def chunks(self, positions: Mapping[str, Sequence[int]], split: Split) -> tuple[tuple[Span, ...], ...]:
         """The samples at `positions` in chunks (the samples of one request) of at most `Plan.chunk_samples` samples.
 
-        `positions` has sample positions by objective, in ascending order. `split` says which data they are from:
+        `positions` has sample positions, keyed by objective, in ascending order. `split` says which data they are from:
         search, holdout or benchmark data.
         """
         return _chunks(_spans(positions, self._tasks(split)), self._plan.chunk_samples)
@@ -131,10 +131,9 @@ class SampleCache:
         """Make a function that compares the costs of two trials, sample by sample.
 
         The returned function has three arguments: the number of a trial, the number of the trial that it is compared
-        with (its rival), and the index of a rung, which is a number of samples at which trials are compared. It returns
-        an array [num_samples] for each objective, with the cost of the trial minus the cost of the rival on each sample
-        of the rung (`cost_differences`). `trials` has the trials by number. The function reads it at each call, so
-        trials that are added later can be compared too.
+        with (its rival), and the index of a rung. It returns an array [num_samples] for each objective, with the cost
+        of the trial minus the cost of the rival on each sample of the rung (`cost_differences`). `trials` has the
+        trials, keyed by number. The function reads it at each call, so trials that are added later can be compared too.
         """
         return lambda trial, rival, rung: self.cost_differences(trials[trial].recipe, trials[rival].recipe, rung=rung)
 
@@ -143,7 +142,7 @@ class SampleCache:
     ) -> tuple[NDArray[np.float64], ...]:
         """The cost of `recipe` minus the cost of `rival` on each sample of a rung; one array for each objective.
 
-        A rung is a number of samples at which trials are compared, given by its index. The arrays [num_samples] are in
+        A rung is a number of samples at which trials are compared; `rung` is its index. The arrays [num_samples] are in
         the order of the objectives. Their numbers are in the order of the samples, and in [-1, 1], because costs are
         clipped to [0, 1]. Both recipes must have been scored on all of these samples. Some objectives need no samples,
         because they follow from the recipe alone, such as its number of layers. Such an objective has an array with one
@@ -215,8 +214,8 @@ class SampleCache:
 def _spans(positions: Mapping[str, Sequence[int]], tasks: Mapping[str, TaskSpec]) -> list[Span]:
     """Join consecutive sample positions into spans (ranges of positions), separately for each objective.
 
-    `positions` has ascending sample positions by objective. `tasks` has the task of each objective, which becomes a
-    part of the span.
+    `positions` has ascending sample positions, keyed by objective. `tasks` has the task of each objective, which
+    becomes a part of the span.
     """
     spans: list[Span] = []
     for objective, left in positions.items():

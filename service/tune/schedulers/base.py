@@ -30,7 +30,7 @@ __all__ = ["Decision", "Entry", "Proposal", "Rung", "RungTable"]
 
 @dataclass
 class Entry:
-    """A trial as the scheduler sees it: its bracket, its next rung, its costs by rung, and whether it has ended.
+    """A trial as the scheduler sees it: its bracket, its next rung, its costs at each rung, and whether it has ended.
 
     A rung is a number of samples at which trials are compared; a bracket is a ladder of rungs. `bracket` is None for a
     trial that is evaluated only at the last rung, such as a baseline. `is_finished` is True once the trial is complete,
@@ -86,7 +86,7 @@ class Proposal:
 
     - `number`: the number of the trial that gets the configuration
     - `bracket`: the number of the trial's bracket (ladder of rungs)
-    - `visible`: the results that may be used, each as (trial, rung); the rung is the index of a number of samples
+    - `visible`: the results that may be used, each as (number of the trial, index of the rung)
     - `failed`: trials that are known to have failed
     - `pending`: earlier trials whose results the searcher may not use
     - `opens`: the new bracket if the trial is the first in it, else None; the caller stores the bracket before the
@@ -246,7 +246,7 @@ class RungTable(ABC):
         """Record the costs of trial `number` at rungs (numbers of samples) where it was not evaluated itself.
 
         Baselines are such trials: they are evaluated only at the last rung, whose samples include the samples of the
-        lower rungs. `costs` has the costs by the index of the lower rung, one cost for each objective.
+        lower rungs. `costs` has the costs, keyed by the index of the lower rung, one cost for each objective.
         """
         self._at_looks[number] = dict(costs)
 
@@ -261,9 +261,8 @@ class RungTable(ABC):
         """End the search now, and end all trials except those in `running`.
 
         `running` has the numbers of the trials that are being evaluated. Each of these trials ends with its next
-        result, because no trial is promoted any more. The planned numbers of trials in brackets (ladders of rungs,
-        which are numbers of samples) are not reduced. A resumed search therefore makes the same decisions up to the
-        stop.
+        result, because no trial is promoted any more. The planned numbers of trials in brackets (ladders of rungs) are
+        not reduced. A resumed search therefore makes the same decisions up to the stop.
         """
         self._is_search_over = self._is_stopped = True
         for entry in self._entries.values():
@@ -313,8 +312,8 @@ class RungTable(ABC):
     def most_samples_left(self, totals: Sequence[int]) -> int:
         """The most samples that the study's trials can still take, if each is evaluated up to the last rung.
 
-        A rung is a number of samples at which trials are compared. `totals` has the number of samples of each rung,
-        summed over the objectives. Subclasses may return a smaller number.
+        A rung is a number of samples at which trials are compared. `totals` contains the number of samples of each
+        rung, summed over the objectives. Subclasses may return a smaller number.
         """
         return sum(self._most_of(self._entries[number], totals) for number in self._runnable | self._waiting)
 
@@ -340,8 +339,8 @@ class RungTable(ABC):
     def decide(self, bracket: int) -> tuple[Decision, ...]:
         """Promote and prune trials of a bracket as far as the known results allow, and return these decisions.
 
-        A bracket is a ladder of rungs, which are numbers of samples at which trials are compared; `bracket` is its
-        index. Until there are new results, a second call changes nothing.
+        A bracket is a ladder of rungs, and a rung is a number of samples at which trials are compared. `bracket` is the
+        index of the bracket. Until there are new results, a second call changes nothing.
         """
         decisions = []
         is_complete = self._is_full(bracket)
@@ -362,8 +361,8 @@ class RungTable(ABC):
     def ready(self) -> Iterator[tuple[int, int]]:
         """The evaluations that may run now, as (trial number, rung), in the order of starting.
 
-        A rung is a number of samples at which trials are compared, given by its index. Promoted trials come first,
-        before trials that have no result yet. Both groups are sorted by trial number.
+        A rung is a number of samples at which trials are compared; in the result, it is given by its index. Promoted
+        trials come first, before trials that have no result yet. Both groups are sorted by trial number.
         """
         runnable = [self._entries[number] for number in self._runnable]
         runnable.sort(key=lambda entry: (entry.bracket is not None and not entry.costs, entry.number))
@@ -420,7 +419,7 @@ class RungTable(ABC):
     def waiting(self) -> Mapping[int, int]:
         """The trials whose promotion is undecided, each with the rung at which it was evaluated.
 
-        Keys are trial numbers; a rung is a number of samples at which trials are compared, given by its index.
+        Keys are trial numbers; values are indices of rungs, the numbers of samples at which trials are compared.
         """
         return {number: self._entries[number].next_rung for number in sorted(self._waiting)}
 
@@ -429,9 +428,9 @@ class RungTable(ABC):
     def _bracket_of_next(self) -> tuple[int, Bracket | None]:
         """The number of the bracket that the next proposed trial belongs to, and this bracket if it is new, else None.
 
-        A bracket is a ladder of rungs, which are numbers of samples at which trials are compared. If the newest bracket
-        has all its trials, a new bracket is opened: the bracket that comes next in `cycle`, which is repeated. The new
-        bracket has fewer trials than planned if fewer configurations are left to propose.
+        A bracket is a ladder of rungs, and a rung is a number of samples at which trials are compared. If the newest
+        bracket has all its trials, a new bracket is opened: the bracket that comes next in `cycle`, which is repeated.
+        The new bracket has fewer trials than planned if fewer configurations are left to propose.
         """
         newest = next(reversed(self._brackets), -1)
         if newest >= 0 and not self._is_full(newest):

@@ -76,7 +76,7 @@ class Bound:
     def is_behind(self, trial: int, rival: int, rung: int, *, candidate: int, num_rivals: int) -> bool:
         """Whether the samples up to a rung show that a trial is worse than the trial `rival` in every objective.
 
-        `rung` is the index of a rung, a number of samples at which trials are compared. `candidate` is the position,
+        A rung is a number of samples at which trials are compared; `rung` is its index. `candidate` is the position,
         counted from 1, of `trial` among the study's trials that may be stopped (candidates), and `num_rivals` is the
         number of trials that it is compared with. A later candidate with more rivals gets a smaller share of the error
         rate, so it needs stronger evidence.

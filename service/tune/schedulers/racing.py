@@ -63,7 +63,7 @@ class RacingTable(RungTable):
     def _rival_ahead(self, entry: Entry, rung: int, rivals: Sequence[Candidate]) -> int | None:
         """The number of the first of `rivals` that is ahead of the trial of `entry` at a rung; None if no rival is.
 
-        A rung is a number of samples at which trials are compared, given by its index.
+        A rung is a number of samples at which trials are compared; `rung` is its index.
         """
         if self._bound is None:
             own = self._candidate(entry, rung, entry.costs[rung])
@@ -100,8 +100,8 @@ class RacingTable(RungTable):
 
         The rivals are the Pareto front of the trials up to `number` - `max_staleness`. Newer trials are no rivals,
         because they may not have ended when the trial is proposed: up to `max_staleness` trials are proposed ahead of
-        evaluations. `rung` is the index of a rung, which is a number of samples. A rival without costs at the rung is
-        left out.
+        evaluations. A rung is a number of samples at which trials are compared; `rung` is its index. A rival without
+        costs at the rung is left out.
         """
         for rival in self._front_of(max(0, number - self._max_staleness + 1)):
             entry = self._entries[rival.number]

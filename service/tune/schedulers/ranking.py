@@ -23,7 +23,7 @@ Points: TypeAlias = NDArray[np.float64]
 
 
 class Ranking:
-    """The order of promotion of the trials at one rung, which are added one by one as candidates.
+    """The order of promotion of the trials at one rung; trials are added one by one, as candidates.
 
     A rung is a number of samples at which trials are compared, and the best trials are promoted. Trials that meet all
     constraints come first, then trials that violate constraints. Trials that failed must not be added.

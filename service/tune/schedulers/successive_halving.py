@@ -69,9 +69,9 @@ class HyperbandTable(RungTable):
     def most_samples_of(self, proposal: Proposal, totals: Sequence[int]) -> int:
         """Number of samples that a new proposal adds to the result of `most_samples_left`.
 
-        A bracket is a ladder of rungs, which are numbers of samples. A proposal that opens a bracket adds the samples
-        of the whole bracket; other proposals add none. In a bracket of one rung, where nothing is promoted, each
-        proposal adds its own samples. `totals` has each rung's number of samples, summed over the objectives.
+        A bracket is a ladder of rungs, and a rung is a number of samples. A proposal that opens a bracket adds the
+        samples of the whole bracket; other proposals add none. In a bracket of one rung, where nothing is promoted,
+        each proposal adds its own samples. `totals` has each rung's number of samples, summed over the objectives.
         """
         shape = proposal.opens or self._brackets[proposal.bracket]
         if shape.first_rung == self.last_rung:

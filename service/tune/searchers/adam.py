@@ -82,7 +82,7 @@ def minibatch(
 
     A position is a sample's index in the order in which the objective's samples are scored.
 
-    - `positions`: the sample positions to draw from, by objective
+    - `positions`: the sample positions to draw from, keyed by objective
     - `before`: the earlier gradient steps; every sample is drawn once before any sample is drawn again
     - `indices`: the index of each objective among the study's objectives, so that each has its own random order
     - `seed`: the seed of the random order

@@ -37,7 +37,7 @@ _MAX_DRAWS = 64
 class Observation:
     """The result of a trial at one rung (a number of samples at which trials are compared), as searchers receive it.
 
-    - `configuration`: the trial's point in the search space, by parameter.
+    - `configuration`: the trial's point in the search space, a mapping from parameters to values.
     - `fidelity`: the rung's share of all samples of the search, in (0, 1]. A failed trial has the fidelity of the last
       rung.
     - `costs`: one cost per objective, smaller is better. None if the trial failed.
@@ -67,9 +67,9 @@ class SearchSetting:
     - `num_baselines`: the number of trials before the first proposal
     - `options`: the section `search` of the study file, which has the options of each searcher
     - `preferences`: the study's preference vectors (importances of the objectives); empty if the study has none
-    - `first_fitted`: by objective, the first sample position that losses and gradients may use. Trials are scored on
-      the positions before it. For an objective without an entry, trials are scored on all samples, and losses and
-      gradients may use all of them too.
+    - `first_fitted`: maps the name of an objective to the first sample position that losses and gradients may use.
+      Trials are scored on the positions before it. For an objective without an entry, trials are scored on all samples,
+      and losses and gradients may use all of them too.
     - `family`: the models whose weights describe the layers to a policy (a network that builds layer paths); None if
       layers are described by their positions alone
     - `start`: the checkpoints from which policies start; empty for new policies
@@ -134,8 +134,8 @@ class ProposalContext:
     - `steps`: the results of all computations, such as gradients, that the searcher has requested in this study, in
       order
     - `setting`: further facts about the study
-    - `checkpoints`: for a searcher that trains policies, the checkpoints of the last two iterations of each policy, by
-      iteration
+    - `checkpoints`: for a searcher that trains policies, the checkpoints of the last two iterations of each policy,
+      keyed by iteration
     """
 
     parameters: Parameters

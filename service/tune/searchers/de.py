@@ -52,7 +52,7 @@ class DifferentialEvolution:
         return context.sample_unseen(rng) if child is None else encoding.decode(child)
 
     def _members(self, trials: Sequence[Observation]) -> dict[int, Observation]:
-        """The members of the population after all `trials`, by their index in the population.
+        """The members of the population after all `trials`, keyed by their index in the population.
 
         Trial n competes for the index n modulo `population_size`. Trial n replaces the member at this index if trial n
         is at least as good. An index stays without a member until a trial for it has succeeded.

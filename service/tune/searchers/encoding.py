@@ -171,7 +171,7 @@ class Encoding:
         """Rows (encoded configurations) in which all parameters with the same role have the same value.
 
         A role is a meaning that parameters of different layers share, such as the coefficient of a method. `values` has
-        one column for each role, in the order of the method `values_by_role`. The result has a row for each row of
+        one column for each role, in the order of the method `values_by_role`. The result contains a row for each row of
         `values`.
         """
         _, index = np.unique(self._role, return_inverse=True)

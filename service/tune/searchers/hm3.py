@@ -136,9 +136,9 @@ class Hm3Searcher:
         """At most `count` configurations that a trained policy proposes for one preference, the best first.
 
         `preference` is a vector with the weight of each objective. `parameters`, `seed` and `setting` belong to the
-        study that trained the policy; `checkpoints` has the policy's checkpoints by training iteration. The newest
-        checkpoint that fits the vector is used; it is not trained further. Raises ValueError if there is no checkpoint,
-        or if all checkpoints are for other vectors.
+        study that trained the policy; `checkpoints` has the policy's checkpoints, keyed by training iteration. The
+        newest checkpoint that fits the vector is used; it is not trained further. Raises ValueError if there is no
+        checkpoint, or if all checkpoints are for other vectors.
         """
         training = training_of(parameters, seed, setting, checkpoints)
         usable = [i for i in checkpoints if training.options.is_conditioned or _is_for(training, i, preference)]
@@ -283,8 +283,8 @@ def _unseen(context: ProposalContext, training: PolicyTraining, played: Episode,
 
     A layer path is the sequence of source models' layers of which a merge consists; a mutant is a random change of a
     path. An episode is one trial; `played` is the episode, with the path that the policy has built. `vector` is the
-    index of its preference vector (weights of the objectives), which becomes a part of the configuration. `context` has
-    the known results, and `training` trains the policies.
+    index of its preference vector (weights of the objectives); this index becomes a part of the configuration.
+    `context` has the known results, and `training` trains the policies.
 
     A share of the episodes propose a mutant of one of the best paths so far. A policy's path that was proposed before
     is replaced by a mutant of it, if a new mutant is found. The best paths are chosen only among baselines and trials
@@ -313,8 +313,8 @@ def _scored(context: ProposalContext, *, num_iterations: int) -> tuple[list[Obse
     """The results from which policies learn: results of all baselines and of the first `num_iterations` iterations.
 
     An iteration is a fixed number of trials, after which a policy learns. The results are taken from `context`. Returns
-    two values. The first has the successful observations, by trial number. The second is an array [num_trials,
-    num_objectives] of values: 1 minus the cost, minus a penalty for the merge's number of layers.
+    two values. The first is the list of the successful observations, sorted by trial number. The second is an array
+    [num_trials, num_objectives] of values: 1 minus the cost, minus a penalty for the merge's number of layers.
     """
     setting, options = context.setting, context.setting.options.hm3
     end = setting.num_baselines + num_iterations * options.episodes

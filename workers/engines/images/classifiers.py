@@ -1,4 +1,4 @@
-"""Image encoders: transformers' image classifiers without their heads, with parameters by their names in files."""
+"""Image encoders: transformers' image classifiers without heads; parameters have the names that they have in files."""
 
 from __future__ import annotations
 
@@ -119,7 +119,11 @@ def _is_bare(config: Mapping[str, Any]) -> bool:
 
 
 def _mapping(config: Mapping[str, Any]) -> Any:
-    """Mapping from configuration classes to model classes of transformers, for encoders with this configuration."""
+    """Select the mapping of transformers in which the model class for the configuration `config` is looked up.
+
+    A vision tower without a classification head is looked up in MODEL_MAPPING, and an image classifier is looked up in
+    MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING. Keys of both mappings are configuration classes.
+    """
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING, MODEL_MAPPING
 
     return MODEL_MAPPING if _is_bare(config) else MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING

@@ -68,7 +68,7 @@ def outline(model: str) -> str:
 
 
 def linear_layers(checkpoint: str | Path) -> dict[str, tuple[int, int]]:
-    """Shapes (outputs, inputs) of the weights of a model's linear layers, by the name of the module.
+    """Shapes (outputs, inputs) of the weights of a model's linear layers, keyed by the name of the module.
 
     `checkpoint` is the model's directory, of which only the configuration is read. The output head is left out. Raises
     InvalidModel if the model has no linear layers, or if the model is a mixture of experts, whose experts are not

@@ -1,10 +1,10 @@
 """Tolerances of comparisons between an engine in 16 bits and transformers in float32, measured on the compared model.
 
 How much rounding changes log-probabilities depends on the model: logits near 32 lie 0.125 apart in bfloat16, and small
-logits much closer. Therefore transformers computes some texts in both dtypes, with the same weights, and the tolerances
-are multiples of the differences between its results. In float32 the tolerance is a constant. If rounding changes the
-results so much that a comparison could not distinguish a wrong merge from the right merge, nothing is compared
-(`too_large`).
+logits lie much closer together. Therefore transformers computes some texts in both dtypes, with the same weights, and
+the tolerances are multiples of the differences between its results. In float32 the tolerance is a constant. If rounding
+changes the results so much that a comparison could not distinguish a wrong merge from the right merge, nothing is
+compared (`too_large`).
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def measured_tolerance(model: Any, texts: Iterable[Sequence[int]], *, dtype: str
 
 
 def _first(texts: Iterable[Sequence[int]]) -> Iterator[Tokens]:
-    """Yield the first of `texts`, with at most MOST_TOKENS tokens together; the last text may be cut."""
+    """Yield the first texts of `texts`, up to MOST_TOKENS tokens in total; the last text may be cut."""
     left = MOST_TOKENS
     for text in texts:
         if left < 2:

@@ -57,14 +57,14 @@ def verify(
 
     - `recipe_digest`: the digest of the merge's recipe, for the report
     - `directory`: the exported checkpoint
-    - `options`: the engine's options, which also apply to prompts
+    - `options`: settings of the inference engine, some of which also apply to prompts
     - `spans`: the ranges of samples to compare, each of one task; spans of tasks that sample at a temperature above 0
       are left out
     - `dtype`: the engine's dtype
     - `engine_logprobs`: the engine's log-probabilities of the tokens, except the first, of each text that the function
       `texts_to_read` returns
-    - `evaluator`: builds the tasks, and keeps the prompts and options of samples as token ids; without it, an evaluator
-      with the exported tokenizer is made
+    - `evaluator`: builds the tasks, and keeps the token ids of their prompts and answer options; None means that an
+      evaluator with the exported tokenizer is made
     - `model`: the merge as a transformers model, if it cannot be stored as a checkpoint; then `directory` contains only
       its tokenizer and configuration
     - `device`: where transformers computes
@@ -72,8 +72,8 @@ def verify(
     Returns a report of 0 samples, with the reason, if rounding to `dtype` changes the merge's log-probabilities so much
     that a wrong merge could pass (`tolerance.too_large`).
 
-    Raises InvalidTask if a sample of a span is missing in `samples`, or if a text in `engine_logprobs` begins with the
-    prompt of none of these samples.
+    Raises InvalidTask if a sample of a span is missing in `samples`, or if a text in `engine_logprobs` does not begin
+    with a prompt of the compared samples.
     """
     reference = Reference(directory, options, model=model, device=device)
     if evaluator is None:
@@ -318,9 +318,9 @@ class _Comparison:
         """Measure how far the engine's completion is from transformers' greedy choices, as a gap of log-probabilities.
 
         `prompt` and `completion` are token ids. For each token of `completion`, the gap is the log-probability (natural
-        log) of the likeliest token minus the log-probability of this token, by transformers. The result is the largest
-        gap, but at most FAR, a very large number. The result is also FAR if the completion has a token that the
-        exported model lacks.
+        log) of the likeliest token minus the log-probability of this token, both computed by transformers. The result
+        is the largest gap, but at most FAR, a very large number. The result is also FAR if the completion has a token
+        that the exported model lacks.
         """
         if max(completion) >= self.reference.model.get_input_embeddings().num_embeddings:
             return FAR

@@ -42,7 +42,8 @@ def main(questions: str, answers: str) -> None:
 def describe(config: Mapping[str, Any], *, dtype: str) -> dict[str, Any]:
     """Describe how vLLM would run a model with the configuration `config`, in an engine of `dtype`.
 
-    The result has `asked`, the architecture in the configuration. If vLLM refuses the model, there are two more keys:
+    The result contains `asked`, the architecture in the configuration. If vLLM refuses the model, there are two more
+    keys:
     - `error`: the reason
     - `knows`: whether vLLM knows the architecture
 

@@ -42,7 +42,7 @@ SHOWN = 5
 
 
 class CheckpointEngine(Engine):
-    """vLLM engine with the weights of the checkpoint in `directory`, which are not replaced.
+    """vLLM engine with the weights of the checkpoint in `directory`; the weights are never replaced.
 
     `options` are the options of a study's engines; `dtype: auto` is float32 on CPU and bfloat16 on a GPU. Unlike
     engines of merges, this engine does not refuse completions with NaN logits.
@@ -85,7 +85,11 @@ class CheckpointEngine(Engine):
         )
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Answer calls of the worker extension for merges, which this engine does not have: no logits were bad."""
+        """Answer a call as vLLM's worker extension would.
+
+        The extension is missing, because the engine holds no merges. The only call that is answered asks for the number
+        of logits that are not finite; the answer is none.
+        """
         if method == "mergesearch_bad_rows":
             return [0, 0]
         raise NotImplementedError(method)

@@ -28,7 +28,7 @@ def checksum(parameters: Mapping[str, torch.Tensor]) -> str:
 def combined(parameters: Mapping[str, torch.Tensor], sums: Mapping[str, int]) -> str:
     """Compute the checksum of parameters, as `checksum` does, from their 64-bit sums.
 
-    `sums` has the `word_sum` of each of `parameters`, by name, so that the parameters' elements are not read.
+    `sums` has the `word_sum` of each of `parameters`, keyed by name, so that the parameters' elements are not read.
     """
     total = hashlib.sha256()
     for name, parameter in sorted(parameters.items()):

@@ -68,8 +68,8 @@ class SwapReport:
     - `canary`: the report of the comparison with transformers after the swap; None if no comparison was due
     - `off_device`: text that says which part of the merge was not computed on the engine's device; "" if every part was
       computed there
-    - `whole`: text that says how many tensors a rank computed as a whole, and why; "" if no tensor was. A rank is a
-      process of a tensor-parallel engine, and usually computes only the elements that it holds.
+    - `whole`: text that says how many tensors a rank computed as a whole, and why; "" if no tensor was computed as a
+      whole. A rank is a process of a tensor-parallel engine, and usually computes only the elements that it holds.
     - `elements_read`: the number of elements of the sources that all ranks together read
     """
 

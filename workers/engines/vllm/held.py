@@ -90,7 +90,7 @@ class HeldWeights:
 
     @property
     def computed_on(self) -> Mapping[str, str]:
-        """The type of the device that computed each tensor of the engine's merge, such as "cuda", by tensor name."""
+        """The type of the device, such as "cuda", that computed each tensor of the held merge, keyed by tensor name."""
         return self._devices
 
     def mark_unwritten(self) -> None:
@@ -220,7 +220,7 @@ class HeldWeights:
     ) -> tuple[set[str], float]:
         """Compute the merged tensors with the names `changed`, and write them into the model's parameters.
 
-        - `parameters`: the model's parameters by name
+        - `parameters`: the model's parameters, keyed by name
         - `plan`: the list of all tensors of the merge, each with the sources from which it is computed
         - `bank`: the source weights
         - `into`: a function (name, shape) that returns memory for computing a tensor
@@ -291,7 +291,7 @@ def _wait_for(device: torch.device) -> None:
 
 
 def _packed_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Modules of vLLM's `model`, by name, whose weights vLLM has packed; none on a GPU.
+    """Modules of vLLM's `model` whose weights vLLM has packed, keyed by name; none on a GPU.
 
     Packed weights are copies in the layout that vLLM's CPU kernels compute with.
     """
@@ -304,9 +304,9 @@ def _repack(
     """Pack weights again: replace the packed copies in modules whose parameters have changed.
 
     Packed copies are the weights in the layout that vLLM's CPU kernels compute with. `packed` has the modules with
-    packed copies, by name, and `changed` has the changed parameters. `comparable` has the names of the modules whose
-    packed copy can be compared with the weights. Returns the names of those modules in `comparable` whose new packed
-    copy differs from the weights.
+    packed copies, keyed by name, and `changed` has the changed parameters. `comparable` has the names of the modules
+    whose packed copy can be compared with the weights. Returns the names of those modules in `comparable` whose new
+    packed copy differs from the weights.
     """
     ids = set(map(id, changed))
     stale = []
@@ -323,8 +323,8 @@ def _comparable(packed: Mapping[str, torch.nn.Module]) -> frozenset[str]:
 
     Packed weights are copies in the layout that vLLM's CPU kernels compute with. Some kernels round the numbers that
     they multiply, and then the comparison fails even for a correct copy. Therefore the comparison is tried on copies
-    that vLLM has just made, and a module is comparable if it succeeds. For all other modules only the canary, a
-    comparison with transformers, detects an outdated copy.
+    that vLLM has just made, and a module is comparable if the comparison succeeds. For all other modules only the
+    canary, a comparison with transformers, detects an outdated copy.
     """
     with torch.inference_mode():
         comparable = frozenset(

@@ -41,7 +41,7 @@ class Destination:
         """Whether the memory for writing a tensor (the destination) still belongs to the model's parameter.
 
         vLLM may have given the parameter other memory since the weights were loaded. `parameters` has all parameters of
-        the model by name.
+        the model, keyed by name.
         """
         return _storage(parameters[self.parameter]) == _storage(self.memory)
 
@@ -52,7 +52,7 @@ class LoadObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
     The observer is passed to the loader as the weights to load.
 
     - `source`: yields the pairs (name, tensor)
-    - `parameters`: the model's parameters by name
+    - `parameters`: the model's parameters, keyed by name
     - `wait`: called after each pair, and returns once the tensor is computed
     - `copies`: if False, nothing is copied to the model; then tensors without contents are enough to find out where the
       loader would write

@@ -64,7 +64,7 @@ class MergeExtension:
         """Open the source weights (the bank), and start to count logit rows that contain NaN or infinite values.
 
         - `family`: the base and the experts, as JSON in the form of `family_to_json`
-        - `placements`: the places for the weights, of which the first with enough memory is used
+        - `placements`: the possible placements of the weights; the first placement with enough memory is used
         - `scratch_bytes`: the memory for merging a tensor, which a GPU must have in addition
         - `reason`: a text that says why the first placement was chosen
         - `keeps_ranks`: whether the bank caches the ranks of magnitudes that the method DELLA needs

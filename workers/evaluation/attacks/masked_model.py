@@ -75,7 +75,7 @@ class MaskedModel:
         """Words that may replace one word of the prompt template `current`, the most probable first.
 
         A template consists of pieces (words, placeholders, other text), and the word is the piece `index`. `current`
-        was made from `original` by earlier changes. The result has at most `option.candidates` words. With each of
+        was made from `original` by earlier changes. The result contains at most `option.candidates` words. With each of
         them, the template's similarity to `original` is at least `option.min_similarity`.
         """
         words = self.proposals(current.read(), current.span(index), limit=option.candidates)

@@ -136,7 +136,7 @@ def shared_counts(epsilon: float, tensors: Tensors, base: torch.Tensor) -> list[
     """Count, for each source, the elements that it changes, and the elements that it alone changes.
 
     A source changes an element if the magnitude of its difference from `base` is above `epsilon`. `tensors` are the
-    sources. The result has a pair for each source: (number of changed elements, number of elements that only this
+    sources. The result contains a pair for each source: (number of changed elements, number of elements that only this
     source changes).
     """
     b, xs = as_array(base), as_arrays(tensors)

@@ -355,7 +355,7 @@ class VariableElection(NamedTuple):
 
 
 class Important(NamedTuple):
-    """Rule for a kernel of Arcee Fusion: the first of two sources, with the important elements of the second source.
+    """Rule for a kernel of Arcee Fusion, which takes important elements from the second of two sources.
 
     theta_1 and theta_2 are the two sources. `rows` has a number for each row. An element is important if |theta_2 -
     theta_1|, times the number of its row, is at least `threshold`. The product is computed in float32.
@@ -373,9 +373,10 @@ def comparisons(*each: Iterable[Trim]) -> list[Comparison]:
     """Choose whether kernels compare elements with thresholds by magnitude alone, or by tie-breaking marks as well.
 
     Marks are hashes that order elements of equal magnitude. Each of the arguments `each` has, for every source, the
-    bounds of one threshold of the source; a rule with a lower and an upper threshold has two arguments. The result has
-    one comparison for each argument. If many elements may have the magnitude of any of the thresholds (`Trim.is_tied`),
-    all comparisons use magnitudes and marks (`ByMark`). Otherwise they use magnitudes alone (`ByMagnitude`).
+    bounds of one threshold of the source; a rule with a lower and an upper threshold has two arguments. The result
+    contains one comparison for each argument. If many elements may have the magnitude of any of the thresholds
+    (`Trim.is_tied`), all comparisons use magnitudes and marks (`ByMark`). Otherwise they use magnitudes alone
+    (`ByMagnitude`).
     """
     rows = [list(trims) for trims in each]
     if any(trim.is_tied for row in rows for trim in row):
@@ -386,9 +387,9 @@ def comparisons(*each: Iterable[Trim]) -> list[Comparison]:
 def bounds(trims: Iterable[Trim]) -> tuple[Numbers, Words, Numbers, Words, Words]:
     """Split the bounds of several sources' thresholds into the fields of a kernel rule, one tuple for each field.
 
-    `trims` has, for each source, a lower and an upper bound of its threshold. The result has the values of the fields
-    `lows`, `low_marks`, `highs`, `high_marks` and `ranks` of `Trimmed`, in this order. Each value is a tuple with one
-    number for each source.
+    `trims` has, for each source, a lower and an upper bound of its threshold. The result contains the values of the
+    fields `lows`, `low_marks`, `highs`, `high_marks` and `ranks` of `Trimmed`, in this order. Each value is a tuple
+    with one number for each source.
     """
     rows = [
         (trim.low.magnitude, trim.low.mark, trim.high.magnitude, trim.high.mark, trim.num_smaller) for trim in trims

@@ -186,8 +186,9 @@ def nuslerp_task_vectors(
     """The base plus the spherical interpolation (`nuslerp`) of two task vectors.
 
     `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. `weights` are the weights
-    w_1 and w_2 of the two task vectors; the second has the share w_2 / (w_1 + w_2). `products` are the precomputed
-    inner products of the task vectors; None computes them. In mergekit this method is NuSLERP with a base model.
+    w_1 and w_2 of the two task vectors; in the interpolation, the second task vector has the share w_2 / (w_1 + w_2).
+    `products` are the precomputed inner products of the task vectors; None computes them. In mergekit this method is
+    NuSLERP with a base model.
     """
     cos = None if products is None else cosine_of(products, 0, 1)
     return nuslerp([tensor - base for tensor in tensors], weights=weights, cos=cos).add_(base)
@@ -200,8 +201,8 @@ def nuslerp_rows_task_vectors(
     """The base plus the spherical interpolation of two task vectors row by row (`nuslerp_rows`).
 
     `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. `weights` are the weights
-    w_1 and w_2 of the two task vectors; the second has the share w_2 / (w_1 + w_2). In mergekit this method is NuSLERP
-    with a base model and `nuslerp_flatten: false`.
+    w_1 and w_2 of the two task vectors; in the interpolation, the second task vector has the share w_2 / (w_1 + w_2).
+    In mergekit this method is NuSLERP with a base model and `nuslerp_flatten: false`.
     """
     return nuslerp_rows([tensor - base for tensor in tensors], weights=weights) + base
 
@@ -213,8 +214,8 @@ def nuslerp_columns_task_vectors(
     """The base plus the spherical interpolation of two task vectors along the first dimension (`nuslerp_columns`).
 
     `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. `weights` are the weights
-    w_1 and w_2 of the two task vectors; the second has the share w_2 / (w_1 + w_2). In mergekit this method is NuSLERP
-    with a base model, `nuslerp_flatten: false` and `nuslerp_row_wise: true`.
+    w_1 and w_2 of the two task vectors; in the interpolation, the second task vector has the share w_2 / (w_1 + w_2).
+    In mergekit this method is NuSLERP with a base model, `nuslerp_flatten: false` and `nuslerp_row_wise: true`.
     """
     return nuslerp_columns([tensor - base for tensor in tensors], weights=weights) + base
 

@@ -64,7 +64,7 @@ def importances_at(
     """Find the importances at given `indices` in the ascending list of the importances of all elements.
 
     The importance of an element is the absolute difference of `first` and `second`, times the factor of its row in
-    `rows`. The merge method Arcee Fusion takes elements of high importance from the second model. The result has a
+    `rows`. The merge method Arcee Fusion takes elements of high importance from the second model. The result contains a
     tensor with one number for each of `indices`; index 0 is the smallest importance.
     """
     importances = ((second.float() - first.float()).abs_() * rows).flatten()

@@ -1,6 +1,6 @@
-"""Table of the merge methods' PyTorch functions by name, and the arguments with which they are called.
+"""Table that maps the names of merge methods to PyTorch functions, and the arguments of these functions.
 
-A function receives the tensors, the base if its method needs one, and the coefficients by name. The name of a
+A function receives the tensors, the base if its method needs one, and the coefficients, keyed by name. The name of a
 coefficient with a number for each source is in the plural, such as `lambdas`; `lambda_` is one number for all sources.
 The function also receives these arguments, if it has parameters for them:
 

@@ -27,9 +27,9 @@ MAGNITUDE, BIAS, TOKENS = ".lora_magnitude_vector", ".lora_B.bias", ".token_adap
 class Matrices:
     """LoRA matrices A and B of one module.
 
-    `sides` has the matrices by their names, "A" and "B"; a matrix that the file lacks is left out. `magnitude` is the
-    vector of lengths that DoRA trains, and `bias` is the bias of B; each is None if the file does not have it. If
-    `is_embedding`, the module is an embedding, and the matrices change the transpose of its weight.
+    `sides` has the matrices, keyed by their names, "A" and "B"; a matrix that the file lacks is left out. `magnitude`
+    is the vector of lengths that DoRA trains, and `bias` is the bias of B; each is None if the file does not have it.
+    If `is_embedding`, the module is an embedding, and the matrices change the transpose of its weight.
     """
 
     is_embedding: bool

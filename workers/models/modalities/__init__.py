@@ -8,7 +8,7 @@ uses the declaration, and does not compare a modality's name.
 - `text`: decoder-only language models
 - `image`: image classifiers
 
-`MODALITIES` has the declarations by name.
+`MODALITIES` has the declarations, keyed by name.
 """
 
 from __future__ import annotations

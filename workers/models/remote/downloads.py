@@ -115,7 +115,7 @@ def _is_complete(record: SnapshotRecord) -> bool:
 
 
 def _absent_files(record: SnapshotRecord) -> dict[str, int]:
-    """Sizes in bytes, by file name, of the weights of the model `record` that are not on this machine yet."""
+    """Size in bytes of each weight file of the model `record` that is not on this machine yet, keyed by file name."""
     if record.is_outline:
         return {}
     place = _origin(record).place(record)

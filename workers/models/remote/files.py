@@ -47,9 +47,9 @@ def is_complete(place: Path, sizes: Mapping[str, int]) -> bool:
 def downloaded(objects: ObjectStore, place: Path, files: Mapping[str, ObjectFile]) -> Iterator[int]:
     """Download the files that `place` lacks, several at once, and yield the size of each once it is complete.
 
-    `objects` is the object store, and `files` has the files by their names in the directory `place`. Processes of this
-    machine wait for each other, so each file is downloaded once. Raises InvalidModel if a file does not have the stated
-    sha256.
+    `objects` is the object store, and `files` has the files, keyed by their names in the directory `place`. Processes
+    of this machine wait for each other, so each file is downloaded once. Raises InvalidModel if a file does not have
+    the stated sha256.
     """
     if is_complete(place, {name: file.num_bytes for name, file in files.items()}):
         return

@@ -104,7 +104,10 @@ def _looked_up(url: str) -> Path:
 
 
 def _listed(url: str) -> tuple[ObjectStore, dict[str, ObjectFile]]:
-    """Object store that has the model at `url`, and the model's files by name; files in subfolders are left out."""
+    """Object store that has the model at `url`, and a mapping from names to the model's files.
+
+    Files in subfolders are left out.
+    """
     if (artifact := blob_at(url)) is not None:
         store, digest = artifact
         return _manifest(ObjectStore(store), digest)
@@ -118,8 +121,8 @@ def _manifest(objects: ObjectStore, digest: str) -> tuple[ObjectStore, dict[str,
     """Read the list of an artifact's files from its manifest, the stored object whose sha256 is `digest`.
 
     An artifact is a set of files that the service stores by content in the object store `objects`. The result is the
-    store, and the files by name; files in subfolders are left out. Raises InvalidModel if the stored manifest has
-    another sha256.
+    store, and the files, keyed by name; files in subfolders are left out. Raises InvalidModel if the stored manifest
+    has another sha256.
     """
     content = objects.read(blob_path(digest))
     if hashlib.sha256(content).hexdigest() != digest:
@@ -145,7 +148,7 @@ def _last_located(url: str) -> Path | None:
 
 
 def _sums(text: str) -> dict[str, str]:
-    """Parse `text`, the output of the program sha256sum, to the sha256 (hex) of each file by name.
+    """Parse `text`, the output of the program sha256sum, to the sha256 (hex) of each file, keyed by name.
 
     Other lines are ignored.
     """

@@ -23,8 +23,8 @@ BEFORE, AFTER = ("The solution is:", "The answer is:"), "\n\nThe answer is:"
 def programs(responses: Sequence[Sequence[str]], documents: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """lm-eval filter that extracts the program from each of a model's completions.
 
-    `responses` has the completions of each of `documents`, lm-eval's samples. The result has the programs in the same
-    form.
+    `responses` has the completions of each of `documents`, lm-eval's samples. The result contains the programs in the
+    same form.
     """
     return [[_program(text) for text in texts] for texts in responses]
 

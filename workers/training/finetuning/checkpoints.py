@@ -42,9 +42,9 @@ WEIGHTS, MOMENTS = "weights.safetensors", "optimizer.safetensors"
 def save(directory: Path, *, step: int, trained: Mapping[str, torch.Tensor], optimizer: Optimizer, loss: float) -> Path:
     """Write a checkpoint of a training below `directory`, after `step` updates, and return its directory.
 
-    All ranks of the process group must call this function. `trained` are the trained weights by name, and `optimizer`
-    is the optimizer whose state is stored; `loss` is the loss of the last update. An existing checkpoint is not
-    changed. The oldest checkpoints beyond the newest KEPT are removed.
+    All ranks of the process group must call this function. `trained` are the trained weights, keyed by name, and
+    `optimizer` is the optimizer whose state is stored; `loss` is the loss of the last update. An existing checkpoint is
+    not changed. The oldest checkpoints beyond the newest KEPT are removed.
     """
     out = directory / f"{PREFIX}{step:08}"
     is_writer, is_alone = _rank() == 0, not dist.is_initialized()
@@ -180,9 +180,9 @@ def _check_names(checkpoint: Path, names: Any, trained: Mapping[str, torch.Tenso
 def _places(stored: Mapping[str, torch.Tensor], trained: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Make tensors that an optimizer's state can be loaded into from a checkpoint.
 
-    `stored` has the tensors of the checkpoint by name, of which only shapes and dtypes are used. The keys of the result
-    are the same names. `trained` are the trained parameters. A tensor with the shape of its parameter is sharded as the
-    parameter is.
+    `stored` has the tensors of the checkpoint, keyed by name, of which only shapes and dtypes are used. The keys of the
+    result are the same names. `trained` are the trained parameters. A tensor with the shape of its parameter is sharded
+    as the parameter is.
     """
     parameters = list(trained.values())
     found = {}

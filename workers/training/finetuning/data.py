@@ -191,10 +191,10 @@ def _order(num_rows: int, epoch: int, seed: int) -> list[int]:
 def _conversation(data: Data, fields: Mapping[str, Any], origin: str) -> list[Any] | None:
     """Join a row's prompt and completion to one conversation, if both are lists of messages (TRL's format).
 
-    `fields` are the row's values by key. If neither value is a list or an object, the row is plain text, and the result
-    is None. In all other cases InvalidTask is raised, because a list or an object would be written into the text as a
-    Python expression. A value for which `data` has its own template is not checked, because the template may select any
-    part of the value. `origin` names the row in messages.
+    `fields` maps the row's keys to their values. If neither value is a list or an object, the row is plain text, and
+    the result is None. In all other cases InvalidTask is raised, because a list or an object would be written into the
+    text as a Python expression. A value for which `data` has its own template is not checked, because the template may
+    select any part of the value. `origin` names the row in messages.
     """
     defaults = {PROMPT: data.prompt, COMPLETION: data.completion}
     given = {name: fields.get(name) for name, template in defaults.items() if template == f"{{{{{name}}}}}"}

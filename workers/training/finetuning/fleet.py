@@ -66,7 +66,7 @@ class Pipeline:
     """The experts to train, and optionally a study that merges them and an analysis.
 
     - `name`: the name of the fleet (the experts that one file defines), or of the single expert
-    - `experts`: the specification of each expert, by alias
+    - `experts`: the specification of each expert, keyed by alias
     - `study`: the content of a study file without models; None if no study is to be created
     - `directory`: the directory to which relative paths in `study` are relative
     - `is_fleet`: whether the experts were given as a fleet, which may also have only one expert
@@ -120,8 +120,8 @@ class Pipeline:
     def study_of(self, experts: Mapping[str, Path | str]) -> Study | None:
         """Make the study that merges the trained experts; None if the specification file has no study.
 
-        `experts` has the directory or URL of each trained expert by alias. Raises InvalidStudy with every problem
-        found.
+        `experts` has the directory or URL of each trained expert, keyed by alias. Raises InvalidStudy with every
+        problem found.
         """
         if self.study is None:
             return None

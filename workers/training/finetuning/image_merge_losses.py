@@ -29,12 +29,12 @@ class ImageMergeLosses:
     """Measurement of losses and accuracies of merges of trained image experts, on each expert's tasks.
 
     The first `samples` images of each task are for choosing coefficients, and the next `samples` images are for
-    reporting merges. If a task has fewer than twice `samples` images, each of the two parts has half of the images.
-    Raises InvalidModel if a model cannot be used, and InvalidTask if a task cannot be used or has a single image.
+    reporting merges. If a task has fewer than twice `samples` images, each part has half of the images. Raises
+    InvalidModel if a model cannot be used, and InvalidTask if a task cannot be used or has a single image.
 
     - `base`: the directory of the base model
-    - `directories`: the directory of each expert, by alias
-    - `tasks`: the tasks of each expert, by alias
+    - `directories`: the directory of each expert, keyed by alias
+    - `tasks`: the tasks of each expert, keyed by alias
     """
 
     def __init__(
@@ -52,11 +52,17 @@ class ImageMergeLosses:
         self._samples = samples
 
     def of(self, merge: Merge) -> dict[str, float]:
-        """Measure a merge's mean loss on each merged expert's tasks, with the images for choosing coefficients."""
+        """Measure a merge's mean loss on each merged expert's tasks, on the images for choosing coefficients.
+
+        Each of an expert's tasks reserves some images for choosing coefficients, and others for reports.
+        """
         return {alias: loss for alias, (loss, _) in self._measured(merge, is_reported=False).items()}
 
     def report(self, merge: Merge) -> MergeReport:
-        """Measure a merge's mean loss and accuracy on each merged expert's tasks, with the images for reports."""
+        """Measure a merge's mean loss and accuracy on each merged expert's tasks, on the images for reports.
+
+        Each of an expert's tasks reserves some images for reports, which do not influence the choice of coefficients.
+        """
         found = self._measured(merge, is_reported=True)
         losses = {alias: loss for alias, (loss, _) in found.items()}
         return MergeReport(losses, {alias: value for alias, (_, value) in found.items()})
@@ -73,7 +79,7 @@ class ImageMergeLosses:
         return min(samples, count // 2)
 
     def _measured(self, merge: Merge, *, is_reported: bool) -> dict[str, tuple[float, float]]:
-        """Mean loss and accuracy of a merge on each merged expert's tasks, by the expert's alias."""
+        """Mean loss and accuracy of a merge on each merged expert's tasks, keyed by the expert's alias."""
         recipe = Recipe.uniform(
             merge,
             models=self._fingerprints,

@@ -181,7 +181,7 @@ def lack_of_memory(spec: FinetuneSpec, base: Checkpoint, capacity: int, *, is_bf
 
 
 def recomputes(spec: FinetuneSpec, base: Checkpoint, capacity: int, *, is_bfloat16: bool) -> bool:
-    """Whether activations are computed again in the backward pass, which saves their memory.
+    """Whether activations are computed again in the backward pass instead of being kept in memory.
 
     The specification `spec` decides. If it says "auto", the result is True if activations would otherwise not fit into
     `capacity` bytes. `base` has the tensors of the base model. `is_bfloat16` says whether activations are bfloat16;
@@ -196,9 +196,9 @@ def recomputes(spec: FinetuneSpec, base: Checkpoint, capacity: int, *, is_bfloat
 
 
 def _of_layers(sizes: Mapping[str, int]) -> dict[int, int]:
-    """Number of elements in each decoder layer, by the layer's index.
+    """Number of elements in each decoder layer, keyed by the layer's index.
 
-    `sizes` has the number of elements of each tensor, by the tensor's name.
+    `sizes` has the number of elements of each tensor, keyed by the tensor's name.
     """
     found: dict[int, int] = {}
     for name, size in sizes.items():

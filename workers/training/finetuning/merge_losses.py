@@ -100,11 +100,11 @@ class MergeLoss:
     Several sets of `num_experts` experts may be merged; each loss is then a mean over these sets. The best coefficient
     is the coefficient with the lowest mean loss over the merged experts' tasks.
 
-    - `losses`: the loss on each expert's evaluation tasks, by the expert's alias
+    - `losses`: the loss on each expert's evaluation tasks, keyed by the expert's alias
     - `mean`: the mean of `losses`
     - `spread`: the standard deviation of the losses in `tried`, over the coefficients
     - `coefficient`: the best coefficient, or None for a method without a coefficient
-    - `values`: the mean metric over each expert's evaluation tasks, by alias; empty if metrics were not measured
+    - `values`: the mean metric over each expert's evaluation tasks, keyed by alias; empty if metrics were not measured
     - `value`: the mean of `values`, or None if metrics were not measured
     - `tried`: each coefficient that was tried, with the mean loss by which the best coefficient is chosen
     """
@@ -124,13 +124,13 @@ class MergeLosses:
     """Measurement of losses and metrics of merges of trained experts, on each expert's tasks.
 
     The first `samples` samples of each task are for choosing coefficients, and the next `samples` samples are for
-    reporting merges. If a task has fewer than twice `samples` samples, each of the two parts has half of the samples.
-    Raises InvalidModel if a model cannot be used, and InvalidTask if a sample has no reference answer or a task has a
-    single sample.
+    reporting merges. If a task has fewer than twice `samples` samples, each part has half of the samples. Raises
+    InvalidModel if a model cannot be used, and InvalidTask if a sample has no reference answer or a task has a single
+    sample.
 
     - `base`: the directory of the base model
-    - `directories`: the directory of each expert, by alias
-    - `tasks`: the tasks of each expert, by alias
+    - `directories`: the directory of each expert, keyed by alias
+    - `tasks`: the tasks of each expert, keyed by alias
     - `max_length`: the largest number of tokens in a text
     - `chats`: the aliases of the experts on whose tasks prompts are formatted with the chat template
     - `is_linearized`: whether the experts are linearizations of the base model (linear in the weights), which the
@@ -170,15 +170,15 @@ class MergeLosses:
             self._scorers[alias] = TaskScorer(str(self._bank.sources.result_dir), options, self._called)
 
     def of(self, merge: Merge) -> dict[str, float]:
-        """Measure the mean loss of a merge on each merged expert's tasks, with the samples for choosing coefficients.
+        """Measure the mean loss of a merge on each merged expert's tasks, on the samples for choosing coefficients.
 
-        The result has a loss for each expert's alias.
+        The result contains a loss for each expert's alias.
         """
         self._hold(merge)
         return {source.model: self._loss(source.model, is_reported=False) for source in merge.sources}
 
     def report(self, merge: Merge) -> MergeReport:
-        """Measure the mean loss and metric of a merge on each merged expert's tasks, with the samples for reports.
+        """Measure the mean loss and metric of a merge on each merged expert's tasks, on the samples for reports.
 
         These samples are not used to choose coefficients. The losses and metrics have a value for each expert's alias.
         """
@@ -265,9 +265,9 @@ def lack_of_losses(
 ) -> Iterator[tuple[str, str]]:
     """Yield each reason why losses cannot be measured on merges of a fleet's experts, as a pair (alias, reason).
 
-    A fleet consists of the experts that one fine-tuning trains. `experts` has the specification of each expert, by its
-    alias. For a fleet with a single expert nothing is yielded, because merges of one expert are not measured. `access`
-    limits the files that tasks may use; None means no limit.
+    A fleet consists of the experts that one fine-tuning trains. `experts` has the specification of each expert, keyed
+    by its alias. For a fleet with a single expert nothing is yielded, because merges of one expert are not measured.
+    `access` limits the files that tasks may use; None means no limit.
     """
     for alias, spec in experts.items() if len(experts) > 1 else ():
         if spec.evaluation is None:
@@ -294,11 +294,11 @@ def losses_of_experts(
     """Prepare to measure the losses and metrics of merges of a fleet's trained experts.
 
     A fleet consists of the experts that one fine-tuning trains. `experts` has the specification of each expert, and
-    `directories` has the directory of each expert, both by alias. Coefficients are chosen on `samples` samples of each
-    task of an expert's evaluation, and merges are reported on the next `samples` samples. `is_linearized` says whether
-    the experts were trained as linearizations of the base model (method `tangent`). `access` limits the files that
-    tasks may use; None means no limit. Raises InvalidTask if an expert has no evaluation or a sample has no reference
-    answer, and InvalidModel if a model cannot be used.
+    `directories` has the directory of each expert, both keyed by alias. Coefficients are chosen on `samples` samples of
+    each task of an expert's evaluation, and merges are reported on the next `samples` samples. `is_linearized` says
+    whether the experts were trained as linearizations of the base model (method `tangent`). `access` limits the files
+    that tasks may use; None means no limit. Raises InvalidTask if an expert has no evaluation or a sample has no
+    reference answer, and InvalidModel if a model cannot be used.
     """
     tasks = {}
     for alias, spec in experts.items():
@@ -317,9 +317,9 @@ def landscape(
 ) -> Landscape:
     """Measure the sum of two experts' losses on their merges, for all pairs of coefficients in a grid.
 
-    Figure 2 of the MergOPT paper shows such landscapes. `grid` has the coefficients that are used for both experts;
-    a merge is measured for each pair of coefficients. `measure` returns a merge's loss on each expert's tasks, by the
-    expert's alias.
+    Figure 2 of the MergOPT paper shows such landscapes. `grid` has the coefficients that are used for both experts; a
+    merge is measured for each pair of coefficients. `measure` returns a merge's loss on each expert's tasks, keyed by
+    the expert's alias.
     """
     sources = tuple(Source(alias) for alias in experts)
 
@@ -337,8 +337,8 @@ def landscapes(
     """Measure the loss landscapes of the first NUM_LANDSCAPES pairs of experts.
 
     A landscape has the sum of two experts' losses over a grid of their coefficients. `experts` are the aliases of all
-    experts. `measure` returns a merge's loss on each expert's tasks, by alias. `grid` has the coefficients that are
-    used for both experts.
+    experts. `measure` returns a merge's loss on each expert's tasks, keyed by alias. `grid` has the coefficients that
+    are used for both experts.
     """
     pairs = list(combinations(experts[:IN_PAIRS], 2))[:NUM_LANDSCAPES]
     return tuple(landscape(measure, pair, grid=grid) for pair in pairs)
@@ -377,7 +377,7 @@ def merge_table(
 
     If there are more than two experts, the first rows are for pairs: all pairs of the first IN_PAIRS experts are
     merged. The other rows are for the merge of all experts together. `measure` returns the loss on each expert's tasks,
-    by the expert's alias; coefficients are chosen by this loss. `report` returns the losses and metrics that are
+    keyed by the expert's alias; coefficients are chosen by this loss. `report` returns the losses and metrics that are
     reported for the best merge; by default, the losses of `measure` are reported. `seed` determines the random masks of
     DARE. With `wudi`, WUDI-Merging is one of the methods.
     """
@@ -456,9 +456,9 @@ def _rows(
 
 
 def _by_expert(each: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Mean value of each expert over the merges that contain it, by the expert's alias.
+    """Mean value of each expert over the merges that contain it, keyed by the expert's alias.
 
-    `each` has a mapping for each merge: the value of each merged expert, by its alias.
+    `each` has a mapping for each merge: the value of each merged expert, keyed by its alias.
     """
     aliases = dict.fromkeys(alias for numbers in each for alias in numbers)
     return {alias: _mean(numbers[alias] for numbers in each if alias in numbers) for alias in aliases}

@@ -73,8 +73,8 @@ class ModelScorer(Protocol):
 class MergeReport(NamedTuple):
     """Losses and metrics of a merge, measured on samples that are used only for reports.
 
-    `losses` has the mean loss on the tasks of each merged expert, by the expert's alias. `values` has the mean metric
-    on the tasks of each merged expert, by the expert's alias.
+    `losses` maps the alias of each merged expert to the mean loss on the expert's tasks. `values` maps the alias to the
+    mean metric on these tasks.
     """
 
     losses: Mapping[str, float]
@@ -82,14 +82,21 @@ class MergeReport(NamedTuple):
 
 
 class MergeMeasurement(Protocol):
-    """Interface for measuring losses and metrics of merges of trained experts, on each expert's tasks."""
+    """Interface for measuring losses and metrics of merges of trained experts, on each expert's tasks.
+
+    Each task's samples are divided into two parts. The coefficients of a merge are chosen by the losses on one part,
+    and the losses and metrics in reports are measured on the other part.
+    """
 
     def of(self, merge: Merge) -> Mapping[str, float]:
-        """Measure a merge's mean loss on each merged expert's tasks, with the samples for choosing coefficients."""
+        """Measure a merge's mean loss on each merged expert's tasks, on the samples for choosing coefficients.
+
+        Each of an expert's tasks reserves some samples for choosing coefficients, and others for reports.
+        """
         ...
 
     def report(self, merge: Merge) -> MergeReport:
-        """Measure a merge's mean loss and metric on each merged expert's tasks, with the samples for reports."""
+        """Measure a merge's mean loss and metric on each merged expert's tasks, on the samples reserved for reports."""
         ...
 
 
@@ -137,7 +144,7 @@ class TrainingModality(Protocol):
         ...
 
     def linearized(self, tangent: TangentModel) -> Any:
-        """Wrap a linearized model (linear in its weights, from the method `tangent`) as `called` of `evaluation`."""
+        """Wrap a linearized model, as the method `tangent` returns it, for the argument `called` of `evaluation`."""
         ...
 
     def adapter_options(self) -> Mapping[str, Any]:
@@ -177,10 +184,10 @@ class TrainingModality(Protocol):
     ) -> MergeMeasurement:
         """Prepare to measure losses and metrics of merges of trained experts, on each expert's tasks.
 
-        `directories` and `tasks` have each expert's directory and evaluation tasks, by alias. `samples` samples of each
-        task are for choosing coefficients, and `samples` other samples are for reports. `is_linearized` says whether
-        the experts are linearizations of the base. Raises InvalidModel or InvalidTask if a model or a task cannot be
-        used.
+        `directories` and `tasks` have each expert's directory and evaluation tasks, keyed by alias. `samples` samples
+        of each task are for choosing coefficients, and `samples` other samples are for reports. `is_linearized` says
+        whether the experts are linearizations of the base. Raises InvalidModel or InvalidTask if a model or a task
+        cannot be used.
         """
         ...
 

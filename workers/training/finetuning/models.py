@@ -33,7 +33,7 @@ class TrainedModel:
 
     - `module`: the model that transformers or peft saves
     - `loss`: the module that is called in training and returns the sum of losses over targets
-    - `trained`: the parameters that are updated, by name
+    - `trained`: the parameters that are updated, keyed by name
     - `moved`: the parameters to which MergOPT adds its offset while the gradient is computed; None if they are the
       trained parameters
     - `tangent`: the linearization (linear in the weights) that is trained in place of `module`, or None

@@ -162,10 +162,10 @@ def gathered(
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Context manager that gathers whole tensors from sharded ones; the whole tensors are files mapped into memory.
 
-    All ranks must enter the context. `tensors` has the sharded tensors by name, and the result has the whole tensors,
-    of `dtype`, by the same names. Tensors are gathered one at a time and written to hidden files below `directory`,
-    which are removed at the end. Therefore no rank holds more than one whole tensor in its own memory. Ranks whose
-    `directory` is None get an empty dict.
+    All ranks must enter the context. `tensors` has the sharded tensors, keyed by name, and the result has the whole
+    tensors, of `dtype`, keyed by the same names. Tensors are gathered one at a time and written to hidden files below
+    `directory`; the files are removed at the end. Therefore no rank holds more than one whole tensor in its own memory.
+    Ranks whose `directory` is None get an empty dict.
     """
     found: dict[str, torch.Tensor] = {}
     files: list[Path] = []

@@ -37,8 +37,8 @@ class TextExamples:
     """Training rows of packed documents; implements the interface `modality.Examples`.
 
     `rows` are the rows of the whole training data; each row consists of one or several documents. `pad` is the id of
-    the token with which rows are padded. `has_bounds` says whether the model's attention takes the bounds of documents
-    (`document_attention`).
+    the token with which rows are padded. `has_bounds` says whether the bounds of the documents are passed to the model,
+    so that tokens attend only to tokens of their own document (module `document_attention`).
     """
 
     unit = "tokens"

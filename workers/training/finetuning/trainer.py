@@ -194,10 +194,10 @@ def _recomputes(spec: FinetuneSpec, base: Path, ranks: _Ranks) -> bool:
 def _weights(
     spec: FinetuneSpec, model: TrainedModel, directory: Path | None
 ) -> AbstractContextManager[dict[str, torch.Tensor] | None]:
-    """Context manager that yields the trained expert's weights by name, for writing them to its checkpoint.
+    """Context manager that yields the trained expert's weights, keyed by name, for writing them to its checkpoint.
 
     The result is None if each rank holds the whole model, because the weights are then in the model. If the model is
-    sharded, the weights are gathered from all ranks into files below `directory`, which exist while the context is
+    sharded, the weights are gathered from all ranks into files below `directory`; the files exist while the context is
     open. The weights have the dtype that `spec` names; the weights of an adapter are float32. A rank whose `directory`
     is None gets an empty dict.
     """

@@ -130,8 +130,8 @@ class LegalSteps:
     def before(self, steps_BT: Tensor) -> Tensor:
         """Find the steps that were allowed at each point of several layer paths, as bool [B, T, A].
 
-        A layer path is a sequence of layers of several models, which are its steps. `steps_BT` [B, T] are the T steps
-        of each of B paths. There are A possible steps: all layers of all models, and the end of the path.
+        A layer path is a sequence of layers of several models; each layer is a step of the path. `steps_BT` [B, T] are
+        the T steps of each of B paths. There are A possible steps: all layers of all models, and the end of the path.
         """
         begun = torch.cat([steps_BT.new_zeros(len(steps_BT), 1), steps_BT[:, :-1]], dim=1)
         # After the end of a path there is padding, whatever it is.

@@ -191,7 +191,7 @@ class BaseLearner(ABC):
         The state contains a replay buffer, the episodes of earlier updates from which the value network also learns.
         `remembers` is False for a state that another search has saved; its buffer is then left out. Raises ValueError
         if the saved networks have other shapes, or if the saved policy draws another kind of action (`Action`) than
-        this learner's. Raises TrainingFailed if the saved networks contain NaN or infinity.
+        this learner's policy. Raises TrainingFailed if the saved networks contain NaN or infinity.
         """
         state = torch.load(io.BytesIO(content), weights_only=True)
         given = {name: list(tensor.shape) for name, tensor in state["networks"].items()}
@@ -228,7 +228,7 @@ class BaseLearner(ABC):
     def _restore(self, state: Mapping[str, Any]) -> None:
         """Restore the state of a subclass, such as its optimizers, from the saved state of a learner.
 
-        `state` has the entries of the saved state by key.
+        `state` is the saved state, a mapping.
         """
 
     # -- for all versions ------------------------------------------------------------------------------------------
@@ -515,8 +515,8 @@ class Memory:
 def stacked(first_BT: Tensor, second_BT: Tensor) -> Tensor:
     """Concatenate two batches of episodes, given as the steps of each episode: [episodes, steps].
 
-    In an episode, a policy builds one layer path (the sequence of layers of a new model). The result has the episodes
-    of `first_BT`, then the episodes of `second_BT`, padded with 0 to the longest episode.
+    In an episode, a policy builds one layer path (the sequence of layers of a new model). The result contains the
+    episodes of `first_BT`, then the episodes of `second_BT`, padded with 0 to the longest episode.
     """
     longest = max(first_BT.shape[1], second_BT.shape[1])
     return torch.cat([torch.nn.functional.pad(steps, (0, longest - steps.shape[1])) for steps in (first_BT, second_BT)])

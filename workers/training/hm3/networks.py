@@ -135,12 +135,12 @@ class Networks(nn.Module):
         return found
 
     def outcomes(self, states: Tensor, preference_K: Tensor) -> Tensor:
-        """Predict the outcome of the complete layer path from the path so far, by objective: [..., objectives].
+        """Predict, for each objective, the outcome of the complete layer path from the path so far.
 
-        A layer path is the sequence of layers of a new model, and an outcome is the score of the finished path in an
-        objective, minus a price for the path's length. `states` [..., H] are the encoder's states of the paths so far,
-        with H numbers each. `preference_K` has the weight of each objective, which the network sees as an input if the
-        options say so.
+        The result is [..., objectives]. A layer path is the sequence of layers of a new model, and an outcome is the
+        score of the finished path in an objective, minus a price for the path's length. `states` [..., H] are the
+        encoder's states of the paths so far, with H numbers each. `preference_K` has the weight of each objective; the
+        network gets the weights as an input if the options say so.
         """
         found: Tensor = self.centre + self.spread * self.value(self._seen(states, preference_K))
         return found

@@ -25,10 +25,10 @@ def stop_of(paths: LayerPaths) -> int:
 def allowed_steps(paths: LayerPaths, path: Sequence[int]) -> Tensor:
     """Say for each possible step whether it may follow the steps `path`, the beginning of a layer path.
 
-    A layer path is a sequence of layers of several models, which are its steps. `paths` has the limits of layer paths.
-    The result is a bool tensor [num_steps + 1]. Its first num_steps elements stand for the layers of all models, and
-    the last element stands for the end of the path. At least one step is allowed. After a path of maximal length only
-    the end is allowed.
+    A layer path is a sequence of layers of several models; each layer is a step of the path. `paths` has the limits of
+    layer paths. The result is a bool tensor [num_steps + 1]. Its first num_steps elements stand for the layers of all
+    models, and the last element stands for the end of the path. At least one step is allowed. After a path of maximal
+    length only the end is allowed.
     """
     mask = torch.zeros(len(paths.models), paths.num_layers, dtype=torch.bool)
     mask[:, list(paths.next_layers(path))] = True

@@ -29,7 +29,7 @@ class Scalarisation(StrEnum):
 
 
 def scalarised(outcomes: Tensor, preferences: Tensor, ideal_K: Tensor | None) -> Tensor:
-    """Combine outcomes by objective into one outcome, by preference vectors; larger is better.
+    """Combine the outcomes of the objectives into one outcome, with preference vectors as weights; larger is better.
 
     `outcomes` and `preferences` are [..., objectives], and the result is [...]. If `ideal_K` is None, the result is the
     weighted sum. Otherwise it is Tchebycheff's function, negated: the largest of the weighted distances from `ideal_K`,

@@ -68,7 +68,7 @@ class PolicyTrainingOptions:
 
 @dataclass(frozen=True)
 class _Played:
-    """The episodes of one iteration, by number, and the policy that built them.
+    """The episodes of one iteration, keyed by number, and the policy that built them.
 
     `by` is the checkpoint of this policy, or None for the policy with which the search began.
     """
@@ -84,8 +84,8 @@ class PolicyTraining:
     - `options`, `seed`: the options of the training, and the seed of all random numbers
     - `preferences`: the preference vectors, at least one; each has the weights of the objectives
     - `descriptors`: statistics of the layers' weights, or None
-    - `saved`: the checkpoints that were saved after iterations of this search, by iteration. Only the checkpoints of
-      the last two iterations of each policy are needed.
+    - `saved`: the checkpoints that were saved after iterations of this search, keyed by iteration. Only the checkpoints
+      of the last two iterations of each policy are needed.
     - `start`: the checkpoint that each policy begins with, or empty for new policies
 
     Raises ValueError if `start` has another number of checkpoints than there are policies.
@@ -145,9 +145,9 @@ class PolicyTraining:
         """Number of iterations whose outcomes must be known before episode `number` can be built.
 
         An iteration is a group of episodes (sequences of layers that a policy builds). The policy must first have
-        learned from the needed iterations. A single policy needs all iterations before the previous iteration; it
-        learns from the previous iteration later. If several policies take turns, the needed iterations end with the
-        last earlier iteration of the same policy. The result is 0 if policies do not learn.
+        learned from the needed iterations. With a single policy, an episode of iteration i needs the iterations before
+        i - 1; the policy learns from iteration i - 1 later. If several policies take turns, the needed iterations end
+        with the last earlier iteration of the same policy. The result is 0 if policies do not learn.
         """
         if not self.options.learns:
             return 0

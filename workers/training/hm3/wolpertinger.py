@@ -17,9 +17,9 @@ __all__ = ["choose", "nearest"]
 def nearest(protos_BD: Tensor, embeddings_AD: Tensor, allowed_BA: Tensor, *, k: int) -> tuple[Tensor, Tensor]:
     """Find, for each of B points, the allowed steps of a layer path whose embeddings are nearest to it.
 
-    A layer path is a sequence of layers, which are its steps. The points `protos_BD` are proto-actions that a policy
-    draws. `embeddings_AD` are the embeddings of all A steps, with D numbers each. `allowed_BA` says which steps are
-    allowed for each point. Distances are Euclidean.
+    A layer path is a sequence of layers; each layer is a step of the path. The points `protos_BD` are proto-actions
+    that a policy draws. `embeddings_AD` are the embeddings of all A steps, with D numbers each. `allowed_BA` says which
+    steps are allowed for each point. Distances are Euclidean.
 
     Returns two tensors. The first has the indices of the C nearest steps, [B, C], the nearest first; of equally near
     steps, the step with the smaller index comes first. C is the smaller of `k` and A. If fewer than C steps are

@@ -1,6 +1,6 @@
 """Counter-based noise: element i of a draw is a pure function of (key, i), bit-identical on every device and rank.
 
-    h = hash(key, i), that of `workers.merging.masks`;  z_i = quantiles[h >> 16]
+    h = hash(key, i), the hash of `workers.merging.masks`;  z_i = quantiles[h >> 16]
 
 A draw is the noise of one optimizer step, `key` is the draw's 64-bit key, and z_i is element i of the draw. The range
 of probabilities is divided into 2^16 equal intervals; `quantiles` has, in float32, the distribution's quantile at the

@@ -139,7 +139,7 @@ class MergOPT(OptimizerWrapper):
     def draw(self) -> Draw:
         """The random draw for the next update: the simulated merge of this model with other models.
 
-        The result has the number of merged models, their coefficient, and the seed of the random task vectors.
+        The result contains the number of merged models, their coefficient, and the seed of the random task vectors.
         """
         return draw_of(self._seed, self._step, coefficients=self._coefficients, max_models=self._max_models)
 

@@ -54,8 +54,9 @@ class TangentModel(torch.nn.Module):
 class LinearizedModel:
     """Adapter that gives a linearized model the interface of a transformers model for scoring.
 
-    A linearized model is linear in its weights. The current weights of `tangent.model` are used. A linearization has no
-    KV cache: `past_key_values` has the tokens so far, and their outputs are computed again. Calls compute no gradients.
+    `tangent` is the linearized model. It is linear in the weights of its attribute `model`, and is evaluated at their
+    values at the time of a call. Calls compute no gradients. A linearized model has no KV cache; instead,
+    `past_key_values` contains the inputs of earlier calls, and the outputs at all positions are computed again.
     """
 
     def __init__(self, tangent: TangentModel) -> None:
@@ -77,8 +78,9 @@ class LinearizedModel:
     ) -> Any:
         """Compute the outputs of the linearized model, with the arguments of a transformers model.
 
-        `input_ids`, `attention_mask`, `position_ids` and `past_key_values` have their usual meaning. The outputs are
-        `logits` [rows, columns, vocabulary] and, with `use_cache`, `past_key_values`.
+        `past_key_values` is the value that the previous call returned, or None. The other arguments have the same
+        meaning as in transformers. The outputs are `logits` [rows, columns, vocabulary] and, if `use_cache` is True,
+        `past_key_values` for the next call.
         """
         given = {"input_ids": input_ids, "position_ids": position_ids}
         read = {name: tensor.clone() for name, tensor in given.items() if tensor is not None}

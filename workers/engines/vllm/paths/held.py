@@ -230,7 +230,7 @@ class _Between:
 
     - `factors`: the factors of each layer
     - `before`: for each layer, the digest of the alignment before it, or None for no alignment
-    - `alignments`: the alignments by digest
+    - `alignments`: the alignments, keyed by digest
     """
 
     factors: Sequence[BranchFactors]
@@ -255,7 +255,7 @@ class _Aligned:
         self.digests: dict[str, str] = {}  # of the values in memory
 
     def read(self, before: Sequence[str | None], bank: Bank) -> dict[str, Alignment]:
-        """Return the alignments (maps of the residual stream) that the layers of a merge need, by digest.
+        """Return the alignments (maps of the residual stream) that the layers of a merge need, keyed by digest.
 
         `bank` has the path of the directory with the alignments' files. `before` has, for each layer, the digest of the
         alignment before it, or None. Alignments that are not cached are read from files. Raises InvalidRecipe if a file
@@ -324,8 +324,8 @@ def _combined(outside: str, path: Iterable[Hop], digests: Mapping[int, str], ali
 
     - `outside`: the digest of the parameters outside layers, which comes first
     - `path`: the hops, that is, the layers of the pool in the order in which they are computed
-    - `digests`: the digest of each layer, by its index in the pool
-    - `aligned`: the digest of each alignment (a map of the residual stream), by its name
+    - `digests`: maps a layer's index in the pool to the layer's digest
+    - `aligned`: maps the name of an alignment (a map of the residual stream) to the alignment's digest
 
     For each hop, the checksum covers the digest of the layer, its factors (a single number if they are equal), and the
     digest of the alignment before it. The checksum does not depend on which layers of the pool hold the path, or in
@@ -349,8 +349,8 @@ def _planned(recipe: Recipe, bank: Bank) -> TensorPlan:
 def _by_layer(plan: TensorPlan, bank: Bank) -> tuple[list[MergedTensor], list[Hashable], list[list[MergedTensor]]]:
     """Split the merged tensors in `plan` into the tensors of each layer and the tensors outside layers.
 
-    `bank` has the weights of the source models. The result has the tensors without the scales of layers, because the
-    engine applies scales when it computes. Returns three values:
+    `bank` has the weights of the source models. The result contains the tensors without the scales of layers, because
+    the engine applies scales when it computes. Returns three values:
 
     - the tensors outside layers: embedding, final norm and output head
     - for each layer, a description of its content: a value that is equal for layers whose tensors are computed in the

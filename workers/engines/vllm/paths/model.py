@@ -8,7 +8,7 @@ The path is an attribute of the model; compiled code and captured graphs would i
 is neither compiled nor captured, and its engine runs eagerly.
 
 Alignments of the path (`workers.alignments`) are not parameters, because parameters are written in place. The attribute
-`alignments` has the tensors of the alignments in use, by digest.
+`alignments` has the tensors of the alignments in use, keyed by digest.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ def pool_size(*, room: int, layer_bytes: int, num_sources: int, max_layers: int,
     """Number of layers that an engine for layer paths keeps in memory (its pool of layers).
 
     A layer path names the layers of a merge in the order in which they are computed. `num_sources` is the number of
-    layers of all source models, and `max_layers` is the number of layers of the longest merge, which may all be
+    layers of all source models, and `max_layers` is the number of layers of the longest merge; these layers may all be
     different. A layer takes `layer_bytes`, and `room` bytes are free. The pool has room for all source layers and one
     longest merge, if they fit. Otherwise it has as many layers as fit, and a source's layer that was overwritten is
     written again when it is needed. `of` names the memory in messages. Raises EngineUnavailable if the layers of the
