@@ -96,7 +96,7 @@ def check_failing(opened: Visit, views: Iterable[tuple[str, str]]) -> None:
         settled(tab)
         tab.unroute_all()
     for tab in tabs.values():
-        expect(tab.get_by_role("alert")).to_have_count(0, timeout=15_000)  # the page tries again by itself
+        expect(tab.get_by_role("alert")).to_have_count(0, timeout=60_000)  # the page tries again by itself
         settled(tab)
 
 

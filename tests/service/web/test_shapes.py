@@ -124,9 +124,9 @@ def test_every_view_of_a_shape(browser: Browser, tmp_path: Path, shape: str) -> 
         summary = http.get(f"/v1/studies/{study.id}/summary").json()
         for view in VIEWS:
             page = opened.goto(f"/studies/{study.id}{view}")
-            expect(page.get_by_role("heading", level=1)).not_to_have_text("This view has failed")
+            expect(page.get_by_role("heading", level=1)).not_to_have_text("This view has failed", timeout=20_000)
             expect(page.get_by_text("Loading", exact=True)).to_have_count(0, timeout=20_000)
-            expect(page.get_by_role("heading", level=1)).not_to_have_text("This view has failed")
+            expect(page.get_by_role("heading", level=1)).not_to_have_text("This view has failed", timeout=20_000)
             if view == "" and not summary["holdout"]:
                 expect(page.get_by_text(NO_HOLDOUT[study.state])).to_be_visible()
             if view == "" and summary["holdout"]:
