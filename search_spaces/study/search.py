@@ -73,9 +73,12 @@ ADAMERGING: Mapping[str, Any] = {"steps": 500, "learning_rate": 1e-3, "schedule"
 
 class GradientOptions(Section):
     loss: Literal["auto", "cross_entropy", "entropy"] = "auto"
-    """What descents minimise. cross_entropy: the cross-entropy of right answers; entropy: that of predictions, which
-    needs no labels, for tasks of images; auto: cross_entropy where a task has right answers, else entropy. With
-    entropy, the defaults of `steps`, `learning_rate`, `schedule` and `start` are those of AdaMerging.
+    """Loss that descents minimise.
+
+    - cross_entropy: the cross-entropy of right answers
+    - entropy: the entropy of predictions, which needs no labels; only for tasks of images. The defaults of `steps`,
+      `learning_rate`, `schedule` and `start` are then the values of AdaMerging.
+    - auto: cross_entropy for tasks with right answers, entropy for tasks without
     """
     steps: Annotated[int, Field(ge=1, le=100_000)] = 48
     """The number of gradients of one descent. With loss: entropy, 500 by default."""

@@ -143,11 +143,13 @@ def bench() -> PathBench:
 
 @dataclass(frozen=True)
 class Found:
-    """What an arm found with one seed.
+    """Result of an arm with one seed.
 
-    `best` is its merge, `volume` the hypervolume of its front on SAMPLES search images of each task, `front` [merges,
-    tasks, images] the answers of the front's merges to FRONT_IMAGES held-out images of each task, and `different` the
-    number of different merges that it scored.
+    - `best`: the arm's merge
+    - `volume`: hypervolume of the arm's front on SAMPLES search images of each task
+    - `front`: which of FRONT_IMAGES held-out images of each task each merge of the front has right, [merges, tasks,
+      images]
+    - `different`: number of different merges that the arm scored
     """
 
     best: Arm
@@ -173,7 +175,7 @@ def spec_of(name: str, seed: int) -> SearchSpec:
 
 
 def found_by(name: str, seed: int) -> Found:
-    """What an arm found with one seed, from its file or measured now."""
+    """Result of an arm with one seed, read from its file if there is one, else measured."""
     settings: dict[str, Any] = {"arm": name, "seed": seed, "tasks": list(TASKS), "samples": [SAMPLES, FULL]}
     if name in SEARCHES:
         settings["spec"] = asdict(spec_of(name, seed))

@@ -143,7 +143,7 @@ def searched(family: Path, kind: str, name: str) -> dict[str, Any]:
 
 
 def study_figures(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """What an arm keeps of a study's summary."""
+    """Figures of a study's summary that an arm stores."""
     verification = summary["verification"]
     return {
         "state": summary["state"],

@@ -154,7 +154,7 @@ def gpu_groups_get_their_gpus(manifests: Manifests) -> Iterator[str]:
 
 @rule
 def checks_know_the_nodes_of_engines(manifests: Manifests) -> Iterator[str]:
-    """The API and the head, which have no GPU, are told which machines engines will have, to check studies for them."""
+    """The API and the head have no GPU; a variable lists the machines of engines, so that they can check studies."""
     groups = [group for spec in manifests.clusters for group in spec["workerGroupSpecs"] if group["maxReplicas"]]
     limits = [group["template"]["spec"]["containers"][0]["resources"]["limits"] for group in groups]
     expected = tuple(

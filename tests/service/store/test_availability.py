@@ -180,7 +180,7 @@ def test_a_study_goes_on_after_its_database_was_killed(
 
 
 def test_artifacts_wait_too(store: Store, server: PostgreSQL, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """What a driver stores as an artifact is stored once the database answers."""
+    """An artifact of a driver is stored once the database answers."""
     directory = tmp_path_factory.mktemp("artifact")
     (directory / "file").write_text("x")
     job = new_writer(store).job_id

@@ -175,7 +175,7 @@ def test_adamerging_steps_at_a_constant_rate_from_its_start() -> None:
 
 
 def test_classifiers_have_no_completions() -> None:
-    """Where losses mislead and models do not complete prompts, SMAC proposes at once."""
+    """SMAC proposes at once if losses mislead and the models do not complete prompts."""
     steps: list[Any] = []
     propose(NUM_BASELINES, steps, known=baselines(sign=-1.0), setting=replace(SETTING, has_completions=False))
     assert kinds(steps) == ["losses"] * 5 + ["note"]

@@ -94,7 +94,7 @@ CASES = [
 
 
 def hardest_space(name: str) -> Parameters:
-    """Of the spaces that a searcher can search, the last one in SPACES, which makes most demands."""
+    """The last space in SPACES that a searcher can search; later spaces make more demands."""
     found: Parameters = next(space for space in reversed(SPACES.values()) if can(name, space))
     return found
 

@@ -72,7 +72,7 @@ def test_a_lost_picture_does_not_hide_others(visitor: Visit, pictured: JobRecord
 
 
 def test_images_without_labels_are_not_judged(visitor: Visit, pictured: JobRecord) -> None:
-    """Where nothing is right or wrong there are no such words, counts or filters, and no empty class."""
+    """Samples without labels have no words, counts or filters about right and wrong, and no empty class."""
 
     def unlabelled(route: Route) -> None:
         answer = route.fetch().json()

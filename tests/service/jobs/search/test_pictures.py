@@ -1,4 +1,4 @@
-"""What a driver stores of the images of a study: small pictures beside prompts, within a limit of bytes."""
+"""A driver stores small pictures of a study's images beside the prompts, within a limit of bytes."""
 
 from __future__ import annotations
 
