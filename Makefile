@@ -80,10 +80,13 @@ serve: install web
 	$(BIN)/mergesearch serve --data $(SERVER_DIR)
 
 # One part after the other: at the same time they start so many processes that tests of time limits fail. The linters
-# take the time that the first part leaves. Nothing runs beside the second: Ray's own processes have a low priority.
+# take the time that the first part leaves. Nothing runs beside the second: Ray's own processes have a low priority. The
+# second runs even if the first fails, so that one run names every failure.
 test: install web
-	$(MAKE) --no-print-directory --jobs=2 test-others beside-lint
-	$(MAKE) --no-print-directory test-heavy
+	@status=0; \
+	$(MAKE) --no-print-directory --keep-going --jobs=2 test-others beside-lint || status=$$?; \
+	$(MAKE) --no-print-directory test-heavy || status=$$?; \
+	exit $$status
 
 beside-lint: install
 	@mkdir -p build && echo "make lint has begun; its output follows when it has ended"

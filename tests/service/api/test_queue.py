@@ -334,8 +334,8 @@ def test_bytes_of_exports_are_limited_for_a_team(company: Company) -> None:
 
 
 def is_locked(company: Company) -> bool:
-    """Whether a request holds the database's write lock at this moment."""
-    with closing(sqlite3.connect(company.server.data_dir / "mergesearch.db", timeout=0, isolation_level=None)) as other:
+    """Whether the database's write lock is held for as long as the caller waits here: another writer would let it go."""
+    with closing(sqlite3.connect(company.server.data_dir / "mergesearch.db", timeout=3, isolation_level=None)) as other:
         try:
             other.execute("BEGIN IMMEDIATE")
         except sqlite3.OperationalError:
