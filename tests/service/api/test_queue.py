@@ -334,7 +334,7 @@ def test_bytes_of_exports_are_limited_for_a_team(company: Company) -> None:
 
 
 def is_locked(company: Company) -> bool:
-    """Whether the database's write lock is held for as long as the caller waits here: another writer would let it go."""
+    """Whether the database is locked for longer than another writer would lock it: by the thread that asks."""
     with closing(sqlite3.connect(company.server.data_dir / "mergesearch.db", timeout=3, isolation_level=None)) as other:
         try:
             other.execute("BEGIN IMMEDIATE")
