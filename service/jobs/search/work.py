@@ -21,6 +21,7 @@ from service.resolved_study import ResolvedStudy
 from service.store.accounts import AccountStore
 from service.studies.chains import OpenStudy, keep_sources, on_server
 from service.studies.policies.start import with_start
+from service.studies.preflight.dtype import with_stored_dtype
 from service.studies.preflight.models import check_unchanged
 from service.studies.preflight.result import PreflightResult
 from service.studies.warm_start import with_warm_start
@@ -112,11 +113,9 @@ def continue_study(
             tracing.span("wait for engines", {"mergesearch.job": writer.job_id, "mergesearch.replicas": replicas}),
             known_machines(machines),  # engines that are planned for GPUs never start on the CPU
         ):
-            family, options = preflight.models.family, preflight.engine_options
+            family = preflight.models.family
             on_gpus = runs_on_gpus(family, gpu_need())
-            # "auto" stays where engines choose the stored dtype by themselves, so that studies share applications.
-            if options.dtype == "auto" and stored not in (None, "bfloat16" if on_gpus else "float32"):
-                options = options.model_copy(update={"dtype": stored})
+            options = with_stored_dtype(preflight.engine_options, stored, on_gpus=on_gpus)
             application = app_name(family, options, on_gpus=on_gpus)
             with telling_starts(application, heartbeat, attempt.progressed):
                 opened = attempt.resources.scorer(family, options, replicas)

@@ -14,6 +14,7 @@ from typing import Any
 
 from service.cluster.session import RaySession
 from service.disk import data_dir_of
+from service.engine_machines import gpu_need
 from service.errors import Conflict, NotFound
 from service.jobs.base import Attempt
 from service.jobs.completers import Completers, Place
@@ -24,9 +25,12 @@ from service.jobs.serving.models import engine_models
 from service.jobs.serving.openai import Gate, openai_app
 from service.jobs.serving.request import ServingRequest
 from service.jobs.serving.trials import ServedTrials
+from service.resolved_study import ResolvedStudy
 from service.store.documents import ENDPOINT
+from service.studies.preflight.dtype import with_stored_dtype
 from service.types import JobRecord, JobState
 from workers.errors import EngineUnavailable, InvalidModel
+from workers.serving.deployment import runs_on_gpus
 
 __all__ = ["work"]
 
@@ -57,10 +61,16 @@ def work(attempt: Attempt) -> None:
     idle_s = 60.0 * request.idle_minutes
     timer, gate, secret = IdleTimer(idle_s), Gate(), secrets.token_urlsafe(32)
     app = openai_app(ServedTrials(attempt.store, study.id), gate, secret=secret, timer=timer)
+    stored = ResolvedStudy.of(study).dtype
     with (
         attempt.resources.ray() as session,
         _interruptible(),
-        attempt.resources.completers(family, options, job.id, idle_s) as completers,
+        attempt.resources.completers(
+            family,
+            with_stored_dtype(options, stored, on_gpus=runs_on_gpus(family, gpu_need())),
+            job.id,
+            idle_s,
+        ) as completers,
         _listening(app, session) as url,
     ):
         attempt.writer.set_document_named(ENDPOINT, {"url": url, "secret": secret, "attempt": attempt.writer.attempt})

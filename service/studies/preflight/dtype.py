@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 from service.engine_machines import runs_on_gpus
 
 if TYPE_CHECKING:
+    from search_spaces.study.engine import EngineOptions
     from search_spaces.study.file import Study
     from service.resolved_study import ResolvedStudy
     from workers.models.family import ResolvedFamily
 
-__all__ = ["DTYPE_BYTES", "dtype_note", "engine_dtype"]
+__all__ = ["DTYPE_BYTES", "dtype_note", "engine_dtype", "with_stored_dtype"]
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -29,6 +30,18 @@ def engine_dtype(study: Study, resolved: ResolvedStudy | None = None) -> str:
     if resolved is not None and resolved.dtype is not None:
         return resolved.dtype
     return "bfloat16" if runs_on_gpus(on_vllm=study.engine.backend == "vllm") else "float32"
+
+
+def with_stored_dtype(options: EngineOptions, stored: str | None, *, on_gpus: bool) -> EngineOptions:
+    """Engine options with which engines compute in the dtype that a study has stored.
+
+    `stored` is that dtype; None for a study that an earlier version stored. `on_gpus` says whether the engines run on
+    GPUs. A dtype other than "auto" stays. "auto" stays if engines on these machines choose the stored dtype by
+    themselves, so that studies share the applications of replicas, whose names depend on the options.
+    """
+    if options.dtype != "auto" or stored in (None, "bfloat16" if on_gpus else "float32"):
+        return options
+    return options.model_copy(update={"dtype": stored})
 
 
 def dtype_note(study: Study, sources: ResolvedFamily | None) -> str:

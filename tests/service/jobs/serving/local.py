@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from search_spaces.study.engine import EngineOptions
 from service.jobs.completers import Completer, Place
 from service.jobs.heartbeat import Heartbeat
 from service.jobs.serving.engines import IdleTimer
@@ -39,8 +40,13 @@ class LocalCompleter:
 
 @dataclass
 class LocalCompleters:
-    """Replicas in this process, on a cluster with `num_gpus` GPUs; `history` tells what was opened and closed."""
+    """Replicas in this process, on a cluster whose GPUs and free GPUs `gpus` counts.
 
+    `history` lists what was opened and closed.
+    `engine` has the options that the replicas would be started with.
+    """
+
+    engine: EngineOptions | None = None
     gpus: tuple[float, float] = (0.0, 0.0)
     options: dict[str, Any] = field(default_factory=dict)
     open_places: list[Place] = field(default_factory=list)

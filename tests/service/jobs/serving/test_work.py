@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from search_spaces.errors import InvalidStudy
+from search_spaces.study.engine import EngineOptions
 from service.cluster.session import RaySession
 from service.disk import job_dir
 from service.jobs.base import RequestContext, Resources
@@ -32,7 +33,8 @@ def resources(completers: LocalCompleters) -> Resources:
         raise AssertionError("a served study neither scores nor trains")
 
     @contextmanager
-    def opened(*_: Any) -> Iterator[LocalCompleters]:
+    def opened(_: Any, engine: EngineOptions, *__: Any) -> Iterator[LocalCompleters]:
+        completers.engine = engine
         yield completers
 
     session = RaySession(is_own=True, dashboard_url=None)
@@ -110,6 +112,18 @@ def test_driver_serves_until_it_is_idle(site: Site) -> None:
     assert progress is not None
     assert progress["engine"] == "scorer"
     assert progress["requests"] >= 2
+
+
+@pytest.mark.parametrize(("on_gpus", "dtype"), [(False, "auto"), (True, "float32")])
+def test_served_study_keeps_its_dtype(site: Site, monkeypatch: pytest.MonkeyPatch, on_gpus: bool, dtype: str) -> None:
+    """A study that was checked for CPUs is served in float32 where `dtype: auto` would now be bfloat16."""
+    monkeypatch.setattr("service.jobs.serving.work.runs_on_gpus", lambda *_: on_gpus)
+    study = finished(site).job_id
+    assert site.store.job(study).accepted["dtype"] == "float32"
+    with Driver(site, study) as driver:
+        driver.until(driver.answers)
+        assert driver.completers.engine is not None
+        assert driver.completers.engine.dtype == dtype
 
 
 def test_renamed_job_is_served(site: Site) -> None:
