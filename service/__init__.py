@@ -1,9 +1,8 @@
 """The command line, the HTTP server, and the drivers of jobs.
 
-A package imports only packages listed below it, and the modules at the end of the list.
+Packages, of which each imports only packages below it and the modules:
 
 - `cli`: commands and what they print
-- `server`: the process of the serve command
 - `api`: the HTTP API
 - `web`: the web page over the HTTP API
 - `client`: Python client of the HTTP API
@@ -11,13 +10,17 @@ A package imports only packages listed below it, and the modules at the end of t
 - `notifications`: tells users by webhooks and e-mail that jobs have ended or wait
 - `jobs`: the kinds of job, their requests and drivers
 - `merges`: merges without a search
-- `studies`: studies before and after their search: checks, exports, chains
+- `studies`: what happens before and after a search: checks, exports, and studies that start from results of other jobs
 - `tune`: the search, on Ray Tune
 - `results`: statistics, result files and the report
 - `cluster`: connections to Ray, and the thread that keeps a driver running for every job
 - `auth`: identification of the users who send requests, by API tokens
 - `schemas`: the shapes of result files and of the API's documents
 - `store`: jobs and their results in SQL
+
+Modules:
+
+- `server`: the process of the serve command, which imports all packages
 - `resolved_study`: the stored models, tasks, rungs and objectives of an accepted study file
 - `engine_machines`: the machines on which engines run, as an installation declares them
 - `worker_process`: a separate process for heavy or risky calls

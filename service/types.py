@@ -710,7 +710,7 @@ class NoticeKind(StrEnum):
     """Kind of change of a job of which users can be notified, by a webhook or by e-mail.
 
     - COMPLETE, FAILED, CANCELLED, PAUSED: the job has reached this state
-    - WAITING: the job has waited too long for the same reason
+    - WAITING: the job has waited for longer than a limit, and the reason why it waits has not changed in this time
     """
 
     COMPLETE = "complete"

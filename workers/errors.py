@@ -61,8 +61,8 @@ class InvalidModel(WorkerError, ValueError):
 class InvalidTask(WorkerError, ValueError):
     """Raised if a task cannot be evaluated: it is unknown, runs code, has malformed data or too few samples.
 
-    `field` is the wrong part of the objective that names the task: "task" or a key in the task, "metric", "filter",
-    "split", "num_fewshot" or "max_tokens".
+    `field` is the field of the objective that is wrong: "metric", "filter", "split", "num_fewshot", "max_tokens",
+    "task", or a key inside the task if the task is a mapping.
     """
 
     def __init__(self, message: str, field: str = "task") -> None:

@@ -186,10 +186,10 @@ class AlignedSpace(LayeredSpace, Protocol):
 
     @property
     def pool(self) -> Mapping[str, Recipe]:
-        """Recipes of the models that provide layers for paths, keyed by the models' names.
+        """The models that provide layers for paths, each as a recipe, keyed by name.
 
-        A path is the sequence of the layers of a merge. The property `pairs`, which lists pairs of layers, uses the
-        same names.
+        A recipe of the pool is one source model unchanged, or a merge of source models. A path is the sequence of the
+        layers of a merge. The property `pairs`, which lists pairs of layers, uses the same names.
         """
         ...
 

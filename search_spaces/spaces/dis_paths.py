@@ -312,10 +312,12 @@ class DisPaths:
         """Reset values of blocks that do not influence the merge, so that equal merges have equal blocks.
 
         A block's path is the sequence of layers that a merge uses in place of a few adjacent layers of the base. If
-        `retains` is set, an empty path means the base's own layers; otherwise it means no layers. Two kinds of scale
-        have no influence, and become 1: the scale of a block that adds no layers and, if scales multiply the residual
-        stream, the scale of the last block that adds layers, because the final norm cancels it. Other scales are
-        rounded. If `retains` is set, a path that lists exactly the base's own layers becomes the empty path.
+        `retains` is set, an empty path means the base's own layers; otherwise it means no layers. A path that lists
+        exactly the base's own layers becomes the empty path if `retains` is set.
+
+        A scale that has no influence becomes 1; other scales are rounded. The scale of a block without layers has no
+        influence. If scales multiply the residual stream, the scale of the last block with layers has no influence
+        either, because the final norm cancels it.
         """
         base = self.own(self.base) if self.retains and self.base in self.models else None
         paths = [() if block.path == base else block.path for block in blocks]

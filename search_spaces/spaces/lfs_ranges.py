@@ -23,9 +23,9 @@ SEED = 0
 
 @dataclass(frozen=True)
 class RangedMethod:
-    """A merge method whose coefficients LFS searches in the ranges of the method's declaration.
+    """A merge method that declares ranges of its coefficients; the LFS space searches the coefficients in these ranges.
 
-    Coefficients without such a range keep their defaults.
+    Coefficients without a declared range keep their defaults.
     """
 
     method: MergeMethod

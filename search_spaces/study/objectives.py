@@ -190,7 +190,7 @@ def _tag_of_task(value: object) -> str | None:
 
 
 class ScoredTask(Section):
-    """A named metric on the samples of a task."""
+    """A task, the metric that is computed on its samples, and the name that the user gives to the metric's values."""
 
     name: Name
     task: Annotated[

@@ -106,8 +106,8 @@ def create_app(
         store: Database of jobs (studies and fine-tunings) and their results.
         cluster: The cluster that runs the drivers, which are the processes that work on jobs.
         data_dir: Directory of exported models, artifacts and the files of jobs.
-        preflight: Checks of submitted jobs; by default a PreflightProcess whose jobs may read the files of
-            `default_access`.
+        preflight: Checks of submitted jobs. By default they run in a PreflightProcess, and jobs may read the files of
+            `service.api.preflight_process.default_access()`.
         hosts: Accepted values of the header Host, besides loopback names and the address of the server.
         prefix: Path prefix below which the routes are served too, such as `/mergesearch`; empty for none.
         keep: Limits on the age and total size of exported models; by default `ExportLimits()`.

@@ -1,7 +1,7 @@
 """Violations of the constraints on a study's objectives.
 
-A bound may be relative to a source model. Such a bound uses the source model's value on the samples on which a trial is
-compared.
+A bound may be relative to a source model's value. This value is then computed on the same samples as the value of the
+trial that must keep to the bound.
 """
 
 from __future__ import annotations

@@ -155,7 +155,7 @@ class RefinementStage:
 
     @property
     def is_started(self) -> bool:
-        """Whether the search is over because the trials to refine have been chosen."""
+        """Whether refinement has started: the search has ended, and the trials to refine have been chosen."""
         return self._paths is not None
 
     @property

@@ -146,7 +146,7 @@ class ConfinedTask(TaskProcess):
         self._remove()
 
     def _begin(self) -> Any:
-        """Start the sandboxed process, and return the facts about the task's lm-eval tasks that it sends."""
+        """Start the sandboxed process, receive its description of each lm-eval task, and return these descriptions."""
         place = str(self._directory)
         environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
         offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": f"{place}/huggingface"}

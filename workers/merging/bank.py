@@ -368,13 +368,14 @@ class Bank:
         stacks_experts: bool = False,
         compiles: bool = True,
     ) -> tuple[ModelMagnitudes, ...]:
-        """Magnitude thresholds of one tensor of each source, for merges that trim whole models (`trim: model`).
+        """Thresholds by which one tensor of each source is trimmed in merges that trim whole models (`trim: model`).
 
-        Such a merge keeps the largest elements of the task vector over all tensors of a model. `sources` and `base`
-        name the tensor in each model, as (alias of the model, name of the tensor).
+        Such a merge keeps the largest elements of the task vector over all tensors of a model, so a threshold follows
+        from all tensors of the model. `sources` and `base` name the tensor to trim in each model, as (alias of the
+        model, name of the tensor). The result contains an object for each source, with a threshold for each of its
+        ranks.
 
-        - `ranks`: for each source, the numbers of elements that the whole model keeps; there is a threshold for each
-          number
+        - `ranks`: for each source, the numbers of elements that the whole model keeps
         - `masks`: for each source, the (density, seed) of a random mask of the task vector, or None for no mask
         - `stacks_experts`: whether all experts of a layer's mixture are one tensor
         - `compiles`: whether compiled kernels may be used, which give the same result

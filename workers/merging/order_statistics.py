@@ -135,14 +135,13 @@ class TieOrder:
 
 @dataclass(frozen=True)
 class Trim:
-    """Lower and upper bound (`low`, `high`) of the magnitude threshold that keeps a given number of elements.
+    """Lower and upper bound (`low`, `high`) of the threshold that keeps a given number of elements.
 
-    Elements are ordered by magnitude, and equal magnitudes by a mark, a number that breaks ties. To keep n elements,
-    the threshold is the magnitude and the mark of the n-th largest element. If the bounds are equal, they are the
-    threshold. Otherwise the threshold is the magnitude and mark of one of the elements strictly between the bounds;
-    there are fewer than `SPACING` such elements. `num_smaller` is the number of elements between the bounds that are
-    smaller than the threshold's element. `is_tied` is true if more than `MOST_LEFT` elements may have magnitudes from
-    the magnitude of `low` to the magnitude of `high`.
+    Elements are ordered by the pair (magnitude, mark); the mark is a number that breaks ties. To keep n elements, the
+    threshold is the pair of the n-th largest element. If `low` equals `high`, this pair is the threshold. Otherwise
+    fewer than `SPACING` elements lie strictly between the bounds, and the threshold is the pair of the one element that
+    is larger than exactly `num_smaller` of the others. `is_tied` says whether the range of magnitudes from `low` to
+    `high` may contain more than `MOST_LEFT` elements.
     """
 
     low: Threshold

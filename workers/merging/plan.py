@@ -68,7 +68,7 @@ def computations(recipe: Recipe | TensorPlan, bank: Bank) -> dict[str, Hashable]
 def check_recipe(recipe: Recipe, bank: Bank) -> None:
     """Check that a recipe can be merged from the source models in `bank`.
 
-    Raises InvalidRecipe, InvalidModel or EvidenceMismatch if the recipe cannot be merged.
+    Raises the exceptions of `plan_tensors`.
     """
     plan_tensors(recipe, bank)
 

@@ -42,8 +42,8 @@ class ModelTensor(NamedTuple):
     """One tensor of an expert, and the same tensor of its base.
 
     `order` is the rule that breaks ties between elements of equal magnitude. `mask` is the (density, key) of a random
-    mask (DARE); None is no mask. With a mask, the task vector is divided by the density where the mask keeps an
-    element, and is zero elsewhere.
+    mask (DARE), where the key is the seed of its random numbers; None is no mask. With a mask, the task vector is
+    divided by the density where the mask keeps an element, and is zero elsewhere.
     """
 
     source: torch.Tensor

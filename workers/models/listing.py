@@ -71,8 +71,9 @@ def find_models(
     """Find models with weights in safetensors files below the directories of `access`.
 
     Args:
-        access: The directories that may be read. None allows all directories; then only `under` is searched.
-        under: An absolute directory to search. By default, all directories that may be read are searched.
+        access: The directories that may be read. None allows all directories.
+        under: An absolute directory to search. If it is None, the directories of `access` are searched; if `access` is
+            None too, nothing is found.
         text: Text that the name, directory or architecture must have; case is ignored. None accepts every model.
         limit: Maximum number of models.
         max_entries: Number of files and directories after which the search ends.

@@ -282,7 +282,7 @@ def _added_by_others(
     token. The result does not depend on the order of the models.
 
     Raises InvalidModel if the base's tokenizer has tokens without a row in the embedding. Raises InvalidModel also if a
-    token of the result is not an added token of another model's tokenizer, but part of that tokenizer's own vocabulary.
+    model has a token of the result in its tokenizer's trained vocabulary (such as BPE) rather than as an added token.
     """
     base, *others = models
     problems = []

@@ -51,10 +51,10 @@ def _heatmap(
 ) -> Any:
     """Draw the coefficients `found` of one expert as a heatmap, with a row for each layer and a column for each part.
 
-    `layers` are the numbers of the layers from input to output; they are thinned evenly if there are too many.
-    `columns` are the names of the parts of a layer. The coefficients outside of the layers, such as the embedding's
-    coefficient, get separate rows above or below the rows of the layers. A coefficient of the size `largest` has the
-    full colour.
+    `layers` are the numbers of the layers from input to output; if there are too many for the figure, only evenly
+    spaced layers get a row. `columns` are the names of the parts of a layer. The coefficients outside of the layers,
+    such as the embedding's coefficient, get separate rows above or below the rows of the layers. A coefficient of the
+    size `largest` has the full colour.
     """
     inside = [index for index, c in enumerate(found) if c.layer is not None]
     shown = evenly(layers, MAX_LAYERS)

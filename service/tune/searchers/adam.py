@@ -1,7 +1,7 @@
-"""Gradient descent with Adam, recomputed from stored gradients, and the minibatches of the gradients.
+"""Gradient descent with Adam, and the draw of the samples (minibatch) of each gradient.
 
-Adam is algorithm 1 of Kingma and Ba, "Adam: A Method for Stochastic Optimization", 2015. Nothing is kept between steps:
-a point follows from the start of its descent and the gradients of all steps up to it.
+Adam is algorithm 1 of Kingma and Ba, "Adam: A Method for Stochastic Optimization", 2015. The moments are not kept
+between steps: each point is computed anew from the start of its descent and the stored gradients of all earlier steps.
 """
 
 from __future__ import annotations

@@ -372,11 +372,10 @@ Rule = tuple[Any, ...]
 def comparisons(*each: Iterable[Trim]) -> list[Comparison]:
     """Choose whether kernels compare elements with thresholds by magnitude alone, or by tie-breaking marks as well.
 
-    Marks are hashes that order elements of equal magnitude. Each of the arguments `each` has, for every source, the
-    bounds of one threshold of the source; a rule with a lower and an upper threshold has two arguments. The result
-    contains one comparison for each argument. If many elements may have the magnitude of any of the thresholds
-    (`Trim.is_tied`), all comparisons use magnitudes and marks (`ByMark`). Otherwise they use magnitudes alone
-    (`ByMagnitude`).
+    Marks are hashes that order elements of equal magnitude. A rule has one or two thresholds for each source, a lower
+    and an upper one for example. Each argument is for one kind of threshold, and contains one `Trim` per source. The
+    result contains one comparison per argument. If at least one `Trim` is tied (`Trim.is_tied`), all comparisons use
+    magnitudes and marks (`ByMark`). Otherwise all comparisons use magnitudes alone (`ByMagnitude`).
     """
     rows = [list(trims) for trims in each]
     if any(trim.is_tied for row in rows for trim in row):

@@ -181,11 +181,12 @@ def karcher_weights(
     max_iter: int = KARCHER_STEPS,
     tol: float = KARCHER_TOLERANCE,
 ) -> list[float]:
-    """The factor of each tensor in `karcher`, from the weights and the inner products of the tensors.
+    """The factors with which `karcher` sums the tensors.
 
-    `karcher` computes the mean direction of the tensors by iteration. `products` has the inner products of all pairs of
-    tensors. Inner products are sufficient, because the mean direction is at every step a weighted sum of the tensors'
-    directions. There are at most `max_iter` steps, none shorter than `tol`.
+    `karcher` computes the weighted mean of the tensors' directions by iteration, with the weights `weights`. `products`
+    has the inner products of all pairs of tensors. Inner products are sufficient, because the mean direction is at
+    every step a weighted sum of the tensors' directions. The iteration ends after `max_iter` steps, or as soon as a
+    step would be shorter than `tol`.
     """
     if len(products) == 1:
         return [1.0]

@@ -2,7 +2,8 @@
 
 CACHE/tasks/s3:/BUCKET/FOLDER/FILE@VERSION/FILE    a data file
 CACHE/tasks/s3:/BUCKET/FOLDER@VERSION/FILE         an lm-eval YAML file, with the other files of its folder
-CACHE/tasks/....latest                             the version that was found last, for use if the store does not answer
+CACHE/tasks/s3:/BUCKET/FOLDER/FILE.latest          the version found last, which is used if the store does not answer
+CACHE/tasks/s3:/BUCKET/FOLDER.latest               the same for the folder of an lm-eval YAML file
 
 Versions that were not used for UNUSED_S are deleted when another version is downloaded.
 """

@@ -91,9 +91,8 @@ def _give(text: str) -> None:
     """Make `text` the standard input of a model's program, under both names: `sys.stdin` and `stdin`.
 
     `sys.stdin` becomes a stream of text. This stream has no attribute `buffer`, so the program cannot read bytes. The
-    module of the program has run `from sys import *` before this call, and may have imported `stdin` itself. In such a
-    program the name `stdin` stands for the earlier stream, so the read methods of this stream are replaced by methods
-    that read `text`.
+    program's module has run `from sys import *` before this call, so its name `stdin` still refers to the old stream.
+    The read methods of the old stream are therefore replaced by methods that read `text`.
     """
     lines = iter(text.split("\n"))
     vars(sys.stdin).update(read=lambda *_: text, readline=lambda *_: next(lines), readlines=lambda *_: text.split("\n"))

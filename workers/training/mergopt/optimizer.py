@@ -159,9 +159,10 @@ class MergOPT(OptimizerWrapper):
     def offset(self) -> Iterator[Draw]:
         """Context manager in which forward and backward passes use the parameters plus the offset of the next draw.
 
-        A draw is the merge that a step simulates. The offset is (K alpha - 1) z, for a merge of K models with
-        coefficient alpha and random task vectors z, or it is the offset of a merge with given experts (`task_vectors`).
-        Raises RuntimeError if contexts are nested.
+        A training step simulates a merge, whose random settings are the draw that the context yields. Without given
+        experts, the offset is (K alpha - 1) z: K is the number of merged models, alpha is their coefficient, and z is a
+        random vector that stands for the task vector of each model. With given experts (`task_vectors`), the offset is
+        the change that a merge with these experts makes to the parameters. Raises RuntimeError if contexts are nested.
         """
         if self._is_offset:
             raise RuntimeError("mergopt: offset() within offset()")

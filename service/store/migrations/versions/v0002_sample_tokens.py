@@ -1,4 +1,4 @@
-"""Migration: adds a column for the tokens of each sample's completions."""
+"""Migration: adds a column with the numbers of tokens of each sample's completions."""
 
 import sqlalchemy as sa
 from alembic import op

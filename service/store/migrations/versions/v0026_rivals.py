@@ -1,4 +1,4 @@
-"""Migration: adds the trial against which a scheduler has stopped a trial."""
+"""Migration: adds the rival of a trial that a scheduler stopped: the trial that was better."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -181,12 +181,12 @@ class HeldPath(HeldWeights):
 
 
 class _Checked:
-    """Cache of descriptions of layers in earlier recipes, so that a layer is planned only once.
+    """Cache of the contents of layers in earlier recipes, so that a layer is planned only once.
 
-    To plan a layer is to look up its tensors in the source models. A description is a hashable value, which is equal
-    for layers with equal weights; the method `add` caches it and `contents` looks it up. Recipes with merges of single
-    tensors, or with another vocabulary than the base's, are not cached. The cache is emptied when it has more than
-    about `most` layers.
+    To plan a layer is to look up its tensors in the source models. The content of a layer is a hashable value that is
+    equal for layers with equal weights. The method `add` stores the contents of a recipe's layers, and the method
+    `contents` returns them. Layers of recipes that merge single tensors, or that use another vocabulary than the
+    base's, are not stored. The cache is emptied when it has more than about `most` layers.
     """
 
     def __init__(self, most: int) -> None:
