@@ -1,6 +1,6 @@
 """Comparison of losses with scores over the baselines: it decides whether a search uses gradients.
 
-A gradient descent lowers losses on reference answers. This helps only for objectives for which a lower loss goes with a
+A gradient descent lowers losses on reference answers. This helps only for objectives for which a lower loss means a
 better score. Therefore, before any gradient, the baselines in the search space are ranked by their losses and by their
 costs. If the ranks disagree for an objective (for example because the references of a task that needs reasoning are
 bare answers), the source models' own correct completions are tried as references. If these ranks disagree too,
@@ -63,8 +63,8 @@ def compare(context: ProposalContext) -> LossesRequest | CompletionsRequest | No
     text = f"rank correlation over {len(known)} baselines: {_listed(found)}"
     failing = tuple(name for name, value in found.items() if value < MIN_CORRELATION)
     if not failing:
-        return _use(f"gradients are used: losses go with scores ({text})")
-    reason = f"losses do not go with scores ({text}; {MIN_CORRELATION:g} is needed)"
+        return _use(f"gradients are used: lower losses mean better scores ({text})")
+    reason = f"lower losses do not mean better scores ({text}; {MIN_CORRELATION:g} is needed)"
     if not setting.has_completions:
         return _refuse(reason, setting)
     if setting.first_fitted:

@@ -180,7 +180,8 @@ def test_classifiers_have_no_completions() -> None:
     propose(NUM_BASELINES, steps, known=baselines(sign=-1.0), setting=replace(SETTING, has_completions=False))
     assert kinds(steps) == ["losses"] * 5 + ["note"]
     assert steps[-1].request.label == (
-        "gradients are not used, smac proposes: losses do not go with scores (rank correlation over 5 baselines: "
+        "gradients are not used, smac proposes: lower losses do not mean better scores "
+        "(rank correlation over 5 baselines: "
         "math -1.00, text -1.00; 0.3 is needed)"
     )
 
@@ -248,7 +249,9 @@ def test_smac_replaces_misleading_losses() -> None:
     known = baselines(sign=-1.0)
     found = propose(NUM_BASELINES, steps, known=known)
     assert kinds(steps) == ["losses"] * 5 + ["completions", "note"]
-    assert steps[-1].request.label.startswith("gradients are not used, smac proposes: losses do not go with scores")
+    assert steps[-1].request.label.startswith(
+        "gradients are not used, smac proposes: lower losses do not mean better scores"
+    )
     assert "math -1.00, text -1.00" in steps[-1].request.label
     assert "too few correct completions (math 0, text 0; 8 are needed)" in steps[-1].request.label
     smac: Any = get_searcher("smac")
@@ -540,7 +543,9 @@ def test_descents_draw_completed_samples() -> None:
 def test_where_completions_say_nothing_either_smac_proposes() -> None:
     steps, (found, *_) = with_completions(compute=of_completions(-1.0))
     assert kinds(steps) == ["losses"] * 5 + ["completions"] + ["losses"] * 5 + ["note"]
-    assert steps[-1].request.label.startswith("gradients are not used, smac proposes: losses do not go with scores (")
+    assert steps[-1].request.label.startswith(
+        "gradients are not used, smac proposes: lower losses do not mean better scores ("
+    )
     assert steps[-1].request.label.endswith("nor do those on the sources' own correct completions (text -1.00)")
     smac: Any = get_searcher("smac")
     assert found == smac.advance(ProposalContext(PARAMETERS, number=NUM_BASELINES, seed=0, observations=baselines()))
