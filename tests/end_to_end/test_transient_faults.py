@@ -30,7 +30,7 @@ from tests.end_to_end.processes import started
 from tests.end_to_end.ray_dashboard import check_ray_dashboard
 from tests.end_to_end.server import Server, processes_of_ray, serving
 from tests.end_to_end.studies import undisturbed, write_small_study
-from tests.otlp_receiver import OtlpReceiver, otlp_receiver
+from tests.otlp_receiver import OtlpReceiver, ReceivedSpan, otlp_receiver
 from tests.prometheus import Prometheus
 from tests.service.tune.harness import trial_list
 
@@ -110,6 +110,7 @@ def test_hanging_actors_and_absent_model(study_file: Path, tmp_path: Path) -> No
     ):
         name = server.submit(study.canonical())
         rungs(server, name, 1)
+        receiver.wait(lambda: complete_phases(receiver))  # actors that are killed send no spans any more
         with scraping(server, tmp_path / "prometheus") as prometheus:
             started_at = time.monotonic()
             for actor in processes_of_ray(server, "ray::EvaluationTrainable"):
@@ -138,6 +139,12 @@ def test_hanging_actors_and_absent_model(study_file: Path, tmp_path: Path) -> No
     store.close()
 
 
+def complete_phases(receiver: OtlpReceiver) -> list[list[ReceivedSpan]]:
+    """The three nearest ancestors of each scored chunk of which all were received."""
+    ancestors = [receiver.parents(phase, 3) for phase in receiver.named("generate and score")]
+    return [found for found in ancestors if len(found) == 3]
+
+
 def check_traces(receiver: OtlpReceiver, study: str, *, num_drivers: int) -> None:
     """Check that each span of a replica leads to the study's submission, through chunk, trial and a driver."""
     (request,) = receiver.named("POST /v1/studies")
@@ -149,8 +156,7 @@ def check_traces(receiver: OtlpReceiver, study: str, *, num_drivers: int) -> Non
     assert {1, num_drivers} <= set(attempts) <= {*range(1, num_drivers + 1)}
     assert {receiver.parent_of(driver) for driver in drivers} == {request}
     assert {receiver.parent_of(span) for span in receiver.named("submit driver")} == {request}
-    ancestors = [receiver.parents(phase, 3) for phase in receiver.named("generate and score")]
-    complete = [found for found in ancestors if len(found) == 3]  # actors that were killed sent no spans
+    complete = complete_phases(receiver)
     assert len(complete) > 10
     used = set()
     for found in complete:
