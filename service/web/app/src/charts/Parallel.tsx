@@ -22,11 +22,14 @@ const SLICE = 200
 // Lines that are drawn while a range is moved.
 const MAX_WHILE_MOVING = 2000
 
+// Milliseconds after which a range that is not moved any more is told: a key that is held moves it many times a second.
+const SETTLED_MS = 150
+
 export type Ranges = Readonly<Record<string, Range>>
 
 /**
  * Trials as lines across axes. Each axis is a range slider, so that mouse and keyboard choose which trials are kept.
- * `onFilter` receives the ranges by column, and the kept trials, when a range has been moved.
+ * `onFilter` receives the ranges by column, once a range that was moved stays.
  */
 export function Parallel(props: { axes: readonly Axis[]; ranges: Ranges; onFilter: (ranges: Ranges) => void }) {
   const { axes, onFilter } = props
@@ -51,13 +54,25 @@ export function Parallel(props: { axes: readonly Axis[]; ranges: Ranges; onFilte
   useEffect(() => {
     latest.current = { ranges: props.ranges, onFilter }
   })
+  const pending = useRef<{ ranges: Ranges; timer?: number }>(undefined)
+  useEffect(() => () => window.clearTimeout(pending.current?.timer), [])
   const move = useCallback((column: string, range: Range) => {
-    setMoved((old) => ({ ...(old ?? latest.current.ranges), [column]: range }))
+    window.clearTimeout(pending.current?.timer)
+    pending.current = { ranges: { ...(pending.current ?? latest.current).ranges, [column]: range } }
+    setMoved(pending.current.ranges)
   }, [])
-  const end = useCallback((column: string, range: Range) => {
-    latest.current.onFilter({ ...latest.current.ranges, [column]: range })
-    setMoved(undefined)
-  }, [])
+  const end = useCallback(
+    (column: string, range: Range) => {
+      move(column, range)
+      const { ranges: settled } = pending.current!
+      pending.current!.timer = window.setTimeout(() => {
+        pending.current = undefined
+        latest.current.onFilter(settled)
+        setMoved(undefined)
+      }, SETTLED_MS)
+    },
+    [move],
+  )
   return (
     // oxlint-disable-next-line jsx-a11y/no-noninteractive-tabindex
     <div className="wide" tabIndex={0} role="region" aria-label="Axes and lines of trials">
