@@ -45,7 +45,9 @@ def resources(completers: LocalCompleters) -> Resources:
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the pauses of drivers, and those between their heartbeats, short."""
     monkeypatch.setattr("service.jobs.serving.work.POLL_S", 0.1)
-    monkeypatch.setitem(Heartbeat.__init__.__kwdefaults__, "interval_s", 0.1)
+    defaults = Heartbeat.__init__.__kwdefaults__
+    assert defaults is not None
+    monkeypatch.setitem(defaults, "interval_s", 0.1)
 
 
 class Driver:
