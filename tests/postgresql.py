@@ -12,7 +12,6 @@ import time
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -26,6 +25,8 @@ USER = "tests"
 # No message may show it.
 PASSWORD = "pass@word/4711"
 START_S = 60.0
+# Characters of the path of the directory in which the server has its own.
+MAX_PLACE = 60
 
 # A message among the server's last log lines if processes of a killed server still hold its memory.
 SHARED_MEMORY = "pre-existing shared memory block"
@@ -50,6 +51,9 @@ class PostgreSQL:
         self._process: subprocess.Popen[bytes] | None = None
         # The server ends with the thread that started it.
         self._starter = ThreadPoolExecutor(1)
+        # One connection, which is replaced after the server was restarted: new ones, and new engines, take long.
+        url = sa.make_url(self.url("postgres")).set(drivername="postgresql+psycopg")
+        self._administration = sa.create_engine(url, isolation_level="AUTOCOMMIT", pool_size=1, pool_pre_ping=True)
         (directory / "password").write_text(PASSWORD + "\n")
         for place in (directory, directory / "password"):
             if user is not None:
@@ -80,13 +84,12 @@ class PostgreSQL:
         self._launch()
         while True:
             try:
-                with self._administration() as connection:
-                    connection.execute(sa.text("SELECT 1"))
-                return
+                with self._administration.connect():
+                    return
             except sa.exc.OperationalError:
                 assert self._process is not None
                 assert time.monotonic() < deadline, self.log
-                time.sleep(0.05)
+                time.sleep(0.02)
                 if self._process.poll() is not None:
                     # Processes of a server that was killed may outlive it for a moment, with its memory.
                     assert any(SHARED_MEMORY in line for line in self.log.splitlines()[-4:]), self.log
@@ -132,7 +135,10 @@ class PostgreSQL:
         options = f" TEMPLATE {template}" if template else ""
         if encoding:
             options = f" TEMPLATE template0 ENCODING '{encoding}' LOCALE_PROVIDER libc LC_COLLATE 'C' LC_CTYPE 'C'"
-        with self._administration() as connection:
+        with self._administration.connect() as connection:
+            version = connection.dialect.server_version_info or ()
+            if template and version >= (15,) and self._directory.is_relative_to("/dev/shm"):
+                options += " STRATEGY FILE_COPY"  # in memory a quarter of the time, on a disk four times as much
             connection.execute(sa.text(f"CREATE DATABASE {name}{options}"))
         return self.url(name)
 
@@ -146,7 +152,7 @@ class PostgreSQL:
 
     def drop(self, url: str) -> None:
         """Drop a database; its connections end."""
-        with self._administration() as connection:
+        with self._administration.connect() as connection:
             connection.execute(sa.text(f"DROP DATABASE IF EXISTS {sa.make_url(url).database} WITH (FORCE)"))
 
     def url(self, database: str) -> str:
@@ -154,13 +160,6 @@ class PostgreSQL:
             "postgresql", USER, PASSWORD, database=database, query={"host": str(self._directory), "port": "5432"}
         )
         return url.render_as_string(hide_password=False)
-
-    @contextmanager
-    def _administration(self) -> Iterator[sa.Connection]:
-        url = sa.make_url(self.url("postgres")).set(drivername="postgresql+psycopg")
-        engine = sa.create_engine(url, isolation_level="AUTOCOMMIT", poolclass=sa.NullPool)
-        with engine.connect() as connection:
-            yield connection
 
     def _command(self, program: str, *arguments: str) -> list[str]:
         """The command that runs a program as the unprivileged user, and ends it with the tests."""
@@ -186,8 +185,7 @@ def postgresql_server() -> Iterator[PostgreSQL]:
         if os.environ.get("CI"):
             pytest.fail(missing)
         pytest.skip(missing)
-    # Not below pytest's own directory, which no other user may enter; and a socket's path has at most 107 characters.
-    directory = Path(tempfile.mkdtemp(prefix="mergesearch-pg-", dir="/tmp"))
+    directory = Path(tempfile.mkdtemp(prefix="mergesearch-pg-", dir=_place()))
     try:
         server = PostgreSQL(programs, directory, "nobody" if os.geteuid() == 0 else None)
         server.start()
@@ -197,6 +195,16 @@ def postgresql_server() -> Iterator[PostgreSQL]:
             server.stop(at_once=True)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def _place() -> Path:
+    """Directory for the server's own one: that of the tests, such as /dev/shm, if an unprivileged user may enter it.
+
+    Pytest's own directories in it may not be entered. A socket's path has at most 107 characters.
+    """
+    place = Path(os.environ.get("PYTEST_DEBUG_TEMPROOT", "/tmp"))
+    is_open = place.is_dir() and all(each.stat().st_mode & 0o001 for each in (place, *place.parents))
+    return place if is_open and len(str(place)) <= MAX_PLACE else Path("/tmp")
 
 
 def _programs() -> Path | None:

@@ -28,8 +28,10 @@ class Tree:
 
     def __post_init__(self) -> None:
         for name in COPIED:
-            # With compiled modules, which stay valid, but for those that another process is writing.
-            shutil.copytree(ROOT / name, self.root / name, ignore=shutil.ignore_patterns("*.tmp.*", "*.pyc.*"))
+            # With compiled modules, which stay valid, but for those that another process is writing; without the
+            # packages with which the web page is built, which are 280 MB.
+            ignored = shutil.ignore_patterns("*.tmp.*", "*.pyc.*", "node_modules")
+            shutil.copytree(ROOT / name, self.root / name, ignore=ignored)
         for file in ROOT.iterdir():
             if file.is_file():
                 shutil.copy2(file, self.root)

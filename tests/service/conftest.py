@@ -1,15 +1,21 @@
-"""Fixtures of tests of servers and their clients: a server with one finished study, certificates, new databases."""
+"""Fixtures of tests of servers and their clients: a server with one finished study, certificates, new databases.
+
+The server's application and torch are imported in the fixture that needs them, as most tests of one file do not.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from typing import TYPE_CHECKING
 
 import httpx
 import pytest
 
 from tests.service.new_databases import copying
-from tests.service.site import Site, serving
+
+if TYPE_CHECKING:
+    from tests.service.site import Site
 
 # Modules whose tests are about the migrations, which run in them for each new database.
 OF_MIGRATIONS = ("test_upgrade.py", "test_migrate_database.py", "test_new_databases.py")
@@ -35,6 +41,8 @@ def _new_databases(request: pytest.FixtureRequest, tmp_path_factory: pytest.Temp
 
 @pytest.fixture(scope="session")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    from tests.service.site import serving
+
     with serving(tmp_path_factory.mktemp("site")) as site:
         yield site
 

@@ -17,7 +17,6 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from search_spaces.study.file import load_study
 from service.api.export_queue import Exports, Tar, artifact_name, export_id
 from service.api.limits.exports import ExportLimits
 from service.disk import alignments_dir, job_dir
@@ -27,7 +26,6 @@ from service.store import Store, blobs
 from service.store.artifacts import ArtifactStore
 from service.store.blobs import StoredFile
 from service.studies.export import export_trial
-from service.studies.preflight.examine import examine
 from service.types import (
     ExportRecord,
     ExportState,
@@ -36,7 +34,7 @@ from service.types import (
     TrialState,
 )
 from tests.s3_server import S3, failing
-from tests.service.api.family import family_study, image_document
+from tests.service.api.family import family_preflight, family_study, image_document
 from tests.service.api.harness import FAMILY, ApiServer, finished_study, stored_study
 from tests.workers.recipes import aligned, path, random_alignment
 from workers.alignments.files import write_alignment
@@ -68,6 +66,20 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
         yield server
 
 
+@pytest.fixture(scope="module")
+def idle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
+    """A server that is not the leader, so that exports stay WAITING."""
+    with ApiServer(tmp_path_factory.mktemp("idle")) as server:
+        server.cluster.leads = False
+        yield server
+
+
+@pytest.fixture
+def idle_http(idle: ApiServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=idle.url, timeout=60) as client:
+        yield client
+
+
 def test_aligned_trial_is_downloaded(
     http: httpx.Client, server: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -75,7 +87,7 @@ def test_aligned_trial_is_downloaded(
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     record = family_study(server.store)
     place = alignments_dir(job_dir(server.data_dir, record.id))
-    family = replace(examine(load_study(FAMILY / "study.yaml")).models.family, alignments_dir=str(place))
+    family = replace(family_preflight().models.family, alignments_dir=str(place))
     hidden = int(AutoConfig.from_pretrained(FAMILY / "base").hidden_size)
     steps = [("math", 0), ("text", 1), *(("text", layer) for layer in range(2, 8))]
     recipe = aligned(path(family, steps), write_alignment(str(place), random_alignment("projection", hidden)))
@@ -134,18 +146,18 @@ def test_the_best_trial_is_downloaded_as_export_writes_it(
     assert http.post(path, json={"trial": 6}).json() == export
 
 
-def test_weights_name_the_trial_that_is_exported(http: httpx.Client, server: ApiServer) -> None:
-    record = finished_study(server.store, num_trials=6)
+def test_weights_name_the_trial_that_is_exported(idle_http: httpx.Client, idle: ApiServer) -> None:
+    record = finished_study(idle.store, num_trials=6)
     path = f"/v1/studies/{record.id}/exports"
-    expected = choices(run_record(server.store, record.id)).preferred({"math": 0.75, "text": 0.25})
+    expected = choices(run_record(idle.store, record.id)).preferred({"math": 0.75, "text": 0.25})
     name = export_id(record.id, expected["trial"], "bfloat16")
-    server.store.add_export(ExportRecord(name, record.id, expected["trial"], "bfloat16", ExportState.WAITING, 1.0))
-    asked = http.post(path, json={"prefer": {"math": 0.75, "text": 0.25}, "dtype": "bfloat16"})
+    idle.store.add_export(ExportRecord(name, record.id, expected["trial"], "bfloat16", ExportState.WAITING, 1.0))
+    asked = idle_http.post(path, json={"prefer": {"math": 0.75, "text": 0.25}, "dtype": "bfloat16"})
     assert asked.status_code == 202
     document = asked.json()
     assert (document["id"], document["trial"]) == (name, expected["trial"])
     assert document["preferred"] == json.loads(json.dumps(expected))
-    assert "preferred" not in http.get(f"{path}/{name}").json()
+    assert "preferred" not in idle_http.get(f"{path}/{name}").json()
 
 
 @pytest.mark.parametrize(
@@ -220,33 +232,32 @@ def test_what_is_not_complete_is_not_exported(http: httpx.Client, server: ApiSer
     assert answer.json()["detail"] == ("study 'math-text-lookup' is CREATED; models are exported once it is COMPLETE")
 
 
-def test_an_export_belongs_to_its_study(http: httpx.Client, server: ApiServer) -> None:
-    mine, other = (finished_study(server.store, num_trials=3) for _ in range(2))
-    export = http.post(f"/v1/studies/{mine.id}/exports", json={"dtype": "float16"}).json()
-    assert http.get(f"/v1/studies/{other.id}/exports/{export['id']}").status_code == 404
-    assert http.get(f"/v1/studies/{other.id}/exports").json() == {"exports": []}
+def test_an_export_belongs_to_its_study(idle_http: httpx.Client, idle: ApiServer) -> None:
+    mine, other = (finished_study(idle.store, num_trials=3) for _ in range(2))
+    export = idle_http.post(f"/v1/studies/{mine.id}/exports", json={"dtype": "float16"}).json()
+    assert idle_http.get(f"/v1/studies/{other.id}/exports/{export['id']}").status_code == 404
+    assert idle_http.get(f"/v1/studies/{other.id}/exports").json() == {"exports": []}
 
 
-def test_removed_export_may_be_repeated(http: httpx.Client, server: ApiServer) -> None:
+def test_removed_export_may_be_repeated(idle_http: httpx.Client, idle: ApiServer) -> None:
     """An export whose files were removed says so and may be requested again."""
-    record = finished_study(server.store, num_trials=3)
+    record = finished_study(idle.store, num_trials=3)
     name = export_id(record.id, 1, "float32")
-    server.store.add_export(ExportRecord(name, record.id, 1, "float32", ExportState.COMPLETE, 1.0))
+    idle.store.add_export(ExportRecord(name, record.id, 1, "float32", ExportState.COMPLETE, 1.0))
     path = f"/v1/studies/{record.id}/exports"
-    answer = http.get(f"{path}/{name}/download")
+    answer = idle_http.get(f"{path}/{name}/download")
     assert answer.status_code == 410, answer.text
     assert answer.headers["content-type"] == "application/problem+json"
     assert answer.json()["detail"] == (
         f"export {name}: its files are no longer on the server; request trial 1 in float32 again "
         "to have it written again"
     )
-    shown = http.get(f"{path}/{name}")
+    shown = idle_http.get(f"{path}/{name}")
     assert shown.status_code == 200
     assert (shown.json()["bytes"], "download" in shown.json()["links"]) == (None, False)
-    assert http.get(path).json() == {"exports": [shown.json()]}
-    again = http.post(path, json={"trial": 1, "dtype": "float32"})
-    assert (again.status_code, again.json()["id"]) == (202, name)
-    assert again.json()["state"] in ("WAITING", "RUNNING")
+    assert idle_http.get(path).json() == {"exports": [shown.json()]}
+    again = idle_http.post(path, json={"trial": 1, "dtype": "float32"})
+    assert (again.status_code, again.json()["id"], again.json()["state"]) == (202, name, "WAITING")
 
 
 def test_an_interrupted_export_is_written_at_the_next_start(tmp_path: Path) -> None:

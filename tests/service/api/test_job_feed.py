@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import threading
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import anyio
 import httpx
@@ -35,11 +36,15 @@ JSON = {"Accept": "application/json"}
 
 
 class Watcher:
-    """The frames of a stream, read in a thread."""
+    """The frames of a stream, read in a thread. `opened` has those whose connections `ending` ends."""
+
+    opened: ClassVar[list[Watcher]] = []
 
     def __init__(self, http: httpx.Client, **query: int) -> None:
         self.frames: list[Frame] = []
         self.has_ended = threading.Event()
+        self._socket: socket.socket | None = None
+        self.opened.append(self)
         self._http, self._query = http, query
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
@@ -52,6 +57,7 @@ class Watcher:
 
     def _parse(self) -> None:
         with self._http.stream("GET", "/v1/events", params=self._query) as answer:
+            self._socket = answer.extensions["network_stream"].get_extra_info("socket")
             fields: dict[str, str] = {}
             for line in answer.iter_lines():
                 name, _, value = line.partition(": ")
@@ -61,6 +67,19 @@ class Watcher:
                     number = int(fields["id"]) if "id" in fields else None
                     self.frames.append((number, fields["event"], json.loads(fields["data"])))
                     fields = {}
+
+    @classmethod
+    @contextmanager
+    def ending(cls) -> Iterator[None]:
+        """Context at whose end the connections of all watchers end, for which a server would wait until it stops."""
+        try:
+            yield
+        finally:
+            for watcher in cls.opened:
+                if watcher._socket is not None:
+                    with suppress(OSError):  # it has ended
+                        watcher._socket.shutdown(socket.SHUT_RDWR)
+            cls.opened.clear()
 
     def wait(self, is_done: Callable[[], bool], seconds: float = 20.0) -> None:
         until = time.monotonic() + seconds
@@ -83,7 +102,13 @@ class Watcher:
 
 @pytest.fixture
 def stored_server(tmp_path: Path, database: str) -> Iterator[ApiServer]:
-    with ApiServer(tmp_path, database=database) as server:
+    with ApiServer(tmp_path, database=database) as server, Watcher.ending():
+        yield server
+
+
+@pytest.fixture
+def server(server: ApiServer) -> Iterator[ApiServer]:
+    with Watcher.ending():
         yield server
 
 

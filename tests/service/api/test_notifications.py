@@ -39,6 +39,26 @@ def company(server: ApiServer) -> Company:
     return Company.on(server)
 
 
+@pytest.fixture(scope="module")
+def open_http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    """A client of a server without accounts and webhooks, which no test changes."""
+    with (
+        ApiServer(tmp_path_factory.mktemp("open")) as server,
+        httpx.Client(base_url=server.url, timeout=60) as http,
+    ):
+        yield http
+
+
+@pytest.fixture(scope="module")
+def owner_http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    """A client of the user "owner" of a server with a mail server, which no test changes."""
+    with (
+        ApiServer(tmp_path_factory.mktemp("staffed"), notifications=SETTINGS) as server,
+        Company.on(server).http("owner") as owner,
+    ):
+        yield owner
+
+
 def problems_of(answer: httpx.Response) -> dict[str, str]:
     assert answer.status_code == 422, answer.text
     return {problem["field"]: problem["message"] for problem in answer.json()["problems"]}
@@ -107,12 +127,11 @@ def test_a_test_is_sent_and_its_outcome_shown(http: httpx.Client) -> None:
         ({"url": URL, "secret": "whsec_x"}, "secret", "extra inputs are not permitted"),
     ],
 )
-def test_each_wrong_field_is_named(tmp_path: Path, body: dict[str, Any], field: str, message: str) -> None:
+def test_each_wrong_field_is_named(open_http: httpx.Client, body: dict[str, Any], field: str, message: str) -> None:
     """A webhook with a wrong field is refused with the field and what is accepted."""
-    with ApiServer(tmp_path) as server, httpx.Client(base_url=server.url, timeout=60) as http:
-        found = problems_of(http.post("/v1/webhooks", json=body))
-        assert message in found[field]
-        assert http.get("/v1/webhooks").json() == {"webhooks": []}
+    found = problems_of(open_http.post("/v1/webhooks", json=body))
+    assert message in found[field]
+    assert open_http.get("/v1/webhooks").json() == {"webhooks": []}
 
 
 def test_who_may_have_which_webhook(company: Company) -> None:
@@ -206,14 +225,11 @@ def test_users_set_their_addresses(company: Company) -> None:
         "ann@exa_mple.org",
     ],
 )
-def test_what_is_no_address_is_refused(tmp_path: Path, address: str) -> None:
+def test_what_is_no_address_is_refused(owner_http: httpx.Client, address: str) -> None:
     """An address that could add a header or another receiver is refused, with the field."""
-    with ApiServer(tmp_path, notifications=SETTINGS) as server:
-        company = Company.on(server)
-        with company.http("owner") as owner:
-            found = problems_of(owner.put("/v1/users/owner/mail", json={"address": address}))
-            assert set(found) == {"address"}
-            assert owner.get("/v1/users/owner/mail").json()["address"] is None
+    found = problems_of(owner_http.put("/v1/users/owner/mail", json={"address": address}))
+    assert set(found) == {"address"}
+    assert owner_http.get("/v1/users/owner/mail").json()["address"] is None
 
 
 def test_without_a_mail_server_no_address_is_taken(tmp_path: Path) -> None:

@@ -90,6 +90,7 @@ def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Jobs]:
     (tmp_path / "logs").mkdir()
     jobs = Jobs(tmp_path / "logs")
     monkeypatch.setattr(node_calls, "nodes_of", lambda _: (HERE,))
+    monkeypatch.setattr(node_calls, "POLL_S", 0.02)
     yield jobs
     for process in jobs.processes.values():
         process.kill()
@@ -116,7 +117,7 @@ def test_a_call_returns_and_raises_what_its_function_does(calls: NodeCalls, jobs
 
 def test_a_call_has_limits(calls: NodeCalls) -> None:
     with pytest.raises(TimeoutError):
-        asyncio.run(calls.call(time.sleep, 600.0, node=HERE, timeout_s=5))
+        asyncio.run(calls.call(time.sleep, 600.0, node=HERE, timeout_s=0.5))
     limits = CallLimits(memory_bytes=2**30)
     with pytest.raises(LimitExceeded, match=r"1\.0 GiB of memory"):
         asyncio.run(calls.call(bytearray, 2**31, node=HERE, timeout_s=60, limits=limits))

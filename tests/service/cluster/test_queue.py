@@ -195,7 +195,7 @@ def test_estimates_come_from_running_jobs_alone() -> None:
 
 # -- simulation --------------------------------------------------------------------------------------------------------
 
-STEP_S = 360.0
+STEP_S = 900.0
 LONGEST_H = 6.0
 PLACES = 4
 DECAY = 0.5 ** (STEP_S / 86_400 / HALF_LIFE_DAYS)
@@ -248,6 +248,7 @@ class Simulation:
     choose: Callable[..., Choice] = choose
     now: float = 0.0
     jobs: list[Job] = field(default_factory=list)
+    open: list[Job] = field(default_factory=list)  # those of `jobs` that have not ended
     recent: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     used: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     over: set[str] = field(default_factory=set)  # teams that were seen beyond a quota
@@ -256,10 +257,6 @@ class Simulation:
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
-
-    @property
-    def open(self) -> list[Job]:
-        return [job for job in self.jobs if job.ended_at is None]
 
     def run(self, days: float) -> None:
         until = self.now + days * 86_400
@@ -292,6 +289,7 @@ class Simulation:
                 job.ended_at, job.placed_at = self.now, None
             elif job.is_leaving:  # at the border of a chunk
                 job.placed_at, job.is_leaving = None, False
+        self.open = [job for job in self.open if job.ended_at is None]
 
     def submit(self) -> None:
         for team, backlog in self.backlogs.items():
@@ -304,10 +302,12 @@ class Simulation:
                 demand = Demand(replicas, replicas * self.random.choice((1, 2)))
                 hours = self.random.uniform(0.2, LONGEST_H)
                 priority = self.random.choice(self.priorities)
-                self.jobs.append(Job(f"{self.num_jobs:06}", team, priority, self.now, hours, demand))
+                job = Job(f"{self.num_jobs:06}", team, priority, self.now, hours, demand)
+                self.jobs.append(job)
+                self.open.append(job)
 
     def decide(self) -> None:
-        found = self.open
+        found = list(self.open)
         teams = {
             team: TeamState(limits, TeamUsage(self.recent[team], self.used[team]))
             for team, limits in self.limits.items()
@@ -391,28 +391,37 @@ def check_shares(simulation: Simulation) -> None:
 
 def check_starvation(simulation: Simulation) -> None:
     """No job waits beyond its bound, and all jobs end."""
-    simulation.run(10)
+    for _ in range(10):
+        simulation.run(1)
+        assert simulation.late == []
     simulation.drain()
     assert simulation.late == []
     assert all(job.ended_at is not None for job in simulation.jobs)
 
 
 def check_quotas(simulation: Simulation) -> None:
-    simulation.run(20)
-    assert simulation.over == set()
+    for _ in range(20):
+        simulation.run(1)
+        assert simulation.over == set()
     assert simulation.num_jobs > 100
 
 
 def check_preemption(simulation: Simulation) -> None:
     """Every job works as long as it has to, however often it is preempted, and each time for a while."""
-    simulation.run(15)
+
+    def check_stays() -> None:
+        for job in simulation.jobs:
+            assert job.preemptions * KEEPS_PLACE_S <= job.work_h * HOUR, "each stay is long enough"
+
+    for _ in range(15):
+        simulation.run(1)
+        check_stays()
+    assert sum(job.preemptions > 0 for job in simulation.jobs) > 20
     simulation.drain()
-    preempted = [job for job in simulation.jobs if job.preemptions]
-    assert len(preempted) > 20
+    check_stays()
     for job in simulation.jobs:
         assert job.stored_h == pytest.approx(job.work_h)
-        assert job.preemptions * KEEPS_PLACE_S <= job.work_h * HOUR, "each stay is long enough"
-    assert not [job for job in preempted if job.priority == max(simulation.priorities)]
+    assert not [job for job in simulation.jobs if job.preemptions and job.priority == max(simulation.priorities)]
 
 
 def fair(seed: int = 0, **options: Any) -> Simulation:

@@ -32,8 +32,17 @@ from service.store import Store
 from service.types import RESUMED_BY_REQUEST, JobRecord, JobState, Steering
 from tests.postgresql import PASSWORD, PostgreSQL
 
+# Seconds in which a reconciler with `short_rounds` looks at the jobs several times.
+SEVERAL_ROUNDS_S = 0.5
+
 NOW = 1_000_000.0
 STUDY = JobRecord("0123456789abcdef", "math-code", JobState.RUNNING, {}, {}, NOW - 5000, "search", submissions=1)
+
+
+@pytest.fixture
+def short_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the pauses between looks at the jobs short."""
+    monkeypatch.setattr("service.cluster.reconciler.POLL_S", 0.1)
 
 
 def study(*, submitted_s_ago: float, heard_s_ago: float | None = None) -> JobRecord:
@@ -195,12 +204,13 @@ def test_a_study_says_what_it_waits_for(tmp_path: Path, monkeypatch: pytest.Monk
     store.close()
 
 
+@pytest.mark.usefixtures("short_rounds")
 def test_the_reconciler_goes_on_after_the_database_was_away(
     postgresql: PostgreSQL, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While the database is away the cluster is not ready for that reason; drivers are not lost by that."""
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    monkeypatch.setattr("service.cluster.reconciler.LOST_AFTER_S", 2.0)
+    monkeypatch.setattr("service.cluster.reconciler.LOST_AFTER_S", 1.5)
     url, dashboard = postgresql.migrated(), Dashboard()
     store = Store(url)
     job = store.create_job(kind="search", name="s", document={}, accepted={})
@@ -215,12 +225,12 @@ def test_the_reconciler_goes_on_after_the_database_was_away(
             postgresql.kill()
             wait_until(lambda: "does not answer since" in (cluster.not_ready() or ""))
             assert (cluster.waiting_for(job) or "").startswith("database: postgresql://")
-            time.sleep(3.0)  # longer than a driver may be silent
+            time.sleep(2.0)  # longer than a driver may be silent
             postgresql.start()
             wait_until(lambda: cluster.not_ready() is None)
             for _ in range(3):
                 writer.heartbeat(wall_clock_s=2.0)
-                time.sleep(0.5)
+                time.sleep(0.3)
             assert list(dashboard.jobs) == [submission_id(job, 1)]
             (asked,) = dashboard.asked
             assert PASSWORD not in asked
@@ -234,6 +244,7 @@ def test_the_reconciler_goes_on_after_the_database_was_away(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("short_rounds")
 def test_two_servers_answer_the_same_and_one_acts(
     postgresql: PostgreSQL, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -388,6 +399,7 @@ def test_only_so_many_studies_have_a_driver_at_a_time(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("short_rounds")
 def test_a_drained_server_stops_drivers_and_starts_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each driver is asked to end once; jobs say what they wait for, and get a driver when the drain ends."""
     store, dashboard = Store(f"sqlite:///{tmp_path / 'studies.db'}"), Dashboard()
@@ -403,7 +415,7 @@ def test_a_drained_server_stops_drivers_and_starts_none(tmp_path: Path, monkeypa
             wait_until(lambda: dashboard.stopped == [first])
             later = store.create_job(kind="search", name="later", document={}, accepted={})
             cluster.wake()
-            time.sleep(2.5)  # two rounds
+            time.sleep(SEVERAL_ROUNDS_S)
             assert (list(dashboard.jobs), dashboard.stopped) == ([first], [first])
             assert cluster.not_ready() == DRAINED == cluster.waiting_for(later)
             store.set_drained(drained=False)
@@ -461,6 +473,7 @@ def test_a_paused_job_gets_no_driver(job: str | None) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("short_rounds")
 def test_a_paused_job_waits_until_it_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its driver is asked to end once; its place is free for other jobs; each says what it waits for."""
     store, dashboard = Store(f"sqlite:///{tmp_path / 'studies.db'}"), Dashboard()
@@ -478,7 +491,7 @@ def test_a_paused_job_waits_until_it_is_resumed(tmp_path: Path, monkeypatch: pyt
             cluster.wake()
             wait_until(lambda: store.job(job.id).state is JobState.PAUSED)
             cluster.wake()
-            time.sleep(1.5)
+            time.sleep(SEVERAL_ROUNDS_S)
             assert (list(dashboard.jobs), dashboard.stopped) == ([first], [first])
             assert cluster.waiting_for(store.job(job.id)) == "a request to resume it"
             store.resume(job.id, reason=RESUMED_BY_REQUEST, steering=Steering("resume"))
@@ -490,6 +503,7 @@ def test_a_paused_job_waits_until_it_is_resumed(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("short_rounds")
 def test_waiting_jobs_start_by_priority(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Jobs that have a place keep it, also when a job of a larger priority comes."""
     store, dashboard = Store(f"sqlite:///{tmp_path / 'studies.db'}"), Dashboard()
@@ -510,7 +524,7 @@ def test_waiting_jobs_start_by_priority(tmp_path: Path, monkeypatch: pytest.Monk
             )
             assert urgent is not None
             cluster.wake()
-            time.sleep(2.2)  # two rounds
+            time.sleep(SEVERAL_ROUNDS_S)
             assert submitted() == first
             store.open_attempt(jobs[0].id).set_state(JobState.COMPLETE)
             cluster.wake()

@@ -92,21 +92,26 @@ def test_writes_of_a_killed_server_are_stored_once(store: Store, server: Postgre
     assert 1 <= sum(event.kind == "database" for event in events) <= 3
 
 
-@pytest.mark.parametrize("method", WRITES)
-def test_every_write_waits_and_tells_of_it(method: str, store: Store, server: PostgreSQL) -> None:
+def test_every_write_waits_and_tells_of_it(url: str, server: PostgreSQL) -> None:
     """Every method of a writer waits for the database, and the job has an event about that."""
-    writer = new_writer(store.waiting())
-    writer.add_trial(TRIAL)
+    stores = {method: Store(url) for method in WRITES}  # of a driver for each method
+    writers = {method: new_writer(store.waiting()) for method, store in stores.items()}
+    for writer in writers.values():
+        writer.add_trial(TRIAL)
     server.kill()
-    thread = threading.Thread(target=WRITES[method], args=(writer,))
-    thread.start()
-    thread.join(2 * FIRST_WAIT_S)
-    assert thread.is_alive()
+    threads = {method: threading.Thread(target=WRITES[method], args=(writers[method],)) for method in WRITES}
+    for thread in threads.values():
+        thread.start()
+    time.sleep(2 * FIRST_WAIT_S)
+    assert [method for method, thread in threads.items() if not thread.is_alive()] == []
     server.start()
-    thread.join(60)
-    assert not thread.is_alive()
-    (event,) = [event for event in store.events(writer.job_id) if event.kind == "database"]
-    assert event.payload["away_s"] > 0
+    for thread in threads.values():
+        thread.join(60)
+    assert [method for method, thread in threads.items() if thread.is_alive()] == []
+    for method, store in stores.items():
+        told = [event for event in store.events(writers[method].job_id) if event.kind == "database"]
+        assert [event.payload["away_s"] > 0 for event in told] == [True], method
+        store.close()
 
 
 def test_a_store_that_waits_opens_late(url: str, server: PostgreSQL) -> None:

@@ -168,38 +168,65 @@ def test_a_second_backup_copies_only_new_files(store: Store, tmp_path: Path, mon
     assert read_backup(out) == second
 
 
-KILLED = """
-import os, signal, sys
+# For each line of input makes a backup in a process of its own, and prints its exit code and its number of lines.
+BACKUPS = """
+import json, os, signal, sys
 from pathlib import Path
 from service.store import Store
 from service.store import backup as backups
-from service.store.accounts import Actor
-limit, url, files, out = int(sys.argv[1]), *sys.argv[2:5]
-lines = 0
-def trace(frame, event, argument):
-    global lines
-    if frame.f_code.co_filename != backups.__file__:
-        return None
-    lines += event == "line"
-    if limit and lines == limit:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return trace
-store = Store(url)
-sys.settrace(trace)
-backups.back_up(store, files, Path(out))
-sys.settrace(None)
-print(lines)
+
+def back_up(limit, url, files, out):
+    lines = 0
+    def trace(frame, event, argument):
+        nonlocal lines
+        if frame.f_code.co_filename != backups.__file__:
+            return None
+        lines += event == "line"
+        if limit and lines == limit:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return trace
+    store = Store(url)
+    sys.settrace(trace)
+    backups.back_up(store, files, Path(out))
+    sys.settrace(None)
+    return lines
+
+for asked in sys.stdin:
+    read, write = os.pipe()
+    if (child := os.fork()) == 0:
+        os.write(write, str(back_up(*json.loads(asked))).encode())
+        os._exit(0)
+    os.close(write)
+    with open(read) as told:
+        lines = told.read()
+    print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), int(lines or 0)]), flush=True)
 """
 
-
-def backed_up(limit: int, *places: str) -> subprocess.CompletedProcess[str]:
-    """A backup in a process that is killed after `limit` lines of the module; 0 means never."""
-    command = [sys.executable, "-c", KILLED, str(limit), *places]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
+# Makes a backup that is killed after a number of lines of the module, 0 for never, with the URL of the database, the
+# place of the files, and the directory of the backup; returns the exit code and the number of lines.
+BackedUp = Callable[[int, str, str, Path], tuple[int, int]]
 
 
-def test_killed_backups_leave_the_previous_one_complete(tmp_path: Path) -> None:
+@pytest.fixture
+def backed_up() -> Iterator[BackedUp]:
+    """Function that makes a backup in a new process, which is forked from one that has imported the modules."""
+    command, environment = [sys.executable, "-c", BACKUPS], {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        asked, told = process.stdin, process.stdout
+
+        def backed_up(limit: int, url: str, files: str, out: Path) -> tuple[int, int]:
+            print(json.dumps([limit, url, files, str(out)]), file=asked, flush=True)
+            code, num_lines = json.loads(told.readline())
+            return code, num_lines
+
+        yield backed_up
+
+
+def test_killed_backups_leave_the_previous_one_complete(tmp_path: Path, backed_up: BackedUp) -> None:
     """Wherever a second backup is killed, the directory restores to the first state or to the second."""
     url, files, out = f"sqlite:///{tmp_path / 'server.db'}", str(tmp_path / "artifacts"), tmp_path / "backup"
     store = filled(url)
@@ -209,12 +236,13 @@ def test_killed_backups_leave_the_previous_one_complete(tmp_path: Path) -> None:
     first = back_up(store, files, out).database
     put(store, files, "new", {"model.safetensors": b"new"}, tmp_path / "new")
     store.close()
-    num_lines = int(backed_up(0, url, files, str(shutil.copytree(out, tmp_path / "whole"))).stdout)
+    code, num_lines = backed_up(0, url, files, shutil.copytree(out, tmp_path / "whole"))
+    assert code == 0
     is_new, leftovers = [], set()
     for limit in (num_lines // 2, *range(num_lines - 5, num_lines)):
         place = tmp_path / f"killed-{limit}"
         killed = shutil.copytree(out, place / "backup")
-        assert backed_up(limit, url, files, str(killed)).returncode == -signal.SIGKILL
+        assert backed_up(limit, url, files, killed) == (-signal.SIGKILL, 0)
         leftovers |= {path.name for path in killed.glob(".new-*")}
         target = empty(place / "data")
         backup = restore(killed, target, place / "data/artifacts").backup

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from typing import Any
 
@@ -137,12 +137,32 @@ def test_events_appear_in_the_order_of_their_ids(write: str, store: Store) -> No
     with writer._transaction() as connection:
         hold_event(connection, writer.job_id)
         other.start()
-        other.join(0.5)
+        wait_until_blocked(other, store)
         assert store.events(writer.job_id, after=seen) == ()
     other.join(60)
     first, *later = store.events(writer.job_id, after=seen)
     assert first.kind == "held"
     assert later
+
+
+# Seconds in which a writer that nothing keeps waiting would have written.
+WRITES_WITHIN_S = 0.25
+
+
+def wait_until_blocked(writer: threading.Thread, store: Store) -> None:
+    """Wait until a transaction of the thread waits for a lock, as far as the database says so, or the thread ends."""
+    if store.engine.dialect.name == "sqlite":
+        writer.join(WRITES_WITHIN_S)
+        return
+    here = "datname = current_database()"
+    waiting = sa.text(f"SELECT count(*) FROM pg_stat_activity WHERE {here} AND wait_event_type = 'Lock'")
+    deadline = time.monotonic() + 60
+    while writer.is_alive():
+        with store.engine.connect() as connection:
+            if connection.execute(waiting).scalar_one():
+                return
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def hold_event(connection: sa.Connection, job_id: str) -> None:
@@ -166,7 +186,7 @@ def test_faults_appear_in_the_order_of_their_ids(store: Store) -> None:
         assert started.wait(60)
         threads.append(threading.Thread(target=second.record_engine_fault, args=("b", 0, "broken")))
         threads[1].start()
-        threads[1].join(0.5)
+        wait_until_blocked(threads[1], store)
         assert store.engine_faults() == ()
         go_on.set()
         for thread in threads:
@@ -316,7 +336,7 @@ def test_a_transaction_in_progress_is_waited_for(on_postgresql: Store, ends: str
     with on_postgresql.engine.connect() as connection, ThreadPoolExecutor() as pool:
         connection.execute(insert, {"token": "lost", "time": time.time()})
         answer = pool.submit(_is_committed, on_postgresql.engine, "lost")
-        time.sleep(0.5)
+        wait([answer], timeout=WRITES_WITHIN_S)
         assert not answer.done()
         getattr(connection, ends)()
         assert answer.result(timeout=30) is (ends == "commit")

@@ -19,7 +19,7 @@ from service.disk import job_dir
 from service.jobs.base import RequestContext, Resources
 from service.jobs.completers import Place
 from service.jobs.driver import drive
-from service.jobs.heartbeat import ENGINE
+from service.jobs.heartbeat import ENGINE, Heartbeat
 from service.jobs.serving.kind import SERVING
 from service.store import JobWriter
 from service.store.documents import ENDPOINT
@@ -39,6 +39,15 @@ def resources(completers: LocalCompleters) -> Resources:
 
     session = RaySession(is_own=True, dashboard_url=None)
     return Resources(ray=lambda: nullcontext(session), scorer=unused, fit=unused, cluster=dict, completers=opened)
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the pauses of drivers, and those between their heartbeats, short."""
+    monkeypatch.setattr("service.jobs.serving.work.POLL_S", 0.1)
+    defaults = Heartbeat.__init__.__kwdefaults__
+    assert defaults is not None
+    monkeypatch.setitem(defaults, "interval_s", 0.1)
 
 
 class Driver:
@@ -98,7 +107,7 @@ def finished(site: Site) -> JobWriter:
 def test_driver_serves_until_it_is_idle(site: Site) -> None:
     """A driver completes prompts with the merges of a study, reports it, and ends when no request comes."""
     study = finished(site).job_id
-    with Driver(site, study, idle_minutes=0.05) as driver:
+    with Driver(site, study, idle_minutes=0.03) as driver:
         driver.until(driver.answers)
         digest = site.store.trial(study, 0).recipe.digest
         answer = driver.ask().json()
