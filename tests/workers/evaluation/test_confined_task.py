@@ -505,6 +505,6 @@ def test_task_may_ask_for_processor_time_of_programs(directory: Path) -> None:
         for limit, seconds in ((0.5, 1), (4, 4), (60, 60)):
             assert value(task, f"{limit}:{limited.format(seconds)}") == 1
         assert value(task, f"4:{limited.format(3)}") == 0
-        for limit in ("61", "0", "nan"):
+        for wrong in ("61", "0", "nan"):
             with pytest.raises(InvalidTask, match=r"a limit of .* s for a program; at most 60 s are accepted"):
-                value(task, f"{limit}:pass")
+                value(task, f"{wrong}:pass")
