@@ -11,6 +11,7 @@ import random
 import statistics
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ def training(
     is_conditioned: bool = False,
     learns: bool = True,
     version: int = 3,
-    **learner: int,
+    **learner: Any,
 ) -> PolicyTraining:
     """A training in a small space; `learner` as for `LearnerOptions`."""
     options = PolicyTrainingOptions(
