@@ -9,6 +9,7 @@ import gc
 import hashlib
 import json
 import os
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -62,6 +63,8 @@ WORKERS = Path(__file__).parents[1] / "workers"
 # millions of objects, none of which is garbage.
 MANY_OBJECTS = 50_000
 gc.set_threshold(MANY_OBJECTS)
+# New modules after which the garbage collector is told to leave all present objects out.
+MANY_MODULES = 100
 OPTIONS = EngineOptions(max_model_len=256, threads=1)
 
 
@@ -98,6 +101,23 @@ def _rank(item: pytest.Item) -> int:
 def pytest_collection_finish() -> None:
     """Exclude the results of collection (modules and ten thousand tests) from garbage collection, to save time."""
     gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Exclude the objects of modules that earlier tests imported from garbage collection.
+
+    Torch and transformers have millions of objects, over which `gc.collect` takes a second. Tests on a GPU measure what
+    collections free there.
+    """
+    known = item.config.stash.get(_NUM_MODULES, 0)
+    if len(sys.modules) > known + MANY_MODULES and item.get_closest_marker("gpu") is None:
+        gc.collect(1)  # of the young generations: what is garbage now would stay
+        gc.freeze()
+        item.config.stash[_NUM_MODULES] = len(sys.modules)
+
+
+_NUM_MODULES = pytest.StashKey[int]()
 
 
 def pytest_unconfigure() -> None:

@@ -63,7 +63,7 @@ def serving_s3(host: str = "127.0.0.1") -> Iterator[S3]:
 
     server = make_server(host, 0, application, threaded=True)
     s3 = S3(f"http://{host}:{server.port}")
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()
     clients = fsspec.get_filesystem_class("s3")
     clients.clear_instance_cache()  # clients keep the address that they were made with

@@ -1,7 +1,8 @@
 """One process that asks vLLM about models for all processes of a test session: to import vLLM takes 10 s of a core.
 
 Tests run `command()` instead of `workers.engines.vllm.support.COMMAND`. The command sends the names of its input and
-output files to the process that asks vLLM, and starts this process if necessary. The process ends with the session.
+output files to the process that asks vLLM, and starts this process if necessary. The process executes
+`support.PROGRAM`, as a process of `support.COMMAND` does, for each command. It ends with the session.
 """
 
 from __future__ import annotations
@@ -63,13 +64,14 @@ def serve(session: str) -> None:
             return
         listener.listen(100)
         ended = os.pidfd_open(int(session))
-        from workers.engines.vllm.capabilities import main
+        from workers.engines.vllm.support import PROGRAM
 
         while ended not in select.select([listener.fileno(), ended], [], [])[0]:
             connection, _ = listener.accept()
             with connection:
                 try:
-                    main(*_all_of(connection).split("\n"))
+                    sys.argv = ["-c", *_all_of(connection).split("\n")]
+                    exec(PROGRAM, {})
                 except Exception:  # the process that asked gets it, and shows it as its own
                     connection.sendall(traceback.format_exc().encode())
 

@@ -18,6 +18,7 @@ from service.store.prompts import SampleText, write_prompts
 from service.store.records import BracketRecord, JudgmentRecord
 from service.store.samples import (
     delete_texts,
+    has_old_samples,
     holdings,
     move_old_samples,
     not_stored,
@@ -63,6 +64,7 @@ class JobWriter:
         self.stored_at = 0.0
         self.scored_at = 0.0
         self.longest_chunk_s = 0.0
+        self._has_old_samples: bool | None = None  # rows of earlier versions, which no version writes any more
 
     @contextmanager
     def _transaction(self, *, is_heartbeat: bool = False) -> Iterator[sa.Connection]:
@@ -222,10 +224,12 @@ class JobWriter:
         search data, except the samples in `again`, is added to the trial's `samples_scored`.
         """
         evidence = result.evidence
-        table = schema.trials
         with self._transaction() as connection:
             digest = evidence.recipe_digest
-            move_old_samples(connection, self.job_id, digest)
+            if self._has_old_samples is None:
+                self._has_old_samples = has_old_samples(connection, self.job_id)
+            if self._has_old_samples:
+                move_old_samples(connection, self.job_id, digest)
             remove_samples(connection, self.job_id, digest, split, again)
             samples = not_stored(connection, self.job_id, digest, split, result.samples)
             if not samples:
@@ -250,19 +254,10 @@ class JobWriter:
                 .returning(schema.evidence.c.id)
             ).scalar_one()
             store_samples(connection, self.job_id, digest, split, evidence_id, samples)
-            where = (table.c.study == self.job_id) & (table.c.number == trial)
-            timings = connection.execute(sa.select(table.c.timings_s).where(where)).scalar_one()
-            connection.execute(
-                sa.update(table)
-                .where(where)
-                .values(
-                    samples_scored=table.c.samples_scored + (len(samples) - len(again) if split == Split.SEARCH else 0),
-                    timings_s=_added(timings, result.timings_s),
-                    state=sa.case(
-                        (table.c.state == TrialState.WAITING.value, TrialState.RUNNING.value), else_=table.c.state
-                    ),
-                )
-            )
+            key = {"of_study": self.job_id, "of_trial": trial}
+            timings = _added(connection.execute(_TIMINGS, key).scalar_one(), result.timings_s)
+            num_scored = len(samples) - len(again) if split == Split.SEARCH else 0
+            connection.execute(_SCORED, {**key, "num_scored": num_scored, "timings_s": timings})
         self.scored_at = self.stored_at
         self.longest_chunk_s = max(self.longest_chunk_s, sum(result.timings_s.values()))
 
@@ -467,10 +462,30 @@ def lock_job(connection: sa.Connection, job_id: str) -> int | None:
     A driver is a process that works on the job. The number identifies the last driver, which alone may write results.
     Returns None if there is no such job.
     """
-    table = schema.studies
-    query = sa.select(table.c.attempt).where(table.c.id == job_id).with_for_update(key_share=True)
-    attempt: int | None = connection.execute(query).scalar()
+    attempt: int | None = connection.execute(_ATTEMPT, {"job": job_id}).scalar()
     return attempt
+
+
+# Statements of every transaction are built once: to build one takes as long as to execute it.
+_ATTEMPT = (
+    sa.select(schema.studies.c.attempt)
+    .where(schema.studies.c.id == sa.bindparam("job"))
+    .with_for_update(key_share=True)
+)
+_OF_TRIAL = (schema.trials.c.study == sa.bindparam("of_study")) & (schema.trials.c.number == sa.bindparam("of_trial"))
+_TIMINGS = sa.select(schema.trials.c.timings_s).where(_OF_TRIAL)
+_SCORED = (
+    sa.update(schema.trials)
+    .where(_OF_TRIAL)
+    .values(
+        samples_scored=schema.trials.c.samples_scored + sa.bindparam("num_scored", type_=sa.Integer),
+        timings_s=sa.bindparam("timings_s"),
+        state=sa.case(
+            (schema.trials.c.state == TrialState.WAITING.value, TrialState.RUNNING.value),
+            else_=schema.trials.c.state,
+        ),
+    )
+)
 
 
 def insert_event(connection: sa.Connection, job_id: str, kind: str, payload: Mapping[str, Any]) -> None:

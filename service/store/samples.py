@@ -36,6 +36,7 @@ __all__ = [
     "SampleChunk",
     "VoidSample",
     "delete_texts",
+    "has_old_samples",
     "holdings",
     "move_old_samples",
     "not_stored",
@@ -356,12 +357,30 @@ def not_stored(
     `digest` is the recipe's digest, and `split` is the data that the samples belong to: search data, holdout data or
     benchmarks. Samples that are only in the table `samples`, where earlier versions stored them, count as not stored.
     """
-    table = schema.sample_chunks
-    query = sa.select(table.c.objective, table.c.start, table.c.num_samples).where(_is_of(table, study, digest, split))
+    key = {"of_study": study, "of_recipe": digest, "of_split": Split(split).value}
     known: dict[str, set[int]] = defaultdict(set)
-    for objective, start, count in connection.execute(query):
+    for objective, start, count in connection.execute(_STORED, key):
         known[objective].update(range(start, start + count))
     return [sample for sample in samples if sample.position not in known[sample.objective]]
+
+
+# Statements of every request are built once: to build one takes as long as to execute it.
+_STORED = sa.select(
+    schema.sample_chunks.c.objective, schema.sample_chunks.c.start, schema.sample_chunks.c.num_samples
+).where(
+    schema.sample_chunks.c.study == sa.bindparam("of_study"),
+    schema.sample_chunks.c.split == sa.bindparam("of_split"),
+    schema.sample_chunks.c.recipe_digest == sa.bindparam("of_recipe"),
+)
+_DOCUMENTS = sa.select(schema.sample_documents.c.id).where(
+    schema.sample_documents.c.study == sa.bindparam("of_study"),
+    schema.sample_documents.c.digest == sa.bindparam("of_names"),
+)
+_SIZES = (
+    sa.update(schema.evidence)
+    .where(schema.evidence.c.id == sa.bindparam("of_evidence"))
+    .values({name: sa.bindparam(name) for name in SIZES})
+)
 
 
 def store_samples(
@@ -400,7 +419,7 @@ def store_samples(
         connection.execute(sa.insert(schema.sample_chunks), chunks)
         connection.execute(sa.insert(schema.sample_texts), texts)
     sizes = {name: sum(len(row["packed"]) for row in rows) for name, rows in zip(SIZES, (chunks, texts), strict=True)}
-    connection.execute(sa.update(schema.evidence).where(schema.evidence.c.id == evidence).values(sizes))
+    connection.execute(_SIZES, {"of_evidence": evidence, **sizes})
 
 
 def delete_texts(connection: sa.Connection, study: str, *, keep: Collection[str]) -> None:
@@ -485,8 +504,7 @@ def _documents_id(connection: sa.Connection, study: str, names: Sequence[str]) -
     table = schema.sample_documents
     packed = pack_documents(names)
     digest = hashlib.sha256(packed).hexdigest()
-    where = (table.c.study == study) & (table.c.digest == digest)
-    found: int | None = connection.execute(sa.select(table.c.id).where(where)).scalar()
+    found: int | None = connection.execute(_DOCUMENTS, {"of_study": study, "of_names": digest}).scalar()
     if found is None:
         row = sa.insert(table).values(study=study, digest=digest, packed=packed).returning(table.c.id)
         found = connection.execute(row).scalar_one()
@@ -508,6 +526,13 @@ def _is_of(table: sa.Table, study: str, digest: str, split: Split) -> sa.ColumnE
 
 
 # -- rows of earlier versions ------------------------------------------------------------------------------------------
+
+
+def has_old_samples(connection: sa.Connection, study: str) -> bool:
+    """Whether a study has samples in the table of earlier program versions."""
+    table = schema.samples
+    found = connection.execute(sa.select(table.c.study).where(table.c.study == study).limit(1)).scalar()
+    return found is not None
 
 
 def move_old_samples(connection: sa.Connection, study: str, digest: str) -> int:

@@ -50,7 +50,9 @@ class Executor:
         except ConfinementUnavailable as error:
             raise _unavailable(str(error)) from error
         self._start = ExecutionStart(
-            means(memory_bytes=MEMORY, file_bytes=0, cpu_s=self._cpu_s), num_parallel=len(os.sched_getaffinity(0))
+            means(memory_bytes=MEMORY, file_bytes=0, cpu_s=self._cpu_s),
+            num_parallel=len(os.sched_getaffinity(0)),
+            wall_factor=WALL_FACTOR,
         )
         self._submitted: list[str] = []
         self._begin()

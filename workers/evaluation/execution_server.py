@@ -41,11 +41,13 @@ MAX_SAID = 4096  # bytes that a program's process may send; one that sends more 
 class ExecutionStart:
     """First message to the process that executes programs.
 
-    `confinement` is the sandbox of each program, and `num_parallel` is the number of programs that run at a time.
+    `confinement` is the sandbox of each program, and `num_parallel` is the number of programs that run at a time. A
+    program is ended after `wall_factor` times its limit of processor time.
     """
 
     confinement: Confinement
     num_parallel: int
+    wall_factor: float = WALL_FACTOR
 
 
 @dataclass
@@ -113,6 +115,7 @@ class _Programs:
         self._confinement = start.confinement
         self._num_parallel = start.num_parallel
         self._cpu_s = start.confinement.cpu_s or 1
+        self._wall_s = start.wall_factor * self._cpu_s
         self._reasons: list[str | None] = []
         self._waiting: deque[tuple[int, str]] = deque()
         self._num_running = self._num_started = 0
@@ -175,7 +178,7 @@ class _Programs:
             index, program = self._waiting.popleft()
             pipe, pid, token = _started(program, self._confinement.of_program(self._num_started))
             self._num_started += 1
-            running = _Running(index, pid, token, time.monotonic() + WALL_FACTOR * self._cpu_s)
+            running = _Running(index, pid, token, time.monotonic() + self._wall_s)
             self._selector.register(pipe, selectors.EVENT_READ, running)
             self._num_running += 1
 
@@ -189,7 +192,7 @@ class _Programs:
         with contextlib.suppress(ProcessLookupError):
             os.kill(running.pid, signal.SIGKILL)
         _, status = os.waitpid(running.pid, 0)
-        late = f"did not end within {WALL_FACTOR * self._cpu_s:g} s"
+        late = f"did not end within {self._wall_s:g} s"
         if not running.said.startswith(BEGUN):
             code = os.waitstatus_to_exitcode(status)
             raise NotConfinedError(

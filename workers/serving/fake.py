@@ -120,7 +120,7 @@ class FakeScorer:
             swap_s = 0.0
             if self._held != request.recipe.digest:
                 swap_s = self.swap_delay_s
-                time.sleep(swap_s)
+                _wait(swap_s)
                 self._held, self._swaps = request.recipe.digest, self._swaps + 1
                 is_first = not any(call["outcome"] == "fault" for call in self.calls())
                 self._is_wrong |= self._swaps == self.wrong_since and is_first
@@ -133,7 +133,7 @@ class FakeScorer:
             if reason := self._failure(request.recipe):
                 self._log(call, request, "failed")
                 raise TrialFailed(reason)
-            time.sleep(self.sample_delay_s * request.num_samples)
+            _wait(self.sample_delay_s * request.num_samples)
             samples = tuple(s for span in request.spans for s in self._samples(request.recipe, span, self._is_wrong))
             if self.garbles:
                 samples = tuple(replace(sample, response="##", tokens=((2,),)) for sample in samples)
@@ -177,7 +177,7 @@ class FakeScorer:
                 live = [(each, words) for each, words in live if not each.is_cancelled]
                 if not live:
                     return
-                time.sleep(self.sample_delay_s)
+                _wait(self.sample_delay_s)
                 for each, words in live:
                     word = words.pop(0)
                     each.add(CompletionPart(word, 1, 3, digest, None if words else "stop"))
@@ -336,6 +336,11 @@ class FakeScorer:
         line = {"call": call, "recipe": recipe, "spans": spans, "outcome": outcome, "process": os.getpid()}
         with Path(self.log_file).open("a") as file:
             file.write(json.dumps(line) + "\n")
+
+
+def _wait(seconds: float) -> None:
+    if seconds:  # a sleep of no time lets all other processes run first
+        time.sleep(seconds)
 
 
 def expected_value(recipe: Recipe, objective: str) -> float:

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 from rich.console import Console
 
@@ -24,8 +23,8 @@ from service.results.report import render_report
 from service.results.selection import best_trial, costs_of, finalists
 from service.results.series import CHARTS
 from service.results.summary import summary
-from service.schemas.json_schemas import schemas
 from service.types import Origin, TrialState
+from tests.service.described import check_document
 from tests.service.paths_study import MAX_LAYERS, OBJECTIVES, SIZE, paths_study
 
 
@@ -128,9 +127,8 @@ def test_the_selection_bias_is_of_scored_objectives_only(run: RunRecord) -> None
 
 def test_files_tables_plots_and_report_show_them(run: RunRecord, tmp_path: Path) -> None:
     files = {file.name: file for file in write_results(tmp_path, run, report=render_report(run))}
-    shapes = schemas()
-    jsonschema.validate(json.loads(files["summary.json"].read_text()), shapes["summary"])
-    jsonschema.validate(json.loads(files["pareto.json"].read_text()), shapes["pareto"])
+    check_document(json.loads(files["summary.json"].read_text()), "summary")
+    check_document(json.loads(files["pareto.json"].read_text()), "pareto")
     assert "depth" in files["report.html"].read_text()
     for chart in CHARTS.values():
         json.dumps(chart.document(run), default=vars)
@@ -170,4 +168,4 @@ def test_summary_counts_distinct_recipes(run: RunRecord) -> None:
     assert summary(chained)["lineage"] == {"lfs": own}
     trained = {"finetune": "f00d", "name": "fleet", "expert": "math", "digest": "d2"}
     assert summary(chained)["trained"] == {"mine": trained}
-    jsonschema.validate(json.loads(json.dumps(summary(chained))), schemas()["summary"])
+    check_document(json.loads(json.dumps(summary(chained))), "summary")

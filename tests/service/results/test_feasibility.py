@@ -6,7 +6,6 @@ import io
 import json
 from dataclasses import replace
 
-import jsonschema
 import pytest
 from rich.console import Console
 from rich.table import Table
@@ -22,8 +21,8 @@ from service.results.report import render_report
 from service.results.selection import best_trial, criteria, finalists, full_budget_trials, pareto_front
 from service.results.series.history import history
 from service.results.summary import summary
-from service.schemas.json_schemas import schemas
 from service.types import Origin, TrialRecord, TrialState
+from tests.service.described import check_document
 from tests.service.results.test_holdout import recipe
 from tests.service.synthetic_run import run_record
 
@@ -133,10 +132,10 @@ def test_documents_mark_what_is_violated(run: RunRecord) -> None:
     lines = trials_jsonl(run).splitlines()
     assert len(lines) == len(documents)
     for line in lines:
-        jsonschema.validate(json.loads(line), schemas()["trial"])
+        check_document(json.loads(line), "trial")
     found, front = (json.loads(json.dumps(document)) for document in (summary(run), pareto(run)))
-    jsonschema.validate(found, schemas()["summary"])
-    jsonschema.validate(front, schemas()["pareto"])
+    check_document(found, "summary")
+    check_document(front, "pareto")
     first, second = found["constraints"]
     assert first["bound"] == pytest.approx(base.values["text"] + 0.05)
     kept = [t for t in full_budget_trials(run.trials) if "text >= base + 0.05" not in marked[t.number]]

@@ -26,6 +26,7 @@ from service.results.series import CHARTS
 from service.results.summary import summary
 from service.schemas.json_schemas import schemas
 from service.types import Origin, Steering, TrialState
+from tests.service.described import check_document
 from tests.service.synthetic_run import RUNGS, best_of, run_record
 from workers.types import VerificationReport
 
@@ -38,20 +39,19 @@ def run() -> RunRecord:
 def test_every_file_is_valid_under_its_schema(run: RunRecord, tmp_path: Path) -> None:
     files = {file.name: file for file in write_results(tmp_path, run, report="<html></html>")}
     assert sorted(files) == ["pareto.json", "report.html", "summary.json", "trials.jsonl"]
-    shapes = schemas()
     for line in files["trials.jsonl"].read_text().splitlines():
-        jsonschema.validate(json.loads(line), shapes["trial"])
-    jsonschema.validate(json.loads(files["summary.json"].read_text()), shapes["summary"])
-    jsonschema.validate(json.loads(files["pareto.json"].read_text()), shapes["pareto"])
-    jsonschema.validate(run.whole_trials[20].read_recipe().to_json(), shapes["recipe"])
-    jsonschema.validate(
+        check_document(json.loads(line), "trial")
+    check_document(json.loads(files["summary.json"].read_text()), "summary")
+    check_document(json.loads(files["pareto.json"].read_text()), "pareto")
+    check_document(run.whole_trials[20].read_recipe().to_json(), "recipe")
+    check_document(
         {
             "name": "x",
             "models": {"base": "b", "experts": {"e": "d"}},
             "search_space": {"kind": "lfs"},
             "objectives": [{"name": "a", "task": "gsm8k", "metric": "exact_match"}],
         },
-        shapes["study"],
+        "study",
     )
 
 
@@ -63,7 +63,7 @@ def test_all_that_a_recipe_can_say_is_in_its_schema(run: RunRecord) -> None:
         plain, tokenizer="union", vocabulary=vocabulary, stacks_experts=True, tensors={"a": merge}, head=merge
     )
     document, schema = recipe.to_json(), schemas()["recipe"]
-    jsonschema.validate(document, schema)
+    check_document(document, "recipe")
     assert set(document) <= set(schema["properties"])
     assert set(document["head"]) <= set(schema["$defs"]["MergeDocument"]["properties"])
     for key, wrong in (
@@ -72,22 +72,21 @@ def test_all_that_a_recipe_can_say_is_in_its_schema(run: RunRecord) -> None:
         ("head", {**document["head"], "base": []}),
     ):
         with pytest.raises(jsonschema.ValidationError):
-            jsonschema.validate(document | {key: wrong}, schema)
+            check_document(document | {key: wrong}, "recipe")
 
 
 @pytest.mark.parametrize("name", ["study", "trial", "summary", "pareto", "recipe"])
 def test_schemas_are_schemas_and_reject_an_empty_document(name: str) -> None:
-    schema = schemas()[name]
-    jsonschema.Draft202012Validator.check_schema(schema)
+    jsonschema.Draft202012Validator.check_schema(schemas()[name])
     with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate({}, schema)
+        check_document({}, name)
 
 
 def test_files_of_a_study_that_has_not_scored_anything_are_valid(run: RunRecord, tmp_path: Path) -> None:
     empty = replace(run, trials=(), holdout=(), verifications=(), engine=EngineFigures(), samples_per_second=None)
     write_results(tmp_path, empty)
     document = json.loads((tmp_path / "summary.json").read_text())
-    jsonschema.validate(document, schemas()["summary"])
+    check_document(document, "summary")
     assert (document["best"], document["selection_bias"]) == (None, None)
     assert document["verification"]["status"] == "not verified"
     assert document["engine"]["swap_s"] == {"median": None, "p95": None, "max": None}

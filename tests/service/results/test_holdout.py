@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import numpy as np
 import pytest
 
@@ -23,9 +22,9 @@ from service.results.load import run_record
 from service.results.report import render_report
 from service.results.selection import criteria
 from service.results.summary import summary
-from service.schemas.json_schemas import schemas
 from service.store import JobWriter, Store
 from service.types import EventKind, Origin, RungRecord, TrialRecord, TrialState
+from tests.service.described import check_document
 from tests.service.resolved import resolved_study, study_document
 from workers.types import Evidence, SampleResult, ScoreResult, Split
 
@@ -95,10 +94,10 @@ class Study:
         """summary.json, pareto.json and the report; checks the first two by their schemas."""
         run = run_record(self.store, self.id)
         first, second = (json.loads(json.dumps(document, allow_nan=False)) for document in (summary(run), pareto(run)))
-        jsonschema.validate(first, schemas()["summary"])
-        jsonschema.validate(second, schemas()["pareto"])
+        check_document(first, "summary")
+        check_document(second, "pareto")
         for line in trials_jsonl(run).splitlines():
-            jsonschema.validate(json.loads(line), schemas()["trial"])
+            check_document(json.loads(line), "trial")
         return first, second, render_report(run)
 
 

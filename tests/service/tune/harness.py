@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -162,6 +163,22 @@ def new_study(directory: Path, database: str | None = None) -> tuple[Store, str]
     """Create a study in a new database in the directory, or in the database at the URL `database`."""
     store = Store(database or f"sqlite:///{directory / 'study.db'}")
     return store, store.create_job(kind="search", name="test", document={}, accepted=resolved_study().to_json()).id
+
+
+def closed_study(store: Store, study_id: str) -> tuple[Path, str]:
+    """Close a study's store; returns the file of its database, and the study's id, for `copied_study`."""
+    file = Path(store.engine.url.database or "")
+    store.close()
+    assert not file.with_name(f"{file.name}-wal").exists(), "all pages are in the file"
+    return file, study_id
+
+
+def copied_study(closed: tuple[Path, str], directory: Path) -> tuple[Store, str]:
+    """Copy a closed study to a directory, which is made if necessary, and open its store."""
+    file, study_id = closed
+    directory.mkdir(exist_ok=True)
+    shutil.copyfile(file, directory / file.name)
+    return Store(f"sqlite:///{directory / file.name}"), study_id
 
 
 def coordinator_of(

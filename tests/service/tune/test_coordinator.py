@@ -18,14 +18,16 @@ from service.store import Store
 from service.tune.coordinator import MAX_LOST_ACTORS
 from service.tune.evaluation import Evaluation
 from service.tune.schedulers import SCHEDULERS
-from service.types import EventKind, Origin, TrialState
+from service.types import EventKind, Origin, TrialRecord, TrialState
 from tests.postgresql import PostgreSQL
 from tests.service.stored_values import stored_values
 from tests.service.tune.harness import (
     SPACES,
     InlineProposer,
     Killed,
+    closed_study,
     coordinator_of,
+    copied_study,
     drive,
     killer,
     lfs_space,
@@ -78,9 +80,30 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Scheduler
     return run
 
 
-def test_brackets_have_hyperband_sizes_and_only_the_best_climb(tmp_path: Path) -> None:
-    store, study, _ = finished_study(tmp_path)
-    trials = [trial for trial in store.trials(study) if trial.origin is Origin.SEARCH]
+@dataclass(frozen=True)
+class Finished:
+    """A finished study, for tests that only read it or continue with a copy of its database (`closed`)."""
+
+    closed: tuple[Path, str]
+    trials: tuple[TrialRecord, ...]
+    holdout: Any
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Scheduler], Finished]:
+    """The study of a scheduler, run once for all tests of this module."""
+
+    @cache
+    def run(scheduler: Scheduler) -> Finished:
+        store, study, _ = finished_study(tmp_path_factory.mktemp("finished"), scheduler=scheduler)
+        trials, holdout = tuple(store.trials(study)), stored_values(store, study, Split.HOLDOUT)
+        return Finished(closed_study(store, study), trials, holdout)
+
+    return run
+
+
+def test_brackets_have_hyperband_sizes_and_only_the_best_climb(finished: Callable[[Scheduler], Finished]) -> None:
+    trials = [trial for trial in finished("hyperband").trials if trial.origin is Origin.SEARCH]
     assert len(trials) == 14
     by_bracket = {b: [t for t in trials if t.bracket == b] for b in (0, 1)}
     assert [len(by_bracket[0]), len(by_bracket[1])] == [9, 5]
@@ -92,17 +115,15 @@ def test_brackets_have_hyperband_sizes_and_only_the_best_climb(tmp_path: Path) -
     assert all(trial.state is TrialState.PRUNED and not trial.values for trial in trials if trial not in complete)
 
 
-def test_sources_and_published_come_first_at_full_budget(tmp_path: Path) -> None:
-    store, study, _ = finished_study(tmp_path)
-    baselines = [trial for trial in store.trials(study) if trial.origin is not Origin.SEARCH]
+def test_sources_and_published_come_first_at_full_budget(finished: Callable[[Scheduler], Finished]) -> None:
+    baselines = [trial for trial in finished("hyperband").trials if trial.origin is not Origin.SEARCH]
     assert [trial.number for trial in baselines] == list(range(len(baselines)))
     assert {"base", "expert:math", "expert:text", "uniform average"} <= {trial.label for trial in baselines}
     assert {trial.rungs[0].rung for trial in baselines} == {2}
 
 
-def test_a_promoted_trial_pays_only_for_new_samples(tmp_path: Path) -> None:
-    store, study, _ = finished_study(tmp_path)
-    climber = next(t for t in store.trials(study) if [rung.rung for rung in t.rungs] == [0, 1, 2])
+def test_a_promoted_trial_pays_only_for_new_samples(finished: Callable[[Scheduler], Finished]) -> None:
+    climber = next(t for t in finished("hyperband").trials if [rung.rung for rung in t.rungs] == [0, 1, 2])
     assert climber.samples_scored == 2 * 36
     assert climber.samples_reused == 2 * (4 + 12)
 
@@ -136,9 +157,8 @@ def test_asha_prunes_or_scores_in_full(tmp_path: Path) -> None:
     assert all(t.state is TrialState.PRUNED and t.reason for t in trials if t not in full)
 
 
-def test_without_a_scheduler_every_trial_is_scored_in_full(tmp_path: Path) -> None:
-    store, study, _ = finished_study(tmp_path, scheduler="none")
-    trials = store.trials(study)
+def test_without_a_scheduler_every_trial_is_scored_in_full(finished: Callable[[Scheduler], Finished]) -> None:
+    trials = finished("none").trials
     assert {trial.state for trial in trials} == {TrialState.COMPLETE}
     assert {tuple(rung.rung for rung in trial.rungs) for trial in trials} == {(0,)}
 
@@ -379,11 +399,11 @@ def test_a_searcher_that_repeats_itself_ends_the_search(tmp_path: Path) -> None:
     assert sum(trial.origin is Origin.SEARCH for trial in store.trials(study)) == 17
 
 
-def test_a_failed_candidate_has_a_reason_and_the_study_goes_on(tmp_path: Path) -> None:
-    store, study, _ = finished_study(tmp_path / "reference")
-    victim = next(t for t in store.trials(study) if [rung.rung for rung in t.rungs] == [0, 1, 2])
-    (tmp_path / "failing").mkdir()
-    store, study = new_study(tmp_path / "failing")
+def test_a_failed_candidate_has_a_reason_and_the_study_goes_on(
+    tmp_path: Path, finished: Callable[[Scheduler], Finished]
+) -> None:
+    victim = next(t for t in finished("hyperband").trials if [rung.rung for rung in t.rungs] == [0, 1, 2])
+    store, study = new_study(tmp_path)
     drive(coordinator_of(store, study), FakeScorer(failing=frozenset({victim.recipe.digest})))
     trials = store.trials(study)
     failed = [trial for trial in trials if trial.state is TrialState.FAIL]
@@ -408,12 +428,11 @@ class Unjudged:
         return getattr(self._scorer, name)
 
 
-def test_failing_metric_fails_its_trial(tmp_path: Path) -> None:
+def test_failing_metric_fails_its_trial(tmp_path: Path, finished: Callable[[Scheduler], Finished]) -> None:
     """A metric that fails on a candidate fails its trial only."""
-    store, study, _ = finished_study(tmp_path / "reference")
-    victim = next(t for t in store.trials(study) if t.origin is Origin.SEARCH and t.state is TrialState.COMPLETE)
-    (tmp_path / "failing").mkdir()
-    store, study = new_study(tmp_path / "failing")
+    trials = finished("hyperband").trials
+    victim = next(t for t in trials if t.origin is Origin.SEARCH and t.state is TrialState.COMPLETE)
+    store, study = new_study(tmp_path)
     drive(coordinator_of(store, study), Unjudged(victim.recipe.digest))
     (failed,) = [trial for trial in store.trials(study) if trial.state is TrialState.FAIL]
     assert failed.number == victim.number
@@ -530,8 +549,10 @@ def test_a_driver_that_was_replaced_cannot_write(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_a_finished_search_goes_on_with_more_trials(tmp_path: Path, scheduler: Scheduler) -> None:
-    store, study, _ = finished_study(tmp_path, scheduler=scheduler)
+def test_a_finished_search_goes_on_with_more_trials(
+    tmp_path: Path, finished: Callable[[Scheduler], Finished], scheduler: Scheduler
+) -> None:
+    store, study = copied_study(finished(scheduler).closed, tmp_path)
     before = trial_list(store, study)
     drive(coordinator_of(store, study, scheduler=scheduler, max_trials=20), FakeScorer())
     after = trial_list(store, study)
@@ -601,14 +622,14 @@ def test_exhausted_search_stays_ended(tmp_path: Path, step: str) -> None:
 
 
 class OddScorer:
-    """The fake scorer with another value for one sample of one recipe."""
+    """The fake scorer with another value for one sample of one recipe, or of every recipe (None)."""
 
-    def __init__(self, digest: str, value: float, *, position: int = 7) -> None:
+    def __init__(self, digest: str | None, value: float, *, position: int = 7) -> None:
         self._scorer, self._digest, self._value, self._position = FakeScorer(), digest, value, position
 
     def score(self, request: ScoreRequest) -> Any:
         result = self._scorer.score(request)
-        if request.recipe.digest != self._digest:
+        if self._digest not in (None, request.recipe.digest):
             return result
         samples = tuple(
             replace(s, value=self._value) if (s.objective, s.position) == ("math", self._position) else s
@@ -653,23 +674,15 @@ def test_standard_error_of_one_sample(tmp_path: Path, value: float, error: float
     """A rung of one sample has a standard error only if the metric is binary."""
     store, study = new_study(tmp_path)
     sizes = tuple(dict.fromkeys(("math", "text"), size) for size in (1, 12, 36))
-    victim = coordinator_of(*new_study_in(tmp_path / "other"), rung_samples=sizes)
-    drive(victim, FakeScorer())
-    odd = next(trial for trial in victim.trials if len(trial.rungs) == 3)
-    drive(coordinator_of(store, study, rung_samples=sizes), OddScorer(odd.recipe.digest, value, position=0))
-    rung = store.trial(study, odd.number).rungs[0]
-    assert (rung.values["math"], rung.standard_errors["math"]) == (value, error)
+    drive(coordinator_of(store, study, rung_samples=sizes), OddScorer(None, value, position=0))
+    of_one = [rung for trial in store.trials(study) for rung in trial.rungs if rung.num_samples["math"] == 1]
+    assert len(of_one) > 1
+    assert {(rung.values["math"], rung.standard_errors["math"]) for rung in of_one} == {(value, error)}
 
 
-def new_study_in(directory: Path) -> tuple[Store, str]:
-    directory.mkdir()
-    return new_study(directory)
-
-
-def test_holdout_covers_finalists(tmp_path: Path) -> None:
+def test_holdout_covers_finalists(finished: Callable[[Scheduler], Finished]) -> None:
     """Finalists and baselines are scored on all samples of the held-out data."""
-    store, study, coordinator = finished_study(tmp_path)
-    values = stored_values(store, study, Split.HOLDOUT)
-    baselines = {trial.recipe.digest for trial in coordinator.trials if trial.origin is not Origin.SEARCH}
+    values = finished("hyperband").holdout
+    baselines = {trial.recipe.digest for trial in finished("hyperband").trials if trial.origin is not Origin.SEARCH}
     assert baselines <= set(values)
     assert {len(by_position) for by in values.values() for by_position in by.values()} == {50}

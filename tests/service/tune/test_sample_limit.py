@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,9 @@ from tests.service.tune.harness import (
     FINGERPRINTS,
     InlineProposer,
     Killed,
+    closed_study,
     coordinator_of,
+    copied_study,
     drive,
     killer,
     lfs_space,
@@ -61,11 +64,40 @@ def scheduler(request: pytest.FixtureRequest) -> Scheduler:
     return name
 
 
+@dataclass(frozen=True)
+class Ended:
+    """A search that ran to its end undisturbed: its database, its trials, and what its driver said at the end."""
+
+    closed: tuple[Path, str]
+    trials: list[tuple[Any, ...]]
+    num_samples_used: int
+    end_of_search: str | None
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Scheduler, int | None], Ended]:
+    """The search of a scheduler within a limit of samples, run once for all tests of this module."""
+
+    @cache
+    def once(scheduler: Scheduler, limit: int | None) -> Ended:
+        store, study = study_in(tmp_path_factory.mktemp("undisturbed"))
+        ended = run(store, study, scheduler=scheduler, max_samples=limit)
+        trials = trial_list(store, study)
+        return Ended(closed_study(store, study), trials, ended.num_samples_used, ended.end_of_search)
+
+    return once
+
+
+Undisturbed = Callable[[Scheduler, int | None], Ended]
+
+
 @pytest.mark.parametrize("limit", LIMITS)
-def test_search_ends_within_the_limit(tmp_path: Path, scheduler: Scheduler, limit: int) -> None:
+def test_search_ends_within_the_limit(
+    tmp_path: Path, undisturbed: Undisturbed, scheduler: Scheduler, limit: int
+) -> None:
     """A search uses most samples of its limit and no more, and every trial ends."""
-    store, study = study_in(tmp_path)
-    ended = run(store, study, scheduler=scheduler, max_samples=limit)
+    ended = undisturbed(scheduler, limit)
+    store, study = copied_study(ended.closed, tmp_path)
     used = sum(trial.samples_scored for trial in store.trials(study))
     assert used == ended.num_samples_used <= limit
     # What would start next: a trial at the full budget, or a bracket of Hyperband.
@@ -83,45 +115,43 @@ def test_search_ends_within_the_limit(tmp_path: Path, scheduler: Scheduler, limi
 
 
 @pytest.mark.slow
-def test_trials_depend_on_no_order(tmp_path: Path, scheduler: Scheduler) -> None:
+@pytest.mark.parametrize(("concurrency", "order_seed"), [(1, 0), (7, 2), (7, 3)])
+def test_trials_depend_on_no_order(
+    tmp_path: Path, undisturbed: Undisturbed, scheduler: Scheduler, concurrency: int, order_seed: int
+) -> None:
     """With a limit of samples, the trials are the same with any number of evaluations in flight and any order."""
-    found = []
-    for index, concurrency in enumerate((1, 3, 7, 7)):
-        store, study = study_in(tmp_path / str(index))
-        run(store, study, scheduler=scheduler, max_samples=LIMIT, concurrency=concurrency, order_seed=index)
-        found.append(trial_list(store, study))
-    assert all(trials == found[0] for trials in found)
+    store, study = study_in(tmp_path)
+    run(store, study, scheduler=scheduler, max_samples=LIMIT, concurrency=concurrency, order_seed=order_seed)
+    assert trial_list(store, study) == undisturbed(scheduler, LIMIT).trials
 
 
 @pytest.mark.slow
-def test_killed_search_ends_at_the_same_trial(tmp_path: Path, scheduler: Scheduler) -> None:
-    calm = study_in(tmp_path / "calm")
-    run(*calm, scheduler=scheduler, max_samples=LIMIT)
-    killed = study_in(tmp_path / "killed")
+def test_killed_search_ends_at_the_same_trial(tmp_path: Path, undisturbed: Undisturbed, scheduler: Scheduler) -> None:
+    killed = study_in(tmp_path)
     for at in (40, 3, 25, 11, 2, 60):
         with pytest.raises(Killed):
             run(*killed, scheduler=scheduler, max_samples=LIMIT, observer=killer(at), order_seed=at)
     run(*killed, scheduler=scheduler, max_samples=LIMIT)
-    assert trial_list(*killed) == trial_list(*calm)
+    assert trial_list(*killed) == undisturbed(scheduler, LIMIT).trials
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("limit", LIMITS)
 @pytest.mark.parametrize("scheduler", [name for name in SCHEDULERS if name != "asha"])
-def test_larger_limit_gives_undisturbed_trials(tmp_path: Path, scheduler: Scheduler, limit: int) -> None:
+def test_larger_limit_gives_undisturbed_trials(
+    tmp_path: Path, undisturbed: Undisturbed, scheduler: Scheduler, limit: int
+) -> None:
     """A search that continues with a larger limit has the trials of one that had it from the start."""
-    stopped, whole = study_in(tmp_path / "stopped"), study_in(tmp_path / "whole")
-    run(*stopped, scheduler=scheduler, max_samples=limit)
+    stopped = copied_study(undisturbed(scheduler, limit).closed, tmp_path)
     assert run(*stopped, scheduler=scheduler, max_samples=10**6).end_of_search is None
-    run(*whole, scheduler=scheduler)
-    assert trial_list(*stopped) == trial_list(*whole)
-    assert len(whole[0].trials(whole[1])) == len(BASELINES) + 30
+    whole = undisturbed(scheduler, None).trials
+    assert trial_list(*stopped) == whole
+    assert len(whole) == len(BASELINES) + 30
 
 
-def test_asha_continues_in_another_ladder(tmp_path: Path) -> None:
+def test_asha_continues_in_another_ladder(tmp_path: Path, undisturbed: Undisturbed) -> None:
     """ASHA's trials after a larger limit are those of a search that had ended for another reason."""
-    store, study = study_in(tmp_path)
-    run(store, study, scheduler="asha", max_samples=LIMIT)
+    store, study = copied_study(undisturbed("asha", LIMIT).closed, tmp_path)
     before = trial_list(store, study)
     run(store, study, scheduler="asha", max_samples=10**6)
     after = store.trials(study)

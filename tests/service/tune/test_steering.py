@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,49 @@ from service.store.documents import STOPPING
 from service.tune.coordinator import Coordinator
 from service.tune.evaluation import Evaluation
 from service.tune.schedulers import SCHEDULERS
-from service.types import EventKind, Origin, Steering, TrialState
-from tests.service.tune.harness import Killed, coordinator_of, drive, killer, lfs_space, new_study, score, trial_list
+from service.types import EventKind, Origin, Steering, TrialRecord, TrialState
+from tests.service.tune.harness import (
+    Killed,
+    closed_study,
+    coordinator_of,
+    copied_study,
+    drive,
+    killer,
+    lfs_space,
+    new_study,
+    score,
+    trial_list,
+)
 from workers.serving.fake import FakeScorer
 
 REASON = "stopped by ann: good enough"
 EVERY_SCHEDULER = sorted(SCHEDULERS)
+
+
+# A function from a directory, a scheduler, a number of stored chunks and `max_trials` to a store and a study in it.
+Begun = Callable[[Path, Scheduler, int, int], tuple[Store, str]]
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Begun:
+    """Studies whose driver was killed after a number of chunks; equal ones are copies of one database."""
+
+    @cache
+    def once(scheduler: Scheduler, num_chunks: int, max_trials: int) -> tuple[Path, str]:
+        store, study = new_study(tmp_path_factory.mktemp("begun"))
+        run_until(coordinator_of(store, study, scheduler=scheduler, max_trials=max_trials), num_chunks)
+        return closed_study(store, study)
+
+    def copied(directory: Path, scheduler: Scheduler, num_chunks: int, max_trials: int) -> tuple[Store, str]:
+        store, study = copied_study(once(scheduler, num_chunks, max_trials), directory)
+        assert 0 < num_searched(store, study) < max_trials, "the search still runs"
+        return store, study
+
+    return copied
+
+
+def num_searched(store: Store, study: str) -> int:
+    return sum(trial.origin.is_searched for trial in store.trials(study))
 
 
 def run_until(coordinator: Coordinator, num_chunks: int, *, concurrency: int = 3) -> list[tuple[Evaluation, int]]:
@@ -107,17 +144,21 @@ def test_a_kill_at_any_moment_of_a_stop_loses_nothing(tmp_path: Path, scheduler:
     coordinator.stop(REASON)
     finish(coordinator, in_flight)
     expected = trial_list(store, study)
-    for at in (1, 4, 9, 20):
+    # The driver that was asked to stop is killed at a moment, the next one after more steps, and the third one ends.
+    for at, later in ((1, 4), (9, 20)):
         store, study, coordinator, in_flight = stopped(tmp_path / str(at))
         coordinator.stop(REASON)
         dies = killer(at)
         coordinator._observer = coordinator._ask_and_tell._observer = coordinator._chunks._observer = dies
-        try:
+        with pytest.raises(Killed):
             finish(coordinator, in_flight)
-        except Killed:
-            again = coordinator_of(store, study, scheduler=scheduler)
-            again.stop(REASON)
+        again = coordinator_of(store, study, scheduler=scheduler, observer=killer(later))
+        again.stop(REASON)
+        with pytest.raises(Killed):
             drive(again, FakeScorer())
+        last = coordinator_of(store, study, scheduler=scheduler)
+        last.stop(REASON)
+        drive(last, FakeScorer())
         assert trial_list(store, study) == expected, at
 
 
@@ -173,14 +214,12 @@ def test_a_stop_before_anything_was_scored(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("scheduler", EVERY_SCHEDULER)
 @pytest.mark.parametrize("change", [-14, -4, 5])
-def test_max_trials_may_change_while_a_search_runs(tmp_path: Path, scheduler: Scheduler, change: int) -> None:
+def test_max_trials_may_change_while_a_search_runs(
+    tmp_path: Path, begun: Begun, scheduler: Scheduler, change: int
+) -> None:
     """The search reaches the new number, whatever was open; a second driver makes the same of it."""
-    store, study = new_study(tmp_path)
-    coordinator = coordinator_of(store, study, scheduler=scheduler, max_trials=14)
-    run_until(coordinator, 36)
-    proposed = sum(trial.origin.is_searched for trial in coordinator.trials)
-    assert 0 < proposed < 14
-    max_trials = max(14 + change, proposed)
+    store, study = begun(tmp_path, scheduler, 36, 14)
+    max_trials = max(14 + change, num_searched(store, study))
     for _ in range(2):  # the second one finds all done
         again = coordinator_of(store, study, scheduler=scheduler, max_trials=max_trials)
         drive(again, FakeScorer())
@@ -189,12 +228,10 @@ def test_max_trials_may_change_while_a_search_runs(tmp_path: Path, scheduler: Sc
         assert {trial.state.is_finished for trial in again.trials} == {True}
 
 
-def test_trials_that_are_proposed_are_kept(tmp_path: Path) -> None:
+def test_trials_that_are_proposed_are_kept(tmp_path: Path, begun: Begun) -> None:
     """A bracket that is open has at least the trials that it has."""
-    store, study = new_study(tmp_path)
-    coordinator = coordinator_of(store, study, max_trials=14)
-    run_until(coordinator, 36)
-    proposed = sum(trial.origin.is_searched for trial in coordinator.trials)
+    store, study = begun(tmp_path, "hyperband", 36, 14)
+    proposed = num_searched(store, study)
     again = coordinator_of(store, study, max_trials=max(proposed - 2, 1))
     drive(again, FakeScorer())
     assert again.is_finished
@@ -224,8 +261,8 @@ def test_another_finalist_takes_the_place_of_an_invalid_trial(tmp_path: Path) ->
 # Trials at the full budget, by request.
 
 
-def pruned(coordinator: Coordinator) -> list[int]:
-    return [trial.number for trial in coordinator.trials if trial.state is TrialState.PRUNED]
+def pruned(trials: Iterable[TrialRecord]) -> list[int]:
+    return [trial.number for trial in trials if trial.state is TrialState.PRUNED]
 
 
 def request(store: Store, study: str, trial: int) -> None:
@@ -238,7 +275,7 @@ def test_a_pruned_trial_is_evaluated_at_the_full_budget(tmp_path: Path, schedule
     store, study = new_study(tmp_path)
     coordinator = coordinator_of(store, study, scheduler=scheduler)
     drive(coordinator, FakeScorer())
-    before, number = trial_list(store, study), pruned(coordinator)[0]
+    before, number = trial_list(store, study), pruned(coordinator.trials)[0]
     source = store.trial(study, number)
     for _ in range(2):
         request(store, study, number)
@@ -255,57 +292,50 @@ def test_a_pruned_trial_is_evaluated_at_the_full_budget(tmp_path: Path, schedule
 
 
 @pytest.mark.parametrize("scheduler", ["hyperband", "racing"])  # ASHA prunes at the end of the search
-def test_a_request_while_a_search_runs_survives_kills(tmp_path: Path, scheduler: Scheduler) -> None:
+def test_a_request_while_a_search_runs_survives_kills(tmp_path: Path, begun: Begun, scheduler: Scheduler) -> None:
     """The search proposes as many trials as before, whatever was killed after the request."""
 
-    def searched(directory: Path, at: int | None) -> list[tuple[Any, ...]]:
-        directory.mkdir()
-        store, study = new_study(directory)
-        coordinator = coordinator_of(store, study, scheduler=scheduler, max_trials=20)
-        run_until(coordinator, 58)
-        assert sum(trial.origin.is_searched for trial in coordinator.trials) < 20, "the search still runs"
-        request(store, study, pruned(coordinator)[0])
-        if at is not None:
-            with suppress(Killed):
-                dying = coordinator_of(store, study, scheduler=scheduler, max_trials=20, observer=killer(at))
-                drive(dying, FakeScorer())
-        last = coordinator_of(store, study, scheduler=scheduler, max_trials=20)
-        drive(last, FakeScorer())
-        assert last.is_finished
+    def searched(directory: Path, kills: tuple[int, ...]) -> list[tuple[Any, ...]]:
+        store, study = begun(directory, scheduler, 58, 20)
+        request(store, study, pruned(store.trials(study))[0])
+        last = driven(store, study, kills, scheduler=scheduler, max_trials=20)
         assert sum(trial.origin is Origin.SEARCH for trial in last.trials) == 20
         assert sum(trial.origin is Origin.USER for trial in last.trials) == 1
         return trial_list(store, study)
 
-    expected = searched(tmp_path / "whole", None)
-    for at in (0, 5, 23):
-        assert searched(tmp_path / str(at), at) == expected, at
+    assert searched(tmp_path / "killed", KILLS) == searched(tmp_path / "whole", ())
+
+
+# Steps after which one driver after another is killed: at its first step, soon, and later.
+KILLS = (0, 5, 23)
+
+
+def driven(store: Store, study: str, kills: tuple[int, ...], **plan: Any) -> Coordinator:
+    """Run a study to its end; drivers before the last one are killed at the given steps."""
+    for at in kills:
+        with pytest.raises(Killed):
+            drive(coordinator_of(store, study, observer=killer(at), **plan), FakeScorer())
+    last = coordinator_of(store, study, **plan)
+    drive(last, FakeScorer())
+    assert last.is_finished
+    return last
 
 
 @pytest.mark.parametrize("form", ["recipe", "configuration"])
 @pytest.mark.parametrize("scheduler", ["hyperband", "racing"])
-def test_an_enqueued_trial_survives_kills(tmp_path: Path, scheduler: Scheduler, form: str) -> None:
+def test_an_enqueued_trial_survives_kills(tmp_path: Path, begun: Begun, scheduler: Scheduler, form: str) -> None:
     """It is evaluated at the full budget, and the search proposes as many trials as before."""
 
-    def searched(directory: Path, at: int | None) -> list[tuple[Any, ...]]:
-        directory.mkdir()
-        store, study = new_study(directory)
-        coordinator = coordinator_of(store, study, scheduler=scheduler, max_trials=20)
-        run_until(coordinator, 40)
-        assert sum(trial.origin.is_searched for trial in coordinator.trials) < 20, "the search still runs"
+    def searched(directory: Path, kills: tuple[int, ...]) -> list[tuple[Any, ...]]:
+        store, study = begun(directory, scheduler, 40, 20)
         space = lfs_space()
         configuration = space.parameters.sample(np.random.default_rng(12345))
         recipe = space.to_recipe(configuration)
-        assert recipe.digest not in {trial.recipe.digest for trial in coordinator.trials}
+        assert recipe.digest not in {trial.recipe.digest for trial in store.trials(study)}
         given = recipe.to_json() if form == "recipe" else configuration
         for _ in range(2):
             store.enqueue_trial(store.job(study), "by hand", **{form: given}, steering=Steering("enqueue"))
-        if at is not None:
-            with suppress(Killed):
-                dying = coordinator_of(store, study, scheduler=scheduler, max_trials=20, observer=killer(at))
-                drive(dying, FakeScorer())
-        last = coordinator_of(store, study, scheduler=scheduler, max_trials=20)
-        drive(last, FakeScorer())
-        assert last.is_finished
+        last = driven(store, study, kills, scheduler=scheduler, max_trials=20)
         assert sum(trial.origin is Origin.SEARCH for trial in last.trials) == 20
         (added,) = [trial for trial in last.trials if trial.origin is Origin.USER]
         assert (added.label, added.state, added.bracket) == ("by hand", TrialState.COMPLETE, None)
@@ -314,9 +344,7 @@ def test_an_enqueued_trial_survives_kills(tmp_path: Path, scheduler: Scheduler, 
         assert [own.added for own in store.evaluation_requests(study)] == [added.number]
         return trial_list(store, study)
 
-    expected = searched(tmp_path / "whole", None)
-    for at in (0, 5, 23):
-        assert searched(tmp_path / str(at), at) == expected, at
+    assert searched(tmp_path / "killed", KILLS) == searched(tmp_path / "whole", ())
 
 
 def test_a_request_of_a_stopped_study_is_answered(tmp_path: Path) -> None:
@@ -326,7 +354,7 @@ def test_a_request_of_a_stopped_study_is_answered(tmp_path: Path) -> None:
     in_flight = run_until(coordinator, 44)
     coordinator.stop(REASON)
     finish(coordinator, in_flight)
-    request(store, study, pruned(coordinator)[0])
+    request(store, study, pruned(coordinator.trials)[0])
     again = coordinator_of(store, study)
     again.stop(REASON)
     drive(again, FakeScorer())

@@ -4,7 +4,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -116,13 +116,15 @@ def test_process_ends_with_its_parent_whatever_a_metric_does(tmp_path: Path) -> 
             os.kill(pid, signal.SIGKILL)
 
 
-def test_filter_that_does_not_end_fails_the_sample(tmp_path: Path) -> None:
+def test_filter_that_does_not_end_fails_the_sample(
+    process: MetricProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     spec = generating(tmp_path, filter_list=ENDLESS)
-    process = MetricProcess(sample_limit_s=1.0)
+    monkeypatch.setattr(process, "_sample_limit_s", 1.0)
     opened(process, spec)
     with pytest.raises(MetricFailed, match="did not end within 1 s, twice"):
         process.values(spec.digest, said("b", "a" * 60))
-    process.stop()
+    process.close(spec.digest)
 
 
 def wait_until(is_true: Callable[[], bool], seconds: float) -> None:
@@ -136,14 +138,19 @@ def is_running(pid: int) -> bool:
     return bool(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
 
 
-def test_scoring_goes_through_the_process(tmp_path: Path) -> None:
+def test_scoring_goes_through_the_process(
+    process: MetricProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     spec = generating(tmp_path, doc_to_text="{{question}}", doc_to_target="me")
     prompts = Prompts(str(tiny_llama(tmp_path / "llama")), EngineOptions(max_model_len=512))
-    process = MetricProcess()
     evaluator = TaskEvaluator(KnownAnswers(prompts, {"even": "me"}), prompts, metrics=process)
     asked: list[str] = []
     values = process.values
-    process.values = lambda digest, answers: asked.append(digest) or values(digest, answers)  # type: ignore[method-assign]
+
+    def noted(digest: str, answers: Sequence[Answers]) -> list[float]:
+        asked.append(digest)
+        return values(digest, answers)
+
+    monkeypatch.setattr(process, "values", noted)
     assert [sample.value for sample in evaluator.score([Span("x", spec, 0, 2)]).samples] == [1.0, 1.0]
     assert asked == [spec.digest]
-    process.stop()

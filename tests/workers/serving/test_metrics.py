@@ -54,13 +54,13 @@ class KnownEngine(KnownAnswers):
 class Replica:
     """A scoring replica with an engine that gives known answers."""
 
-    def __init__(self, directory: str, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, directory: str, patch: pytest.MonkeyPatch, *, sample_limit_s: float) -> None:
         self.family = Family(ModelSource("base", directory, "fingerprint"), ())
         self.prompts = Prompts(directory, OPTIONS)
         self.engine = KnownEngine(self.prompts, {})
         self.confined_by = Executor().enforced
         patch.setattr(engine_worker, "Engine", lambda family, options, **_: self.engine)
-        patch.setattr(tasks, "ConfinedTask", partial(ConfinedTask, sample_limit_s=5.0))
+        patch.setattr(tasks, "ConfinedTask", partial(ConfinedTask, sample_limit_s=sample_limit_s))
         self.replica = ScoringReplica(partial(engine_worker.EngineWorker, self.family, OPTIONS))
 
     def score(self, spec: TaskSpec, answers: dict[str, str]) -> dict[str, float] | Exception:
@@ -81,11 +81,6 @@ class Replica:
         except RuntimeError:
             return False
         return True
-
-
-@pytest.fixture
-def replica(llama: str, monkeypatch: pytest.MonkeyPatch) -> Replica:
-    return Replica(llama, monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -122,9 +117,12 @@ def process_results(doc, results):
 """
 
 
-def test_math_scores_of_a_replica_are_those_of_lm_eval(replica: Replica, tmp_path: Path) -> None:
+def test_math_scores_of_a_replica_are_those_of_lm_eval(
+    llama: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from lm_eval.evaluator import evaluate
 
+    replica = Replica(llama, monkeypatch, sample_limit_s=5.0)
     for name, code, metric in (
         ("alone", SYMPY_ALONE, "exact_match"),
         ("exact", MATH_CODE, "exact_match"),
@@ -139,15 +137,16 @@ def test_math_scores_of_a_replica_are_those_of_lm_eval(replica: Replica, tmp_pat
     assert replica.is_healthy()
 
 
-def test_failing_metric_fails_the_candidate(replica: Replica, tmp_path: Path) -> None:
+def test_failing_metric_fails_the_candidate(llama: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A metric that fails on an answer fails the candidate and not the engine."""
+    replica = Replica(llama, monkeypatch, sample_limit_s=1.0)
     good = {"first": "1", "second": "0.5", "third": "0"}
     spec = write_task(tmp_path, "numbers", NUMBERS, [{"problem": each, "solution": ""} for each in good])
     for answer, what in (
         ("many", r"raised ValueError: could not convert string to float: 'many'; the answer was \(\('many',\),\)"),
         ("nothing", "is not among what the task gave: acc"),
         ("nan", "gave nan, not a finite number"),
-        ("wait", "did not end within 5 s, twice"),
+        ("wait", "did not end within 1 s, twice"),
         ("kill", r"ended its process \(signal SIGKILL\), twice"),
     ):
         failed = replica.score(spec, {**good, "second": answer})

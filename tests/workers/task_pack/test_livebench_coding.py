@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
 import pickle
@@ -17,6 +18,8 @@ from tests.workers.task_pack.rows import ROWS, compressed, in_memory, shipped_in
 from workers.errors import MetricFailed
 from workers.evaluation import task_index
 from workers.evaluation.built_tasks import Answers, BuiltTask, PromptSettings, documents_of
+from workers.evaluation.confined_task import ConfinedTask
+from workers.evaluation.execution import Executor
 from workers.evaluation.tasks import build_task
 from workers.task_pack.m3 import livebench_coding
 from workers.types import TaskSpec
@@ -119,16 +122,23 @@ def test_completions_continue_the_partial_solution_or_repeat_it(task: BuiltTask)
 
 
 @pytest.mark.slow
-def test_solution_that_does_not_end_fails(task: BuiltTask) -> None:
-    for document, answer in ((CALL, SOLUTION.replace("return", "while True: pass #")), (PROGRAM, "while True: pass")):
-        assert value(task, GENERATION, document, answer) == 0.0
+def test_solution_that_does_not_end_fails(task: BuiltTask, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A solution is ended; programs with the task's limit have one second here instead of six."""
+    assert isinstance(task.code, ConfinedTask)
+    with contextlib.closing(Executor(cpu_s=1)) as executor:
+        monkeypatch.setitem(task.code._executors, livebench_coding.TEST_S, executor)
+        for document, answer in (
+            (CALL, SOLUTION.replace("return", "while True: pass #")),
+            (PROGRAM, "while True: pass"),
+        ):
+            assert value(task, GENERATION, document, answer) == 0.0
 
 
 @pytest.mark.slow
 def test_solution_has_six_seconds(task: BuiltTask) -> None:
-    """More than the three of other tasks."""
-    slow = "import time\nwhile time.process_time() < 4: pass\n"
-    assert value(task, GENERATION, CALL, slow + SOLUTION) == 1.0
+    """The kernel's limit of processor time is six seconds, more than the three of other tasks."""
+    limited = "import resource\nassert resource.getrlimit(resource.RLIMIT_CPU)[0] == {}\n" + SOLUTION
+    assert [value(task, GENERATION, CALL, limited.format(seconds)) for seconds in (6, 3)] == [1.0, 0.0]
 
 
 @pytest.mark.slow

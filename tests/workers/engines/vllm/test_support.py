@@ -14,9 +14,10 @@ import pytest
 from workers.engines.vllm import support
 from workers.engines.vllm.support import Capability, CapabilityProbe
 
-pytestmark = pytest.mark.slow  # vLLM is imported in a process of its own
+pytestmark = pytest.mark.slow  # vLLM is imported in another process
 
-OWN_COMMAND = support.COMMAND  # that of tests has one process for all (`tests/vllm_asker.py`)
+# The command of tests has one process for all, which executes the same program (`tests/vllm_asker.py`).
+OWN_COMMAND = support.COMMAND
 
 MODELS: Mapping[str, Mapping[str, Any]] = {
     "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
@@ -54,9 +55,7 @@ def vllm() -> str:
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Cache directory with vLLM's answers."""
     directory = tmp_path_factory.mktemp("cache")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(support, "COMMAND", OWN_COMMAND)
-        CapabilityProbe(list(MODELS.values()), cache=directory).answers(dtype="float32")
+    CapabilityProbe(list(MODELS.values()), cache=directory).answers(dtype="float32")
     return directory
 
 
