@@ -285,6 +285,23 @@ def test_samples_of_an_objective_are_read_alone(store: Store, writer: JobWriter)
     assert [sample.position for sample in read(positions={0, 9})] == [0, 9, 0]
 
 
+def test_a_driver_moves_samples_of_earlier_versions(store: Store, writer: JobWriter) -> None:
+    """A chunk of a recipe moves the samples that an earlier version stored of it, and stores only the others."""
+    writer.add_trial(TRIAL)
+    names = {"study": writer.job_id, "recipe_digest": RECIPE.digest, "split": "search", "objective": "math"}
+    values = {"document": "d", "value": 0.25, "response": "x", "is_truncated": False, "evidence": 1, "tokens": None}
+    with store.engine.begin() as connection:
+        for position in range(2):
+            connection.execute(sa.insert(schema.samples).values(**names, **values, position=position))
+    later = store.open_attempt(writer.job_id)
+    later.record_chunk(3, Split.SEARCH, chunk(range(4)))
+    with store.engine.begin() as connection:
+        assert connection.execute(sa.select(sa.func.count()).select_from(schema.samples)).scalar() == 0
+    found = store.samples(writer.job_id, RECIPE.digest, Split.SEARCH)
+    assert [sample.position for sample in found] == [0, 1, 2, 3]
+    assert [sample.value == 0.25 for sample in found] == [True, True, False, False]
+
+
 def test_positions_far_apart_read_their_own_chunks(
     store: Store, writer: JobWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -190,7 +190,9 @@ def test_verification_failures_and_engine_are_told(run: RunRecord, page: Page) -
 
 
 def test_the_searcher_its_reason_and_its_cost_are_told(run: RunRecord) -> None:
-    search = SearchFigures("gradient", "there are references", ("lower losses mean better scores",), steps=52, charges={9: 7104})
+    search = SearchFigures(
+        "gradient", "there are references", ("lower losses mean better scores",), steps=52, charges={9: 7104}
+    )
     page = render_report(replace(run, search=search))
     for text in ("gradient: there are references", "lower losses mean better scores", "charged as 7,104 samples"):
         assert text in page
