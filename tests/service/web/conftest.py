@@ -58,6 +58,13 @@ def visitor(browser: Browser, server: ApiServer) -> Iterator[Visit]:
         yield opened
 
 
+@pytest.fixture
+def hurried(browser: Browser, server: ApiServer) -> Iterator[Visit]:
+    """The same, with timers of seconds that end sooner."""
+    with visit(browser, server.url, is_in_a_hurry=True) as opened:
+        yield opened
+
+
 @pytest.fixture(scope="module")
 def http(server: ApiServer) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=server.url, timeout=60) as client:

@@ -461,7 +461,7 @@ def test_readers_see_no_verbs(browser: Browser, company: Company) -> None:
     """A user who may only read sees results and downloads, and nothing that changes or submits something."""
     record = company.tuned(company.server.data_dir)
     headers = bearer(company.tokens["owner", Scope.READ])
-    with visit(browser, company.server.url, extra_http_headers=headers) as opened:
+    with visit(browser, company.server.url, headers=headers) as opened:
         page = opened.goto(f"/finetunes/{record.id}")
         expect(page.get_by_role("link", name="Report")).to_be_visible()
         expect(page.get_by_role("button", name="Delete")).to_have_count(0)
