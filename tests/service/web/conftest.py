@@ -26,7 +26,7 @@ def _page_and_browser() -> None:
 
 
 # Not for the whole session: Playwright's event loop would be that of all later tests in the process.
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def browser() -> Iterator[Browser]:
     with chromium() as browser:
         yield browser
