@@ -324,7 +324,7 @@ def test_without_accounts_nobody_logs_in(browser: Browser, tmp_path: Path) -> No
 
 def test_a_server_that_is_away_comes_back(browser: Browser, tmp_path: Path) -> None:
     """While the server does not answer, the page says since when; it goes on by itself when the server is back."""
-    with ApiServer(tmp_path) as server, visit(browser, server.url) as opened:
+    with ApiServer(tmp_path) as server, visit(browser, server.url, is_in_a_hurry=True) as opened:
         opened.expected = ("ERR_CONNECTION_REFUSED", "ERR_CONNECTION_RESET", "ERR_EMPTY_RESPONSE")
         page = opened.goto("/studies")
         expect(page.get_by_text("There are no studies yet.")).to_be_visible()

@@ -132,9 +132,7 @@ def test_every_view_of_a_shape(visitor: Visit, server: ApiServer, http: httpx.Cl
             name, estimate = next(iter(first["values"].items()))
             row = page.get_by_role("region", name="Values on held-out data").get_by_role("row")
             expect(row.filter(has_text=first["label"]).first).to_contain_text(f"{estimate['value']:.3f}")
-            expect(
-                page.get_by_text(f"{name} minus trial").or_(page.get_by_text("mean minus trial"))
-            ).to_be_visible()
+            expect(page.get_by_text(f"{name} minus trial").or_(page.get_by_text("mean minus trial"))).to_be_visible()
 
 
 # As long as names of tasks of lm-eval are.

@@ -255,22 +255,22 @@ def test_ten_thousand_events_are_paged(visitor: Visit, server: ApiServer) -> Non
     expect(table.get_by_role("row").last).to_contain_text("The study was created")
 
 
-def test_events_are_live(visitor: Visit, server: ApiServer) -> None:
+def test_events_are_live(hurried: Visit, server: ApiServer) -> None:
     """A new event is in the table without a click."""
     study = stored_study(server.store, name="live")
     writer = server.store.open_attempt(study.id)
-    page = visitor.goto(f"/studies/{study.id}/events")
+    page = hurried.goto(f"/studies/{study.id}/events")
     expect(page.get_by_label("Connection")).to_have_text("live")
     writer.add_event(EventKind.SEARCH_NOTE, {"text": "Something new."})
     expect(page.get_by_role("region", name="Events").get_by_role("row").nth(1)).to_contain_text("Something new.")
 
 
-def test_the_log_is_what_the_drivers_printed(visitor: Visit, server: ApiServer, study: JobRecord) -> None:
+def test_the_log_is_what_the_drivers_printed(hurried: Visit, server: ApiServer, study: JobRecord) -> None:
     """The log shows its end, says when it is empty, and has the server's words when Ray does not answer."""
     before = server.cluster.log_text
     try:
         server.cluster.log_text = "".join(f"line {number}\n" for number in range(500))
-        page = visitor.goto(f"/studies/{study.id}/log")
+        page = hurried.goto(f"/studies/{study.id}/log")
         box = page.get_by_role("region", name="Log of the drivers")
         expect(box).to_contain_text("line 499")
         expect(page.get_by_text("500 lines")).to_be_visible()
@@ -278,7 +278,7 @@ def test_the_log_is_what_the_drivers_printed(visitor: Visit, server: ApiServer, 
         server.cluster.log_text = ""
         page.reload()
         expect(page.get_by_text("The drivers have printed nothing.")).to_be_visible()
-        visitor.expected = ("503",)
+        hurried.expected = ("503",)
         server.cluster.reason = "Ray does not answer"
         page.reload()
         expect(page.get_by_role("alert")).to_contain_text("Ray does not answer", timeout=15_000)
