@@ -26,7 +26,7 @@ def _page_and_browser() -> None:
 
 
 # Not for the whole session: Playwright's event loop would be that of all later tests in the process.
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def browser() -> Iterator[Browser]:
     with chromium() as browser:
         yield browser
@@ -55,6 +55,13 @@ def searched(server: ApiServer) -> JobRecord:
 def visitor(browser: Browser, server: ApiServer) -> Iterator[Visit]:
     """A browser window on the server; the test fails if an error occurs in the page."""
     with visit(browser, server.url) as opened:
+        yield opened
+
+
+@pytest.fixture
+def hurried(browser: Browser, server: ApiServer) -> Iterator[Visit]:
+    """The same, with timers of seconds that end sooner."""
+    with visit(browser, server.url, is_in_a_hurry=True) as opened:
         yield opened
 
 

@@ -3,21 +3,37 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, TypeAlias
+from urllib.parse import urlsplit
+from weakref import WeakKeyDictionary
 
-from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Locator, Page, Request, expect, sync_playwright
+from playwright.sync_api import (
+    Browser,
+    BrowserContext,
+    CDPSession,
+    ConsoleMessage,
+    Locator,
+    Page,
+    Request,
+    expect,
+    sync_playwright,
+)
 
 from service.web.pages import STATIC
 from tests.browser import browser_path
 
 __all__ = [
     "APP",
+    "HURRY",
     "SCHEMES",
+    "Scheme",
     "Visit",
     "axe_violations",
+    "check_shown",
     "check_view",
     "chromium",
     "is_built",
@@ -30,7 +46,8 @@ __all__ = [
 
 APP = STATIC.parent / "app"
 AXE = APP / "node_modules" / "axe-core" / "axe.min.js"
-SCHEMES: tuple[Literal["light", "dark"], ...] = ("light", "dark")
+Scheme: TypeAlias = Literal["light", "dark"]
+SCHEMES: tuple[Scheme, ...] = ("light", "dark")
 
 ARGUMENTS = (
     "--no-sandbox",
@@ -41,10 +58,27 @@ ARGUMENTS = (
     "--disable-background-networking",
     "--disable-component-update",
     "--disable-sync",
+    "--process-per-site",  # tabs of a profile share a process, which has compiled the page's scripts
 )
+
+# How many times sooner the timers of a second or more end in a page that is in a hurry.
+HURRY = 10
+HURRIED = f"""
+for (const name of ['setTimeout', 'setInterval']) {{
+  const own = window[name]
+  window[name] = (callback, ms = 0, ...rest) => own(callback, ms < 1000 ? ms : ms / {HURRY}, ...rest)
+}}
+"""
 
 # Rules of accessibility that are checked: WCAG 2.2 AA and axe's own.
 RULES = ("wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice")
+
+# Details of what violates no rule take most of the time and are not needed.
+AXE_RUN = """async ([within, rules]) => {
+  const found = await axe.run(within, { runOnly: rules, resultTypes: ['violations'], selectors: false })
+  const nodes = ({ id, nodes }) => nodes.map(({ html, failureSummary }) => [id, html, failureSummary])
+  return { passes: found.passes.length, violations: found.violations.flatMap(nodes) }
+}"""
 
 
 def is_built() -> bool:
@@ -106,6 +140,10 @@ class Visit:
         self.page.goto(self.url + path)
         return self.page
 
+    def leave(self) -> None:
+        """Stop listening for new tabs of the profile."""
+        self.context.remove_listener("page", self._follow)
+
     def problems(self) -> list[str]:
         """Console errors and exceptions so far, and requests to other origins."""
         unexpected = [error for error in self._errors if not any(text in error for text in self.expected)]
@@ -117,39 +155,108 @@ class Visit:
         """Paths of all requests so far."""
         return [url.removeprefix(self.url) for url in self._requests]
 
+    @property
+    def origins(self) -> set[str]:
+        """Origins of all requests so far."""
+        parts = (urlsplit(url) for url in self._requests if url.startswith("http"))
+        return {f"{part.scheme}://{part.netloc}" for part in parts}
+
+
+@dataclass(frozen=True)
+class Window:
+    """What the windows of a profile have in common: colour scheme, size in pixels, and whether timers end sooner."""
+
+    scheme: Scheme
+    width: int
+    height: int
+    is_in_a_hurry: bool
+
+
+class Profile:
+    """A browser's profile, which later visits may use: they find the page's files in its cache and compiled.
+
+    A tab that remains open keeps the process alive that has compiled them.
+    """
+
+    def __init__(self, browser: Browser, window: Window, url: str) -> None:
+        self.context = browser.new_context(
+            viewport={"width": window.width, "height": window.height},
+            color_scheme=window.scheme,
+            accept_downloads=True,
+        )
+        if window.is_in_a_hurry:
+            self.context.add_init_script(HURRIED)
+        self._tab = self.context.new_page()
+        self._tab.goto(f"{url}/healthz", wait_until="commit")
+        self._session: CDPSession = self.context.new_cdp_session(self._tab)
+
+    def clear(self, origins: set[str]) -> None:
+        """Make the profile as it was, except for its cache: without tabs, cookies, stored data of `origins`, rights."""
+        for page in self.context.pages:
+            if page != self._tab:
+                page.close()
+        self.context.unroute_all()
+        self.context.clear_cookies()
+        self.context.clear_permissions()
+        self.context.set_extra_http_headers({})
+        for origin in origins:
+            self._session.send("Storage.clearDataForOrigin", {"origin": origin, "storageTypes": "all"})
+
+
+# Profiles of each browser that no visit uses.
+_idle: WeakKeyDictionary[Browser, dict[Window, Profile]] = WeakKeyDictionary()
+
 
 @contextmanager
 def visit(
     browser: Browser,
     url: str,
     *,
-    scheme: Literal["light", "dark"] = "light",
+    scheme: Scheme = "light",
     width: int = 1280,
     height: int = 900,
-    **options: Any,
+    headers: Mapping[str, str] | None = None,
+    is_in_a_hurry: bool = False,
+    is_last: bool = False,
 ) -> Iterator[Visit]:
-    """A window on the server at `url`; fails at its end if an error occurred in it."""
-    context = browser.new_context(
-        viewport={"width": width, "height": height}, color_scheme=scheme, accept_downloads=True, **options
-    )
+    """A window on the server at `url`; fails at its end if an error occurred in it.
+
+    Args:
+        browser: The browser.
+        url: URL of the server.
+        scheme: Colour scheme of the system.
+        width: Width of the page in pixels.
+        height: Height of the page in pixels.
+        headers: Headers that all requests have besides their own.
+        is_in_a_hurry: Whether timers of a second or more end `HURRY` times sooner in the page (not in its workers).
+        is_last: Whether no other visit may use the profile, because the visit changes it for good, as by a made-up
+            clock.
+    """
+    window = Window(scheme, width, height, is_in_a_hurry)
+    idle = _idle.setdefault(browser, {})
+    profile = idle.pop(window, None) or Profile(browser, window, url)
     try:
-        opened = Visit(context, url)
+        profile.context.set_extra_http_headers(dict(headers or {}))
+        opened = Visit(profile.context, url)
         yield opened
         assert not (problems := opened.problems()), problems
+        opened.leave()
+        if not is_last and window not in idle:
+            profile.clear(opened.origins)
+            idle[window] = profile
     finally:
-        context.close()
+        if idle.get(window) is not profile:
+            profile.context.close()
 
 
 def axe_violations(page: Page, *, within: str = "html") -> list[str]:
     """Violations of accessibility rules that axe-core finds in a page, or in a part of it, each with its elements."""
-    page.evaluate(AXE.read_text())
-    found = page.evaluate("([within, rules]) => axe.run(within, {runOnly: rules})", [within, list(RULES)])
+    wait_until(page, "!document.getAnimations().some(each => each instanceof CSSTransition)")  # to other colours
+    if page.evaluate("typeof axe") == "undefined":
+        page.evaluate(AXE.read_text())
+    found = page.evaluate(AXE_RUN, [within, list(RULES)])
     assert found["passes"], "axe has checked nothing"
-    return [
-        f"{violation['id']}: {node['html'][:160]} ({node['failureSummary'][:200]})"
-        for violation in found["violations"]
-        for node in violation["nodes"]
-    ]
+    return [f"{rule}: {html[:160]} ({summary[:200]})" for rule, html, summary in found["violations"]]
 
 
 def check_view(browser: Browser, url: str, path: str, *, expected: tuple[str, ...] = ()) -> None:
@@ -157,16 +264,26 @@ def check_view(browser: Browser, url: str, path: str, *, expected: tuple[str, ..
 
     `expected` are texts of console messages that the view provokes.
     """
+    with visit(browser, url) as opened:
+        opened.expected = expected
+        page = opened.goto(path)
+        expect(page.get_by_role("heading", level=1)).to_be_visible()
+        expect(page.get_by_text("Loading", exact=True)).to_have_count(0)
+        check_shown(page)
+
+
+def check_shown(page: Page) -> None:
+    """Check that what a page shows, light and dark, violates no rule of axe, and does not scroll sideways at 320 px."""
+    wide = page.viewport_size
+    assert wide is not None
     for scheme in SCHEMES:
-        with visit(browser, url, scheme=scheme) as opened:
-            opened.expected = expected
-            page = opened.goto(path)
-            expect(page.get_by_role("heading", level=1)).to_be_visible()
-            expect(page.get_by_text("Loading", exact=True)).to_have_count(0)
-            found = axe_violations(page)
-            assert not found, str(found)
-            page.set_viewport_size({"width": 320, "height": 800})
-            wait_until(page, "document.documentElement.scrollWidth <= window.innerWidth")  # charts follow
+        page.emulate_media(color_scheme=scheme)
+        expect(page.locator("html")).to_have_attribute("data-mantine-color-scheme", scheme)
+        page.set_viewport_size(wide)
+        found = axe_violations(page)
+        assert not found, str(found)
+        page.set_viewport_size({"width": 320, "height": 800})
+        wait_until(page, "document.documentElement.scrollWidth <= window.innerWidth")  # charts follow
 
 
 def wait_until(page: Page, condition: str, *, timeout_s: float = 20.0) -> None:

@@ -144,11 +144,11 @@ def test_progress_and_the_end_are_told(visitor: Visit, chat: Served, http: httpx
     assert http.get(f"/v1/served/{chat.job.id}").json()["state"] == "CANCELLED"
 
 
-def test_what_is_waited_for_is_told(visitor: Visit, study: JobRecord, http: httpx.Client) -> None:
+def test_what_is_waited_for_is_told(hurried: Visit, study: JobRecord, http: httpx.Client) -> None:
     """Before there is a driver, the page says that it waits for one, and asks again by itself."""
     made = http.post(f"/v1/studies/{study.id}/trials/3:serve").json()
-    visitor.expected = ("503",)
-    page = visitor.goto(f"/served/{made['id']}?trials={made['model']}")
+    hurried.expected = ("503",)
+    page = hurried.goto(f"/served/{made['id']}?trials={made['model']}")
     expect(page.get_by_role("alert")).to_contain_text("waits for its driver")
     http.post(f"/v1/served/{made['id']}:cancel")
     expect(page.get_by_text("Serving has ended.")).to_be_visible()

@@ -139,7 +139,7 @@ def test_who_may_not_export_sees_no_form(browser: Browser, tmp_path: Path) -> No
         running = company.own(stored_study(server.store, name="waiting"))
         for user, has_form in (("viewer", False), ("member", True)):
             headers = bearer(company.tokens[user, Scope.SUBMIT])
-            with visit(browser, server.url, extra_http_headers=headers) as opened:
+            with visit(browser, server.url, headers=headers) as opened:
                 page = opened.goto(f"/studies/{study.id}/exports")
                 expect(page.get_by_role("link", name="Download")).to_be_visible()
                 expect(page.get_by_role("button", name="Begin")).to_have_count(int(has_form))

@@ -15,7 +15,7 @@ from service.types import JobRecord, JobState, Scope
 from tests.service.api.accounts import Company, bearer
 from tests.service.api.harness import ApiServer, finished_finetune, finished_study, stored_study
 from tests.service.jobs.serving.local import served
-from tests.service.web.driving import Visit, visit
+from tests.service.web.driving import HURRY, Visit, visit
 from tests.service.web.test_finetunes import analysis
 
 WORDS = "the disk of the database is full"
@@ -50,12 +50,12 @@ def settled(page: Page) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("view", VIEWS)
-def test_a_failing_api_is_said(visitor: Visit, searched: JobRecord, view: str) -> None:
+def test_a_failing_api_is_said(hurried: Visit, searched: JobRecord, view: str) -> None:
     """A view whose requests fail has its heading and the server's words; it is whole once they succeed."""
-    visitor.expected = ("507",)
-    of_study = f"{visitor.url}/v1/studies/{searched.id}/**"
-    visitor.page.route(of_study, fail)
-    page = visitor.goto(f"/studies/{searched.id}{view}")
+    hurried.expected = ("507",)
+    of_study = f"{hurried.url}/v1/studies/{searched.id}/**"
+    hurried.page.route(of_study, fail)
+    page = hurried.goto(f"/studies/{searched.id}{view}")
     heading = searched.name if VIEWS[view] == "study" else VIEWS[view]
     expect(page.get_by_role("heading", level=1)).to_have_text(heading)
     failure = page.get_by_role("alert").filter(has_text=WORDS)
@@ -101,12 +101,12 @@ def check_failing(opened: Visit, views: Iterable[tuple[str, str]]) -> None:
 
 
 @pytest.mark.slow
-def test_failing_jobs_are_said(visitor: Visit, server: ApiServer, searched: JobRecord) -> None:
+def test_failing_jobs_are_said(hurried: Visit, server: ApiServer, searched: JobRecord) -> None:
     """A study, a trial, a fine-tuning, a chat and lists of jobs say in the server's words that their requests fail."""
     tuned = finished_finetune(server.store, server.data_dir, analysis=analysis("mergopt", 1.25, 2.5, 3.75, 0.5))
     with served(server.store, searched) as chat:
         check_failing(
-            visitor,
+            hurried,
             [
                 ("/studies", "studies"),
                 ("/finetunes", "finetunes"),
@@ -127,26 +127,26 @@ def test_failing_views_of_administrators_say_so(browser: Browser, tmp_path: Path
     """Users, teams, queue, audit log and cluster say in the server's words that their requests fail."""
     with ApiServer(tmp_path) as server:
         headers = bearer(Company.on(server).tokens["root", Scope.ADMIN])
-        with visit(browser, server.url, extra_http_headers=headers) as opened:
+        with visit(browser, server.url, headers=headers, is_in_a_hurry=True) as opened:
             addresses = {"/admin/users": "users", "/teams": "teams", "/queue": "queue", "/admin/audit": "audit"}
             check_failing(opened, [*addresses.items(), ("/admin/cluster", "cluster")])
 
 
 @pytest.mark.slow
-def test_a_deletion_of_a_followed_study_is_said(visitor: Visit, server: ApiServer) -> None:
+def test_a_deletion_of_a_followed_study_is_said(hurried: Visit, server: ApiServer) -> None:
     """Views that follow a new or a running study say without a reload that it was ended and deleted."""
     followed = []
     for name, view in (("new", "/trials"), ("running", "/log")):
         writer = server.store.open_attempt(stored_study(server.store, name=name).id)
         if name == "running":
             writer.set_state(JobState.RUNNING)
-        tab = visitor.context.new_page()
-        tab.goto(f"{visitor.url}/studies/{writer.job_id}{view}")
+        tab = hurried.context.new_page()
+        tab.goto(f"{hurried.url}/studies/{writer.job_id}{view}")
         followed.append((writer, tab))
     for _, tab in followed:
         expect(tab.get_by_label("Connection")).to_have_text("live")
-        tab.wait_for_timeout(2500)  # what the page requests again once it is live
-    visitor.expected = ("404",)
+        tab.wait_for_timeout(4000 / HURRY)  # what the page requests again once it is live
+    hurried.expected = ("404",)
     for writer, tab in followed:
         writer.set_state(JobState.CANCELLED)
         server.store.delete_job(writer.job_id)
@@ -155,16 +155,17 @@ def test_a_deletion_of_a_followed_study_is_said(visitor: Visit, server: ApiServe
 
 
 @pytest.mark.slow
-def test_a_deletion_of_a_study_that_has_ended_is_said(visitor: Visit, server: ApiServer) -> None:
+def test_a_deletion_of_a_study_that_has_ended_is_said(browser: Browser, server: ApiServer) -> None:
     """A tab with a study that has ended says that it was deleted when the reader comes back to the tab."""
     study = finished_study(server.store, num_trials=6, name="to-be-deleted")
-    visitor.page.clock.install()
-    page = visitor.goto(f"/studies/{study.id}/exports")
-    expect(page.get_by_label("Connection")).to_have_text("no more changes")
-    page.clock.run_for(3000)  # what the page asks again at the end of the stream
-    server.store.delete_job(study.id)
-    visitor.expected = ("404",)
-    page.clock.fast_forward(60_000)
-    expect(page.get_by_role("alert")).to_have_count(0)
-    page.evaluate("window.dispatchEvent(new Event('visibilitychange'))")
-    expect(page.get_by_role("alert").filter(has_text="there is no such study").first).to_be_visible()
+    with visit(browser, server.url, is_last=True) as opened:
+        opened.page.clock.install()
+        page = opened.goto(f"/studies/{study.id}/exports")
+        expect(page.get_by_label("Connection")).to_have_text("no more changes")
+        page.clock.run_for(3000)  # what the page asks again at the end of the stream
+        server.store.delete_job(study.id)
+        opened.expected = ("404",)
+        page.clock.fast_forward(60_000)
+        expect(page.get_by_role("alert")).to_have_count(0)
+        page.evaluate("window.dispatchEvent(new Event('visibilitychange'))")
+        expect(page.get_by_role("alert").filter(has_text="there is no such study").first).to_be_visible()

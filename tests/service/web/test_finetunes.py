@@ -126,12 +126,12 @@ def test_what_cannot_be_compared_is_said(visitor: Visit, tuned: JobRecord, serve
     server.store.delete_job(unlike.id)
 
 
-def test_training_is_followed(visitor: Visit, server: ApiServer) -> None:
+def test_training_is_followed(hurried: Visit, server: ApiServer) -> None:
     """Progress and points of curves appear while an expert is trained, without loading the page again."""
     record = stored_finetune(server.store, name="followed")
     writer = server.store.open_attempt(record.id)
     writer.set_state(JobState.RUNNING)
-    page = visitor.goto(f"/finetunes/{record.id}")
+    page = hurried.goto(f"/finetunes/{record.id}")
     expect(page.get_by_label("Connection")).to_have_text("live")
     expect(page.get_by_text("No update yet.")).to_be_visible()
     expect(page.get_by_text("The experts are not analysed")).to_be_visible()
@@ -461,7 +461,7 @@ def test_readers_see_no_verbs(browser: Browser, company: Company) -> None:
     """A user who may only read sees results and downloads, and nothing that changes or submits something."""
     record = company.tuned(company.server.data_dir)
     headers = bearer(company.tokens["owner", Scope.READ])
-    with visit(browser, company.server.url, extra_http_headers=headers) as opened:
+    with visit(browser, company.server.url, headers=headers) as opened:
         page = opened.goto(f"/finetunes/{record.id}")
         expect(page.get_by_role("link", name="Report")).to_be_visible()
         expect(page.get_by_role("button", name="Delete")).to_have_count(0)

@@ -36,10 +36,10 @@ def figure(page: Page, term: str) -> Locator:
     return page.locator("dl.figures div").filter(has=page.get_by_text(term, exact=True)).locator("dd")
 
 
-def test_tabs_follow_a_study(browser: Browser, tmp_path: Path) -> None:
+def test_tabs_follow_a_study(browser: Browser, server: ApiServer) -> None:
     """Ten tabs on one study show its progress, its trials and its end as they happen."""
     made = run_record(num_trials=40)
-    with ApiServer(tmp_path) as server, visit(browser, server.url) as opened:
+    with visit(browser, server.url, is_in_a_hurry=True) as opened:
         writer = begun(server)
         tabs = [opened.page, *(opened.context.new_page() for _ in range(NUM_TABS - 1))]
         for number, tab in enumerate(tabs):
@@ -63,10 +63,10 @@ def test_tabs_follow_a_study(browser: Browser, tmp_path: Path) -> None:
             expect(tab.locator("main .state").first).to_contain_text("complete", timeout=15_000)
 
 
-def test_tabs_follow_many_studies(browser: Browser, tmp_path: Path) -> None:
+def test_tabs_follow_many_studies(browser: Browser, server: ApiServer) -> None:
     """Tabs on seven running studies load and show progress: four have streams, the others ask again and again."""
     made = run_record(num_trials=40)
-    with ApiServer(tmp_path) as server, visit(browser, server.url) as opened:
+    with visit(browser, server.url, is_in_a_hurry=True) as opened:
         writers = [begun(server, f"study-{number}") for number in range(NUM_STUDIES)]
         tabs = [opened.page, *(opened.context.new_page() for _ in writers[1:])]
         for number, (tab, writer) in enumerate(zip(tabs, writers, strict=True)):
@@ -83,10 +83,10 @@ def test_tabs_follow_many_studies(browser: Browser, tmp_path: Path) -> None:
         expect(tabs[NUM_STREAMS].get_by_label("Connection")).to_have_text("live")
 
 
-def test_a_polled_table_waits_for_the_reader(browser: Browser, tmp_path: Path) -> None:
+def test_a_polled_table_waits_for_the_reader(browser: Browser, server: ApiServer) -> None:
     """A table of a tab without a stream says that trials have changed, and shows them on demand."""
     made = run_record(num_trials=40)
-    with ApiServer(tmp_path) as server, visit(browser, server.url) as opened:
+    with visit(browser, server.url, is_in_a_hurry=True) as opened:
         for number in range(NUM_STREAMS):
             tab = opened.context.new_page()
             tab.goto(f"{server.url}/studies/{begun(server, f'study-{number}').job_id}")
@@ -103,9 +103,9 @@ def test_a_polled_table_waits_for_the_reader(browser: Browser, tmp_path: Path) -
         expect(page.get_by_text("10 trials", exact=True)).to_be_visible()
 
 
-def test_a_closed_tab_leaves_the_others_live(browser: Browser, tmp_path: Path) -> None:
+def test_a_closed_tab_leaves_the_others_live(browser: Browser, server: ApiServer) -> None:
     """The stream that tabs share goes on when the tab that began it is closed."""
-    with ApiServer(tmp_path) as server, visit(browser, server.url) as opened:
+    with visit(browser, server.url) as opened:
         writer = begun(server)
         first, second = opened.page, opened.context.new_page()
         for tab in (first, second):
@@ -117,10 +117,10 @@ def test_a_closed_tab_leaves_the_others_live(browser: Browser, tmp_path: Path) -
         expect(figure(second, "samples scored")).to_contain_text("9,876")
 
 
-def test_a_table_waits_for_the_reader(browser: Browser, tmp_path: Path) -> None:
+def test_a_table_waits_for_the_reader(browser: Browser, server: ApiServer) -> None:
     """Rows of a table do not move while they are read: a button says how many trials are new, and shows them."""
     made = run_record(num_trials=40)
-    with ApiServer(tmp_path) as server, visit(browser, server.url) as opened:
+    with visit(browser, server.url, is_in_a_hurry=True) as opened:
         writer = begun(server)
         page = opened.goto(f"/studies/{writer.job_id}/trials")
         expect(page.get_by_text("9 trials", exact=True)).to_be_visible()
@@ -135,9 +135,9 @@ def test_a_table_waits_for_the_reader(browser: Browser, tmp_path: Path) -> None:
         expect(chip).to_have_count(0)
 
 
-def test_a_silent_driver_is_said(browser: Browser, tmp_path: Path) -> None:
+def test_a_silent_driver_is_said(browser: Browser, server: ApiServer) -> None:
     """A running study whose driver has not been heard of for more than 30 s says for how long."""
-    with ApiServer(tmp_path) as server, visit(browser, server.url) as opened:
+    with visit(browser, server.url) as opened:
         writer = begun(server)
         writer.heartbeat(wall_clock_s=1.0)
         page = opened.goto(f"/studies/{writer.job_id}")

@@ -19,7 +19,7 @@ from tests.service.api import harness
 from tests.service.api.accounts import OPERATOR, Company
 from tests.service.api.harness import ApiServer
 from tests.service.api.identity_provider import IdentityProvider, identity_provider
-from tests.service.web.driving import SCHEMES, Visit, axe_violations, visit
+from tests.service.web.driving import Visit, check_shown, visit
 
 
 @pytest.fixture(scope="module")
@@ -255,15 +255,11 @@ def test_colours_are_chosen_in_the_settings(visitor: Visit, company: Company) ->
 # -- servers -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_login_is_accessible(browser: Browser, server: ApiServer, company: Company) -> None:
+def test_the_login_is_accessible(visitor: Visit, company: Company) -> None:
     """The login violates no rule of axe in both schemes, and does not scroll sideways at 320 px."""
-    for scheme in SCHEMES:
-        with visit(browser, server.url, scheme=scheme) as opened:
-            page = opened.goto("/login?problem=refused")
-            expect(page.get_by_role("alert")).to_be_visible()
-            assert axe_violations(page) == []
-            page.set_viewport_size({"width": 320, "height": 800})
-            assert page.evaluate("document.documentElement.scrollWidth - window.innerWidth") <= 0
+    page = visitor.goto("/login?problem=refused")
+    expect(page.get_by_role("alert")).to_be_visible()
+    check_shown(page)
 
 
 def test_a_login_below_a_prefix(browser: Browser, tmp_path: Path) -> None:
@@ -328,7 +324,7 @@ def test_without_accounts_nobody_logs_in(browser: Browser, tmp_path: Path) -> No
 
 def test_a_server_that_is_away_comes_back(browser: Browser, tmp_path: Path) -> None:
     """While the server does not answer, the page says since when; it goes on by itself when the server is back."""
-    with ApiServer(tmp_path) as server, visit(browser, server.url) as opened:
+    with ApiServer(tmp_path) as server, visit(browser, server.url, is_in_a_hurry=True) as opened:
         opened.expected = ("ERR_CONNECTION_REFUSED", "ERR_CONNECTION_RESET", "ERR_EMPTY_RESPONSE")
         page = opened.goto("/studies")
         expect(page.get_by_text("There are no studies yet.")).to_be_visible()

@@ -362,7 +362,7 @@ def test_the_plan_is_shown(visitor: Visit, http: httpx.Client) -> None:
 def test_a_study_is_submitted_for_a_team(browser: Browser, company: Company) -> None:
     """At a server with accounts, the study gets the team and the sharing that were chosen."""
     token = company.tokens["owner", Scope.SUBMIT]
-    with visit(browser, company.server.url, extra_http_headers=bearer(token)) as opened:
+    with visit(browser, company.server.url, headers=bearer(token)) as opened:
         page = opened.goto("/studies/new")
         field(page, "name").fill("for-red")
         page.get_by_role("combobox", name="Sharing").select_option("private")
@@ -375,7 +375,7 @@ def test_a_study_is_submitted_for_a_team(browser: Browser, company: Company) -> 
 def test_who_may_only_read_submits_nothing(browser: Browser, company: Company) -> None:
     """For a token with the scope read, the page has neither the link nor the editor."""
     token = company.tokens["owner", Scope.READ]
-    with visit(browser, company.server.url, extra_http_headers=bearer(token)) as opened:
+    with visit(browser, company.server.url, headers=bearer(token)) as opened:
         page = opened.goto("/studies")
         expect(page.get_by_role("heading", level=1)).to_have_text("Studies")
         expect(page.get_by_text("Loading", exact=True)).to_have_count(0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,7 +17,7 @@ from service.store import JobWriter, Store
 from service.types import EventKind, JobRecord, JobState, TrialRecord
 from tests.service.api.harness import ApiServer, document, resolved, write_trial
 from tests.service.synthetic_run import EXPERTS, run_record
-from tests.service.web.driving import visit, wait_until
+from tests.service.web.driving import Visit, visit, wait_until
 from workers.types import Evidence, SampleResult, ScoreResult, Split
 
 HOLDOUT_SAMPLES = 12
@@ -117,26 +116,23 @@ NO_HOLDOUT = {
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_every_view_of_a_shape(browser: Browser, tmp_path: Path, shape: str) -> None:
+def test_every_view_of_a_shape(visitor: Visit, server: ApiServer, http: httpx.Client, shape: str) -> None:
     """No view of the study fails or waits for ever, and the overview has a sentence on held-out data."""
-    with ApiServer(tmp_path) as server, visit(browser, server.url) as opened, httpx.Client(base_url=server.url) as http:
-        study = shaped_study(server.store, **SHAPES[shape])
-        summary = http.get(f"/v1/studies/{study.id}/summary").json()
-        for view in VIEWS:
-            page = opened.goto(f"/studies/{study.id}{view}")
-            expect(page.get_by_role("heading", level=1)).not_to_have_text("This view has failed", timeout=20_000)
-            expect(page.get_by_text("Loading", exact=True)).to_have_count(0, timeout=20_000)
-            expect(page.get_by_role("heading", level=1)).not_to_have_text("This view has failed", timeout=20_000)
-            if view == "" and not summary["holdout"]:
-                expect(page.get_by_text(NO_HOLDOUT[study.state])).to_be_visible()
-            if view == "" and summary["holdout"]:
-                first = summary["holdout"][0]
-                name, estimate = next(iter(first["values"].items()))
-                row = page.get_by_role("region", name="Values on held-out data").get_by_role("row")
-                expect(row.filter(has_text=first["label"]).first).to_contain_text(f"{estimate['value']:.3f}")
-                expect(
-                    page.get_by_text(f"{name} minus trial").or_(page.get_by_text("mean minus trial"))
-                ).to_be_visible()
+    study = shaped_study(server.store, **SHAPES[shape])
+    summary = http.get(f"/v1/studies/{study.id}/summary").json()
+    for view in VIEWS:
+        page = visitor.goto(f"/studies/{study.id}{view}")
+        expect(page.get_by_role("heading", level=1)).not_to_have_text("This view has failed", timeout=20_000)
+        expect(page.get_by_text("Loading", exact=True)).to_have_count(0, timeout=20_000)
+        expect(page.get_by_role("heading", level=1)).not_to_have_text("This view has failed", timeout=20_000)
+        if view == "" and not summary["holdout"]:
+            expect(page.get_by_text(NO_HOLDOUT[study.state])).to_be_visible()
+        if view == "" and summary["holdout"]:
+            first = summary["holdout"][0]
+            name, estimate = next(iter(first["values"].items()))
+            row = page.get_by_role("region", name="Values on held-out data").get_by_role("row")
+            expect(row.filter(has_text=first["label"]).first).to_contain_text(f"{estimate['value']:.3f}")
+            expect(page.get_by_text(f"{name} minus trial").or_(page.get_by_text("mean minus trial"))).to_be_visible()
 
 
 # As long as names of tasks of lm-eval are.
@@ -144,9 +140,9 @@ LONG = tuple(f"mmlu_pro_high_school_european_history_generative_{k}" for k in ra
 
 
 @pytest.mark.slow
-def test_long_names_fit_a_narrow_window(browser: Browser, tmp_path: Path) -> None:
+def test_long_names_fit_a_narrow_window(browser: Browser, server: ApiServer) -> None:
     """No view of a study with eight objectives and long names scrolls sideways at 320 px."""
-    with ApiServer(tmp_path) as server, visit(browser, server.url, width=320, height=800) as opened:
+    with visit(browser, server.url, width=320, height=800) as opened:
         study = shaped_study(server.store, LONG, on_holdout=LONG, name="merges_of_all_experts_of_the_second_quarter")
         for view in ("/studies", *(f"/studies/{study.id}{view}" for view in VIEWS)):
             page = opened.goto(view)

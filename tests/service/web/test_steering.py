@@ -167,7 +167,7 @@ def test_no_edit_is_overwritten(browser: Browser, company: Company) -> None:
     server = company.server
     study = company.own(stored_study(server.store, name="contested"))
     token = company.tokens["owner", Scope.SUBMIT]
-    with visit(browser, server.url, extra_http_headers=bearer(token)) as opened:
+    with visit(browser, server.url, headers=bearer(token)) as opened:
         opened.expected = ("412",)
         page = opened.goto(f"/studies/{study.id}/events")
         dialog = choose(page, study, "Edit")
@@ -189,7 +189,7 @@ def test_a_study_is_shared(browser: Browser, company: Company) -> None:
     """The owner changes who may read the study; a member of the team has no menu entry for it, and may clone."""
     server = company.server
     study = company.own(stored_study(server.store, name="to-share"))
-    with visit(browser, server.url, extra_http_headers=bearer(company.tokens["owner", Scope.SUBMIT])) as opened:
+    with visit(browser, server.url, headers=bearer(company.tokens["owner", Scope.SUBMIT])) as opened:
         page = opened.goto(f"/studies/{study.id}/events")
         dialog = choose(page, study, "Share")
         expect(dialog.get_by_role("combobox", name="team")).to_have_value("red")
@@ -197,10 +197,10 @@ def test_a_study_is_shared(browser: Browser, company: Company) -> None:
         dialog.get_by_role("button", name="Share").click()
         expect(dialog).to_have_count(0)
     assert server.store.job(study.id).sharing.value == "all"
-    with visit(browser, server.url, extra_http_headers=bearer(company.tokens["stranger", Scope.SUBMIT])) as opened:
+    with visit(browser, server.url, headers=bearer(company.tokens["stranger", Scope.SUBMIT])) as opened:
         page = opened.goto(f"/studies/{study.id}/events")
         assert opened_menu(page, study) == ["Clone"]
-    with visit(browser, server.url, extra_http_headers=bearer(company.tokens["owner", Scope.READ])) as opened:
+    with visit(browser, server.url, headers=bearer(company.tokens["owner", Scope.READ])) as opened:
         page = opened.goto(f"/studies/{study.id}/events")
         expect(page.get_by_role("region", name="Events").get_by_role("row").nth(1)).to_be_visible()
         expect(page.get_by_role("button", name="Actions on")).to_have_count(0)
@@ -209,10 +209,12 @@ def test_a_study_is_shared(browser: Browser, company: Company) -> None:
 def test_dialogs_are_accessible(browser: Browser, server: ApiServer) -> None:
     """A dialog violates no rule of axe in either colour scheme, and fits into 320 px."""
     study = stored_study(server.store, name="accessible")
-    for scheme in SCHEMES:
-        with visit(browser, server.url, scheme=scheme, width=320) as opened:
-            page = opened.goto(f"/studies/{study.id}/events")
-            expect(choose(page, study, "Edit").get_by_role("button", name="Edit")).to_be_visible()
+    with visit(browser, server.url, width=320) as opened:
+        page = opened.goto(f"/studies/{study.id}/events")
+        expect(choose(page, study, "Edit").get_by_role("button", name="Edit")).to_be_visible()
+        for scheme in SCHEMES:
+            page.emulate_media(color_scheme=scheme)
+            expect(page.locator("html")).to_have_attribute("data-mantine-color-scheme", scheme)
             assert axe_violations(page) == []
             assert page.evaluate("document.documentElement.scrollWidth - window.innerWidth") <= 0
 
@@ -253,22 +255,22 @@ def test_ten_thousand_events_are_paged(visitor: Visit, server: ApiServer) -> Non
     expect(table.get_by_role("row").last).to_contain_text("The study was created")
 
 
-def test_events_are_live(visitor: Visit, server: ApiServer) -> None:
+def test_events_are_live(hurried: Visit, server: ApiServer) -> None:
     """A new event is in the table without a click."""
     study = stored_study(server.store, name="live")
     writer = server.store.open_attempt(study.id)
-    page = visitor.goto(f"/studies/{study.id}/events")
+    page = hurried.goto(f"/studies/{study.id}/events")
     expect(page.get_by_label("Connection")).to_have_text("live")
     writer.add_event(EventKind.SEARCH_NOTE, {"text": "Something new."})
     expect(page.get_by_role("region", name="Events").get_by_role("row").nth(1)).to_contain_text("Something new.")
 
 
-def test_the_log_is_what_the_drivers_printed(visitor: Visit, server: ApiServer, study: JobRecord) -> None:
+def test_the_log_is_what_the_drivers_printed(hurried: Visit, server: ApiServer, study: JobRecord) -> None:
     """The log shows its end, says when it is empty, and has the server's words when Ray does not answer."""
     before = server.cluster.log_text
     try:
         server.cluster.log_text = "".join(f"line {number}\n" for number in range(500))
-        page = visitor.goto(f"/studies/{study.id}/log")
+        page = hurried.goto(f"/studies/{study.id}/log")
         box = page.get_by_role("region", name="Log of the drivers")
         expect(box).to_contain_text("line 499")
         expect(page.get_by_text("500 lines")).to_be_visible()
@@ -276,7 +278,7 @@ def test_the_log_is_what_the_drivers_printed(visitor: Visit, server: ApiServer, 
         server.cluster.log_text = ""
         page.reload()
         expect(page.get_by_text("The drivers have printed nothing.")).to_be_visible()
-        visitor.expected = ("503",)
+        hurried.expected = ("503",)
         server.cluster.reason = "Ray does not answer"
         page.reload()
         expect(page.get_by_role("alert")).to_contain_text("Ray does not answer", timeout=15_000)

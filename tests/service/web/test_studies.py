@@ -246,7 +246,7 @@ def test_the_list_names_the_best_values(visitor: Visit, study: JobRecord, http: 
 
 def test_the_list_follows_its_jobs(browser: Browser, tmp_path: Path) -> None:
     """Without a reload, a new study, its progress and its end appear; the page asks for the list only after events."""
-    with ApiServer(tmp_path) as server, visit(browser, server.url) as opened:
+    with ApiServer(tmp_path) as server, visit(browser, server.url, is_in_a_hurry=True) as opened:
         page = opened.goto("/studies")
         expect(page.get_by_text("There are no studies yet.")).to_be_visible()
         examples = page.get_by_role("list", name="Examples").get_by_role("link")

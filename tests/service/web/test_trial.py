@@ -274,7 +274,7 @@ def test_only_what_is_allowed_is_shown(
 ) -> None:
     """Actions that the server would refuse to a user, or to a token with a smaller scope, are absent."""
     company, study = owned
-    with visit(browser, company.server.url, extra_http_headers=bearer(company.tokens[user, scope])) as opened:
+    with visit(browser, company.server.url, headers=bearer(company.tokens[user, scope])) as opened:
         page = opened.goto(f"/studies/{study.id}/trials/0")
         expect(page.get_by_role("link", name="Enqueue in a study")).to_have_count(int(scope is Scope.SUBMIT))
         expect(page.get_by_role("heading", name="Copy as")).to_be_visible()

@@ -175,7 +175,8 @@ export const exports = (id: string) =>
     queryFn: async ({ signal }) =>
       (await api.GET('/v1/studies/{study_id}/exports', { ...at(id), signal })).data!.exports,
     refetchInterval: ({ state }) =>
-      state.data?.some((each) => each.state === 'WAITING' || each.state === 'RUNNING') && EXPORTS_MS,
+      afterFailure(state) ||
+      (state.data?.some((each) => each.state === 'WAITING' || each.state === 'RUNNING') && EXPORTS_MS),
   })
 
 const tuned = (id: string) => ({ params: { path: { finetune_id: id } } })

@@ -2,6 +2,7 @@ import { keepPreviousData, useQuery, useQueryClient } from '@tanstack/react-quer
 import type { ReactNode } from 'react'
 import { useLiveJobs } from '../api/live'
 import { session as sessionQuery } from '../api/queries'
+import { afterFailure } from '../api/retry'
 import type { Study } from '../api/types'
 import { count, duration, shortTime } from '../format'
 import { Answer, Nothing } from './Answer'
@@ -62,7 +63,7 @@ export function JobList<J extends Job>(props: {
   const jobs = useQuery({
     queryKey,
     queryFn: ({ signal }) => load(signal),
-    refetchInterval: connection === 'live' ? false : POLL_MS,
+    refetchInterval: ({ state }) => afterFailure(state) || (connection !== 'live' && POLL_MS),
     placeholderData: keepPreviousData,
   })
   const all: JobColumn<J>[] = [

@@ -3,6 +3,7 @@ import { useQuery } from '@tanstack/react-query'
 import { useState } from 'react'
 import { api } from '../../api/client'
 import { useChange } from '../../api/change'
+import { afterFailure } from '../../api/retry'
 import { useSession } from '../../api/session'
 import type { Webhook } from '../../api/types'
 import { localTime } from '../../format'
@@ -110,7 +111,8 @@ function Deliveries({ id, isWatched }: { id: string; isWatched: boolean }) {
       const params = { path: { webhook_id: id }, query: { limit: 5 } }
       return (await api.GET('/v1/webhooks/{webhook_id}/deliveries', { params, signal })).data!.deliveries
     },
-    refetchInterval: ({ state }) => isWatched && state.data?.some((each) => each.state === 'WAITING') && 1000,
+    refetchInterval: ({ state }) =>
+      afterFailure(state) || (isWatched && state.data?.some((each) => each.state === 'WAITING') && 1000),
   })
   return (
     <Answer of={deliveries}>

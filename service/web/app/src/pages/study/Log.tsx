@@ -3,6 +3,7 @@ import { useQuery } from '@tanstack/react-query'
 import { useEffect, useMemo, useRef, useState } from 'react'
 import { api } from '../../api/client'
 import { isFinished } from '../../api/jobs'
+import { afterFailure } from '../../api/retry'
 import { count } from '../../format'
 import { Answer, Nothing } from '../../parts/Answer'
 import { Download } from '../../parts/Download'
@@ -21,7 +22,7 @@ export function Log() {
       const params = { path: { study_id: study.id } }
       return (await api.GET('/v1/studies/{study_id}/log', { params, signal, parseAs: 'text' })).data ?? ''
     },
-    refetchInterval: isFinished(study) ? false : REFETCH_MS,
+    refetchInterval: ({ state }) => afterFailure(state) || (!isFinished(study) && REFETCH_MS),
   })
   return (
     <>
