@@ -287,9 +287,12 @@ def test_replicas_on_the_cpu_are_replaced_for_gpus(
     with pytest.raises(EngineUnavailable, match=r"nothing runs on the CPU in place of a GPU"):
         deploy_scorer(tied_family, options, make_worker=FakeScorer, gpus=GpuNeed.NEEDED)
     assert num_replicas(name)["RUNNING"] == 1, "they stay as long as there is no GPU to replace them"
-    with pytest.raises(EngineUnavailable, match=r"not ready within 12 s"):
-        deploy_scorer(tied_family, options, make_worker=FakeScorer, gpus=GpuNeed.MAY_COME, start_timeout_s=12.0)
-    assert num_replicas(name)["RUNNING"] == 0, "the replica that waits for a GPU is the only one"
+    with pytest.raises(EngineUnavailable, match=r"not ready within 5 s"):
+        deploy_scorer(tied_family, options, make_worker=FakeScorer, gpus=GpuNeed.MAY_COME, start_timeout_s=5.0)
+    deadline = time.monotonic() + 60.0
+    while num_replicas(name)["RUNNING"]:
+        assert time.monotonic() < deadline, "the replica that waits for a GPU is the only one"
+        time.sleep(0.1)
     assert not is_on_cpu(name), "it is not replaced again"
     serve.delete(name)
 
