@@ -20,7 +20,9 @@ import psutil
 from service.cluster.local_ray import HostRecord, read_host, stop_processes
 
 ROOT = Path(__file__).parents[2]
-POLL_S = 0.1
+
+# Seconds between two requests for `healthz`, for events and for the state: each one costs the server time.
+STARTED_POLL_S, EVENTS_POLL_S, ENDED_POLL_S = 0.025, 0.2, 0.3
 
 
 class Server:
@@ -69,7 +71,7 @@ class Server:
                         break
                 except httpx.TransportError:
                     pass
-            time.sleep(POLL_S / 4)
+            time.sleep(STARTED_POLL_S)
         self.seconds_to_healthz = time.monotonic() - started
 
     @property
@@ -108,13 +110,13 @@ class Server:
         deadline = time.monotonic() + timeout_s
         while sum(event["kind"] == kind for event in self.events(study)) < number:
             assert time.monotonic() < deadline, f"not {number} x {kind} in {timeout_s} s: {self.story(study)}"
-            time.sleep(POLL_S)
+            time.sleep(EVENTS_POLL_S)
 
     def wait_until_ended(self, study: str, *, timeout_s: float) -> dict[str, Any]:
         deadline = time.monotonic() + timeout_s
         while (document := self.get(f"/v1/studies/{study}"))["state"] not in ("COMPLETE", "FAILED", "CANCELLED"):
             assert time.monotonic() < deadline, f"not ended in {timeout_s} s: {self.story(study)}"
-            time.sleep(POLL_S)
+            time.sleep(ENDED_POLL_S)
         return dict(document)
 
     def story(self, study: str) -> str:

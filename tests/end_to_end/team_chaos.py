@@ -42,6 +42,9 @@ SPACES = {"ann": DIS, "bob": SFS, "cat": LFS}
 
 PATIENCE_S = 30.0  # for a part that is being replaced
 
+# Seconds that Ray waits for the end of a driver that was asked to end; a driver that is stopped cannot end by itself.
+STOP_WAIT_S = 15
+
 
 @dataclass
 class Steered:
@@ -82,6 +85,8 @@ def run_team_chaos(
         "FAKE_IN_FLIGHT": "1",
         "FAKE_SERVE": json.dumps({"LOST_AFTER_S": 8.0}),
         "FAKE_DEPLOY": json.dumps({"health_check_timeout_s": 1.0}),
+        "FAKE_LATE_CHECKS": "1",
+        "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S),
     }
     done: Counter[str] = Counter()
     stopped: list[dict[str, Any]] = []

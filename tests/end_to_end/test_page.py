@@ -25,7 +25,7 @@ def test_a_merge_is_searched_picked_and_taken_home(tmp_path: Path) -> None:
     )
     for part in ("objectives", "holdout"):
         document[part] += [{**document[part][0], "name": "words"}]
-    settings = {"FAKE_SCORER": json.dumps({"sample_delay_s": 0.005})}
+    settings = {"FAKE_SCORER": json.dumps({"sample_delay_s": 0.005}), "FAKE_IN_FLIGHT": "1"}
     with (
         serving(["tests.benchmarks.fake_serve"], tmp_path / "data", environment=settings) as server,
         Client(server.url) as client,

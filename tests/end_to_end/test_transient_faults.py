@@ -94,7 +94,9 @@ def test_hanging_actors_and_absent_model(study_file: Path, tmp_path: Path) -> No
     environment = {
         "FAKE_SCORER": json.dumps({"sample_delay_s": 0.02, "swap_delay_s": 0.01}),
         "FAKE_HEARTBEAT": json.dumps({"SCORING_PATIENCE_S": 8.0, "PATIENCE_CHUNKS": 2, "ENGINE_CHECK_S": 3.0}),
+        "FAKE_TUNE": json.dumps({"CHUNK_GRACE_S": 5.0}),  # the driver is asked to end while its actors hang
         "FAKE_IN_FLIGHT": "2",
+        "FAKE_LATE_CHECKS": "1",
         "RAY_metrics_report_interval_ms": "2000",
         "MERGESEARCH_LOG_FORMAT": "json",
     }

@@ -30,7 +30,7 @@ def test_a_study_continues_after_an_upgrade(tmp_path: Path, capsys: pytest.Captu
     A backup that was made while the study ran gives the same trials in an empty place.
     """
     (tmp_path / "models").mkdir()
-    file = write_small_study(tmp_path / "models", name="s", rungs=[20, 60], max_trials=12, space=LFS)
+    file = write_small_study(tmp_path / "models", name="s", rungs=[20, 60], max_trials=5, space=LFS)
     data_dir = tmp_path / "data"
     environment = {"FAKE_SCORER": json.dumps({"sample_delay_s": 0.01}), "FAKE_IN_FLIGHT": "1"}
     environment["FAKE_LATE_CHECKS"] = "1"
@@ -69,7 +69,7 @@ def test_a_study_continues_after_an_upgrade(tmp_path: Path, capsys: pytest.Captu
         store.close()
         server.stop()
     assert attempts == 2
-    assert stored < 40
+    assert stored < num_evidence, "it was drained in the middle"
 
     new = tmp_path / "new"
     assert main(["restore", str(tmp_path / "backup"), "--data", str(new)]) == 0

@@ -9,7 +9,6 @@ that was scored when Serve's controller and its proxy were killed.
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +20,9 @@ from typing import Any
 import psutil
 import ray
 from ray import serve
+from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.cluster_utils import Cluster
+from ray.core.generated.autoscaler_pb2 import DrainNodeReason
 
 from search_spaces.study.engine import EngineOptions
 from tests.builders import tiny_family
@@ -32,7 +33,7 @@ from workers.serving.fake import FakeScorer
 from workers.types import ScoreRequest, Span, TaskSpec
 
 SAMPLE_S = 0.1
-FIRST = 0.1  # weight of the recipe that is scored first
+FIRST, DURING_KILLS = 0.1, 0.4  # weights of the recipes that are scored first, and while parts of Serve are killed
 NOTICE_S = 60
 WAIT_S = 90.0
 LITTLE = {"object_store_memory": 80 * 2**20, "include_dashboard": False}
@@ -59,8 +60,9 @@ def seen(directory: Path, address: str) -> dict[str, Any]:
     scorer = replace(scorer, deadline_s=WAIT_S, poll_s=0.5)
 
     def chunk(weight: float) -> ScoreRequest:
-        # The first chunk is still being scored when the node is drained, whose command starts for seconds.
-        span = Span("x", TaskSpec("anything", "exact_match"), 0, 150 if weight == FIRST else 50)
+        # Two of them are still being scored when the node is drained, and when parts of Serve are killed.
+        num_samples = {FIRST: 100, DURING_KILLS: 50}.get(weight, 10)
+        span = Span("x", TaskSpec("anything", "exact_match"), 0, num_samples)
         return ScoreRequest("study", arithmetic(family, weight, 0.1), (span,), crashes=0)
 
     with ThreadPoolExecutor() as pool:
@@ -75,7 +77,7 @@ def seen(directory: Path, address: str) -> dict[str, Any]:
         is_gone = not psutil.wait_procs([old], timeout=30)[1]
         calls = [call for call in FakeScorer(log_file=str(directory / "calls")).calls() if call["outcome"] == "scored"]
 
-        again = pool.submit(scorer.score, chunk(0.4))
+        again = pool.submit(scorer.score, chunk(DURING_KILLS))
         time.sleep(1.0)
         killed = [each for each in psutil.Process().children(True) if name_of(each).startswith(PARTS)]
         parts = sorted({name_of(each).removeprefix("ray::").split(".")[0] for each in killed})
@@ -83,7 +85,7 @@ def seen(directory: Path, address: str) -> dict[str, Any]:
             each.kill()
         last = again.result(timeout=WAIT_S)
         later = scorer.score(chunk(0.5))
-    expected = [FakeScorer().score(chunk(weight)).samples for weight in (FIRST, 0.2, 0.3, 0.4, 0.5)]
+    expected = [FakeScorer().score(chunk(weight)).samples for weight in (FIRST, 0.2, 0.3, DURING_KILLS, 0.5)]
     return {
         "drained": f"fake-{old.pid}",
         "replicas": [result.evidence.replica for result in results],
@@ -113,13 +115,11 @@ def node_of_replica() -> str:
 
 
 def drain(address: str, node: str) -> None:
-    """Drain a node in NOTICE_S seconds, as after a notice of preemption."""
-    options = ["--node-id", node, "--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "a spot notice"]
-    deadline = ["--deadline-remaining-seconds", str(NOTICE_S)]
-    ray_program = str(Path(sys.executable).with_name("ray"))
-    subprocess.run(
-        [ray_program, "drain-node", "--address", address, *options, *deadline], check=True, stdout=sys.stderr
-    )
+    """Drain a node in NOTICE_S seconds, as after a notice of preemption. `ray drain-node` sends the same request."""
+    reason = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+    deadline_ms = int(1000 * (time.time() + NOTICE_S))
+    accepted, refusal = GcsClient(address=address).drain_node(node, reason, "a spot notice", deadline_ms)
+    assert accepted, refusal
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from ray.train._internal import storage
 
 from service.errors import StudyFailed
 from service.store import Store, schema
+from service.tune import ray_tune
 from service.tune.ray_tune import run_evaluations
 from service.types import TrialState
 from tests.conftest import OPTIONS
@@ -133,7 +134,12 @@ def test_snapshots_of_tune_that_cannot_be_copied_leave_no_trace(
 
 
 @pytest.mark.slow
-def test_the_driver_starts_with_the_trial_actors_that_it_gets(ray_cluster: None, tmp_path: Path) -> None:
+def test_the_driver_starts_with_the_trial_actors_that_it_gets(
+    ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Each rung ends with evaluations whose own actors wait for CPUs, until they get the actor that is idle.
+    monkeypatch.setattr(ray_tune, "IDLE_S", 0.3)
+    monkeypatch.setattr(ray_tune, "CPU_WAIT_S", 3.0)
     store, study = new_study(tmp_path)
 
     @ray.remote

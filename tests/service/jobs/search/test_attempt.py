@@ -201,10 +201,14 @@ class FirstFails(FakeScorer):
         return super().check()
 
 
-def test_failed_last_check_resumes_the_study(ray_cluster: None, tmp_path: Path) -> None:
+def test_failed_last_check_resumes_the_study(
+    ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A replica that fails the check before the end resumes the study."""
     from ray import serve
 
+    # Each trial actor takes seconds to start, once more after the check.
+    monkeypatch.setattr("service.studies.preflight.result.CHUNKS_IN_FLIGHT_PER_REPLICA", 1)
     (tmp_path / "models").mkdir()
     study_file = write_small_study(tmp_path / "models", name="faults", rungs=[8, 24], max_trials=4)
     preflight = examine(load_study(study_file))

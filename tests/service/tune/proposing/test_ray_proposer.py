@@ -283,13 +283,12 @@ def test_ray_gradients_survive_the_actor(ray_cluster: None, inputs: GradientInpu
 
 @pytest.mark.parametrize("inputs", IMAGES, indirect=True)
 def test_image_gradients_survive_the_actor(ray_cluster: None, inputs: GradientInputs) -> None:
-    """Descents of image classifiers are the same again, after the actor's death and from stored steps."""
+    """Descents of image classifiers are the same from stored steps, by new actors, and after an actor's death."""
     steps, proposals = steps_and_proposals(inputs)
     assert [step.request.kind for step in steps] == ["note"] + ["gradient"] * 4
-    again, same = steps_and_proposals(inputs, kill_after=3)
-    assert (list(map(without_seconds, again)), same) == (list(map(without_seconds, steps)), proposals)
-    rest, same = steps_and_proposals(inputs, before=steps[:3])
-    assert (list(map(without_seconds, rest)), same) == (list(map(without_seconds, steps[3:])), proposals)
+    # The first of two new actors repeats the second gradient, and the other one the last two.
+    rest, same = steps_and_proposals(inputs, before=steps[:2], kill_after=1)
+    assert (list(map(without_seconds, rest)), same) == (list(map(without_seconds, steps[2:])), proposals)
     gradients = [step.result for step in steps if isinstance(step, GradientStep)]
     assert all(any(result.gradient) and result.bank == inputs.family.fingerprint for result in gradients)
 
