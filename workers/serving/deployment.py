@@ -122,80 +122,67 @@ def deploy_scorer(
     from ray import serve
 
     deadline = time.monotonic() + start_timeout_s
-    on_gpus = runs_on_gpus(family, gpus)
-    name = name or app_name(family, options, on_gpus=on_gpus)
-    # Most drivers find their replicas, and need no lock, which is a process that must start.
-    if not _is_usable(name, on_gpus=on_gpus, deadline=deadline):
-        with _deploying(deadline):
-            serve.start(
-                proxy_location="Disabled", controller_options={"runtime_env": {"env_vars": CONTROLLER_ENVIRONMENT}}
+    with _deploying(deadline):
+        serve.start(proxy_location="Disabled", controller_options={"runtime_env": {"env_vars": CONTROLLER_ENVIRONMENT}})
+        on_gpus = runs_on_gpus(family, gpus)
+        name = name or app_name(family, options, on_gpus=on_gpus)
+        is_there = answered(functools.partial(is_deployed, name), deadline=deadline)
+        # Earlier versions gave replicas on the CPU the same name.
+        is_stale = is_there and on_gpus and answered(functools.partial(is_on_cpu, name), deadline=deadline)
+        if not is_there or is_stale:
+            ranks, most = options.tensor_parallel_size, _most_gpus()
+            modality = MODALITIES[family.modality]
+            if on_gpus and most < ranks and gpus is not GpuNeed.MAY_COME:
+                raise EngineUnavailable(
+                    f"{name}: an engine needs {ranks} GPU(s) of one machine, and the machine of the Ray cluster with "
+                    f"most GPUs has {most}; add a machine with GPUs, or use a smaller engine.tensor_parallel_size; "
+                    "nothing runs on the CPU in place of a GPU"
+                )
+            if is_stale:
+                stop(name)
+            scaling = _scaling(replicas, options, keep_idle_s, max_replicas)
+            processes = replicas * options.tensor_parallel_size
+            threads = options.threads or max(1, ((os.cpu_count() or 2) - 1) // processes)
+            environment = passed_on() | engine_environment(options.model_copy(update={"threads": threads}))
+            if logs.is_json():
+                environment["VLLM_CONFIGURE_LOGGING"] = "0"  # its messages are written as those of others
+
+            class Scorer(ScoringReplica):  # Serve looks for the decorated method when it deploys
+                @serve.multiplexed(max_num_models_per_replica=1)
+                async def hold(self, digest: str) -> str:
+                    return digest
+
+            deployment = serve.deployment(
+                Scorer,
+                name=DEPLOYMENT,
+                **scaling,
+                max_ongoing_requests=max_ongoing,
+                health_check_period_s=health_check_period_s,
+                health_check_timeout_s=health_check_timeout_s,
+                graceful_shutdown_timeout_s=FINISH_CHUNK_S,
+                max_constructor_retry_count=1,
+                **({"logging_config": {"encoding": "JSON"}} if logs.is_json() else {}),
+                ray_actor_options={
+                    "num_cpus": 0.1,
+                    "num_gpus": ranks if on_gpus else 0,
+                    "runtime_env": {"env_vars": environment},
+                },
             )
-            if not _is_usable(name, on_gpus=on_gpus, deadline=deadline):
-                ranks, most = options.tensor_parallel_size, _most_gpus()
-                modality = MODALITIES[family.modality]
-                if on_gpus and most < ranks and gpus is not GpuNeed.MAY_COME:
-                    raise EngineUnavailable(
-                        f"{name}: an engine needs {ranks} GPU(s) of one machine, and the machine of the Ray cluster "
-                        f"with most GPUs has {most}; add a machine with GPUs, or use a smaller "
-                        "engine.tensor_parallel_size; nothing runs on the CPU in place of a GPU"
-                    )
-                if answered(functools.partial(is_deployed, name), deadline=deadline):  # without GPUs
-                    stop(name)
-                scaling = _scaling(replicas, options, keep_idle_s, max_replicas)
-                processes = replicas * options.tensor_parallel_size
-                threads = options.threads or max(1, ((os.cpu_count() or 2) - 1) // processes)
-                environment = passed_on() | engine_environment(options.model_copy(update={"threads": threads}))
-                if logs.is_json():
-                    environment["VLLM_CONFIGURE_LOGGING"] = "0"  # its messages are written as those of others
-
-                class Scorer(ScoringReplica):  # Serve looks for the decorated method when it deploys
-                    @serve.multiplexed(max_num_models_per_replica=1)
-                    async def hold(self, digest: str) -> str:
-                        return digest
-
-                deployment = serve.deployment(
-                    Scorer,
-                    name=DEPLOYMENT,
-                    **scaling,
-                    max_ongoing_requests=max_ongoing,
-                    health_check_period_s=health_check_period_s,
-                    health_check_timeout_s=health_check_timeout_s,
-                    graceful_shutdown_timeout_s=FINISH_CHUNK_S,
-                    max_constructor_retry_count=1,
-                    **({"logging_config": {"encoding": "JSON"}} if logs.is_json() else {}),
-                    ray_actor_options={
-                        "num_cpus": 0.1,
-                        "num_gpus": ranks if on_gpus else 0,
-                        "runtime_env": {"env_vars": environment},
-                    },
-                )
-                own: dict[str, Any] = {}
-                if modality.runs_on_vllm:
-                    most_engines = replicas if keep_idle_s is None else max_replicas
-                    own = {"most_engines": most_engines, "verify_elsewhere": verify_on_free_gpu}
-                own_worker = functools.partial(modality.worker_class(), family, options, **own)
-                forget_starts(name)
-                application = deployment.bind(make_worker or own_worker, time_limits)
-                serve.run_many(
-                    [serve.RunTarget(application, name=name, route_prefix=None)], wait_for_applications_running=False
-                )
+            own: dict[str, Any] = {}
+            if modality.runs_on_vllm:
+                most_engines = replicas if keep_idle_s is None else max_replicas
+                own = {"most_engines": most_engines, "verify_elsewhere": verify_on_free_gpu}
+            own_worker = functools.partial(modality.worker_class(), family, options, **own)
+            forget_starts(name)
+            application = deployment.bind(make_worker or own_worker, time_limits)
+            serve.run_many(
+                [serve.RunTarget(application, name=name, route_prefix=None)], wait_for_applications_running=False
+            )
     while answered(functools.partial(application_state, name), deadline=deadline) != "RUNNING":
         if time.monotonic() > deadline:
             raise EngineUnavailable(f"{name}: not ready within {start_timeout_s:.0f} s: {failure_reason(name)}")
         time.sleep(0.2)
     return ServeScorer(name)
-
-
-def _is_usable(name: str, *, on_gpus: bool, deadline: float) -> bool:
-    """Whether the Serve application `name` runs or is being deployed, and its replicas may score the caller's studies.
-
-    `on_gpus` says whether the replicas must run on GPUs. Earlier versions gave replicas on the CPU the same name.
-    `deadline` is the time of `time.monotonic` at which ServeUnavailable is raised if Serve's controller does not
-    answer.
-    """
-    if not answered(functools.partial(is_deployed, name), deadline=deadline):
-        return False
-    return not on_gpus or not answered(functools.partial(is_on_cpu, name), deadline=deadline)
 
 
 @contextmanager

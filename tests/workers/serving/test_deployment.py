@@ -25,7 +25,7 @@ from workers.errors import (
     TrialFailed,
 )
 from workers.serving.application import is_on_cpu, num_replicas
-from workers.serving.deployment import _deploying, app_name, deploy_scorer, runs_on_gpus
+from workers.serving.deployment import app_name, deploy_scorer, runs_on_gpus
 from workers.serving.fake import FakeScorer
 from workers.serving.serve_scorer import ServeScorer
 from workers.serving.start_phases import start_text
@@ -64,14 +64,6 @@ def test_errors_of_a_candidate_and_of_a_task_pass_through(fake: ServeScorer, tie
     with pytest.raises(InvalidTask, match="no stored sample"):
         fake.verify(arithmetic(tied_family, 0.1, 0.1), (), (Span("x", TASK, 0, 1),))
     assert fake.score(request(tied_family, 0.5, 2)).samples
-
-
-def test_running_replicas_are_used_while_others_are_deployed(fake: ServeScorer, tied_family: Family) -> None:
-    """A process that finds its replicas does not wait for the one process that may deploy."""
-    with _deploying(time.monotonic() + 60.0):
-        assert deploy_scorer(tied_family, OPTIONS, name="fake", start_timeout_s=30.0).app_name == "fake"
-        with pytest.raises(EngineUnavailable, match="another process is still deploying"):
-            deploy_scorer(tied_family, OPTIONS, name="fake-other", make_worker=FakeScorer, start_timeout_s=0.1)
 
 
 def test_health_checks_during_a_long_chunk(fake: ServeScorer, tied_family: Family) -> None:
@@ -213,9 +205,7 @@ def test_changed_models_end_the_wait(ray_cluster: None, tied_family: Family, tmp
     from ray import serve
 
     make_worker = partial(ReadsOnce, log_file=str(tmp_path / "starts"), sample_delay_s=0.1)
-    scorer = deploy_scorer(
-        tied_family, OPTIONS, name="fake-changed", make_worker=make_worker, health_check_period_s=0.5
-    )
+    scorer = deploy_scorer(tied_family, OPTIONS, name="fake-changed", make_worker=make_worker)
     (process,) = scorer.statistics()["processes"]
     os.kill(process, signal.SIGKILL)
     with pytest.raises(EngineUnavailable, match=r"math has changed: its fingerprint is 0a1b"):

@@ -72,12 +72,12 @@ def test_killed_controller_finds_its_replicas(scorer_of_fakes: ServeScorer, tied
     (process,) = scorer_of_fakes.statistics()["processes"]
     for _ in range(2):
         with ThreadPoolExecutor() as pool:
-            answers = [pool.submit(scorer_of_fakes.score, request(tied_family, weight, 20)) for weight in (0.2, 0.3)]
+            answers = [pool.submit(scorer_of_fakes.score, request(tied_family, weight, 30)) for weight in (0.2, 0.3)]
             time.sleep(1.0)
             killed = controller()
             killed.kill()
             results = [answer.result(timeout=RECOVERY_S) for answer in answers]
-        alone = [FakeScorer().score(request(tied_family, weight, 20)) for weight in (0.2, 0.3)]
+        alone = [FakeScorer().score(request(tied_family, weight, 30)) for weight in (0.2, 0.3)]
         assert [result.samples for result in results] == [each.samples for each in alone]
         assert scorer_of_fakes.statistics()["processes"] == [process]
         assert controller().pid != killed.pid
@@ -96,8 +96,8 @@ def test_calls_wait_for_a_stopped_controller(
         with pytest.raises(ServeUnavailable, match=r"Serve's controller does not answer \(GetTimeoutError: "):
             application_state(NAME)
         assert not scorer_of_fakes.is_starting()
-        result = scorer_of_fakes.score(request(tied_family, 0.4, 15))
-        assert result.samples == FakeScorer().score(request(tied_family, 0.4, 15)).samples
+        result = scorer_of_fakes.score(request(tied_family, 0.4, 30))
+        assert result.samples == FakeScorer().score(request(tied_family, 0.4, 30)).samples
         with pytest.raises(ServeUnavailable, match="does not answer"):
             replace(scorer_of_fakes, deadline_s=0.1).statistics()
         with ThreadPoolExecutor() as pool:
