@@ -199,7 +199,8 @@ def install_handlers(app: FastAPI) -> None:
         return problem_response(503, detail, headers={"Retry-After": str(RETRY_AFTER_S)})
 
     async def internal_error(_: Request, error: Exception) -> Response:
-        return problem_response(500, "internal error; the server's log says why")
+        # The server closes the connection after an exception, so a client must not send its next request over it.
+        return problem_response(500, "internal error; the server's log says why", headers={"Connection": "close"})
 
     handlers: dict[type[Exception], Any] = {
         InvalidStudy: invalid_request,

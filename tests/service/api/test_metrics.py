@@ -152,7 +152,9 @@ def test_an_unexpected_error_counts_as_500(server: ApiServer) -> None:
 
     server.app.include_router(router)
     with httpx.Client(base_url=server.url, timeout=60) as http:
-        assert http.get("/broken").status_code == 500
+        broken_answer = http.get("/broken")
+        assert broken_answer.status_code == 500
+        assert broken_answer.headers["connection"] == "close", "the server closes it: clients open another one"
         seen = samples(http)
     assert seen['mergesearch_http_requests_total{method="GET",route="/broken",status="500"}'] == 1
     assert seen['mergesearch_http_request_seconds_count{method="GET",route="/broken",status="5xx"}'] == 1

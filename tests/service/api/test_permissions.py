@@ -36,9 +36,6 @@ from workers.types import Split
 UNKNOWN = "0" * 32
 SECRET = new_webhook_secret()
 
-# A connection for each request: the server closes one whose answer was 500, as an unchecked route's can be.
-NO_REUSE = httpx.Limits(max_keepalive_connections=0)
-
 # Path parameters with ids of jobs.
 JOBS = ("study_id", "finetune_id", "served_id")
 
@@ -158,7 +155,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     with (
         identity_provider() as provider,
         ApiServer(tmp_path_factory.mktemp("api"), rates=unlimited, oidc=provider.settings()) as server,
-        httpx.Client(base_url=server.url, timeout=60, limits=NO_REUSE) as http,
+        httpx.Client(base_url=server.url, timeout=60) as http,
         upstream({"/api/jobs/": []}) as ray,
     ):
         server.cluster.ray = ray.dashboard

@@ -162,7 +162,9 @@ def test_a_deletion_of_a_study_that_has_ended_is_said(browser: Browser, server: 
         opened.page.clock.install()
         page = opened.goto(f"/studies/{study.id}/exports")
         expect(page.get_by_label("Connection")).to_have_text("no more changes")
-        page.clock.run_for(3000)  # what the page asks again at the end of the stream
+        with page.expect_response(f"**/v1/studies/{study.id}"), page.expect_response("**/exports"):
+            page.clock.run_for(3000)  # what the page asks again at the end of the stream
+        page.wait_for_timeout(500)
         server.store.delete_job(study.id)
         opened.expected = ("404",)
         page.clock.fast_forward(60_000)
