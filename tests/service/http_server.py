@@ -6,11 +6,20 @@ import asyncio
 import socket
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import uvicorn
+
+
+@contextmanager
+def kept_port() -> Iterator[int]:
+    """A free port, on which a server may listen while the context lasts, and which no other program gets meanwhile."""
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]
 
 
 class _Server(uvicorn.Server):
@@ -35,14 +44,15 @@ class _Server(uvicorn.Server):
 class HttpServer:
     """Serves the application that `make_app` returns, a new one at each start. Use as a context manager.
 
-    Requests that are still answered when it is stopped have `grace_s` to end.
+    Requests that are still answered when it is stopped have `grace_s` to end. Any free port is used unless `port` is
+    given.
     """
 
-    def __init__(self, make_app: Callable[[], Any], *, grace_s: int = 0) -> None:
+    def __init__(self, make_app: Callable[[], Any], *, grace_s: int = 0, port: int | None = None) -> None:
         self._make_app = make_app
         self._grace_s = grace_s
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            self.port = probe.getsockname()[1]
+        with nullcontext(port) if port else kept_port() as self.port:
+            pass
         self.url = f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:

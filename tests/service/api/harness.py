@@ -103,7 +103,7 @@ class QuickPreflight(LocalPreflight):
 class ApiServer:
     """The application over real HTTP while the context lasts; its database is in `data_dir` unless given.
 
-    `options` are further ones of `create_app`.
+    `port` is a free port, any one unless given; `options` are further ones of `create_app`.
     """
 
     def __init__(
@@ -115,8 +115,10 @@ class ApiServer:
         database: str | None = None,
         retention: Mapping[str, Limit] | None = None,
         prefix: str = "",
+        port: int | None = None,
         **options: Any,
     ) -> None:
+        self.port = port
         self.options = options
         self.prefix = prefix
         self.retention = retention
@@ -127,7 +129,7 @@ class ApiServer:
         self.preflight = preflight or QuickPreflight()
 
     def __enter__(self) -> Self:
-        self._http = HttpServer(lambda: self.app, grace_s=1)
+        self._http = HttpServer(lambda: self.app, grace_s=1, port=self.port)
         self.url = self._http.url
         self.start()
         return self

@@ -11,6 +11,7 @@ from playwright.sync_api import Browser
 from service.types import JobRecord
 from tests.browser import has_browser
 from tests.service.api.harness import ApiServer, finished_study
+from tests.service.http_server import kept_port
 from tests.service.web.driving import Visit, chromium, is_built, visit
 from tests.service.web.made import searched_study, write_drawn
 
@@ -32,10 +33,25 @@ def browser() -> Iterator[Browser]:
         yield browser
 
 
+# Servers at the address of an earlier one find the page's files in the browser's cache, compiled.
+@pytest.fixture(scope="package")
+def port() -> Iterator[int]:
+    """The port of the servers of all modules, which are one after the other."""
+    with kept_port() as port:
+        yield port
+
+
+@pytest.fixture(scope="package")
+def own_port() -> Iterator[int]:
+    """The port of the servers that tests have besides that of the module, one at a time."""
+    with kept_port() as port:
+        yield port
+
+
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
+def server(tmp_path_factory: pytest.TempPathFactory, port: int) -> Iterator[ApiServer]:
     """A server that the tests of a module share. A test that adds something must not disturb the others."""
-    with ApiServer(Path(tmp_path_factory.mktemp("server"))) as server:
+    with ApiServer(Path(tmp_path_factory.mktemp("server")), port=port) as server:
         yield server
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, overload
 from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
 
@@ -19,9 +19,10 @@ from playwright.sync_api import (
     Locator,
     Page,
     Request,
-    expect,
     sync_playwright,
 )
+from playwright.sync_api import expect as expect_of_playwright
+from playwright.sync_api._generated import LocatorAssertions, PageAssertions
 
 from service.web.pages import STATIC
 from tests.browser import browser_path
@@ -36,7 +37,9 @@ __all__ = [
     "check_shown",
     "check_view",
     "chromium",
+    "expect",
     "is_built",
+    "navigate",
     "press",
     "screenshot",
     "signed",
@@ -73,6 +76,18 @@ for (const name of ['setTimeout', 'setInterval']) {{
 # Rules of accessibility that are checked: WCAG 2.2 AA and axe's own.
 RULES = ("wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice")
 
+# Those of them whose result depends on colours.
+COLOUR_RULES = ("color-contrast", "link-in-text-block")
+
+# Elements, texts and attributes of a page, without colours, their switch and the numbers of a chart's parts. What is
+# equal in two colour schemes has the same results by all rules but those of colours.
+SKELETON = """() => JSON.stringify([...document.querySelectorAll('body *')].map((element) => {
+  const isDrawn = element.namespaceURI === 'http://www.w3.org/2000/svg'
+  const attributes = [...element.attributes].filter(({ name }) => !isDrawn || !/^(style|fill|stroke)$/.test(name))
+  const texts = [...element.childNodes].filter(({ nodeType }) => nodeType === Node.TEXT_NODE).map(({ data }) => data)
+  return [element.localName, attributes.map(({ name, value }) => [name, value]), texts]
+})).replace(/\\bzr\\d+-\\w+/g, '').replace(/\\b(light|dark)\\b|[☾☀]/g, '')"""
+
 # Details of what violates no rule take most of the time and are not needed.
 AXE_RUN = """async ([within, rules]) => {
   const found = await axe.run(within, { runOnly: rules, resultTypes: ['violations'], selectors: false })
@@ -95,6 +110,51 @@ def chromium() -> Iterator[Browser]:
             yield browser
         finally:
             browser.close()
+
+
+# Milliseconds in one try of an assertion. Playwright looks ten times a second if it has up to this time, and only twice
+# a second if it has more.
+TRY_MS = 2000
+
+
+class _Tried:
+    """The assertions of Playwright, each tried again and again for its whole time, in tries of at most `TRY_MS`."""
+
+    def __init__(self, assertions: LocatorAssertions | PageAssertions) -> None:
+        self._assertions = assertions
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        assertion: Callable[..., None] = getattr(self._assertions, name)
+
+        def tried(*args: Any, timeout: float = 5000, **options: Any) -> None:
+            while timeout > TRY_MS:
+                try:
+                    return assertion(*args, timeout=TRY_MS, **options)
+                except AssertionError:
+                    timeout -= TRY_MS
+            return assertion(*args, timeout=timeout, **options)
+
+        return tried
+
+
+@overload
+def expect(actual: Page) -> PageAssertions: ...
+@overload
+def expect(actual: Locator) -> LocatorAssertions: ...
+def expect(actual: Any) -> Any:
+    """Assertions on a page or an element that wait as those of Playwright, but look more often."""
+    return _Tried(expect_of_playwright(actual))
+
+
+def navigate(page: Page, path: str, title: str) -> None:
+    """Lead an open page to an address of the same server without loading it anew, as links of the page do.
+
+    Returns once the view at the address is there, whose title in the browser's tab begins with `title`; the title
+    before must begin with something else.
+    """
+    assert not page.title().startswith(title), f"the view before is named {page.title()} too"
+    page.evaluate("path => history.pushState({}, '', path)", path)
+    expect(page).to_have_title(re.compile(f"^{re.escape(title)}"), timeout=20_000)
 
 
 def press(control: Locator, key: str = "Enter") -> None:
@@ -162,14 +222,8 @@ class Visit:
         return {f"{part.scheme}://{part.netloc}" for part in parts}
 
 
-@dataclass(frozen=True)
-class Window:
-    """What the windows of a profile have in common: colour scheme, size in pixels, and whether timers end sooner."""
-
-    scheme: Scheme
-    width: int
-    height: int
-    is_in_a_hurry: bool
+# Size of a window in pixels, and colours of the system, unless a visit has others.
+WIDTH, HEIGHT = 1280, 900
 
 
 class Profile:
@@ -178,14 +232,10 @@ class Profile:
     A tab that remains open keeps the process alive that has compiled them.
     """
 
-    def __init__(self, browser: Browser, window: Window, url: str) -> None:
+    def __init__(self, browser: Browser, url: str) -> None:
         self.context = browser.new_context(
-            viewport={"width": window.width, "height": window.height},
-            color_scheme=window.scheme,
-            accept_downloads=True,
+            viewport={"width": WIDTH, "height": HEIGHT}, color_scheme="light", accept_downloads=True
         )
-        if window.is_in_a_hurry:
-            self.context.add_init_script(HURRIED)
         self._tab = self.context.new_page()
         self._tab.goto(f"{url}/healthz", wait_until="commit")
         self._session: CDPSession = self.context.new_cdp_session(self._tab)
@@ -203,8 +253,8 @@ class Profile:
             self._session.send("Storage.clearDataForOrigin", {"origin": origin, "storageTypes": "all"})
 
 
-# Profiles of each browser that no visit uses.
-_idle: WeakKeyDictionary[Browser, dict[Window, Profile]] = WeakKeyDictionary()
+# The profile of each browser that no visit uses.
+_idle: WeakKeyDictionary[Browser, Profile] = WeakKeyDictionary()
 
 
 @contextmanager
@@ -213,8 +263,8 @@ def visit(
     url: str,
     *,
     scheme: Scheme = "light",
-    width: int = 1280,
-    height: int = 900,
+    width: int = WIDTH,
+    height: int = HEIGHT,
     headers: Mapping[str, str] | None = None,
     is_in_a_hurry: bool = False,
     is_last: bool = False,
@@ -224,37 +274,39 @@ def visit(
     Args:
         browser: The browser.
         url: URL of the server.
-        scheme: Colour scheme of the system.
-        width: Width of the page in pixels.
-        height: Height of the page in pixels.
+        scheme: Colour scheme of the system, in the first tab.
+        width: Width of the page in pixels, in the first tab.
+        height: Height of the page in pixels, in the first tab.
         headers: Headers that all requests have besides their own.
         is_in_a_hurry: Whether timers of a second or more end `HURRY` times sooner in the page (not in its workers).
-        is_last: Whether no other visit may use the profile, because the visit changes it for good, as by a made-up
-            clock.
+        is_last: Whether the visit has a profile of its own, because it changes it for good, as by a made-up clock.
     """
-    window = Window(scheme, width, height, is_in_a_hurry)
-    idle = _idle.setdefault(browser, {})
-    profile = idle.pop(window, None) or Profile(browser, window, url)
+    profile = (None if is_last else _idle.pop(browser, None)) or Profile(browser, url)
     try:
-        profile.context.set_extra_http_headers(dict(headers or {}))
-        opened = Visit(profile.context, url)
-        yield opened
-        assert not (problems := opened.problems()), problems
-        opened.leave()
-        if not is_last and window not in idle:
+        with profile.context.add_init_script(HURRIED) if is_in_a_hurry else nullcontext():
+            profile.context.set_extra_http_headers(dict(headers or {}))
+            opened = Visit(profile.context, url)
+            if (width, height) != (WIDTH, HEIGHT):
+                opened.page.set_viewport_size({"width": width, "height": height})
+            if scheme != "light":
+                opened.page.emulate_media(color_scheme=scheme)
+            yield opened
+            assert not (problems := opened.problems()), problems
+            opened.leave()
+        if not is_last and browser not in _idle:
             profile.clear(opened.origins)
-            idle[window] = profile
+            _idle[browser] = profile
     finally:
-        if idle.get(window) is not profile:
+        if _idle.get(browser) is not profile:
             profile.context.close()
 
 
-def axe_violations(page: Page, *, within: str = "html") -> list[str]:
+def axe_violations(page: Page, *, within: str = "html", rules: Sequence[str] = RULES) -> list[str]:
     """Violations of accessibility rules that axe-core finds in a page, or in a part of it, each with its elements."""
     wait_until(page, "!document.getAnimations().some(each => each instanceof CSSTransition)")  # to other colours
     if page.evaluate("typeof axe") == "undefined":
         page.evaluate(AXE.read_text())
-    found = page.evaluate(AXE_RUN, [within, list(RULES)])
+    found = page.evaluate(AXE_RUN, [within, list(rules)])
     assert found["passes"], "axe has checked nothing"
     return [f"{rule}: {html[:160]} ({summary[:200]})" for rule, html, summary in found["violations"]]
 
@@ -274,15 +326,22 @@ def check_view(browser: Browser, url: str, path: str, *, expected: tuple[str, ..
 
 def check_shown(page: Page) -> None:
     """Check that what a page shows, light and dark, violates no rule of axe, and does not scroll sideways at 320 px."""
-    wide = page.viewport_size
-    assert wide is not None
-    for scheme in SCHEMES:
+
+    def use(scheme: Scheme) -> None:
         page.emulate_media(color_scheme=scheme)
         expect(page.locator("html")).to_have_attribute("data-mantine-color-scheme", scheme)
-        page.set_viewport_size(wide)
-        found = axe_violations(page)
+
+    checked = set()
+    for scheme in SCHEMES:
+        use(scheme)
+        # What differs in colours alone has passed the other rules.
+        skeleton = page.evaluate(SKELETON)
+        found = axe_violations(page, rules=COLOUR_RULES if skeleton in checked else RULES)
         assert not found, str(found)
-        page.set_viewport_size({"width": 320, "height": 800})
+        checked.add(skeleton)
+    page.set_viewport_size({"width": 320, "height": 800})
+    for scheme in reversed(SCHEMES):  # the last one is still in use
+        use(scheme)
         wait_until(page, "document.documentElement.scrollWidth <= window.innerWidth")  # charts follow
 
 

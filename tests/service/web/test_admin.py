@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from playwright.sync_api import Browser, Page, Route, expect
+from playwright.sync_api import Browser, Page, Route
 
 from service.auth.sessions import COOKIE
 from service.cluster.queue import Choice, Reason, Waiting
@@ -17,7 +17,7 @@ from tests.service.api.accounts import OPERATOR, Company
 from tests.service.api.harness import ApiServer, stored_study
 from tests.service.api.ray_dashboard.upstream import upstream
 from tests.service.api.test_cluster import node
-from tests.service.web.driving import Visit, check_shown, press, visit, wait_until
+from tests.service.web.driving import Visit, check_shown, expect, press, visit, wait_until
 
 
 @pytest.fixture(scope="module")

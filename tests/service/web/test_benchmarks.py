@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import httpx
 import pytest
-from playwright.sync_api import Browser, expect
+from playwright.sync_api import Browser
 
 from service.types import JobRecord
 from tests.service.api.harness import FAMILY, ApiServer, finished_study, stored_study
 from tests.service.web.benchmarked import REASON, TEMPLATE, WORST, benchmarked_study
-from tests.service.web.driving import Visit, check_view, press
+from tests.service.web.driving import Visit, check_view, expect, press
 
 
 @pytest.fixture(scope="module")

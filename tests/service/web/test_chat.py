@@ -7,13 +7,13 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, Page
 
 from service.types import JobRecord, JobState
 from tests.service.api.harness import ApiServer
 from tests.service.api.test_served import wait_until_free
 from tests.service.jobs.serving.local import Served, served
-from tests.service.web.driving import Visit, check_view, press
+from tests.service.web.driving import Visit, check_view, expect, press
 
 SAID = "how many are two and three"
 

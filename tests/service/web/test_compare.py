@@ -7,11 +7,11 @@ from typing import Any
 
 import httpx
 import pytest
-from playwright.sync_api import Page, Route, expect
+from playwright.sync_api import Page, Route
 
 from service.types import JobRecord
 from tests.service.api.harness import ApiServer, stored_study
-from tests.service.web.driving import Visit, signed
+from tests.service.web.driving import Visit, expect, signed
 
 A, B = 3, 8
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any, Literal
 from urllib.parse import urljoin
 
 import pytest
-from playwright.sync_api import Browser, Route, expect
+from playwright.sync_api import Browser, Route
 
 from service.types import ExportRecord, ExportState, JobRecord
 from tests.service.api.harness import ApiServer, finished_study
 from tests.service.http_server import HttpServer
 from tests.service.pictured import pictured_study
-from tests.service.web.driving import SCHEMES, check_view, visit
+from tests.service.web.driving import SCHEMES, check_view, expect, visit
 from tests.service.web.made import CONSTANT
 
 # Addresses of all views; ID is a study that has ended.
@@ -68,62 +68,65 @@ class BehindProxy(ApiServer):
                 scope = {**scope, "path": path, "raw_path": path.encode()}
             await self.app(scope, receive, send)
 
-        self._http = HttpServer(lambda: forwarded, grace_s=1)
+        self._http = HttpServer(lambda: forwarded, grace_s=1, port=self.port)
         self.url = self._http.url
         self.start()
         return self
 
 
-def behind(proxy: str, data_dir: Path) -> ApiServer:
-    """A server below `PREFIX`, which the proxy has `kept` in requests or `removed` from them."""
-    return ApiServer(data_dir, prefix=PREFIX) if proxy == "kept" else BehindProxy(data_dir)
+@pytest.fixture(scope="module", params=["kept", "removed"])
+def below(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, own_port: int
+) -> Iterator[ApiServer]:
+    """A server below `PREFIX`, which the proxy has kept in requests or removed from them."""
+    data_dir = tmp_path_factory.mktemp("below")
+    if request.param == "kept":
+        server = ApiServer(data_dir, prefix=PREFIX, port=own_port)
+    else:
+        server = BehindProxy(data_dir, port=own_port)
+    with server:
+        yield server
 
 
-@pytest.mark.parametrize("proxy", ["kept", "removed"])
-def test_below_a_prefix(browser: Browser, tmp_path: Path, proxy: str) -> None:
+def test_below_a_prefix(browser: Browser, below: ApiServer) -> None:
     """Below a proxy's path prefix, every request and every link has the prefix."""
-    with behind(proxy, tmp_path) as server:
-        study = finished_study(server.store)
-        with visit(browser, server.url) as opened:
-            page = opened.goto(f"{PREFIX}/studies/{study.id}")
-            page.get_by_test_id("picked").wait_for()
-            page.get_by_role("link", name="Trials", exact=True).click()
-            expect(page.get_by_role("region", name="Trials").get_by_role("row").nth(1)).to_be_visible()
-            assert page.url == f"{server.url}{PREFIX}/studies/{study.id}/trials"
-            assert [path for path in opened.requests if not path.startswith(f"{PREFIX}/")] == []
+    study = finished_study(below.store)
+    with visit(browser, below.url) as opened:
+        page = opened.goto(f"{PREFIX}/studies/{study.id}")
+        page.get_by_test_id("picked").wait_for()
+        page.get_by_role("link", name="Trials", exact=True).click()
+        expect(page.get_by_role("region", name="Trials").get_by_role("row").nth(1)).to_be_visible()
+        assert page.url == f"{below.url}{PREFIX}/studies/{study.id}/trials"
+        assert [path for path in opened.requests if not path.startswith(f"{PREFIX}/")] == []
 
 
-@pytest.mark.parametrize("proxy", ["kept", "removed"])
-def test_files_below_a_prefix(browser: Browser, tmp_path: Path, proxy: str) -> None:
+def test_files_below_a_prefix(browser: Browser, below: ApiServer) -> None:
     """Pictures and exports are loaded with a proxy's path prefix."""
-    with behind(proxy, tmp_path) as server:
-        study = pictured_study(server.store)
-        record = ExportRecord(study.id, study.id, 3, "bfloat16", ExportState.COMPLETE, created_at=1.7e9)
-        server.store.add_export(record)
-        directory = server.app.state.services.exports.directory(record)
-        directory.mkdir(parents=True)
-        (directory / "model.safetensors").write_bytes(b"weights")
-        with visit(browser, server.url) as opened:
-            page = opened.goto(f"{PREFIX}/studies/{study.id}/trials/1/samples?split=holdout&objective=text")
-            expect(page.locator("ol.samples img").first).to_have_js_property("naturalWidth", 28)
-            opened.goto(f"{PREFIX}/studies/{study.id}/exports")
-            table = page.get_by_role("region", name="Exports of the study")
-            with page.expect_download() as started:
-                table.get_by_role("link", name="Download the export of trial 3").click()
-            assert started.value.url == f"{server.url}{PREFIX}/v1/studies/{study.id}/exports/{record.id}/download"
-            assert started.value.failure() is None
+    study = pictured_study(below.store)
+    record = ExportRecord(study.id, study.id, 3, "bfloat16", ExportState.COMPLETE, created_at=1.7e9)
+    below.store.add_export(record)
+    directory = below.app.state.services.exports.directory(record)
+    directory.mkdir(parents=True)
+    (directory / "model.safetensors").write_bytes(b"weights")
+    with visit(browser, below.url) as opened:
+        page = opened.goto(f"{PREFIX}/studies/{study.id}/trials/1/samples?split=holdout&objective=text")
+        expect(page.locator("ol.samples img").first).to_have_js_property("naturalWidth", 28)
+        opened.goto(f"{PREFIX}/studies/{study.id}/exports")
+        table = page.get_by_role("region", name="Exports of the study")
+        with page.expect_download() as started:
+            table.get_by_role("link", name="Download the export of trial 3").click()
+        assert started.value.url == f"{below.url}{PREFIX}/v1/studies/{study.id}/exports/{record.id}/download"
+        assert started.value.failure() is None
 
-            def existing(route: Route) -> None:
-                (export,) = route.fetch(method="GET").json()["exports"]
-                route.fulfill(json=export)
+        def existing(route: Route) -> None:
+            (export,) = route.fetch(method="GET").json()["exports"]
+            route.fulfill(json=export)
 
-            page.route(
-                "**/exports", lambda route: existing(route) if route.request.method == "POST" else route.continue_()
-            )
-            page.get_by_role("button", name="Begin").click()
-            link = page.get_by_role("link", name="download", exact=True)
-            assert urljoin(page.url, link.get_attribute("href") or "") == started.value.url
-            assert [path for path in opened.requests if not path.startswith(f"{PREFIX}/")] == []
+        page.route("**/exports", lambda route: existing(route) if route.request.method == "POST" else route.continue_())
+        page.get_by_role("button", name="Begin").click()
+        link = page.get_by_role("link", name="download", exact=True)
+        assert urljoin(page.url, link.get_attribute("href") or "") == started.value.url
+        assert [path for path in opened.requests if not path.startswith(f"{PREFIX}/")] == []
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import httpx
 import pytest
-from playwright.sync_api import Browser, expect
+from playwright.sync_api import Browser
 
 from service.types import ExportRecord, ExportState, JobRecord, Scope
 from tests.service.api.accounts import Company, bearer
 from tests.service.api.family import family_study
 from tests.service.api.harness import ApiServer, finished_study, stored_study
-from tests.service.web.driving import Visit, press, visit
+from tests.service.web.driving import Visit, expect, press, visit
 
 WEIGHTS = b"w" * 1_234_567
 
@@ -130,9 +130,9 @@ def test_weights_of_0_prefer_no_objective(visitor: Visit, server: ApiServer, htt
     expect(page.get_by_text("has begun")).to_be_visible()
 
 
-def test_who_may_not_export_sees_no_form(browser: Browser, tmp_path: Path) -> None:
+def test_who_may_not_export_sees_no_form(browser: Browser, tmp_path: Path, own_port: int) -> None:
     """A viewer sees the exports, and neither the form nor `Delete`; before the end of a study nobody has the form."""
-    with ApiServer(tmp_path) as server:
+    with ApiServer(tmp_path, port=own_port) as server:
         company = Company.on(server)
         study = company.finished()
         company.exported(study)

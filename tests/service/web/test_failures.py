@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import httpx
 import pytest
-from playwright.sync_api import Browser, Page, Route, expect
+from playwright.sync_api import Browser, Page, Route
 
 from service.types import JobRecord, JobState, Scope
 from tests.service.api.accounts import Company, bearer
 from tests.service.api.harness import ApiServer, finished_finetune, finished_study, stored_study
 from tests.service.jobs.serving.local import served
-from tests.service.web.driving import HURRY, Visit, visit
+from tests.service.web.driving import HURRY, Visit, expect, visit
 from tests.service.web.test_finetunes import analysis
 
 WORDS = "the disk of the database is full"
@@ -44,59 +44,68 @@ def fail(route: Route) -> None:
 
 
 def settled(page: Page) -> None:
-    expect(page.get_by_role("heading", level=1)).to_be_visible()
-    expect(page.get_by_text("Loading", exact=True)).to_have_count(0)
+    expect(page.get_by_role("heading", level=1)).to_be_visible(timeout=20_000)
+    expect(page.get_by_text("Loading", exact=True)).to_have_count(0, timeout=20_000)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("view", VIEWS)
-def test_a_failing_api_is_said(hurried: Visit, searched: JobRecord, view: str) -> None:
-    """A view whose requests fail has its heading and the server's words; it is whole once they succeed."""
-    hurried.expected = ("507",)
-    of_study = f"{hurried.url}/v1/studies/{searched.id}/**"
-    hurried.page.route(of_study, fail)
-    page = hurried.goto(f"/studies/{searched.id}{view}")
-    heading = searched.name if VIEWS[view] == "study" else VIEWS[view]
-    expect(page.get_by_role("heading", level=1)).to_have_text(heading)
-    failure = page.get_by_role("alert").filter(has_text=WORDS)
-    expect(failure.first).to_be_visible()
-    settled(page)
-    page.unroute(of_study)
-    expect(failure).to_have_count(0)  # the page tries again by itself
-    settled(page)
+def check_failing(opened: Visit, views: Iterable[tuple[str, str]], headings: Mapping[str, str] | None = None) -> None:
+    """Check pairs of a view and an address of the API while requests to the address fail, each view in its own tab.
 
-
-@pytest.mark.slow
-@pytest.mark.parametrize("view", VIEWS)
-def test_a_deleted_study_is_said(visitor: Visit, server: ApiServer, http: httpx.Client, view: str) -> None:
-    """A view of a study that somebody else has deleted says that there is no such study, with a heading."""
-    study = finished_study(server.store, num_trials=6, name="to-be-deleted")
-    page = visitor.goto(f"/studies/{study.id}{view}")
-    settled(page)
-    http.delete(f"/v1/studies/{study.id}").raise_for_status()
-    visitor.expected = ("404",)
-    page.reload()
-    expect(page.get_by_role("alert").filter(has_text="there is no such study").first).to_be_visible()
-    settled(page)
-
-
-def check_failing(opened: Visit, views: Iterable[tuple[str, str]]) -> None:
-    """Check pairs of a view and an address of the API while requests to the addresses fail, each view in its own tab.
-
-    Each view has a heading and the server's words, and is whole once requests succeed again.
+    Each view has a heading (that in `headings` where the view is named there) and the server's words, and is whole once
+    requests succeed again. An address that ends in `/**` is all addresses below it.
     """
     opened.expected = ("507",)
-    tabs = {}
+
+    def check_recovered(tab: Page) -> None:
+        expect(tab.get_by_role("alert")).to_have_count(0, timeout=60_000)  # the page tries again by itself
+        settled(tab)
+        tab.close()
+
+    before = None  # the tab that tries again while the next one is opened
     for view, address in views:
-        tab = tabs[view, address] = opened.context.new_page()
-        tab.route(re.compile(re.escape(f"{opened.url}/v1/{address}") + r"(\?.*)?$"), fail)
+        tab = opened.context.new_page()
+        below = address.removesuffix("/**")
+        end = r"(\?.*)?" if below == address else "/.*"
+        tab.route(re.compile(re.escape(f"{opened.url}/v1/{below}") + f"{end}$"), fail)
         tab.goto(opened.url + view, wait_until="commit")
-    for tab in tabs.values():
+        if headings is not None and view in headings:
+            expect(tab.get_by_role("heading", level=1)).to_have_text(headings[view], timeout=20_000)
         expect(tab.get_by_role("alert").filter(has_text=WORDS).first).to_be_visible(timeout=15_000)
         settled(tab)
         tab.unroute_all()
-    for tab in tabs.values():
-        expect(tab.get_by_role("alert")).to_have_count(0, timeout=60_000)  # the page tries again by itself
+        if before is not None:
+            check_recovered(before)
+        before = tab
+    assert before is not None, "there are views"
+    check_recovered(before)
+
+
+@pytest.mark.slow
+def test_a_failing_api_is_said(hurried: Visit, searched: JobRecord) -> None:
+    """A view whose requests fail has its heading and the server's words; it is whole once they succeed."""
+    headings = {
+        f"/studies/{searched.id}{view}": searched.name if heading == "study" else heading
+        for view, heading in VIEWS.items()
+    }
+    check_failing(hurried, [(view, f"studies/{searched.id}/**") for view in headings], headings)
+
+
+@pytest.mark.slow
+def test_a_deleted_study_is_said(visitor: Visit, server: ApiServer, http: httpx.Client) -> None:
+    """Each view of a study that somebody else has deleted says that there is no such study, with a heading."""
+    study = finished_study(server.store, num_trials=6, name="to-be-deleted")
+    tabs = [visitor.context.new_page() for _ in VIEWS]
+    for tab, view in zip(tabs, VIEWS, strict=True):
+        tab.goto(f"{visitor.url}/studies/{study.id}{view}", wait_until="commit")
+    for tab in tabs:
+        settled(tab)
+    visitor.expected = ("404",)
+    http.delete(f"/v1/studies/{study.id}").raise_for_status()
+    for tab in tabs:
+        tab.reload(wait_until="commit")
+    for tab in tabs:
+        said = tab.get_by_role("alert").filter(has_text="there is no such study")
+        expect(said.first).to_be_visible(timeout=20_000)
         settled(tab)
 
 
@@ -123,9 +132,9 @@ def test_failing_jobs_are_said(hurried: Visit, server: ApiServer, searched: JobR
 
 
 @pytest.mark.slow
-def test_failing_views_of_administrators_say_so(browser: Browser, tmp_path: Path) -> None:
+def test_failing_views_of_administrators_say_so(browser: Browser, tmp_path: Path, own_port: int) -> None:
     """Users, teams, queue, audit log and cluster say in the server's words that their requests fail."""
-    with ApiServer(tmp_path) as server:
+    with ApiServer(tmp_path, port=own_port) as server:
         headers = bearer(Company.on(server).tokens["root", Scope.ADMIN])
         with visit(browser, server.url, headers=headers, is_in_a_hurry=True) as opened:
             addresses = {"/admin/users": "users", "/teams": "teams", "/queue": "queue", "/admin/audit": "audit"}

@@ -13,12 +13,12 @@ from typing import Any
 import httpx
 import pytest
 import yaml
-from playwright.sync_api import Browser, expect
+from playwright.sync_api import Browser
 
 from service.types import EventKind, JobRecord, JobState, Scope
 from tests.service.api.accounts import Company, bearer
 from tests.service.api.harness import ApiServer, analysed_fleet, finished_finetune, stored_finetune
-from tests.service.web.driving import Visit, axe_violations, check_view, press, visit
+from tests.service.web.driving import Visit, axe_violations, check_view, expect, press, visit
 
 
 def analysis(name: str, *losses: float, samples: int = 7) -> dict[str, Any]:
@@ -452,8 +452,8 @@ def test_views_are_accessible(browser: Browser, server: ApiServer, tuned: JobRec
 
 
 @pytest.fixture
-def company(tmp_path: Path) -> Iterator[Company]:
-    with ApiServer(tmp_path) as server:
+def company(tmp_path: Path, own_port: int) -> Iterator[Company]:
+    with ApiServer(tmp_path, port=own_port) as server:
         yield Company.on(server)
 
 

@@ -7,11 +7,11 @@ import tarfile
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Locator, Page, expect
+from playwright.sync_api import Locator, Page
 
 from tests.service.api.family import family_study
 from tests.service.api.harness import ApiServer
-from tests.service.web.driving import Visit
+from tests.service.web.driving import Visit, expect
 
 # More than the stops of the Tab key between any two steps of the way.
 MAX_STOPS = 60
@@ -20,12 +20,16 @@ MAX_STOPS = 60
 def tab_to(page: Page, wanted: Locator) -> None:
     """Press Tab until the focus is on `wanted`; fails with the stops that it had instead."""
     expect(wanted).to_be_visible()
+    element = wanted.element_handle()
     stops = []
     for _ in range(MAX_STOPS):
         page.keyboard.press("Tab")
-        if wanted.evaluate("wanted => wanted === document.activeElement"):
+        is_reached, stop = element.evaluate(
+            "wanted => { const own = document.activeElement; return [wanted === own, own.ariaLabel ?? own.innerText] }"
+        )
+        if is_reached:
             return
-        stops.append(page.evaluate("(document.activeElement.ariaLabel ?? document.activeElement.innerText)"))
+        stops.append(stop)
     raise AssertionError(f"the Tab key does not reach {wanted}, but {stops}")
 
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
-from playwright.sync_api import Browser, Locator, Page, expect
+from playwright.sync_api import Browser, Locator, Page
 
 from service.store import JobWriter, schema
 from service.types import EventKind, JobState
 from tests.service.api.harness import ApiServer, snapshot, stored_study, write_trial
 from tests.service.synthetic_run import run_record
-from tests.service.web.driving import press, visit
+from tests.service.web.driving import expect, press, visit
 
 # A browser opens six connections to a server: with one stream for each tab, the seventh would not load.
 NUM_TABS = 10
@@ -39,17 +39,17 @@ def figure(page: Page, term: str) -> Locator:
 def test_tabs_follow_a_study(browser: Browser, server: ApiServer) -> None:
     """Ten tabs on one study show its progress, its trials and its end as they happen."""
     made = run_record(num_trials=40)
-    with visit(browser, server.url, is_in_a_hurry=True) as opened:
+    with visit(browser, server.url) as opened:
         writer = begun(server)
         tabs = [opened.page, *(opened.context.new_page() for _ in range(NUM_TABS - 1))]
         for number, tab in enumerate(tabs):
-            writer.add_event(
-                EventKind.SEARCH_NOTE, {"text": f"before tab {number}"}
-            )  # each tab begins at another event
-            tab.goto(f"{server.url}/studies/{writer.job_id}")
-            expect(tab.get_by_label("Connection")).to_have_text("live")
+            # Each tab begins at another event.
+            writer.add_event(EventKind.SEARCH_NOTE, {"text": f"before tab {number}"})
+            with tab.expect_response(f"**/v1/studies/{writer.job_id}"):
+                tab.goto(f"{server.url}/studies/{writer.job_id}", wait_until="commit")
         for tab in tabs:
-            expect(figure(tab, "trials")).to_contain_text("9")
+            expect(tab.get_by_label("Connection")).to_have_text("live", timeout=10_000)
+            expect(figure(tab, "trials")).to_contain_text("9", timeout=10_000)
         writer.heartbeat(wall_clock_s=1.0, progress={**snapshot(made).to_json(), "samples_scored": 4321})
         for tab in tabs:
             expect(figure(tab, "samples scored")).to_contain_text("4,321")
@@ -69,11 +69,18 @@ def test_tabs_follow_many_studies(browser: Browser, server: ApiServer) -> None:
     with visit(browser, server.url, is_in_a_hurry=True) as opened:
         writers = [begun(server, f"study-{number}") for number in range(NUM_STUDIES)]
         tabs = [opened.page, *(opened.context.new_page() for _ in writers[1:])]
-        for number, (tab, writer) in enumerate(zip(tabs, writers, strict=True)):
-            tab.goto(f"{server.url}/studies/{writer.job_id}")
-            words = "live" if number < NUM_STREAMS else "updated every few seconds"
-            expect(tab.get_by_label("Connection")).to_have_text(words)
-            expect(figure(tab, "trials")).to_contain_text("9")
+        paths = [f"{server.url}/studies/{writer.job_id}" for writer in writers]
+        # The next one that gets a stream is the first that waits for one.
+        for first, last, words in (
+            (0, NUM_STREAMS, "live"),
+            (NUM_STREAMS, NUM_STREAMS + 1, "updated every few seconds"),
+            (NUM_STREAMS + 1, NUM_STUDIES, "updated every few seconds"),
+        ):
+            for tab, path in zip(tabs[first:last], paths[first:last], strict=True):
+                tab.goto(path, wait_until="commit")
+            for tab in tabs[first:last]:
+                expect(tab.get_by_label("Connection")).to_have_text(words, timeout=10_000)
+                expect(figure(tab, "trials")).to_contain_text("9", timeout=10_000)
         for writer in writers:
             writer.heartbeat(wall_clock_s=1.0, progress={**snapshot(made).to_json(), "samples_scored": 4321})
         for tab in tabs:
@@ -87,10 +94,13 @@ def test_a_polled_table_waits_for_the_reader(browser: Browser, server: ApiServer
     """A table of a tab without a stream says that trials have changed, and shows them on demand."""
     made = run_record(num_trials=40)
     with visit(browser, server.url, is_in_a_hurry=True) as opened:
+        tabs = []
         for number in range(NUM_STREAMS):
             tab = opened.context.new_page()
-            tab.goto(f"{server.url}/studies/{begun(server, f'study-{number}').job_id}")
-            expect(tab.get_by_label("Connection")).to_have_text("live")
+            tab.goto(f"{server.url}/studies/{begun(server, f'study-{number}').job_id}", wait_until="commit")
+            tabs.append(tab)
+        for tab in tabs:
+            expect(tab.get_by_label("Connection")).to_have_text("live", timeout=10_000)
         writer = begun(server)
         page = opened.goto(f"/studies/{writer.job_id}/trials")
         expect(page.get_by_label("Connection")).to_have_text("updated every few seconds")
@@ -153,10 +163,10 @@ def test_a_silent_driver_is_said(browser: Browser, server: ApiServer) -> None:
 
 
 @pytest.mark.slow
-def test_a_study_follows_a_server_that_returns(browser: Browser, tmp_path: Path) -> None:
+def test_a_study_follows_a_server_that_returns(browser: Browser, tmp_path: Path, own_port: int) -> None:
     """An open study says that the server is away, and shows what it then did once the server is back."""
     made = run_record(num_trials=40)
-    with ApiServer(tmp_path) as server, visit(browser, server.url) as opened:
+    with ApiServer(tmp_path, port=own_port) as server, visit(browser, server.url) as opened:
         opened.expected = ("ERR_CONNECTION_REFUSED", "ERR_CONNECTION_RESET", "ERR_EMPTY_RESPONSE", "ERR_INCOMPLETE")
         writer = begun(server)
         page = opened.goto(f"/studies/{writer.job_id}")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from fastapi import FastAPI
-from playwright.sync_api import Browser, Page, Request, expect
+from playwright.sync_api import Browser, Page, Request
 from starlette import types
 
 from service.api.app import create_app
@@ -19,7 +19,7 @@ from tests.service.api import harness
 from tests.service.api.accounts import OPERATOR, Company
 from tests.service.api.harness import ApiServer
 from tests.service.api.identity_provider import IdentityProvider, identity_provider
-from tests.service.web.driving import Visit, check_shown, visit
+from tests.service.web.driving import Visit, check_shown, expect, visit
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +31,8 @@ def provider() -> Iterator[IdentityProvider]:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, provider: IdentityProvider) -> Iterator[ApiServer]:
-    with ApiServer(Path(tmp_path_factory.mktemp("server")), oidc=provider.settings()) as server:
+def server(tmp_path_factory: pytest.TempPathFactory, port: int, provider: IdentityProvider) -> Iterator[ApiServer]:
+    with ApiServer(Path(tmp_path_factory.mktemp("server")), port=port, oidc=provider.settings()) as server:
         yield server
 
 
@@ -117,20 +117,20 @@ def test_a_token_that_is_not_valid_is_refused(visitor: Visit, company: Company) 
     assert page.url == f"{visitor.url}/studies", "the next path of another server is not taken"
 
 
-def test_a_revoked_token_ends_the_page(visitor: Visit, company: Company) -> None:
+def test_a_revoked_token_ends_the_page(hurried: Visit, company: Company) -> None:
     """Once its token is revoked, the page is nobody's: it leads to the login, and back after it."""
     token = company.add_token("member", Scope.SUBMIT)
-    page = visitor.goto("/studies?sort=name")
+    page = hurried.goto("/studies?sort=name")
     log_in(page, token)
     expect(page.locator("summary", has_text="member")).to_be_visible()
-    visitor.expected = ("401",)
+    hurried.expected = ("401",)
     (record,) = (each for each in company.accounts.tokens("member") if token.startswith(each.prefix))
     company.accounts.revoke_token(record.id, actor=OPERATOR)
-    expect(page.get_by_role("heading", level=1)).to_have_text("Log in", timeout=10_000)  # the list asks every 5 s
+    expect(page.get_by_role("heading", level=1)).to_have_text("Log in", timeout=10_000)
     expect(page.get_by_text("member", exact=True)).to_have_count(0)
     log_in(page, company.tokens["member", Scope.SUBMIT])
     expect(page.get_by_role("heading", level=1)).to_have_text("Studies")
-    assert page.url == f"{visitor.url}/studies?sort=name"
+    assert page.url == f"{hurried.url}/studies?sort=name"
 
 
 # -- the identity provider ---------------------------------------------------------------------------------------------
@@ -274,7 +274,7 @@ def test_a_login_below_a_prefix(browser: Browser, tmp_path: Path) -> None:
 
 
 def test_a_login_behind_a_proxy_that_removes_a_prefix(
-    browser: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    browser: Browser, tmp_path: Path, own_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Behind a proxy that removes its path prefix, the page works, also without the proxy, as through a tunnel."""
 
@@ -294,7 +294,7 @@ def test_a_login_behind_a_proxy_that_removes_a_prefix(
         return app
 
     monkeypatch.setattr(harness, "create_app", behind_proxy)
-    with ApiServer(tmp_path) as server:
+    with ApiServer(tmp_path, port=own_port) as server:
         company = Company.on(server)
         for prefix, view in (("/merge", "/queue"), ("/merge", "/studies/none/trials/1"), ("", "/queue")):
             with visit(browser, server.url) as opened:
@@ -307,9 +307,9 @@ def test_a_login_behind_a_proxy_that_removes_a_prefix(
                 assert [path for path in opened.requests if not path.startswith(f"{prefix}/")] == []
 
 
-def test_without_accounts_nobody_logs_in(browser: Browser, tmp_path: Path) -> None:
+def test_without_accounts_nobody_logs_in(browser: Browser, tmp_path: Path, own_port: int) -> None:
     """A server without accounts shows neither login nor users nor teams, and its settings say how to get accounts."""
-    with ApiServer(tmp_path) as server, visit(browser, server.url) as opened:
+    with ApiServer(tmp_path, port=own_port) as server, visit(browser, server.url) as opened:
         page = opened.goto("/settings")
         expect(page.get_by_text("This server has no accounts")).to_be_visible()
         expect(page.get_by_text("mergesearch users add NAME --admin")).to_be_visible()
@@ -322,9 +322,12 @@ def test_without_accounts_nobody_logs_in(browser: Browser, tmp_path: Path) -> No
         expect(page.get_by_text("nobody needs to log in")).to_be_visible()
 
 
-def test_a_server_that_is_away_comes_back(browser: Browser, tmp_path: Path) -> None:
+def test_a_server_that_is_away_comes_back(browser: Browser, tmp_path: Path, own_port: int) -> None:
     """While the server does not answer, the page says since when; it goes on by itself when the server is back."""
-    with ApiServer(tmp_path) as server, visit(browser, server.url, is_in_a_hurry=True) as opened:
+    with (
+        ApiServer(tmp_path, port=own_port) as server,
+        visit(browser, server.url, is_in_a_hurry=True) as opened,
+    ):
         opened.expected = ("ERR_CONNECTION_REFUSED", "ERR_CONNECTION_RESET", "ERR_EMPTY_RESPONSE")
         page = opened.goto("/studies")
         expect(page.get_by_text("There are no studies yet.")).to_be_visible()

@@ -11,20 +11,20 @@ from typing import Any
 import httpx
 import pytest
 import yaml
-from playwright.sync_api import Browser, Locator, Page, Route, expect
+from playwright.sync_api import Browser, Locator, Page, Route
 
 from service.types import JobRecord, Scope
 from tests.service.api.accounts import Company, bearer
 from tests.service.api.harness import ApiServer, finished_finetune, finished_study
-from tests.service.web.driving import Visit, axe_violations, visit
+from tests.service.web.driving import Visit, axe_violations, expect, visit
 
 FINE = "✓ The file has no problem that is seen without models and tasks."
 
 
 @pytest.fixture(scope="module")
-def company(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Company]:
+def company(tmp_path_factory: pytest.TempPathFactory, own_port: int) -> Iterator[Company]:
     """A server with accounts."""
-    with ApiServer(Path(tmp_path_factory.mktemp("company"))) as server:
+    with ApiServer(Path(tmp_path_factory.mktemp("company")), port=own_port) as server:
         yield Company.on(server)
 
 
@@ -54,9 +54,10 @@ def test_a_study_is_submitted_by_keyboard(visitor: Visit, http: httpx.Client) ->
     expect(page.get_by_role("link", name="New study")).to_be_visible()
 
     def tab_to(wanted: Locator) -> None:
+        element = wanted.element_handle()
         for _ in range(200):
             page.keyboard.press("Tab")
-            if wanted.evaluate("element => element === document.activeElement"):
+            if element.evaluate("element => element === document.activeElement"):
                 return
         raise AssertionError(f"Tab does not reach {wanted}")
 

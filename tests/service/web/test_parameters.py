@@ -7,11 +7,10 @@ from typing import Any
 
 import httpx
 import pytest
-from playwright.sync_api import expect
 
 from service.types import JobRecord
 from tests.service.api.harness import ApiServer, stored_study
-from tests.service.web.driving import Visit
+from tests.service.web.driving import Visit, expect
 from tests.service.web.made import CONSTANT, searched_study
 
 AXES = "samples,value.math,parameter.g0.method,parameter.g1.ties.k"

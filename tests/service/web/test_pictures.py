@@ -7,12 +7,12 @@ from typing import Any, Literal
 
 import httpx
 import pytest
-from playwright.sync_api import Browser, Route, expect
+from playwright.sync_api import Browser, Route
 
 from service.types import JobRecord
 from tests.service.api.harness import ApiServer
 from tests.service.pictured import NUM_PICTURES, pictured_study
-from tests.service.web.driving import SCHEMES, Visit, axe_violations, check_view, visit
+from tests.service.web.driving import SCHEMES, Visit, axe_violations, check_view, expect, visit
 
 A, B = 1, 2
 QUERY = f"split=holdout&objective=text&against={B}"

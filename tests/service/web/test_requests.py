@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from playwright.sync_api import expect
 
 from service.types import JobRecord
-from tests.service.web.driving import HURRY, Visit
+from tests.service.web.driving import HURRY, Visit, expect
 
 # Address below that of a study, and the most requests to the API, the event stream aside. Most are sent again once the
 # stream is live, since something may have changed meanwhile; what has not is answered without a body.

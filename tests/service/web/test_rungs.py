@@ -7,11 +7,10 @@ import statistics
 
 import httpx
 import pytest
-from playwright.sync_api import expect
 
 from service.types import JobRecord
 from tests.service.api.harness import ApiServer, stored_study
-from tests.service.web.driving import Visit, press, signed
+from tests.service.web.driving import Visit, expect, press, signed
 
 BINS = 300
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from playwright.sync_api import Browser, expect
+from playwright.sync_api import Browser, Page
 
 from search_spaces.objectives import Objective
 from search_spaces.study.file import Study
@@ -17,7 +17,7 @@ from service.store import JobWriter, Store
 from service.types import EventKind, JobRecord, JobState, TrialRecord
 from tests.service.api.harness import ApiServer, document, resolved, write_trial
 from tests.service.synthetic_run import EXPERTS, run_record
-from tests.service.web.driving import Visit, visit, wait_until
+from tests.service.web.driving import Visit, expect, navigate, visit, wait_until
 from workers.types import Evidence, SampleResult, ScoreResult, Split
 
 HOLDOUT_SAMPLES = 12
@@ -103,10 +103,21 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
     "running": {"names": ("math", "text"), "on_holdout": (), "state": JobState.RUNNING},
     "cancelled": {"names": ("math", "text"), "on_holdout": (), "state": JobState.CANCELLED},
 }
-VIEWS = (
-    *("", "/trials", "/parameters", "/rungs", "/compare", "/timeline", "/benchmarks", "/exports", "/events"),
-    *("/trials/10", "/trials/10/samples", "/trials/0/samples?split=holdout&against=1"),
-)
+# The address of each view below that of a study, and its title in the browser's tab; without one, it is loaded anew.
+VIEWS = {
+    "": None,
+    "/trials": "Trials",
+    "/parameters": "Parameters",
+    "/rungs": "Rungs",
+    "/compare": "Compare",
+    "/timeline": "Timeline",
+    "/benchmarks": "Benchmarks",
+    "/exports": "Exports",
+    "/events": "Events",
+    "/trials/10": "Trial 10",
+    "/trials/10/samples": "Samples",
+    "/trials/0/samples?split=holdout&against=1": None,
+}
 # What the overview says of a study without values on held-out data.
 NO_HOLDOUT = {
     JobState.COMPLETE: "The study has no held-out data.",
@@ -115,13 +126,23 @@ NO_HOLDOUT = {
 }
 
 
+def open_view(opened: Visit, study: JobRecord, view: str) -> Page:
+    """Open a view of a study in the window, which the view before may lead to without a load."""
+    title, address = VIEWS[view], f"/studies/{study.id}{view}"
+    if title is None:
+        opened.goto(address)
+    else:
+        navigate(opened.page, address, title)
+    return opened.page
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_view_of_a_shape(visitor: Visit, server: ApiServer, http: httpx.Client, shape: str) -> None:
     """No view of the study fails or waits for ever, and the overview has a sentence on held-out data."""
     study = shaped_study(server.store, **SHAPES[shape])
     summary = http.get(f"/v1/studies/{study.id}/summary").json()
     for view in VIEWS:
-        page = visitor.goto(f"/studies/{study.id}{view}")
+        page = open_view(visitor, study, view)
         expect(page.get_by_role("heading", level=1)).not_to_have_text("This view has failed", timeout=20_000)
         expect(page.get_by_text("Loading", exact=True)).to_have_count(0, timeout=20_000)
         expect(page.get_by_role("heading", level=1)).not_to_have_text("This view has failed", timeout=20_000)
@@ -144,8 +165,9 @@ def test_long_names_fit_a_narrow_window(browser: Browser, server: ApiServer) -> 
     """No view of a study with eight objectives and long names scrolls sideways at 320 px."""
     with visit(browser, server.url, width=320, height=800) as opened:
         study = shaped_study(server.store, LONG, on_holdout=LONG, name="merges_of_all_experts_of_the_second_quarter")
-        for view in ("/studies", *(f"/studies/{study.id}{view}" for view in VIEWS)):
-            page = opened.goto(view)
+        opened.goto("/studies")
+        for view in (None, *VIEWS):
+            page = opened.page if view is None else open_view(opened, study, view)
             expect(page.get_by_role("heading", level=1)).to_be_visible()
             expect(page.get_by_text("Loading", exact=True)).to_have_count(0, timeout=20_000)
             wait_until(page, "document.documentElement.scrollWidth <= window.innerWidth")  # charts follow

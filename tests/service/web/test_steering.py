@@ -11,22 +11,22 @@ import httpx
 import pytest
 import sqlalchemy as sa
 import yaml
-from playwright.sync_api import Browser, Locator, Page, expect
+from playwright.sync_api import Browser, Locator, Page
 
 from service.store import schema
 from service.store.connection import transaction
 from service.types import EventKind, JobRecord, JobState, Scope, Steering
 from tests.service.api.accounts import Company, bearer
 from tests.service.api.harness import ApiServer, stored_study
-from tests.service.web.driving import SCHEMES, Visit, axe_violations, visit
+from tests.service.web.driving import SCHEMES, Visit, axe_violations, expect, visit
 
 NUM_EVENTS = 10_000
 
 
 @pytest.fixture(scope="module")
-def company(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Company]:
+def company(tmp_path_factory: pytest.TempPathFactory, own_port: int) -> Iterator[Company]:
     """A server with accounts."""
-    with ApiServer(Path(tmp_path_factory.mktemp("company"))) as server:
+    with ApiServer(Path(tmp_path_factory.mktemp("company")), port=own_port) as server:
         yield Company.on(server)
 
 

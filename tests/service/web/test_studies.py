@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from playwright.sync_api import Browser, expect
+from playwright.sync_api import Browser
 
 from search_spaces.objectives import Objective
 from search_spaces.study.file import Study as StudyFile
@@ -21,7 +21,7 @@ from service.store.documents import CONTAMINATION, Overlap
 from service.types import JobRecord, JobState
 from tests.service.api.harness import ApiServer, document, snapshot, stored_study
 from tests.service.synthetic_run import run_record
-from tests.service.web.driving import APP, Visit, press, signed, visit
+from tests.service.web.driving import APP, Visit, expect, press, signed, visit
 from tests.service.web.made import searched_study
 from workers.types import Split
 
@@ -244,9 +244,12 @@ def test_the_list_names_the_best_values(visitor: Visit, study: JobRecord, http: 
     expect(row.get_by_role("cell", name=f"{rate:#.3g}", exact=True)).to_be_visible()
 
 
-def test_the_list_follows_its_jobs(browser: Browser, tmp_path: Path) -> None:
+def test_the_list_follows_its_jobs(browser: Browser, tmp_path: Path, own_port: int) -> None:
     """Without a reload, a new study, its progress and its end appear; the page asks for the list only after events."""
-    with ApiServer(tmp_path) as server, visit(browser, server.url, is_in_a_hurry=True) as opened:
+    with (
+        ApiServer(tmp_path, port=own_port) as server,
+        visit(browser, server.url, is_in_a_hurry=True) as opened,
+    ):
         page = opened.goto("/studies")
         expect(page.get_by_text("There are no studies yet.")).to_be_visible()
         examples = page.get_by_role("list", name="Examples").get_by_role("link")
