@@ -25,7 +25,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -272,3 +272,6 @@ def vision_table(seeds: range) -> str:
                 minus = f"{value:+.3f} [{low:+.3f}, {high:+.3f}]"
             lines.append(f"| {method} | {OPTIMIZERS[optimizer]} | {' | '.join(values)} | {mean} | {minus} |")
     return "\n".join(lines)
+
+
+TABLES: Mapping[str, Callable[[], str]] = {"vision": lambda: vision_table(kept_seeds())}
