@@ -22,14 +22,14 @@ const SLICE = 200
 // Lines that are drawn while a range is moved.
 const MAX_WHILE_MOVING = 2000
 
-// Milliseconds after which a range that is not moved any more is told: a key that is held moves it many times a second.
+// Milliseconds without a move after which `onFilter` is called: a key that is held moves a range many times a second.
 const SETTLED_MS = 150
 
 export type Ranges = Readonly<Record<string, Range>>
 
 /**
  * Trials as lines across axes. Each axis is a range slider, so that mouse and keyboard choose which trials are kept.
- * `onFilter` receives the ranges by column, once a range that was moved stays.
+ * `onFilter` receives the ranges, keyed by column, shortly after the last move.
  */
 export function Parallel(props: { axes: readonly Axis[]; ranges: Ranges; onFilter: (ranges: Ranges) => void }) {
   const { axes, onFilter } = props
