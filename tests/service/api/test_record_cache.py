@@ -123,7 +123,7 @@ def test_a_repeated_read_takes_few_queries(http: httpx.Client, server: ApiServer
     queries: list[str] = []
 
     def count(_connection: Any, _cursor: Any, statement: str, parameters: Any, *_: Any) -> None:
-        is_request = threading.current_thread().name != "notifications"  # which are sent meanwhile
+        is_request = not threading.current_thread().name.startswith("notifications")  # sent meanwhile
         if is_request and statement.startswith("SELECT") and study in str(parameters):
             queries.append(statement)
 

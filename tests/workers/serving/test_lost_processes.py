@@ -54,16 +54,18 @@ def scorer_of_fakes(ray_cluster: None, tied_family: Family, calls: FakeScorer) -
 
 
 def controller() -> psutil.Process:
-    """The process of Serve's controller; Ray may take a while to start one."""
+    """The process of the controller that answers this Ray; Ray may take a while to start one."""
+    import ray
+    from ray.exceptions import RayError
+    from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
+
     deadline = time.monotonic() + RECOVERY_S
     while time.monotonic() < deadline:
-        for process in psutil.Process().children(recursive=True):
-            try:
-                if "ServeController" in process.cmdline()[0]:
-                    return process
-            except (psutil.Error, IndexError):
-                continue
-        time.sleep(0.05)
+        try:
+            handle = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
+            return psutil.Process(ray.get(handle.get_pid.remote(), timeout=RECOVERY_S))
+        except (RayError, ValueError, psutil.Error):
+            time.sleep(0.05)
     raise AssertionError("Ray starts no controller")
 
 
