@@ -79,8 +79,8 @@ class LayersImportance:
 class ImportancePlot:
     """Importance of each parameter for reaching the best tenth of the values of one objective.
 
-    `parameters` is sorted, the most important first. Where it is null, `reason` says why. The sums leave out parameters
-    that do not belong to one single part.
+    `parameters` is sorted, the most important first. If `parameters` is null, `reason` says why. The sums leave out
+    parameters that do not belong to one single part.
     """
 
     plot: Literal["importance"]

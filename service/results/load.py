@@ -204,7 +204,8 @@ class RunReader:
     ) -> tuple[Contrast, ...]:
         """Read the held-out samples on which the chosen merge and its rivals differ, with their pictures.
 
-        They are read again only if the held-out results `stage`, the stored texts or the stored responses have changed.
+        The samples are read again only if the held-out results `stage`, the stored texts or the stored responses have
+        changed.
         """
         if not any(map(has_pictures, file.holdout)):
             return ()

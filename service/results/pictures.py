@@ -107,9 +107,10 @@ def has_pictures(spec: ScoredTask) -> bool:
 
 
 def has_right_answers(metric: str, *, are_images: bool) -> bool:
-    """Whether the best value of a metric says that an answer is right: not with the entropy, which needs no labels.
+    """Whether a sample with the best value of a metric was answered correctly.
 
-    `are_images` says whether the samples are images; only images have the entropy as metric.
+    The result is False only for the entropy of predictions, which is computed without labels. `are_images` says whether
+    the samples are images; only images have the entropy as metric.
     """
     return not (are_images and metric == ENTROPY)
 
@@ -144,7 +145,7 @@ def contrasts(
 ) -> tuple[Contrast, ...]:
     """Read the held-out samples on which the chosen merge differs from its rivals, for objectives with pictures.
 
-    Objectives with the metric `entropy` are left out, because it knows no right answers.
+    Objectives with the metric `entropy` are left out, because the entropy does not depend on the right answers.
 
     Args:
         store: Store with the study.

@@ -155,12 +155,12 @@ class _OneConnection:
 class Store:
     """Store of all jobs and their results in one database; thread-safe, and must be closed after use.
 
-    Creates or migrates the database at `url`, the URL of an SQLite file or of a PostgreSQL database. `waits` says what
-    happens while the database does not answer: if it is True, calls wait and are then repeated; otherwise they raise
-    the error.
+    The constructor creates or migrates the database at `url`, the URL of an SQLite file or of a PostgreSQL database.
+    `waits` says what happens while the database does not answer: if it is True, calls wait and are then repeated;
+    otherwise they raise the error.
 
     Raises:
-        Conflict: `url` is not a database, is a database of a newer version, or may not be used by this user.
+        Conflict: `url` names no database or a database of a newer version, or this user may not use the database.
         DatabaseUnavailable: The database does not answer, and `waits` is False.
     """
 

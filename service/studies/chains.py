@@ -69,9 +69,10 @@ DIGEST_DIGITS = 16
 BASE = "base"
 
 OpenStudy: TypeAlias = Callable[[AnotherStudy], AbstractContextManager[tuple[Store, JobRecord]]]
-"""Opens the study that a source or a policy comes from.
+"""Function that opens the study that a source or a policy comes from.
 
-Raises NotFound if there is no such study, and Conflict if a study cannot be named in this way here.
+Raises NotFound if there is no such study, and Conflict if the study is named by a directory on a server, where studies
+are named by ids.
 """
 
 

@@ -156,7 +156,7 @@ class Coordinator:
         """Number of samples that count towards the study's limit of samples (`limits.max_samples`).
 
         Every sample that is scored for the search counts. In addition, each computation of losses or a gradient counts
-        as a stated number of samples.
+        as the number of samples that its request states (`num_charged` in `service.store.steps`).
         """
         return self._ask_and_tell.num_samples_used
 

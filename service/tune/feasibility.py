@@ -43,10 +43,10 @@ class Feasibility:
         self._at_looks[number] = dict(values)
 
     def is_known(self) -> bool:
-        """Whether constraints can be evaluated already.
+        """Whether all source models to which the constraints' bounds refer have been scored.
 
-        A bound may be relative to the value of a source model. Constraints can be evaluated once all these models have
-        been scored. Raises StudyFailed if one of these models has failed.
+        A bound may be relative to the value of a source model; violations cannot be computed before. Raises StudyFailed
+        if one of these source models has failed.
         """
         relative = [c for o in self._objectives for c in o.constraints if c.reference is not None]
         self._is_known = self._is_known or all(map(self._is_scored, relative))

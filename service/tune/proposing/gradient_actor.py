@@ -33,8 +33,8 @@ class GradientInputs:
     parameter. If `space` is None, `use_coefficients` must set the coefficients before the first request. `device` is
     the device on which the actor computes ("cpu" or "cuda"). `recomputes` says whether the actor computes activations
     twice to save memory. `num_gpus` is the number of GPUs of one machine over which the model's layers are divided, and
-    `tokens` is the largest number of tokens of a pass; None is the default. `entropies` are the objectives whose loss
-    is the entropy of predictions.
+    `tokens` is the largest number of tokens of a forward pass; if `tokens` is None, the model's default applies.
+    `entropies` are the objectives whose loss is the entropy of predictions.
     """
 
     family: Family
@@ -77,7 +77,7 @@ class GradientActor:
         self._completions = completions
 
     def use_coefficients(self, coefficients: Coefficients) -> None:
-        """Set the parameters by which gradients are computed; their values determine the coefficients of merges.
+        """Set the parameters with respect to which gradients are computed; they determine the coefficients of merges.
 
         Every later request describes its merge by a value for each of these parameters.
         """

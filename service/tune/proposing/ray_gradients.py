@@ -58,8 +58,8 @@ class RayGradients:
     def use_completions(self, read: Callable[[], Completions]) -> None:
         """Use source models' completions, which `read` returns, as reference answers of later requests.
 
-        Each request names in its field `completions` the objectives whose losses are computed on such answers. The
-        losses of all other objectives are computed on the tasks' own right answers.
+        Each request names in its field `completions` the objectives whose losses are computed on these completions. The
+        losses of all other objectives are computed on the tasks' own reference answers.
         """
         self._completions = read
         if self.actor is not None:

@@ -107,8 +107,8 @@ class Decision:
 
     A rung is a number of samples at which trials are compared; a bracket is a ladder of rungs. `reason` says by which
     rule trials are pruned, if the scheduler has several rules. `rival` is the trial against which trials are pruned. In
-    racing, it is a trial that is ahead. With other schedulers, it is the last trial that the rung promotes. `rival` is
-    None if no trial is pruned, or if the rung promotes no trial.
+    racing, the rival is a trial that is ahead. With other schedulers, the rival is the lowest-ranked of the trials that
+    the rung promotes. `rival` is None if no trial is pruned, or if the rung promotes no trial.
     """
 
     bracket: int
@@ -310,7 +310,7 @@ class RungTable(ABC):
     # -- samples ---------------------------------------------------------------------------------------------------
 
     def most_samples_left(self, totals: Sequence[int]) -> int:
-        """The most samples that the study's trials can still take, if each is evaluated up to the last rung.
+        """The most samples that the study's trials can still take, if every trial is evaluated up to the last rung.
 
         A rung is a number of samples at which trials are compared. `totals` contains the number of samples of each
         rung, summed over the objectives. Subclasses may return a smaller number.
@@ -327,7 +327,7 @@ class RungTable(ABC):
         return totals[-1]
 
     def _most_of(self, entry: Entry, totals: Sequence[int]) -> int:
-        """Largest number of samples that a trial can still take: the samples of its last rung without a score.
+        """Largest number of samples that a trial can still take: the samples of its last rung that are not scored yet.
 
         `entry` is the state of the trial. A rung is a number of samples at which trials are compared. `totals` has the
         number of samples of each rung, summed over the objectives.
@@ -540,7 +540,7 @@ class RungTable(ABC):
         return tuple(self._promote(rung, above, num_best, cause=self._members[bracket][-1]))
 
     def _last_promoted(self, bracket: int, rung: Rung) -> int | None:
-        """The last trial, in the order of promotion, among the trials that a rung promotes once all have arrived.
+        """The lowest-ranked of the trials that a rung promotes, once all trials of the rung have arrived there.
 
         A rung is a number of samples at which trials are compared, and `bracket` is the index of its bracket (a ladder
         of rungs). Returns None if all trials of the rung failed.
