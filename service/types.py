@@ -84,7 +84,7 @@ class Origin(StrEnum):
     - `source`: a baseline whose recipe is the base model or one expert alone
     - `published`: a baseline whose recipe is from the literature or common practice
     - `search`: a proposal of the searcher
-    - `refined`: a trial of the search whose coefficients were learned further after the search
+    - `refined`: a trial of the search with coefficients that gradients improved after the search
     - `user`: a recipe that the user gave
     """
 
@@ -264,8 +264,8 @@ class TrialResult:
     - `invalid`: reason why a user marked the trial as invalid; nothing selects an invalid trial. None if the trial is
       valid.
     - `rival`: number of the rival, the trial against which a scheduler has stopped this trial. Under racing, the rival
-      was ahead; under other schedulers, it is the last trial that the rung promoted, in the order of promotion. None
-      for trials that were not stopped, and for trials that early versions stopped.
+      was ahead; under other schedulers, the rival is the lowest-ranked of the trials that the rung promoted. None for
+      trials that were not stopped, and for trials that early versions stopped.
     - `rungs`: the trial's values at each rung that it has finished, in order.
     - `samples_scored`: the number of samples of search data that were scored for this trial.
     - `samples_reused`: the number of samples known from lower rungs or from trials with an equal recipe.

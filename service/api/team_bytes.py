@@ -71,7 +71,7 @@ class TeamBytes:
             )
 
     def measure(self, team: str | None, *, with_job: str | None = None) -> MeasuredExports:
-        """Measure the files of a team's exports, and the files of the exports of the job `with_job`.
+        """Measure the files of a team's exports, and the files of the exports of the job `with_job` (None: no job).
 
         Callers measure before they begin an admission, because other requests wait for its end. Without a quota of
         exports nothing is measured.

@@ -751,7 +751,7 @@ class RayCluster:
     def _ray_job(self, job: JobRecord) -> tuple[str | None, str | None]:
         """State of the Ray Job that ran the last driver (process) of a job, and Ray's message about it on one line.
 
-        The message is None if Ray has no message. Both are None if the cluster does not know the Ray Job.
+        The message is None if Ray has no message. State and message are None if the cluster does not know the Ray Job.
         """
         if job.submissions == 0:
             return None, None

@@ -253,8 +253,8 @@ def _prepare(
 
     `document` is the parsed content of `file`; None reads the file. `directories` has directories of models, keyed by
     name. `dtype` replaces the dtype that the file states; None keeps it. `strict` treats warnings as errors. `fetching`
-    says how weights are opened: whether they may be downloaded (`downloads`), and a function for messages (`note`). All
-    problems of the file, the models and `out` are raised as one error.
+    are the arguments `downloads` (whether weights may be downloaded) and `note` (a function for messages) of `_bank`.
+    All problems of the file, the models and `out` are raised as one error.
     """
     warnings: list[str] = []
     document = document or read_document(file, warn=warnings.append)
@@ -299,8 +299,8 @@ def _of_recipe(
     """Open and check the models of a merge that a recipe describes.
 
     `document` is the recipe. `directories` has the directories of the models, keyed by alias. Problems that are found
-    are added to `problems`. The result is None if the problems prevent opening the models. `fetching` says how weights
-    are opened: whether they may be downloaded (`downloads`), and a function for messages (`note`).
+    are added to `problems`. The result is None if the problems prevent opening the models. `fetching` are the arguments
+    `downloads` (whether weights may be downloaded) and `note` (a function for messages) of `_bank`.
     """
     recipe = Recipe.from_json(document)
     template = document.get("chat_template")
@@ -346,9 +346,9 @@ def _of_configuration(
     """Open and check the models of a merge that a mergekit configuration describes.
 
     `document` is the configuration, and `file` is the file that it is from. `directories` has directories of models,
-    keyed by name. `fetching` says how weights are opened: whether they may be downloaded (`downloads`), and a function
-    for messages (`note`). The models are checked even if other parts of the configuration are wrong. All problems that
-    are found are added to `problems`. If problems were found, the result is None.
+    keyed by name. `fetching` are the arguments `downloads` (whether weights may be downloaded) and `note` (a function
+    for messages) of `_bank`. The models are checked even if other parts of the configuration are wrong. All problems
+    that are found are added to `problems`. If problems were found, the result is None.
     """
     warn = problems.warnings.append
     configuration = read_configuration(document, warn=warn, problems=problems.of_file)

@@ -150,12 +150,12 @@ def vocabulary_kept(
 def check_own_tokens(
     configuration: MergekitConfig, aliases: Mapping[str, str], sources: ResolvedFamily, warn: Callable[[str], None]
 ) -> None:
-    """Check the entries under `tokenizer.tokens` of a mergekit configuration that have no `source`.
+    """Check the entries of the key `tokenizer.tokens` of a mergekit configuration that have no key `source`.
 
-    `source` names the model from which a token gets its embedding row. If every model in `sources` has an embedding row
-    for the token, the entry has no effect, and `warn` is called with a message that says so. Raises InvalidRecipe if a
-    model has no embedding row for the token. `aliases` has the alias of each model, keyed by its name in the
-    configuration.
+    The key `source` names the model from which a token gets its embedding row. If every model in `sources` has an
+    embedding row for the token, the entry has no effect, and `warn` is called with a message that says so. Raises
+    InvalidRecipe if a model has no embedding row for the token. `aliases` has the alias of each model, keyed by its
+    name in the configuration.
     """
     problems = []
     for token in configuration.own_tokens:

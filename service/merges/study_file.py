@@ -22,12 +22,13 @@ BASE = "base"
 
 
 def study_of_file(file: Path, *, name: str, warn: Callable[[str], None]) -> dict[str, Any]:
-    """Begin a study file with the mergekit configuration in `file`, by `study_from_mergekit`.
+    """Begin a study file with the models and the merge of the mergekit configuration in `file`.
 
     Models that are directories, relative to the folder of `file` or to the current directory, get absolute paths, so
     that the study file may be in another folder. Other names stay as they are.
 
-    Raises InvalidStudy if the file cannot be read as YAML, and the errors of `study_from_mergekit`.
+    The arguments `name` and `warn` are those of the function `study_from_mergekit`. Raises InvalidStudy if the file
+    cannot be read as YAML, and InvalidRecipe as that function does.
     """
     study = study_from_mergekit(read_document(file), name=name, warn=warn)
 

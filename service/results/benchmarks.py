@@ -1,8 +1,8 @@
 """Results on benchmarks: values of trials, averages of groups, and comparisons with the best baselines.
 
-As in the held-out stage (`finding`), merges are compared with the best source model and the best published recipe, on
-each benchmark and each average. Baselines are not compared. There are several merges and several values, so all
-intervals against one rival hold jointly (Bonferroni). Results on benchmarks select no trial.
+As in the held-out stage (module `finding`), merges are compared with the best source model and the best published
+recipe, on each benchmark and each average. Baselines are not compared. There are several merges and several values, so
+all intervals against one rival hold jointly (Bonferroni). Results on benchmarks select no trial.
 """
 
 from __future__ import annotations

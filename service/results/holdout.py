@@ -71,8 +71,9 @@ class HeldOut:
     """Results of scoring finalists and baselines on the holdout data.
 
     Finalists are the best trials of the Pareto front. The best trial's value on search data minus its value on holdout
-    data is the sum of `selection_bias` and `split_difference`. Both have a number for each objective and, as "mean",
-    for the mean of the accuracy objectives (values in [0, 1], larger is better). Both are empty without baselines.
+    data is the sum of `selection_bias` and `split_difference`. These two fields have a number for each objective and,
+    as "mean", for the mean of the accuracy objectives (values in [0, 1], larger is better). The two fields are empty
+    without baselines.
 
     Attributes:
         rows: Every finalist and baseline that was scored, with differences "this row minus `reference`".

@@ -121,9 +121,9 @@ def importance_columns(
 def importances(columns: Columns, objective: str, direction: str) -> dict[str, float]:
     """Compute the importance of each parameter by PED-ANOVA, the most important first; importances sum to 1.
 
-    `columns` is a result of `importance_columns`, and `direction` is "minimize" or "maximize". The function takes
-    seconds and imports Optuna, so a server calls it in a process of its own. If no parameter has an influence, all
-    importances are 0.
+    `columns` is a result of the function `importance_columns`, and `direction` is "minimize" or "maximize". The
+    function takes seconds and imports Optuna, so a server calls it in a process of its own. If no parameter has an
+    influence, all importances are 0.
     """
     import optuna
 

@@ -154,7 +154,7 @@ def contrasts(
         trials: Trials of the study.
         objectives: Objectives of the study.
         chosen: Number of the chosen merge's trial; None before there is one.
-        tests: Comparisons with the best baseline of each kind, which name the rivals.
+        tests: Comparisons with the best baseline of each kind; the best baselines are the rivals.
     """
     names = [
         spec.name for spec in file.holdout if has_pictures(spec) and has_right_answers(spec.metric, are_images=True)

@@ -85,7 +85,7 @@ class _Measurement(_Request):
     completions: tuple[str, ...] = ()
 
     charge: ClassVar[int]
-    """Number of samples that are charged for each sample of the step."""
+    """Number of samples that each sample of the step takes from the study's limit of samples."""
 
     @property
     def num_charged(self) -> int:
@@ -340,7 +340,7 @@ def read_step(number: int, proposal: int, document: Mapping[str, Any]) -> Step:
     """Read a searcher's step (a computation between proposals, such as a gradient) from its stored `document`.
 
     `number` is the step's index among the study's steps, from 0. `proposal` is the number of the trial whose proposal
-    needed the step. The document must be a result of `step_document` of this or an earlier version.
+    needed the step. The document must be a result of the function `step_document` of this or an earlier version.
     """
     request: dict[str, Any] = dict(document["request"])
     kind = request["kind"]

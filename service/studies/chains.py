@@ -273,11 +273,11 @@ def _dtype_in(place: str) -> str:
 def _trial(store: Store, record: JobRecord, source: FromStudy, known: ChainedSource | None) -> tuple[int, Recipe]:
     """Find the trial that a study's source names; return the trial's number and recipe.
 
-    A study can merge a trial of an earlier study again: `source` is the entry in its study file, which names the
-    earlier study and the trial (a number, or "best"). `record` is the earlier study's job in `store`. `known` is None
-    for a new study. For a stored study, `known` has the trial and recipe digest that the source had when this study was
-    created; this trial is then used. Raises NotFound if there is no such trial, and Conflict if the trial's recipe
-    differs from the recipe that `known` names.
+    A study can merge a trial of an earlier study again: `source` is an entry of a study file, and names the earlier
+    study and the trial (a number, or "best"). `record` is the earlier study's job in `store`. `known` is None for a new
+    study. For a stored study, `known` has the trial and recipe digest that the source had when this study was created;
+    this trial is then used. Raises NotFound if there is no such trial, and Conflict if the trial's recipe differs from
+    the recipe that `known` names.
     """
     trials = store.trials(record.id)
     if known is not None:

@@ -1,8 +1,9 @@
 """The limit of a study's samples (`limits.max_samples`): used samples, and trials and steps that may still start.
 
 Each sample that is scored in the search, also for a baseline, counts as one. A step of the searcher, such as a
-gradient, counts as the number of samples that its request states (`num_charged`). Samples of the held-out stage and of
-the verification are not counted. The search does not use the samples that the refinement of its front may take.
+gradient, counts as the number of samples that its request states (property `num_charged`). Samples of the held-out
+stage and of the verification are not counted. The search does not use the samples that the refinement of its front may
+take.
 
 No trial or step starts that could exceed the limit. A trial starts if the limit still allows it when all earlier trials
 have ended. Therefore the decision is the same with any number of replicas and after any interruption. If the limit
@@ -20,7 +21,7 @@ __all__ = ["SampleLimit"]
 
 
 class SampleLimit:
-    """The samples that a study has used, compared with the limit of its plan (`max_samples`).
+    """The samples that a study has used, compared with the limit `max_samples` of its plan.
 
     `table` is the scheduler, from which the samples that trials can still take are computed. `samples` has the scored
     samples. `num_charged` is the charge, in samples, for the searcher's stored computations, such as gradients.

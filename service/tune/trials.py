@@ -93,7 +93,8 @@ class Trials(Mapping[int, TrialRecord]):
     def finish(self, numbers: Sequence[int], state: TrialState, reason: str, *, rival: int | None = None) -> None:
         """End the trials `numbers` in the state `state`, such as PRUNED or FAIL, and store `reason` as the reason.
 
-        `rival` is the number of the trial against which a scheduler has stopped them.
+        `rival` is the number of the trial against which a scheduler has stopped them; None if no scheduler has stopped
+        them.
         """
         self._writer.finish_trials(numbers, state, reason, rival=rival)
         for number in numbers:

@@ -111,9 +111,9 @@ class _HistoryEvents:
 
 
 def _summed(updates: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield one event for several training `updates`: the last update, with the losses of all updates as `losses`.
+    """Yield one event for several training `updates`: the last update, with all losses under the key "losses".
 
-    `losses` has at most 10 pairs (step, loss), where a step is the number of an update. A pair represents several
+    This key has at most 10 pairs (step, loss), where a step is the number of an update. A pair represents several
     adjacent updates by the step of the last update and the mean of their losses. If there are no updates, no event is
     yielded.
     """

@@ -127,7 +127,7 @@ def _check_models(record: JobRecord, study: Study, fingerprints: Mapping[str, st
 
     The models have the content fingerprints `fingerprints` and `num_layers` layers each. `study` is the study file.
     Raises Conflict if the models of the study have another number of layers. Also raises Conflict if the policy has a
-    learned embedding of each model (`knows_models`) and was trained for other models.
+    learned embedding of each model (option `search.hm3.knows_models`) and was trained for other models.
     """
     before = ResolvedStudy.of(record)
     if num_layers != before.num_layers:

@@ -36,8 +36,8 @@ def check_start(preflight: PreflightResult, *, open_study: OpenStudy, artifacts_
 
     `preflight` is the checked study. `search.hm3.start` in its study file names the other study; a study without this
     option always passes. `open_study` opens the other study. `artifacts_in` is the location of the server's artifacts
-    (files that jobs store), which have the policies. Raises InvalidStudy if the policies do not exist, or do not fit
-    the study.
+    (files that jobs store), among which are the policies. Raises InvalidStudy if the policies do not exist, or do not
+    fit the study.
     """
     if preflight.study.search.hm3.start is None:
         return

@@ -72,8 +72,9 @@ def algorithm_of(
     which `auto` is an alias in SEARCHERS. A study with preference vectors (weights of the objectives) must have a
     searcher or a search space that uses them.
 
-    `losses` says which loss each objective has (`fitted_losses`). `lack_of_room` is the reason why no device has enough
-    memory for gradients. `lack_of_room` is "" if a device has enough memory, or if the space has no gradients.
+    `losses` says which loss each objective has (see the function `fitted_losses`). `lack_of_room` is the reason why no
+    device has enough memory for gradients. `lack_of_room` is "" if a device has enough memory, or if the space has no
+    gradients.
     """
     if study.search.recipes:
         return Algorithm("random", "the study scores given recipes and searches nothing")

@@ -122,7 +122,7 @@ def _examine(
     allows_lack: bool,
     note: Callable[[str], None],
 ) -> PreflightResult:
-    """Make all checks of a study; the arguments and errors are those of `examine`."""
+    """Make all checks of a study; the arguments and errors are those of the function `examine`."""
     check_files(study, access)
     problems: list[Problem] = []
     lacks: list[Problem] = []

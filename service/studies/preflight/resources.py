@@ -98,9 +98,9 @@ class MemoryPlan:
 def check_devices(study: Study, sources: ResolvedFamily | None, problems: list[Problem]) -> None:
     """Check that the models `sources` can be split between GPUs, and that this machine has enough GPUs for a study.
 
-    Each reason why the models cannot be split, and a lack of GPUs, is added to `problems`. The number of GPUs is
-    checked only if the study runs on this machine: not on a Ray cluster (`RAY_ADDRESS` is set), and not if the machines
-    with engines are stated (`stated_machines`).
+    `sources` is None if the models cannot be read. Each reason why the models cannot be split, and a lack of GPUs, is
+    added to `problems`. The number of GPUs is checked only if the study runs on this machine: not on a Ray cluster
+    (`RAY_ADDRESS` is set), and not if the machines with engines are stated (`stated_machines`).
     """
     import torch
 

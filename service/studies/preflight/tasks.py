@@ -215,10 +215,10 @@ def check_modality(
 
 
 def check_prompts(study: Study, directory: str, problems: list[Problem]) -> None:
-    """Check that the tokenizer has the study's chat template, and that `max_tokens` is below the context length.
+    """Check that the tokenizer has the study's chat template, and that answers are shorter than the context length.
 
-    `directory` holds the tokenizer and the configuration of the merged model. Problems that are found are added to
-    `problems`.
+    A task states the largest length of an answer as `max_tokens`. `directory` holds the tokenizer and the configuration
+    of the merged model. Problems that are found are added to `problems`.
     """
     prompts = Prompts(directory, study.engine.options)
     asked = study.engine.chat_template

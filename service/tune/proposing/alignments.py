@@ -112,8 +112,8 @@ def _start_tasks(inputs: AlignmentInputs, pairs: Sequence[LayerPair]) -> dict[La
     """Start the Ray tasks that learn the alignments of `pairs`, and return references to their results, keyed by pair.
 
     An alignment is a map from the residual stream after the pair's first layer to the stream before its second layer.
-    `inputs` has the models and the texts. One task for each model reads activations (`_read`). After that, one task for
-    each pair fits the pair's alignment to the activations.
+    `inputs` has the models and the texts. One task for each model computes activations (function `_read`). After that,
+    one task for each pair fits the pair's alignment to the activations.
     """
     # Engines start later, so that a GPU is free.
     num_gpus = 1 if ray.available_resources().get("GPU", 0) >= 1 else 0

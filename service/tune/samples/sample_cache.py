@@ -131,9 +131,10 @@ class SampleCache:
         """Make a function that compares the costs of two trials, sample by sample.
 
         The returned function has three arguments: the number of a trial, the number of the trial that it is compared
-        with (its rival), and the index of a rung. It returns an array [num_samples] for each objective, with the cost
-        of the trial minus the cost of the rival on each sample of the rung (`cost_differences`). `trials` has the
-        trials, keyed by number. The function reads it at each call, so trials that are added later can be compared too.
+        with (its rival), and the index of a rung. The returned function computes, for each objective, an array
+        [num_samples] with the cost of the trial minus the cost of the rival on each sample of the rung (method
+        `cost_differences`). `trials` has the trials, keyed by number. The function reads it at each call, so trials
+        that are added later can be compared too.
         """
         return lambda trial, rival, rung: self.cost_differences(trials[trial].recipe, trials[rival].recipe, rung=rung)
 

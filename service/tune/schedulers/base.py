@@ -289,7 +289,7 @@ class RungTable(ABC):
         return tuple(short)
 
     def shrink(self) -> tuple[int, ...]:
-        """Make the newest bracket smaller if all brackets together would have more trials than `max_trials`.
+        """Make the newest bracket smaller if all brackets together have more trials than the plan's `max_trials`.
 
         A bracket is a ladder of rungs (numbers of samples at which trials are compared) with a planned number of
         trials. The brackets have too many trials only if the user has reduced `max_trials` after the newest bracket was
@@ -429,8 +429,9 @@ class RungTable(ABC):
         """The number of the bracket that the next proposed trial belongs to, and this bracket if it is new, else None.
 
         A bracket is a ladder of rungs, and a rung is a number of samples at which trials are compared. If the newest
-        bracket has all its trials, a new bracket is opened: the bracket that comes next in `cycle`, which is repeated.
-        The new bracket has fewer trials than planned if fewer configurations are left to propose.
+        bracket has all its trials, a new bracket is opened: the bracket that comes next in the list `cycle`, which
+        starts again at its end. The new bracket has fewer trials than planned if fewer configurations are left to
+        propose.
         """
         newest = next(reversed(self._brackets), -1)
         if newest >= 0 and not self._is_full(newest):
