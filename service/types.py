@@ -195,9 +195,9 @@ class Estimate:
 class RungRecord:
     """Values of a trial at one finished rung; a rung is a number of samples at which trials are compared.
 
-    `rung` is the rung's index from 0. `num_samples` has the number of the rung's samples, `values` has their mean, and
-    `standard_errors` has the standard error of the mean, each keyed by objective. The standard error is None for a
-    single sample.
+    `rung` is the rung's index from 0. `num_samples` contains the number of the rung's samples, `values` contains their
+    mean, and `standard_errors` contains the standard error of the mean, each keyed by objective. The standard error is
+    None for a single sample.
     """
 
     rung: int

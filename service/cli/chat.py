@@ -126,8 +126,8 @@ class Chat:
     def _number(self, study: JobDocument, name: str, known: Mapping[int, str]) -> int:
         """Find the number of the trial that the user calls `name`: its number, its label, or "best".
 
-        `known` has the labels of the study's trials, keyed by their numbers. Raises NotFound if the study has no such
-        trial.
+        `known` contains the labels of the study's trials, keyed by their numbers. Raises NotFound if the study has no
+        such trial.
         """
         if name.isascii() and name.isdecimal() and int(name) in known:
             return int(name)

@@ -59,7 +59,7 @@ class Call:
 class Response:
     """HTTP response of a server to a request of the client.
 
-    `content` is the body. `headers` has the headers, keyed by name; the names are in lower case.
+    `content` is the body. `headers` contains the headers, keyed by name; the names are in lower case.
     """
 
     url: str

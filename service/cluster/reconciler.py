@@ -632,9 +632,9 @@ class RayCluster:
         """Store that a running job must end for now; its driver is asked to end in the reconciler's next round.
 
         A driver is the process that works on a job. A place is the right to run, which served studies do not need.
-        `yielding` has the reason: another job that must run first, or a quota that is used up. `jobs` has all jobs,
-        keyed by id. Every reader of the job sees the stored reason. Therefore the reason does not name the other job;
-        only the audit log names it.
+        `yielding` has the reason: another job that must run first, or a quota that is used up. `jobs` contains all
+        jobs, keyed by id. Every reader of the job sees the stored reason. Therefore the reason does not name the other
+        job; only the audit log names it.
         """
         if yielding.to is None:
             because = "quota gpu_hours: its team has used up its GPU-hours of this month"

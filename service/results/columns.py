@@ -272,8 +272,8 @@ def optuna_trials(
     """Convert columns to trials of Optuna with the values of `objectives`, in this order.
 
     The columns are `state`, `value.NAME` of each objective, parameters, and any others, such as `invalid`. The range of
-    a parameter is computed from its values in the trials. `rungs` has the rungs of trials, keyed by trial number; with
-    a single objective, the values at rungs become intermediate values.
+    a parameter is computed from its values in the trials. `rungs` contains the rungs of trials, keyed by trial number;
+    with a single objective, the values at rungs become intermediate values.
     """
     shown = {column: _for_optuna(v) if column.startswith(PARAMETER) else v for column, v in columns.items()}
     ranges = {column: _range(values) for column, values in shown.items() if column.startswith(PARAMETER)}

@@ -266,8 +266,8 @@ class AccountStore:
     def set_limits(self, team: str, changes: Mapping[str, Any], *, actor: Actor) -> TeamRecord:
         """Change the weight and quotas of a team, and return the team.
 
-        `changes` has the new values, keyed by their names in `TeamLimits`; None lifts a quota. `actor` is who makes the
-        change, for the audit log. Raises NotFound if there is no such team.
+        `changes` contains the new values, keyed by their names in `TeamLimits`; None lifts a quota. `actor` is who
+        makes the change, for the audit log. Raises NotFound if there is no such team.
         """
         with transaction(self._engine) as connection:
             _lock(connection)

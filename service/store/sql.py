@@ -1356,8 +1356,8 @@ class Store:
 
         A canary is a check of an inference engine with fixed prompts. Each sample is stored with the number of canaries
         that its engine had passed before it scored the sample. The sample is confirmed if the engine has passed more
-        canaries by now. `passed` has the present number of passed canaries, keyed by replica. If the database has a
-        larger number for a replica, the larger number counts.
+        canaries by now. `passed` contains the present number of passed canaries, keyed by replica. If the database has
+        a larger number for a replica, the larger number counts.
         """
         held, table = holdings(), schema.evidence
         scored = (

@@ -374,8 +374,8 @@ def _with_path(alias: str, path: tuple[dict[Component, int], ...], fingerprints:
 
     A layer path says from which layer of a source model each layer of a merge comes. `path` has an entry for each layer
     of the new model: for each component (attention, MLP and norms), the number of the layer of `alias` that the
-    component is taken from. `fingerprints` has the content fingerprint of each model, keyed by its name in the study
-    file (alias).
+    component is taken from. `fingerprints` contains the content fingerprint of each model, keyed by its name in the
+    study file (alias).
     """
     whole = Merge("passthrough", (Source(alias),))
     merges = ({name: whole.at_layer(layer) for name, layer in each.items()} for each in path)

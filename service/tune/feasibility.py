@@ -22,7 +22,7 @@ __all__ = ["Feasibility"]
 class Feasibility:
     """The constraints of a study, and by how much each trial violates them at each rung.
 
-    A rung is a number of samples at which trials are compared. `objectives` have the constraints. `trials` has all
+    A rung is a number of samples at which trials are compared. `objectives` have the constraints. `trials` contains all
     trials, keyed by number; the caller updates it while the search runs.
     """
 
@@ -37,8 +37,8 @@ class Feasibility:
         """Record objective values of trial `number` at rungs where it was not evaluated itself.
 
         A rung is a number of samples at which trials are compared. Baselines are evaluated only at the last rung; their
-        values on the fewer samples of a lower rung are recorded here. `values` has the objective values, keyed by the
-        index of the rung.
+        values on the fewer samples of a lower rung are recorded here. `values` contains the objective values, keyed by
+        the index of the rung.
         """
         self._at_looks[number] = dict(values)
 

@@ -178,16 +178,16 @@ class Plan:
     def costs(self, values: Mapping[str, float]) -> tuple[float, ...]:
         """A trial's costs, one for each objective, in the order of `objectives`; smaller is better.
 
-        `values` has the trial's objective values, keyed by objective name. Raises InvalidStudy for a value outside its
-        objective's range.
+        `values` contains the trial's objective values, keyed by objective name. Raises InvalidStudy for a value outside
+        its objective's range.
         """
         return tuple(objective.cost(values[objective.name]) for objective in self.objectives)
 
     def cost_errors(self, standard_errors: Mapping[str, float | None]) -> tuple[float | None, ...]:
         """The standard errors of a trial's costs, one for each objective, in the order of `objectives`.
 
-        `standard_errors` has the standard errors of the trial's objective values, keyed by objective name. An error is
-        None if it is not known.
+        `standard_errors` contains the standard errors of the trial's objective values, keyed by objective name. An
+        error is None if it is not known.
         """
         found = ((standard_errors.get(objective.name), objective.bounds) for objective in self.objectives)
         return tuple(None if error is None else error / (high - low) for error, (low, high) in found)

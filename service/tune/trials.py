@@ -67,9 +67,9 @@ class Trials(Mapping[int, TrialRecord]):
     def count_chunk(self, number: int, timings_s: Mapping[str, float], *, num_scored: int | None) -> None:
         """Add the timings and the number of samples of one stored request to the totals of trial `number`.
 
-        `timings_s` has the seconds that each part of scoring took, keyed by the part's name, such as "swap" (writing
-        the merge into the engine). `num_scored` is the number of samples if they are search data; it is None for other
-        data.
+        `timings_s` contains the seconds that each part of scoring took, keyed by the part's name, such as "swap"
+        (writing the merge into the engine). `num_scored` is the number of samples if they are search data; it is None
+        for other data.
         """
         self._trials[number] = self._trials[number].after_chunk(timings_s, num_scored)
 

@@ -25,8 +25,8 @@ Made = TypeVar("Made")
 class MeasuredArtifacts:
     """Use of the quota of artifacts, as measured before a new job is admitted.
 
-    `missing` has the number of bytes that each unfinished job is still expected to store, keyed by job id. `used` is
-    the size in bytes of the stored files, and `quota` is the limit.
+    `missing` contains the number of bytes that each unfinished job is still expected to store, keyed by job id. `used`
+    is the size in bytes of the stored files, and `quota` is the limit.
     """
 
     missing: Mapping[str, int]

@@ -35,8 +35,8 @@ def check_with_plan(document: Mapping[str, Any], context: RequestContext) -> Acc
     """Make all checks of a submitted study, without creating the study, and compute its plan.
 
     `document` is the content of the study file, and `context` says which files and other studies the study may read.
-    The field `facts` of the result has the plan: samples, hours, memory and disk space. Raises InvalidStudy with every
-    problem.
+    The field `facts` of the result contains the plan: samples, hours, memory and disk space. Raises InvalidStudy with
+    every problem.
     """
     from service.jobs.search.dry_run import checked_plan
     from service.jobs.search.prepare import prepared

@@ -181,7 +181,7 @@ def _work(samples: Mapping[str, float], lengths: Mapping[str, Lengths]) -> tuple
     """Work of scoring samples of several tasks, under two assumptions about the answers.
 
     Returns (work if answers are as long as the references, work if all answers have their largest length). `samples`
-    has the number of samples and `lengths` has the mean lengths, keyed by task.
+    contains the number of samples and `lengths` contains the mean lengths, keyed by task.
     """
     total = sum(samples.get(name, 0.0) for name in lengths)
     if not total:

@@ -125,8 +125,8 @@ def _iterations(
     one policy for each preference vector (weights of the objectives), each policy takes the latest checkpoint that the
     other study's policy for the same vector has. If the new study has a single policy for all vectors, this policy
     takes the latest of all checkpoints. `preflight` is the checked new study. `record` and `other` are the job and the
-    setting of the other study, and `checkpoints` has its checkpoints, keyed by iteration. Raises Conflict if the other
-    study has no policy for one of the vectors.
+    setting of the other study, and `checkpoints` contains its checkpoints, keyed by iteration. Raises Conflict if the
+    other study has no policy for one of the vectors.
     """
     if preflight.study.search.hm3.policy == "conditioned":
         return [max(checkpoints)]

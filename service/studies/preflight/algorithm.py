@@ -266,9 +266,9 @@ def check_refinement(study: Study, losses: FittedLosses, problems: list[Problem]
 def fitted_losses(study: Study, tasks: Mapping[str, TaskSpec], problems: list[Problem]) -> FittedLosses:
     """Find the loss of each objective of a study from which gradients with respect to coefficients can be computed.
 
-    `tasks` has the objectives' tasks, keyed by name. The option `search.gradient.loss` of the study file chooses the
-    loss. If the study file chooses the entropy of predictions, and a task does not have this loss, a problem is added
-    to `problems`.
+    `tasks` contains the objectives' tasks, keyed by name. The option `search.gradient.loss` of the study file chooses
+    the loss. If the study file chooses the entropy of predictions, and a task does not have this loss, a problem is
+    added to `problems`.
     """
     from workers.evaluation.references import lack_of_entropy, lack_of_references
 

@@ -145,10 +145,10 @@ def machines_for(
 ) -> tuple[EngineMachines, ...]:
     """Groups of machines that can run a study's engines.
 
-    The result has the groups that are stated for this installation. If no groups are stated, the result has the groups
-    `known`. If no groups are known either, the result is this machine. If some groups have GPUs, groups without GPUs
-    are left out. If engines need GPUs and no group has any, the result is one machine with one GPU and unknown memory.
-    If `available_bytes` is given, each machine has this memory.
+    The result contains the groups that are stated for this installation. If no groups are stated, the result contains
+    the groups `known`. If no groups are known either, the result is this machine. If some groups have GPUs, groups
+    without GPUs are left out. If engines need GPUs and no group has any, the result is one machine with one GPU and
+    unknown memory. If `available_bytes` is given, each machine has this memory.
     """
     import torch
 
@@ -253,7 +253,7 @@ def uses_statistics(methods: Iterable[str], names: Collection[str]) -> bool:
 def scored_methods(study: Study, sources: ResolvedFamily) -> frozenset[str]:
     """The merge methods that a study's merges use: methods of its search space and its baselines, or of its recipes.
 
-    `sources` are the study's models. If the study file lists recipes, the result has all merge methods, because a
+    `sources` are the study's models. If the study file lists recipes, the result contains all merge methods, because a
     recipe may use any of them.
     """
     if study.search.recipes:

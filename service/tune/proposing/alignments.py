@@ -49,9 +49,9 @@ def alignments_in(
 
     An alignment is a map from the residual stream after the pair's first layer to the stream before its second layer.
     Layer paths (sequences of layers of several models) need an alignment where one model's layer follows another
-    model's layer. `inputs` has the models and the texts from which alignments are learned. `before` has the names of
-    the alignments that the study already has, keyed by pair. An alignment of `before` is used again if its file is in
-    `directory`; all other alignments are learned. `note` is called with messages about the progress.
+    model's layer. `inputs` has the models and the texts from which alignments are learned. `before` contains the names
+    of the alignments that the study already has, keyed by pair. An alignment of `before` is used again if its file is
+    in `directory`; all other alignments are learned. `note` is called with messages about the progress.
 
     Raises StudyFailed if the file of an alignment of `before` is missing, and the alignment that is learned in its
     place is different. Raises InvalidModel and InvalidTask if models or task data cannot be used, and EngineUnavailable

@@ -246,7 +246,7 @@ class RungTable(ABC):
         """Record the costs of trial `number` at rungs (numbers of samples) where it was not evaluated itself.
 
         Baselines are such trials: they are evaluated only at the last rung, whose samples include the samples of the
-        lower rungs. `costs` has the costs, keyed by the index of the lower rung, one cost for each objective.
+        lower rungs. `costs` contains the costs, keyed by the index of the lower rung, one cost for each objective.
         """
         self._at_looks[number] = dict(costs)
 
