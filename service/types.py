@@ -62,7 +62,7 @@ RESUMED_BY_REQUEST = "resumed by request"
 
 
 class TrialState(StrEnum):
-    """State of a trial, with the names of Optuna.
+    """State of a trial; the states have Optuna's names.
 
     A PRUNED trial was scored, but not on all samples of the search.
     """

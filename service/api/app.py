@@ -204,7 +204,7 @@ def create_app(
 
 
 def openapi_document() -> dict[str, Any]:
-    """OpenAPI document of the server's routes, without a server."""
+    """OpenAPI document of the server's routes, made without starting a server."""
     return _application(None).openapi()
 
 

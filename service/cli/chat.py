@@ -27,12 +27,12 @@ UNAVAILABLE = 503
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """Options of a chat.
+    """Options of the command `mergesearch chat`.
 
     - `is_text`: whether the prompt is a text to complete, rather than a message of a chat
     - `system`: the system message; None for the system message of the study, if the study has one
     - `request`: further fields of requests, such as `max_tokens`
-    - `idle_minutes`, `shares_engines`: as in `Client.serve`
+    - `idle_minutes`, `shares_engines`: as in the method `Client.serve`
     - `wait_s`: seconds to wait for an engine
     """
 

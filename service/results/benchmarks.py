@@ -162,7 +162,7 @@ class BenchmarkTable:
 
     @property
     def groups(self) -> Mapping[str, tuple[str, ...]]:
-        """Names of the benchmarks of each group."""
+        """Names of the benchmarks in each group of benchmarks, keyed by the group's name."""
         return _groups(self.columns)
 
 

@@ -116,7 +116,7 @@ def has_right_answers(metric: str, *, are_images: bool) -> bool:
 
 
 def section_of(file: Study, split: Split) -> Sequence[ScoredTask]:
-    """The entries of the study file whose samples belong to `split`."""
+    """The entries of the study file whose samples belong to `split`: search data, holdout data or benchmarks."""
     return {
         Split.SEARCH: tuple(file.scored_objectives.values()),
         Split.HOLDOUT: file.holdout,

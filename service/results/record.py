@@ -156,7 +156,7 @@ class RunRecord:
 
     @property
     def whole_trials(self) -> tuple[TrialRecord, ...]:
-        """All trials with recipe and configuration.
+        """All trials of the run, each with its recipe and its configuration.
 
         This run record (all stored data of a study) must have been read with the recipes of all trials.
         """

@@ -216,7 +216,7 @@ class AskAndTell:
         return self._limit.admits_refinement(num_samples)
 
     def charge(self, num_samples: int) -> None:
-        """Count `num_samples` samples that a gradient of the refinement takes against the study's limit of samples.
+        """Count `num_samples` more samples against the study's limit, for losses or a gradient of the refinement.
 
         The refinement is a gradient descent on the coefficients of the Pareto front's trials, after the search.
         """

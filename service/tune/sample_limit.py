@@ -37,7 +37,7 @@ class SampleLimit:
 
     @property
     def num_used(self) -> int:
-        """Number of samples that count towards the limit.
+        """Number of samples that count towards the study's limit `limits.max_samples`.
 
         Every sample that is scored in the search counts. In addition, each computation of the searcher, such as a
         gradient, counts as the number of samples that its request states.

@@ -283,7 +283,7 @@ def openai_app(trials: ServedTrials, gate: Gate, *, secret: str, timer: IdleTime
 
 
 class _Answer:
-    """The answer to a request: one document, or a stream of events."""
+    """The answer to a request for a completion: one document, or a stream of events."""
 
     def __init__(self, body: ChatBody | TextBody, recipe: Recipe) -> None:
         self._body = body

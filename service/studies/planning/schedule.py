@@ -25,9 +25,9 @@ __all__ = ["Bounds", "Phase", "StudyLengths", "mean_tokens", "phases_of", "study
 
 @dataclass(frozen=True)
 class Bounds:
-    """Bounds on a number, such as seconds.
+    """Lower and upper bound on a number, such as seconds.
 
-    `least` is the bound if answers are as long as the reference answers. `most` is the bound if all answers have the
+    `least` is the number if answers are as long as the reference answers. `most` is the number if all answers have the
     largest length that their tasks allow.
     """
 

@@ -100,7 +100,7 @@ def check_devices(study: Study, sources: ResolvedFamily | None, problems: list[P
 
     `sources` is None if the models cannot be read. Each reason why the models cannot be split, and a lack of GPUs, is
     added to `problems`. The number of GPUs is checked only if the study runs on this machine: not on a Ray cluster
-    (`RAY_ADDRESS` is set), and not if the machines with engines are stated (`stated_machines`).
+    (`RAY_ADDRESS` is set), and not if the machines that run engines are stated (function `stated_machines`).
     """
     import torch
 

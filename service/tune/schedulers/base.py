@@ -57,9 +57,9 @@ class Rung:
 
     - `index`: the rung's index, from 0
     - `order`: the members in the order of their arrival
-    - `members`: for each member, the number of the newest trial whose first result was needed for promoting the member
-      to this rung. This number decides which proposals may use the member's result here. It never decreases along
-      `order`.
+    - `members`: maps each member to the number of the newest trial whose first result was needed for promoting the
+      member to this rung. This number decides which proposals may use the member's result here. The numbers never
+      decrease along `order`.
     - `num_decided`: the number of members on which decisions have been made; they are the first members in `order`
     - `num_seen`: the number of members whose results at this rung proposals may use; they are the first members in
       `order`
