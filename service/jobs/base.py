@@ -198,8 +198,8 @@ class JobKind:
       allows no estimate.
     - `has_search`: whether a job has a search that can be stopped early, after which the job's other stages follow.
     - `takes_place`: whether a running job counts towards the number of jobs that may run at the same time.
-    - `study_of`: returns, for the document of a job, the id of the study whose team and sharing the job always has. It
-      is None if jobs of this kind have a team and sharing of their own.
+    - `study_of`: returns, for the document of a job, the id of the study whose team and sharing the job always has. The
+      field `study_of` is None if jobs of this kind have a team and sharing of their own.
     - `resumable`: which jobs of this kind can be resumed, as words that follow `noun` in an error message, such as
       "that has FAILED".
     - `clean_up`: deletes files in the server's data directory that no job needs any more; called after a job was

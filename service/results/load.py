@@ -339,7 +339,7 @@ class _HeldOut:
 
 @dataclass(frozen=True)
 class _Contrasts:
-    """Held-out samples with pictures (`contrasts`), and the results and stored prompts with which they were read."""
+    """Held-out samples with pictures (`contrasts`), and the held-out results and stored prompts that they show."""
 
     stage: _HeldOut
     stored: frozenset[tuple[Split, str]]

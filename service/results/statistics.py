@@ -130,7 +130,7 @@ def paired_difference(
         The mean difference, in the metric's unit.
 
     Raises:
-        ValueError: The lengths differ, or the values are values for which the function `estimate` raises ValueError.
+        ValueError: The lengths differ, or the function `estimate` would raise ValueError for the values.
     """
     first, second = _checked(values, bounds), _checked(reference, bounds)
     if len(first) != len(second):

@@ -92,10 +92,10 @@ class _Places:
         """Write a checkpoint to this storage, unless it is stored already, and return its directory or URL.
 
         `write` is a function that writes the checkpoint to the directory that it gets. `name` identifies the content of
-        the checkpoint. `job_id` is the study in `store` whose trial the checkpoint is. In an object store, the
-        checkpoint becomes an artifact of this study. The checkpoint is first written to a hidden directory below
-        `directory`, where an interrupted write can continue. Without an object store, `write` is always called with the
-        checkpoint's final directory, and must do nothing if the checkpoint is complete there.
+        the checkpoint. `job_id` is the id, in `store`, of the study whose trial is written as the checkpoint. In an
+        object store, the checkpoint becomes an artifact of this study. The checkpoint is first written to a hidden
+        directory below `directory`, where an interrupted write can continue. Without an object store, `write` is always
+        called with the checkpoint's final directory, and must do nothing if the checkpoint is complete there.
         """
         root = self.directory.resolve() / SOURCES
         if not is_object_url(str(self.artifacts_in)):

@@ -1,4 +1,4 @@
-"""Analysis of fleets (experts of one fine-tuning): task vectors and losses of merges, computed or read if stored."""
+"""Analysis of fleets (experts of one fine-tuning): task vectors and losses of merges."""
 
 from __future__ import annotations
 

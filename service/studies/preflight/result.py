@@ -295,7 +295,7 @@ class PreflightResult:
 
     @property
     def _searched_experts(self) -> tuple[str, ...]:
-        """Aliases of the experts whose coefficients are parameters of the search space; empty in all other spaces."""
+        """Aliases of the experts whose coefficients are parameters of the search space; empty if there are none."""
         space = self.space
         if not isinstance(space, DifferentiableSpace):
             return ()

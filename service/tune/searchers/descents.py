@@ -1,8 +1,8 @@
 """Gradient descents of a search, one for each preference vector: their order, and where each descent starts.
 
 The first descent is for the preference vector nearest to equal weights. Each later descent is for the vector nearest to
-the vectors of earlier descents. Each later descent starts at the end of the nearest earlier descent, so that few steps
-are enough. Distances are Euclidean.
+the vectors of earlier descents. Each later descent starts at the end of the earlier descent with the nearest vector, so
+that few steps are enough. Distances are Euclidean.
 """
 
 from __future__ import annotations
