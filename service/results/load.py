@@ -339,7 +339,7 @@ class _HeldOut:
 
 @dataclass(frozen=True)
 class _Contrasts:
-    """Held-out samples with pictures (`contrasts`), and the held-out results and stored prompts that they show."""
+    """Held-out samples with pictures (`contrasts`), read with the held-out results `stage` and the prompts `stored`."""
 
     stage: _HeldOut
     stored: frozenset[tuple[Split, str]]
