@@ -143,7 +143,7 @@ def importance_plot(
 ) -> ImportancePlot:
     """Describe importances by parameter, with their sums by layers, by part of a layer and by expert.
 
-    `found` has the importance of each parameter; it was computed from `num_used` of `num_trials` trials.
+    `found` maps each parameter to its importance, which was computed from `num_used` of `num_trials` trials.
     """
     document = study.document["search_space"]
     section = SPACES[document["kind"]].model_validate(document)

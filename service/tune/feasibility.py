@@ -45,8 +45,8 @@ class Feasibility:
     def is_known(self) -> bool:
         """Whether all source models to which the constraints' bounds refer have been scored.
 
-        A bound may be relative to the value of a source model; violations cannot be computed before. Raises StudyFailed
-        if one of these source models has failed.
+        A bound may be relative to the value of a source model; until this model has been scored, violations cannot be
+        computed. Raises StudyFailed if one of these source models has failed.
         """
         relative = [c for o in self._objectives for c in o.constraints if c.reference is not None]
         self._is_known = self._is_known or all(map(self._is_scored, relative))
