@@ -115,8 +115,8 @@ def augmented_chebyshev(gaps: Vectors, vector: ArrayLike, *, rho: float = AUGMEN
 def parse_preference(text: str) -> dict[str, float]:
     """Parse the weight of each objective from text such as "math=0.6,code=0.4".
 
-    `preference_vector` checks whether the objectives exist and the weights sum to one. Raises InvalidPreference if the
-    text has another form, or names an objective twice.
+    The function `preference_vector` checks whether the objectives exist and the weights sum to one. Raises
+    InvalidPreference if the text has another form, or names an objective twice.
     """
     weights: dict[str, float] = {}
     for part in text.split(","):

@@ -106,7 +106,7 @@ class Recipe:
       alias of another model
     - `keeps_equal`: whether methods that keep the largest elements up to a rank keep all elements that have the
       magnitude at this rank, as in files of recipe format 1
-    - `vocabulary`: further options of the vocabulary, which `workers.models.vocabulary` reads
+    - `vocabulary`: further options of the vocabulary, which the module `workers.models.vocabulary` reads
     - `stacks_experts`: whether all experts of a layer's mixture of experts are merged as one tensor; otherwise each
       expert is merged separately
     - `trim`: for methods that keep a share of a task vector's elements by magnitude (`MergeMethod.trims`): with
@@ -229,7 +229,7 @@ class Recipe:
     def canonical(self) -> Recipe:
         """The equivalent recipe in canonical form, which is the same for equal merges.
 
-        Each merge is in its simplest form (`canonical_merge`), and models that are not used are left out.
+        Each merge is in its simplest form (function `canonical_merge`), and models that are not used are left out.
 
         Raises InvalidRecipe if a merge is not valid for its method.
         """
@@ -286,7 +286,10 @@ class Recipe:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """Read a recipe from a document in the form of `to_json`. Raises InvalidRecipe for any other document."""
+        """Read a recipe from a JSON document that the method `to_json` has made.
+
+        Raises InvalidRecipe if `document` is not such a document.
+        """
         found = document.get("format") if isinstance(document, Mapping) else document
         if found not in (known := (FORMAT, FORMAT_OF_CUTS, FORMAT_OF_MODELS)):
             raise InvalidRecipe(f"recipe: format is {found!r}; this version reads {', '.join(map(repr, known))}")

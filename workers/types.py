@@ -198,7 +198,7 @@ class TaskInfo:
     - `num_samples`: the number of samples
     - `higher_is_better`: whether larger values of the metric are better
     - `output_type`: lm-eval's output type, such as "generate_until" or "multiple_choice"
-    - `num_truncated`: the number of prompts that were cut to the engine's `max_model_len`
+    - `num_truncated`: the number of prompts that were cut to the engine's option `max_model_len`
     - `groups`: the number of samples of each part of the task, such as one of its lm-eval tasks, or a class of images;
       every prefix of the scoring order contains all parts in proportion to these numbers
     - `filters`: the names of the filters, if the task, or one of the lm-eval tasks of which it consists, has several
@@ -272,7 +272,7 @@ class SampleResult:
     - `position`: the sample's index in the permutation, which is the order of scoring
     - `value`: the metric on this sample
     - `response`: the model's answer: the completion, or the log-probabilities of the options as JSON
-    - `is_truncated`: whether the prompt was cut to the engine's `max_model_len`
+    - `is_truncated`: whether the prompt was cut to the engine's option `max_model_len`
     - `tokens`: the token ids of each completion, including the token that ended it; None for a multiple-choice sample,
       and if token ids were not stored
     """
@@ -450,7 +450,7 @@ SamplePictures: TypeAlias = tuple[bytes | None, ...]
 
 
 class Scorer(Protocol):
-    """Interface for scoring recipes, implemented by Ray Serve replicas and by the fake in `workers.serving.fake`.
+    """Interface for scoring recipes; the classes ServeScorer (Ray Serve replicas) and FakeScorer (tests) implement it.
 
     Implementations are picklable and thread-safe. The method `score` may be called again with the same request after a
     failure. The only side effect of `score` is that an engine holds another recipe.

@@ -28,7 +28,7 @@ __all__ = ["METHODS", "declarations"]
 
 
 def declarations() -> Iterator[MergeMethod]:
-    """Every merge method that the modules of this package declare, in the order of `METHODS`."""
+    """Yield every merge method that the modules of this package declare, in the order of the constant METHODS."""
     modules = [importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
     families = [module for module in modules if hasattr(module, "POSITION")]
     for family in sorted(families, key=lambda module: (module.POSITION, module.__name__)):

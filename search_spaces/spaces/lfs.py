@@ -245,7 +245,7 @@ class LfsSpace:
         return f"{group}.use.{expert}"
 
     def _uses(self, group: str, components: str, *methods: str) -> tuple[Condition, ...]:
-        """Conditions for merging a component group of a layer group by one of `methods`.
+        """Conditions under which a component group of a layer group is merged by one of the methods `methods`.
 
         A condition says that a search parameter has one of certain values. `components` is the name of the component
         group, such as attention, and `group` is the name of the layer group. Returns () if `methods` contains all

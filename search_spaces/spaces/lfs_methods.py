@@ -90,8 +90,8 @@ class DirectedTaskArithmetic:
     """Task arithmetic with a weight for each of m experts: base + lambda * m * (weighted mean of task vectors).
 
     The m task vectors belong to the selected experts. Their weights, which sum to one, are the direction; lambda * m is
-    the scale. With equal weights this is `TaskArithmetic` with the same lambda. Direction and scale are searched
-    separately, as in Mixup Model Merge (M3), section 3.1.
+    the scale. With equal weights, the merge is the same as by the class TaskArithmetic with the same lambda. Direction
+    and scale are searched separately, as in Mixup Model Merge (M3), section 3.1.
     """
 
     name = "task_arithmetic"

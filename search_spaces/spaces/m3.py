@@ -132,8 +132,8 @@ class M3Space:
 
         Raises:
             InvalidStudy: There are no experts, the average is the only method and there is only one expert, there are
-                too many experts for trying all orders of a p-series (shares proportional to k^-p for rank k), or
-                `orders` has an order that does not have each expert once.
+                too many experts for trying all orders of a p-series (shares proportional to k^-p for rank k), or the
+                option `orders` has an order that does not contain each expert once.
         """
         if problems := tuple(_problems(models, section)):
             raise InvalidStudy(problems)
@@ -344,7 +344,7 @@ def dirichlet_shares(quantiles: Sequence[float], alpha: float) -> tuple[float, .
 
 
 def dirichlet_quantiles(shares: Sequence[float], alpha: float) -> tuple[float, ...]:
-    """Convert the experts' shares to quantiles in [0, 1]; this is the inverse of `dirichlet_shares`.
+    """Convert the experts' shares to quantiles in [0, 1]; the inverse of the function `dirichlet_shares`.
 
     There is one quantile fewer than shares, because the shares sum to one. `alpha` is the concentration of the
     symmetric Dirichlet distribution of the shares.

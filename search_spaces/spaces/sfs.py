@@ -57,7 +57,7 @@ class SfsSpace:
     """The search space SFS over one model of a study, in which each layer of the model has two factors.
 
     One factor multiplies the layer's weights, and the other factor multiplies the layer's output. The last layer has no
-    factor on its output. The class is immutable and implements `DifferentiableSpace`.
+    factor on its output. The class is immutable and implements the interface `DifferentiableSpace`.
     """
 
     kind = "sfs"

@@ -28,8 +28,8 @@ def bad_rows(logits: torch.Tensor) -> torch.Tensor:
 def in_words(counts: Sequence[int], *, num_prompts: int) -> str:
     """Describe how many rows of logits were NaN or infinite, as text for a message; counts of 0 are left out.
 
-    `counts` are the two numbers that `bad_rows` returns, for NaN and for infinite rows. `num_prompts` is the number of
-    prompts that the rows belong to.
+    `counts` are the two numbers that the function `bad_rows` returns, for NaN and for infinite rows. `num_prompts` is
+    the number of prompts that the rows belong to.
     """
     found = [(count, kind) for count, kind in zip(counts, KINDS, strict=True) if count]
     return " and ".join(f"{kind} ({count} rows in {num_prompts} prompts)" for count, kind in found)

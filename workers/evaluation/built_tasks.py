@@ -127,7 +127,7 @@ class TaskCode(Protocol):
         ...
 
     def forget(self) -> None:
-        """Drop all pending computations: those begun by `begin` without a result from `values` yet.
+        """Drop the pending computations: those that `begin` has begun and whose value `values` has not returned yet.
 
         The results are no longer needed, for example because the scoring of another sample has failed.
         """

@@ -57,10 +57,10 @@ class _Request:
 class ConfinedTask(TaskProcess):
     """Client of a sandboxed process that builds one task and runs the task's own Python functions.
 
-    The process can use only the files and resources that it needs (`Confinement`). The class implements
-    `built_tasks.TaskCode`; `built` is the task of `spec`. The metric of a sample may take `sample_limit_s` seconds, and
-    building the task may take `task_limit_s` seconds. `confinement` replaces the sandbox in tests. Raises InvalidTask
-    if the task cannot be built, and if this machine cannot confine a process.
+    The process can use only the files and resources that it needs (`Confinement`). The class implements the interface
+    `built_tasks.TaskCode`. The attribute `built` is the task that `spec` describes. The metric of a sample may take
+    `sample_limit_s` seconds, and building the task may take `task_limit_s` seconds. `confinement` replaces the sandbox
+    in tests. Raises InvalidTask if the task cannot be built, and if this machine cannot confine a process.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class ConfinedTask(TaskProcess):
         """
 
     def forget(self) -> None:
-        """Do nothing: there are no pending computations to drop, because `begin` starts none."""
+        """Do nothing: there are no pending computations to drop, because the method `begin` starts none."""
 
     def values(self, answers: Sequence[Answers]) -> list[float]:
         """The task's metric for each of several samples, in the order of `answers`; all values are finite.

@@ -72,10 +72,11 @@ class Confinement(ABC):
         ...
 
     def exit_code(self, code: int) -> int:
-        """Convert the exit code of the process started by `command` to the exit code of the process in the sandbox.
+        """Convert the exit code of the started process to the exit code of the process in the sandbox.
 
-        The two codes differ if a program such as bwrap starts the process in the sandbox. The result is negative if a
-        signal ended the process.
+        The started process is the process of the command line that the method `command` returns. The two codes differ
+        if this command line is a program, such as bwrap, that starts the process in the sandbox. The result is negative
+        if a signal ended the process.
         """
         return code
 
@@ -92,8 +93,9 @@ class Confinement(ABC):
 
         From then on the process
 
-        - reads only some devices and the files in `readable` and `writable`, and writes only the files in `writable`
-        - lists only the directories among these paths and the directories in `listable`
+        - reads only some devices and the files in the fields `readable` and `writable`, and writes only the files in
+          `writable`
+        - lists only the directories among these paths and the directories in the field `listable`
         - has no network, starts no process and no program, and sends signals to itself only
         - neither reads other processes nor changes their priority, affinity or limits
         - changes no owners, modes, times or attributes of files, mounts nothing, and enters no namespace

@@ -497,7 +497,7 @@ def _of_lines(
 def _of_data_set(
     place: str, task: Mapping[str, Any], stated: tuple[str, ...] | None, access: FileAccess | None
 ) -> ImageSet:
-    """List the images and labels of a hub data set, which is loaded from the first place that has it (`data_sets`)."""
+    """List the images and labels of a hub data set, loaded from the first place that has it (module `data_sets`)."""
     import datasets
 
     name, image, label = place.removeprefix(HUB), str(task.get("image") or "image"), str(task.get("label") or "label")

@@ -71,7 +71,7 @@ class Prepared:
     - `directories`: the directories of the task's files
     - `files`: the files in these directories that the task's code may read
     - `datasets`: the task's data, as `datasets.load_dataset` returned them, by `task_loading.data_key`
-    - `index`: the named tasks (`task_index`), which other tasks may refer to; None if the task needs none
+    - `index`: the named tasks (function `task_index`), which other tasks may refer to; None if the task needs none
     """
 
     directories: tuple[str, ...]
@@ -125,7 +125,7 @@ def build(spec: TaskSpec, *, prepared: Prepared | None = None) -> BuiltTask:
 
 
 def prepare(spec: TaskSpec) -> Prepared:
-    """Load the data of the task `spec` without running its code, so that a sandboxed process can `build` it.
+    """Load the data of the task `spec` without running its code, so that a sandboxed process can build the task.
 
     Raises InvalidTask if files or data cannot be read, or if the study may not read them.
     """
@@ -253,7 +253,7 @@ def _inline_task(name: str, rows: Sequence[InlineRow], task: Mapping[str, Any], 
     `name` is the name of the lm-eval task, and `spec` is the task of the study. `task` is the study's description of
     the JSONL task, with settings such as `max_tokens`. A greedy completion is right if it equals the whole answer,
     apart from white space at its ends. This does not apply if the description has a program that tests completions
-    (`executed_task`).
+    (module `executed_task`).
     """
     from datasets import Dataset
     from lm_eval.api.task import ConfigurableTask
@@ -300,8 +300,8 @@ def _inline_task(name: str, rows: Sequence[InlineRow], task: Mapping[str, Any], 
 def _load(spec: TaskSpec, loading: Loading) -> dict[str, Any]:
     """Load the tasks of `spec` with lm-eval, from a YAML file or by a registered name.
 
-    `loading` is one of the context managers of `task_loading`; it limits the files that lm-eval may read. Returns
-    lm-eval's task objects, keyed by name.
+    `loading` is one of the context managers of the module `task_loading`; it limits the files that lm-eval may read.
+    Returns lm-eval's task objects, keyed by name.
     """
     assert isinstance(spec.task, str)
     return _from_yaml(spec.task, spec, loading) if is_file(spec.task) else _from_name(spec.task, loading)

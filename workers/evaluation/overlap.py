@@ -129,7 +129,10 @@ def items_of(spec: TaskSpec) -> Iterator[Item]:
 
 
 def text_items(spec: TaskSpec) -> Iterator[Item]:
-    """Yield the items (samples as text) of a text task, in the order of its data (`items_of`)."""
+    """Yield the items (samples as text) of the text task `spec`, in the order of its data.
+
+    Raises InvalidTask if the task cannot be built.
+    """
     if isinstance(spec.task, Mapping):
         for index, row in enumerate(inline_rows(spec)):
             yield Item(str(index), f"{row.prompt}\n{row.answer}")

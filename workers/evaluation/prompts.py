@@ -77,9 +77,10 @@ class Stream(Protocol):
         ...
 
     def add(self, text: str, num_tokens: int, finish_reason: str | None) -> None:
-        """Pass on `text`, the part of the completion that an engine's step has added, and its number of tokens.
+        """Add to the completion the text that the engine has generated in one step.
 
-        `finish_reason` is "stop" or "length" at the end of the completion, and None before.
+        `text` is the added text, and `num_tokens` is its number of tokens. `finish_reason` is "stop" or "length" at the
+        end of the completion, and None before.
         """
         ...
 

@@ -92,8 +92,8 @@ class References:
     def unit(self, spec: TaskSpec) -> float:
         """Divisor for losses on the task `spec`, which makes losses on several tasks comparable.
 
-        The number is the mean `Target.size` of the task's samples. After the division, losses on completions are in
-        nats per token of an answer. Losses on a multiple choice are 1 at chance level.
+        The number is the mean size of the task's samples (`Target.size`). After the division, losses on completions are
+        in nats per token of an answer. Losses on a multiple choice are 1 at chance level.
         """
         known = self._units.get(spec.digest)
         if known is None:
@@ -159,7 +159,7 @@ def lack_of_references(spec: TaskSpec) -> str | None:
     """Reason why no loss can be computed on the right answers of the task `spec`; None if a loss can be computed.
 
     Only the first samples are checked, and no tokenizer is needed. Raises InvalidTask if the task cannot be built or
-    scored (`tasks.check_task`).
+    scored (function `tasks.check_task`).
     """
     return reader_of(spec.task).lack_of_references(spec)
 
@@ -170,7 +170,10 @@ def lack_of_entropy(spec: TaskSpec) -> str | None:
 
 
 def lack_of_right_answers(spec: TaskSpec) -> str | None:
-    """Reason why no loss can be computed on a text task (`lack_of_references`); None if a loss can be computed."""
+    """Reason why no loss can be computed on the right answers of a text task; None if a loss can be computed.
+
+    The checks and errors are those of the function `lack_of_references`.
+    """
     with build_task(spec) as task:
         return built_tasks.lack_of_references(task, CHECKED)
 

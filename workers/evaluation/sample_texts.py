@@ -22,7 +22,10 @@ def sample_texts(spec: TaskSpec, start: int, stop: int) -> SampleTexts:
 
 
 def prompts_and_answers(spec: TaskSpec, start: int, stop: int) -> SampleTexts:
-    """Prompt and right answer of each sample [start, stop) of a text task, in the order of scoring (`sample_texts`)."""
+    """Prompt and right answer of each sample [start, stop) of a text task, in the order of scoring.
+
+    The details and errors are those of the function `sample_texts`.
+    """
     with build_task(spec) as task:
         documents = documents_of(task, PromptSettings(None, None, ""))
         return tuple(text_of(documents[subtask][index]) for subtask, index in task.order[start:stop])

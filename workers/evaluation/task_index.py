@@ -61,7 +61,7 @@ def task_index() -> Mapping[str, Any]:
 
     The entries come from lm-eval and from this project's own tasks. The first call in a process loads the index. The
     part for lm-eval is then read from the cache, or built if the cache does not have it. If another process has sent
-    its index (`use_index`), the result is that index.
+    its index (function `use_index`), the result is that index.
     """
     return _given or _loaded_index()
 

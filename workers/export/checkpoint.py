@@ -141,9 +141,9 @@ def export(
 def is_written(recipe: Recipe, out_dir: str | Path, dtype: torch.dtype, *, chat_template: str | None = None) -> bool:
     """Whether `out_dir` contains the complete export of the given recipe, dtype and chat template.
 
-    `chat_template` is the chat template that was given to `export`, or None. Returns False if `out_dir` is missing or
-    empty. Raises FileExistsError if `out_dir` contains anything else, such as an incomplete export or an export of
-    another recipe, and PermissionError if `out_dir` cannot be created.
+    `chat_template` is the chat template that was given to the function `export`, or None. Returns False if `out_dir` is
+    missing or empty. Raises FileExistsError if `out_dir` contains anything else, such as an incomplete export or an
+    export of another recipe, and PermissionError if `out_dir` cannot be created.
     """
     out = Path(out_dir).resolve()
     wanted_export = f"an export of recipe {recipe.digest[:12]} in {_name(dtype)}"

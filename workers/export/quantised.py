@@ -68,8 +68,8 @@ def quantise(checkpoint: str | Path, out_dir: str | Path, *, scheme: str) -> Qua
     `SCHEMES`. `config.json` gets the section `quantization_config`, by which vLLM and transformers read the files.
 
     Raises:
-        InvalidModel: The model cannot be quantised (`check_quantisable`), or the files lack the weights of a linear
-            layer, or have them under another name or with another shape than transformers.
+        InvalidModel: The model cannot be quantised (function `check_quantisable`), or the files lack the weights of a
+            linear layer, or have them under another name or with another shape than transformers.
         FileExistsError: `out_dir` is not empty.
     """
     source, out = Path(checkpoint), Path(out_dir).resolve()

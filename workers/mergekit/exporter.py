@@ -152,7 +152,7 @@ def family_config(
 
 
 def configuration_text(document: Mapping[str, Any], sources: ResolvedFamily, *, has_directories: bool = True) -> str:
-    """YAML text of a mergekit configuration from `family_config`.
+    """YAML text of a mergekit configuration, the result `document` of the function `family_config`.
 
     If `has_directories` is False, a comment lists the models that the configuration names by their aliases, because
     they have no hub id: a reader replaces the aliases by directories.

@@ -80,13 +80,13 @@ class Bank:
     no GPU memory to other processes.
 
     Statistics of the sources, such as tables of magnitudes, are cached once computed. Statistics of several sources
-    together are cached only within a share of memory (`recent`). With `keeps_statistics=False` nothing is cached. This
-    saves memory for a single merge, which needs each statistic once. `max_recent_bytes` limits the memory of the
-    statistics of several sources further; None is no further limit.
+    together are cached only within a share of memory (module `recent`). With `keeps_statistics=False` nothing is
+    cached. This saves memory for a single merge, which needs each statistic once. `max_recent_bytes` limits the memory
+    of the statistics of several sources further; None is no further limit.
 
     With `is_shared`, the processes of this node that open the same sources share statistics. With the placement "host"
-    they also share the memory of the sources, which one of the processes fills (`node`). If the node's shared memory
-    has too little room, nothing is shared, and `private_because` is the reason, as text.
+    they also share the memory of the sources, which one of the processes fills (module `node`). If the node's shared
+    memory has too little room, nothing is shared, and the attribute `private_because` is the reason, as text.
 
     `room_bytes` is the available memory of `device` for merging one tensor, or None for no limit. A tensor that needs
     more memory is merged on the CPU (`workers.merging.devices`).
@@ -218,9 +218,9 @@ class Bank:
         """Return the tensor `name` of the model `alias`, on the bank's device.
 
         The result is always the whole tensor. `shard` says which elements the caller will read, so that only these
-        elements are counted in `elements_read`; None counts all elements. The result may share memory with the bank and
-        must not be written to. A tensor of an adapter is computed at every call. Raises InvalidModel if the bank has no
-        tensor of this name.
+        elements are counted (property `elements_read`); None counts all elements. The result may share memory with the
+        bank and must not be written to. A tensor of an adapter is computed at every call. Raises InvalidModel if the
+        bank has no tensor of this name.
         """
         found = self._at_hand.get((alias, name))
         if found is None:
@@ -411,7 +411,8 @@ class Bank:
         - `stacks_experts`: whether all experts of a layer's mixture are one tensor
         - `compiles`: whether compiled kernels may be used, which give the same result
 
-        The result is computed tensor by tensor on `device`, once for each combination of arguments, and then cached.
+        The result is computed tensor by tensor on the bank's device, once for each combination of arguments, and then
+        cached.
         """
         aliases = tuple(alias for alias, _ in sources)
         key = aliases, base[0], tuple(shares), tuple(masks), stacks_experts
@@ -542,7 +543,7 @@ class Bank:
         """The rank of each magnitude |source - base| within its row of the tensor, as a tensor for each of `sources`.
 
         The smallest magnitude has rank 0. Tensors are given as (alias of the model, name). Ranks are computed at every
-        call unless `keep_ranks` was called before.
+        call unless the method `keep_ranks` was called before.
         """
         known = []
         for source in sources:

@@ -46,8 +46,8 @@ READ_BY_RULE = frozenset({"ramplus_tl"})
 class Scratch:
     """Memory that is reused for one merged tensor after another, to save allocations.
 
-    Pass the method `tensor` to `merged_tensors` as `into`. Then each tensor must be copied before the next tensor is
-    computed. The memory is on the device of `bank`, the source weights.
+    Pass the method `tensor` as the argument `into` to the function `merged_tensors`. Then each tensor must be copied
+    before the next tensor is computed. The memory is on the device of `bank`, the source weights.
     """
 
     def __init__(self, bank: Bank, dtype: torch.dtype) -> None:
@@ -82,15 +82,16 @@ def merged_tensors(
 
     Each tensor is computed in float32 and rounded once, to `dtype`. Recipes with equal digests give equal bits. A
     tensor may share memory with the bank and must not be written to. Each tensor is on the bank's device, or on the CPU
-    if that device has too little memory for it (`devices`).
+    if that device has too little memory for it (module `devices`).
 
     `into` may be a function that returns the memory for a tensor of a given name and shape. The memory must be
     contiguous, of `dtype`, and on the bank's device. Reusing memory saves time, because allocating memory takes longer
-    than filling it. If the memory for all tensors exists already, `merge_into` is faster.
+    than filling it. If the memory for all tensors exists already, the function `merge_into` is faster.
 
     With `compiles=False` all methods are computed by plain torch functions. These give the same bits and are slower,
-    but do not load Numba, which saves time for small merges (`is_small`). Raises InvalidRecipe, InvalidModel or
-    EvidenceMismatch, before the first tensor, if the recipe cannot be merged from these sources (`plan_tensors`).
+    but do not load Numba, which saves time for small merges (function `is_small`). Raises InvalidRecipe, InvalidModel
+    or EvidenceMismatch, before the first tensor, if the recipe cannot be merged from these sources (function
+    `plan_tensors`).
     """
     plan = plan_tensors(recipe, bank)
 
@@ -109,9 +110,10 @@ def is_small(recipe: Recipe | TensorPlan, bank: Bank) -> bool:
     """Whether a merge is so small that a process should compute it with plain torch instead of compiled kernels.
 
     A process that computes only this merge needs more time to load the kernels than they save. A merge is small if it
-    is computed on the CPU, and all operands together have few elements: at most `SMALL`, or `SMALL_SUM` if the method
-    is a weighted sum. `recipe` is the recipe of the merge, or a plan made from it; `bank` has the weights of its
-    models. Raises InvalidRecipe, InvalidModel or EvidenceMismatch if the recipe cannot be merged from these models.
+    is computed on the CPU, and all operands together have few elements: at most the constant SMALL, or the constant
+    SMALL_SUM if the method is a weighted sum. `recipe` is the recipe of the merge, or a plan made from it; `bank` has
+    the weights of its models. Raises InvalidRecipe, InvalidModel or EvidenceMismatch if the recipe cannot be merged
+    from these models.
     """
     share = 0.0
     for tensor in plan_tensors(recipe, bank).tensors:
@@ -130,8 +132,8 @@ def merge_into(
 
     `recipe` is the recipe of the merge, or a plan (checked recipe with the list of tensors). This is the fastest way to
     merge, because several tensors are computed at a time. The memory is contiguous, of one dtype, and on the device of
-    `bank`. A tensor for which this device has too little memory is computed on the CPU and copied (`devices`). Raises
-    InvalidRecipe, InvalidModel or EvidenceMismatch if the recipe cannot be merged from the sources in `bank`.
+    `bank`. A tensor for which this device has too little memory is computed on the CPU and copied (module `devices`).
+    Raises InvalidRecipe, InvalidModel or EvidenceMismatch if the recipe cannot be merged from the sources in `bank`.
 
     `shards` has, for some tensors, the part of the elements to write, for example the part that one rank of an engine
     holds. Then only these elements are computed, with the bits that they have in the whole tensor. If this is not

@@ -70,7 +70,7 @@ class Threshold:
 
     @property
     def key(self) -> int:
-        """The threshold as one integer, for comparison with the integers of elements (`magnitude_keys`).
+        """The threshold as one integer, for comparison with the integers of elements (function `magnitude_keys`).
 
         An element reaches the threshold if its integer is at least the threshold's integer.
         """
@@ -117,16 +117,16 @@ class TieOrder:
     def lowest(self, threshold: Threshold) -> Threshold:
         """The lowest threshold that keeps the same elements as `threshold`.
 
-        With `keeps_equal`, elements of equal magnitude are all kept or all dropped. Then the result has the magnitude
-        of `threshold` and the lowest tie-breaking mark, 0. Otherwise the result is `threshold` itself.
+        If the field `keeps_equal` is True, elements of equal magnitude are all kept or all dropped. Then the result has
+        the magnitude of `threshold` and the lowest tie-breaking mark, 0. Otherwise the result is `threshold` itself.
         """
         return Threshold(threshold.magnitude, 0) if self.keeps_equal else threshold
 
     def above(self, threshold: Threshold) -> Threshold:
         """The lowest threshold that drops the element at `threshold`.
 
-        Usually the result has the same magnitude and the next larger tie-breaking mark. With `keeps_equal`, elements of
-        equal magnitude are all kept or all dropped. The result then has the next larger magnitude.
+        Usually the result has the same magnitude and the next larger tie-breaking mark. If the field `keeps_equal` is
+        True, elements of equal magnitude are all kept or all dropped. The result then has the next larger magnitude.
         """
         if self.keeps_equal or threshold.mark == LARGEST_MARK:
             return Threshold(float(np.nextafter(np.float32(threshold.magnitude), np.float32(np.inf))), 0)
@@ -139,9 +139,9 @@ class Trim:
 
     Elements are ordered by the pair (magnitude, mark); the mark is a number that breaks ties. To keep n elements, the
     threshold is the pair of the n-th largest element. If `low` equals `high`, this pair is the threshold. Otherwise
-    fewer than `SPACING` elements lie strictly between the bounds, and the threshold is the pair of the one element that
-    is larger than exactly `num_smaller` of the others. `is_tied` says whether the range of magnitudes from `low` to
-    `high` may contain more than `MOST_LEFT` elements.
+    fewer than SPACING elements (a constant) lie strictly between the bounds. Of these elements in ascending order,
+    counted from 0, the element number `num_smaller` is the n-th largest; its pair is the threshold. `is_tied` says
+    whether the range of magnitudes from `low` to `high` may contain more than MOST_LEFT elements (a constant).
     """
 
     low: Threshold
@@ -155,8 +155,8 @@ class Trim:
 
         An element whose magnitude is at most the first number is below the threshold. An element whose magnitude is at
         least the second number reaches the threshold. All other elements must be compared by magnitude and tie-breaking
-        mark: their magnitudes are from the magnitude of `low` to the magnitude of `high`. If no element reaches the
-        threshold, the second number is NaN, with which every comparison is false.
+        mark: their magnitudes are from the magnitude of the field `low` to the magnitude of the field `high`. If no
+        element reaches the threshold, the second number is NaN, with which every comparison is false.
         """
         if self == NOTHING:
             return float("inf"), float("nan")

@@ -149,7 +149,7 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
 
 
 def read_checkpoint(directory: Path) -> Checkpoint:
-    """Open the whole model in a directory that `remote.locations.locate` returned.
+    """Open the whole model in a directory that the function `remote.locations.locate` returned.
 
     Raises InvalidModel with all problems.
     """
@@ -196,9 +196,9 @@ def aligned(
     vocabulary of the model with this alias. `options` are further options, such as the rows of single tokens. Raises
     InvalidModel if the vocabularies cannot be aligned.
 
-    Returns the aligned checkpoints, and the tensors that the alignment changes. `vocabulary.align` describes how rows
-    are aligned. The configuration of the aligned base has the size of the common vocabulary. If `tokenizer` is the
-    alias of an expert, this configuration also has the expert's special tokens.
+    Returns the aligned checkpoints, and the tensors that the alignment changes. The docstring of the function
+    `vocabulary.align` describes how rows are aligned. The configuration of the aligned base has the size of the common
+    vocabulary. If `tokenizer` is the alias of an expert, this configuration also has the expert's special tokens.
     """
     if not next(iter(checkpoints.values())).modality.has_vocabulary:
         return dict(checkpoints), TokenAlignment(0, {})

@@ -260,7 +260,7 @@ class ResolvedFamily:
 
     @property
     def lack_of_space(self) -> str | None:
-        """Error text if a disk is too small for the weights that `fetched` would download; None otherwise."""
+        """Error text if a disk is too small for the weights that the method `fetched` would download, else None."""
         return lack_of_space((*self.directories.values(), *self.adapted.values()))
 
     def fetched(self, *, note: Callable[[str], None] = log.info) -> ResolvedFamily:
@@ -398,7 +398,7 @@ def locate_family(
 
     An expert is a whole model or an adapter, a set of small matrices that change another model. `experts` maps aliases
     to experts, and `base_alias` is the alias of the base. An adapter changes the base unless `adapted` maps the
-    adapter's alias to another model. Models that are not found are listed in `problems` of the result.
+    adapter's alias to another model. Models that are not found are listed in the field `problems` of the result.
     """
     directories: dict[str, Path] = {}
     wholes: dict[str, Path] = {}

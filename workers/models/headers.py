@@ -47,7 +47,7 @@ CONVERSIONS = {
 class TensorInfo:
     """One stored tensor: its dtype (safetensors' name), its shape, its file, and its name in the file.
 
-    It implements `computed_tensors.SourceTensor`.
+    The class implements the interface `computed_tensors.SourceTensor`.
     """
 
     dtype: str

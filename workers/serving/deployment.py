@@ -62,8 +62,8 @@ def app_name(family: Family, options: EngineOptions, *, on_gpus: bool) -> str:
 
     `family` is a base model and its experts, and `options` are the options of the engines. The name contains a hash of
     the models and the options, so that studies with equal models and options share replicas. `on_gpus` says whether the
-    replicas run on GPUs (`runs_on_gpus`). Applications on the CPU have another name, because replicas on the CPU may
-    compute in another dtype with the same options, and must not score a study that needs GPUs.
+    replicas run on GPUs (function `runs_on_gpus`). Applications on the CPU have another name, because replicas on the
+    CPU may compute in another dtype with the same options, and must not score a study that needs GPUs.
     """
     models = [(model.alias, model.origin or model.directory, model.fingerprint) for model in family.models]
     others = [family.alignments_dir] if family.alignments_dir else []
@@ -267,7 +267,7 @@ def _deploying(deadline: float) -> Iterator[None]:
 
     Without the lock, one of two processes that start Serve at the same time fails, and deploying an application a
     second time restarts its replicas. The lock is the name of a Ray actor. Ray frees the name when the process that
-    holds it ends for any reason. Raises EngineUnavailable if the lock is not free at `deadline`, a time of
+    holds it ends for any reason. Raises EngineUnavailable if the lock is not free at `deadline`, a time of the clock
     `time.monotonic`.
     """
     import ray

@@ -159,7 +159,8 @@ class FakeScorer:
         """Complete the prompts of `batch` with made-up words.
 
         A completion has the beginning of the recipe's digest, then the words of the prompt. Each word is a token, and
-        takes `sample_delay_s` seconds. `check` is called before each word; an error that it raises ends the call.
+        takes the seconds in the field `sample_delay_s`. `check` is called before each word; an error that it raises
+        ends the call.
         """
         digest = batch.recipe.digest
         live: list[tuple[LiveCompletion, list[str]]] = []
@@ -186,8 +187,8 @@ class FakeScorer:
     def describe(self, tasks: tuple[TaskSpec, ...]) -> tuple[TaskInfo, ...]:
         """Return facts about tasks, such as their numbers of samples, without building them.
 
-        A task in a JSONL file has a sample for each line of the file; any other task has `num_samples` of this scorer.
-        Raises InvalidTask if a file cannot be read.
+        A task in a JSONL file has a sample for each line of the file; any other task has the number of samples in the
+        field `num_samples`. Raises InvalidTask if a file cannot be read.
         """
         return tuple(
             TaskInfo(
@@ -204,11 +205,11 @@ class FakeScorer:
         return len(read_inline(task.task)) if "file" in task.task else reader_of(task.task).check(task).num_samples
 
     def sample_texts(self, task: TaskSpec, start: int, stop: int) -> SampleTexts:
-        """Prompts and right answers of samples. Only this method and `sample_pictures` build the task."""
+        """Prompts and right answers of samples. Only this method and the method `sample_pictures` build the task."""
         return sample_texts(task, start, stop)
 
     def sample_pictures(self, task: TaskSpec, start: int, stop: int) -> SamplePictures:
-        """Pictures of samples. Only this method and `sample_texts` read the task."""
+        """Pictures of samples. Only this method and the method `sample_texts` read the task."""
         if not modality_of_task(task.task).has_pictures:
             raise InvalidTask(f"{task.task}: samples of text have no pictures; give an image task")
         return pictures_of(load_image_task(task), start, stop)
@@ -271,7 +272,7 @@ class FakeScorer:
         }
 
     def calls(self) -> list[dict[str, Any]]:
-        """Read the log of all calls of `score`, from every process that wrote to `log_file`."""
+        """Read the log of all calls of the method `score`, from every process that wrote to the file `log_file`."""
         if self.log_file is None or not Path(self.log_file).exists():
             return []
         return [json.loads(line) for line in Path(self.log_file).read_text().splitlines()]
@@ -415,7 +416,7 @@ def _numbers(merge: Merge) -> list[float]:
 
 
 def _draw(*key: object) -> float:
-    """Pseudorandom number in [0, 1) that depends only on `key`."""
+    """Pseudorandom number in [0, 1) that depends only on the arguments `key`."""
     digest = hashlib.sha256("\0".join(map(str, key)).encode()).digest()
     return int.from_bytes(digest[:8], "big") / 2**64
 
@@ -423,8 +424,8 @@ def _draw(*key: object) -> float:
 def _quantile(probability: float) -> float:
     """Quantile, at `probability`, of the mean of two independent numbers that are uniform in [0, 1).
 
-    `FakeScorer` compares the quantile with the mean of two such pseudorandom numbers, so that a sample is right with
-    this probability.
+    The class FakeScorer compares the quantile with the mean of two such pseudorandom numbers, so that a sample is right
+    with this probability.
     """
     if probability < 0.5:
         return math.sqrt(probability / 2)

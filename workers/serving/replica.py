@@ -65,8 +65,8 @@ T = TypeVar("T")
 class Worker(Protocol):
     """Interface of the object that does the work of a replica, such as scoring. Only one thread uses it at a time.
 
-    `FakeScorer` implements the interface. If a worker raises EngineCrashed, it cannot be used any more. After any other
-    error it can be used again.
+    The class FakeScorer implements the interface. If a worker raises EngineCrashed, it cannot be used any more. After
+    any other error it can be used again.
     """
 
     @property
@@ -101,8 +101,9 @@ class Worker(Protocol):
 class ReplicaMetrics:
     """Ray metrics of one replica, each with a tag for the study.
 
-    Serve adds tags for the deployment and the replica. `mergesearch_samples` is a counter, whose rate is samples per
-    second. A recipe's digest is not a tag, because each new digest would start a time series that is never dropped.
+    Serve adds tags for the deployment and the replica. The metric `mergesearch_samples` is a counter, whose rate is
+    samples per second. A recipe's digest is not a tag, because each new digest would start a time series that is never
+    dropped.
     """
 
     def __init__(self) -> None:

@@ -40,7 +40,7 @@ def fields(**values: Any) -> Iterator[None]:
     """Context manager that adds the given fields, such as the job, to each log line of this thread.
 
     Contexts can be nested; a line has the fields of all contexts around it. A value of None adds no field. Other
-    threads have the fields only if they run in a copy of the context (see `contextvars`).
+    threads have the fields only if they run in a copy of the context (module `contextvars`).
     """
     token = _fields.set({**_fields.get(), **{name: value for name, value in values.items() if value is not None}})
     try:

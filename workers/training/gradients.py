@@ -61,8 +61,8 @@ class CoefficientGradients:
     measures change only the rounding of sums. Equal calls give equal bits on the same device with the same number of
     threads, independent of earlier calls, as long as no GPU is full.
 
-    - `tasks`: the task of each objective; all tasks, except the tasks of `entropies`, must have right answers
-      (`references.lack_of_references`)
+    - `tasks`: the task of each objective; all tasks, except the tasks of `entropies`, must have right answers (function
+      `references.lack_of_references`)
     - `options`: the options of the study's engines, which define prompts and dtype; float32 replaces float16, in which
       gradients vanish
     - `placement`: the place where the source weights are kept
@@ -74,7 +74,7 @@ class CoefficientGradients:
     - `max_tokens`: the largest number of tokens in a forward pass, with padding
     - `cache`: the directory of the cache, or None for the default directory
     - `entropies`: the objectives whose loss is the entropy of the model's predictions, for which tasks need no right
-      answers (`references.lack_of_entropy`)
+      answers (function `references.lack_of_entropy`)
 
     All arguments are picklable. Raises InvalidModel and InvalidTask if the models or the tasks cannot be used.
     """
@@ -149,9 +149,9 @@ class CoefficientGradients:
         (`workers.merging.residual_scales`). These weights are proportional to 1 / s_i, so the derivative with respect
         to s_i is -1 / s_i times the sum, over these weights, of the inner product of gradient and weight.
 
-        The objectives named in `completions` are measured on the completions given to `set_completions`; all other
-        objectives are measured on the right answers. Raises InvalidRecipe for a merge that has no gradients or cannot
-        be made, and TrialFailed if a loss is NaN or infinite.
+        The objectives named in `completions` are measured on the completions given to the method `set_completions`; all
+        other objectives are measured on the right answers. Raises InvalidRecipe for a merge that has no gradients or
+        cannot be made, and TrialFailed if a loss is NaN or infinite.
         """
         started = time.perf_counter()
         targets = self._targets(batch, completions)
@@ -210,9 +210,9 @@ class CoefficientGradients:
         """Compute the loss of the merge of `recipe` on each sample in `batch`, keyed by objective.
 
         `batch` has the positions of samples, keyed by objective, and the losses of an objective are in the order of its
-        positions. The objectives named in `completions` are measured on the completions given to `set_completions`; all
-        other objectives are measured on the right answers. Each loss is divided by its objective's unit, which makes
-        objectives comparable (`TaskLosses.unit`).
+        positions. The objectives named in `completions` are measured on the completions given to the method
+        `set_completions`; all other objectives are measured on the right answers. Each loss is divided by its
+        objective's unit, which makes objectives comparable (`TaskLosses.unit`).
         """
         targets = self._targets(batch, completions)
         plan_tensors(recipe, self.bank)  # raises the errors of the recipe before the model is replaced
@@ -228,8 +228,8 @@ class CoefficientGradients:
     def _within_memory(self, compute: Callable[[], T]) -> T:
         """Call `compute` and return its result; if the GPU is full, repeat the call with smaller passes.
 
-        Raises InvalidModel if the GPU has too little memory for a forward pass of `LEAST_TOKENS` tokens whose
-        activations are recomputed.
+        Raises InvalidModel if the GPU has too little memory for a forward pass of LEAST_TOKENS tokens (a constant)
+        whose activations are recomputed.
         """
         while True:
             try:
@@ -261,16 +261,20 @@ class CoefficientGradients:
             )
 
     def _device_of(self, tensor: MergedTensor) -> torch.device:
-        """The device of the parameter into which a merged tensor, or its first piece, is written."""
+        """The device of the parameter into which the merged tensor `tensor` is written.
+
+        A tensor that is a stack (the joined matrices of all experts of an MoE layer) is written to several parameters;
+        the result is the device of the first.
+        """
         return next(self.model.memory[name].device for name in tensor.shapes())
 
     def _targets(self, batch: Batch, completions: Collection[str]) -> dict[str, _Targets]:
         """Targets of losses for each objective in `batch`, such as texts with right answers.
 
         `batch` has the positions of the samples, keyed by objective. For the objectives in `completions`, a target is a
-        completion given to `set_completions`; for all other objectives, a target is the task's right answer. Raises
-        ValueError for an unknown objective, for an objective without positions, and for a position without a completion
-        or right answer.
+        completion given to the method `set_completions`; for all other objectives, a target is the task's right answer.
+        Raises ValueError for an unknown objective, for an objective without positions, and for a position without a
+        completion or right answer.
         """
         found = {}
         for name, positions in batch.items():
@@ -309,7 +313,8 @@ class CoefficientGradients:
     def _limit_tokens(self) -> None:
         """Limit the tokens of a pass so that its activations fit into the free memory of every GPU of the model.
 
-        If the activations of `LEAST_TOKENS` tokens do not fit, activations are recomputed. The limit is never raised.
+        If the activations of LEAST_TOKENS tokens (a constant) do not fit, activations are recomputed. The limit is
+        never raised.
         """
         for recomputes in dict.fromkeys((self._recomputes, True)):
             fitting = self._fitting_tokens(recomputes=recomputes)

@@ -96,8 +96,8 @@ class ImageLosses:
     Losses are divided by the entropy of equally likely classes. Then the cross-entropy of a model that guesses is 1,
     and an entropy is at most 1.
 
-    The activations of a pass on the CPU have at most the modality's `pass_bytes` bytes, or are those of one image.
-    Passes on a GPU are limited by its free memory (`workers.training.gradients`).
+    On the CPU, a pass has so many images that its activations take at most `Modality.pass_bytes` bytes, but at least
+    one image. Passes on a GPU are limited by its free memory (`workers.training.gradients`).
     """
 
     def __init__(self, bank: Bank, options: EngineOptions, *, dtype: torch.dtype) -> None:

@@ -82,7 +82,7 @@ def tokens_within(
 ) -> int:
     """Largest number of tokens of a pass whose activations fit into `room_bytes` bytes of a device; at least 0.
 
-    The other arguments are as in `activation_bytes`.
+    The other arguments are as in the function `activation_bytes`.
     """
     # Computed for many tokens, because the bytes of a single token are rounded.
     each = activation_bytes(config, 1 << 20, value_bytes, recomputes=recomputes, layers=layers) / (1 << 20)

@@ -63,9 +63,9 @@ def derivatives(tensor: MergedTensor, plan: TensorPlan, bank: Bank, gradient: to
     """Derivatives of the loss with respect to the coefficients of one merged tensor, keyed by the coefficient's name.
 
     Each derivative is a float64 tensor with one number for each source, or with a single number if the sources share
-    the coefficient. The coefficients are those of `stated_coefficients`. `plan` lists the tensors of the merge to which
-    `tensor` belongs, and `bank` has the weights of its sources. `gradient` is the gradient of the loss with respect to
-    the merged tensor.
+    the coefficient. The coefficients are the result of the function `stated_coefficients`. `plan` lists the tensors of
+    the merge to which `tensor` belongs, and `bank` has the weights of its sources. `gradient` is the gradient of the
+    loss with respect to the merged tensor.
     """
     fused = FUSED.get(tensor.merge.method)
     if fused is not None:

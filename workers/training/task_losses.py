@@ -90,7 +90,7 @@ class TaskLosses(Protocol[ModelT, TargetT]):
         ...
 
     def size(self, target: TargetT) -> float:
-        """Divisor for the loss of one sample; the `unit` of a task is the mean of this number over its samples."""
+        """Divisor for the loss of one sample; a task's `TaskLosses.unit` is the mean divisor of its samples."""
         ...
 
     def of_completion(self, spec: TaskSpec, position: int, tokens: Sequence[int]) -> TargetT:

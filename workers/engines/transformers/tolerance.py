@@ -65,14 +65,17 @@ class Tolerance:
 
     @property
     def value(self) -> float:
-        """Largest `typical_difference` of many log-probabilities that rounding explains."""
+        """Largest difference between many log-probabilities that rounding explains, in nats.
+
+        The difference is the result of the function `backend.typical_difference`.
+        """
         if self.rounding is None:
             return LOGPROB_TOLERANCE[self.dtype]
         return max(TIMES_ROUNDING * self.rounding, LEAST_TOLERANCE[self.dtype])
 
     @property
     def gap(self) -> float:
-        """Largest change of the gap between two tokens' log-probabilities that rounding explains."""
+        """Largest change of the gap between two tokens' log-probabilities that rounding explains, in nats."""
         if self.gap_rounding is None:
             return self.value
         return max(TIMES_GAP * self.gap_rounding, self.value)
@@ -83,10 +86,11 @@ class Tolerance:
         return too_large(self.dtype, self.rounding, self.gap_rounding)
 
     def of(self, count: int) -> float:
-        """Largest `typical_difference` of `count` log-probabilities that rounding explains.
+        """Largest difference between `count` log-probabilities that rounding explains, in nats.
 
-        The result is larger for small counts, because the root mean square of few differences varies more by chance. If
-        rounding was not measured, the result is `value` for every count.
+        The difference is the result of the function `backend.typical_difference`. The limit is larger for small counts,
+        because the root mean square of few differences varies more by chance. If rounding was not measured, the limit
+        is the property `value` for every count.
         """
         if self.rounding is None:
             return self.value

@@ -70,7 +70,7 @@ def verify(
     - `device`: where transformers computes
 
     Returns a report of 0 samples, with the reason, if rounding to `dtype` changes the merge's log-probabilities so much
-    that a wrong merge could pass (`tolerance.too_large`).
+    that a wrong merge could pass (function `tolerance.too_large`).
 
     Raises InvalidTask if a sample of a span is missing in `samples`, or if a text in `engine_logprobs` does not begin
     with a prompt of the compared samples.
@@ -185,11 +185,11 @@ class _Comparison:
 
     `tolerance` has the largest differences that still count as equal. The results are in these attributes:
 
-    - `apart`: for each compared sample (objective, position), how much the log-probabilities of engine and transformers
-      differ: the largest `typical_difference` of all comparisons for the sample
+    - `apart`: for each compared sample (objective, position), the largest difference between the log-probabilities of
+      the engine and of transformers over all comparisons for the sample (function `backend.typical_difference`)
     - `num_logprobs`: the number of log-probabilities compared
-    - `num_unstable`: the number of tokens whose larger differences float32 rounding explains (`rounding`); they are
-      left out of `apart`
+    - `num_unstable`: the number of tokens whose log-probabilities differ by more than the tolerance, but not by more
+      than float32 rounding explains (function `rounding.explained`); these tokens are left out of `apart`
     """
 
     def __init__(self, reference: Reference, tolerance: Tolerance) -> None:

@@ -96,11 +96,11 @@ class _SourcesChanged(EvidenceMismatch):
 class Engine:
     """vLLM engine for merges of a base model and its experts; it holds the weights of one merge at a time.
 
-    The engine implements `workers.evaluation.prompts.Backend`: it generates and scores with the merge that it holds, at
-    first the base model. `family` are the base and the experts. `name` is the name of the engine's replica, and
-    `log_file` is the file that messages about a failed start refer to. `most_engines` is the largest number of equal
-    engines in the cluster, for which the host's memory is planned; None means one for each GPU. Raises
-    EngineUnavailable, with the reason, if the models cannot be opened or vLLM cannot start or compute. Raises
+    The class implements the interface `workers.evaluation.prompts.Backend`: an engine generates and scores with the
+    merge that it holds, at first the base model. `family` are the base and the experts. `name` is the name of the
+    engine's replica, and `log_file` is the file that messages about a failed start refer to. `most_engines` is the
+    largest number of equal engines in the cluster, for which the host's memory is planned; None means one for each GPU.
+    Raises EngineUnavailable, with the reason, if the models cannot be opened or vLLM cannot start or compute. Raises
     InvalidModel if contents of source models have changed or cannot be used. Raises EngineFault if the engine's
     log-probabilities differ from transformers' log-probabilities.
     """
@@ -360,8 +360,8 @@ class Engine:
     def check_against_transformers(self, recipe: Recipe) -> float | None:
         """Compare the engine with transformers on the merge of `recipe`, whatever recipe the engine reports to hold.
 
-        Returns how much the log-probabilities differ (`backend.typical_difference`), or None if the comparison was
-        skipped. Raises EvidenceMismatch if they differ by more than rounding explains (`canary.Canary.compare`).
+        Returns how much the log-probabilities differ (function `backend.typical_difference`), or None if the comparison
+        was skipped. Raises EvidenceMismatch if they differ by more than rounding explains (`canary.Canary.compare`).
         """
         return self.canary.compare(recipe, self.logprobs, free_bytes=free_host_bytes())
 

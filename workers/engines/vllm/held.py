@@ -112,8 +112,8 @@ class HeldWeights:
     def _check_written(self, parameters: Collection[str]) -> None:
         """Raise RuntimeError if some elements of `parameters`, or of the model's buffers, have never been written.
 
-        `mark_unwritten` has set all elements to NaN, so an element that is still NaN was not written. Only buffers that
-        `mark_unwritten` has filled are checked.
+        The method `mark_unwritten` has set all elements to NaN, so an element that is still NaN was not written. Only
+        buffers that this method has filled are checked.
         """
         for name in self._unwritten.keys() & (set(parameters) | self._random_buffers):
             flat = self._unwritten[name].view(-1)
@@ -163,10 +163,10 @@ class HeldWeights:
         return dict(self.model.named_parameters())
 
     def _needed(self, parameters: Iterable[str]) -> Collection[str]:
-        """Select the parameters, by the names `parameters`, that must be written before the model can be used.
+        """Select the names in `parameters` of the parameters that must be written before the model can be used.
 
-        This class selects all names. Writing a merge fails if a selected parameter was never written, neither by this
-        swap nor by an earlier one.
+        This class returns all names. Writing a merge fails if one of the returned parameters was never written, neither
+        by this swap nor by an earlier swap.
         """
         return set(parameters)
 

@@ -71,7 +71,7 @@ class Attacked:
 class Replacements(Protocol):
     """Interface of a model that proposes replacements for single words of a prompt template.
 
-    `masked_model.MaskedModel` is such a model.
+    The class `masked_model.MaskedModel` implements this interface.
     """
 
     def words(self, current: Template, index: int, *, original: Template, option: BertAttack) -> Sequence[str]:

@@ -41,8 +41,8 @@ def merge(
 
     With `shard`, only the elements of the shard are computed, and `out` has only these elements. Then `tensors` and
     `base` are either all whole, or all have only the elements of the shard, in the same order. The thresholds of the
-    rule must be exact (`kernels.exact_rule`), because elements between two bounds of a threshold may be in other
-    shards.
+    rule must be exact (function `kernels.exact_rule`), because elements between two bounds of a threshold may be in
+    other shards.
     """
     xs, size = tuple(tensors), out.numel()
     at = _Places.of(shard, out.device, is_packed=all(tensor.numel() == size for tensor in xs))

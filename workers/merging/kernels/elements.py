@@ -88,8 +88,8 @@ def stores_done(typing_context: Any) -> Any:
 def copied_past_caches(block: Any, out: Any, start: Any, stop: Any) -> None:
     """Copy block[: stop - start] to out[start:stop], bypassing the CPU caches where alignment and size allow it.
 
-    Both arrays have the same element type, and `start` and `stop` are unsigned integers. `stores_done` must be called
-    after the last copy.
+    Both arrays have the same element type, and `start` and `stop` are unsigned integers. The function `stores_done`
+    must be called after the last copy.
     """
     item = np.uint64(block.itemsize)
     target = np.uint64(out.ctypes.data) + start * item
@@ -194,8 +194,9 @@ def _as_float16(number: Any, like: Any) -> Any:
 def variance_of(base: Any, xs: Any, i: Any) -> Any:
     """The variance of element i over its values in all task vectors; a task vector is xs[s] minus `base`.
 
-    `base` and `xs` are the arrays of the base and the sources, in the form of `arguments.as_array`. The result has the
-    same bits as the result of `methods.competition.variance`. Callable only in compiled code.
+    `base` and `xs` are the arrays of the base and the sources, as the function `arguments.as_array` makes them. The
+    result has the same bits as the result of the function `methods.competition.variance`. Callable only in compiled
+    code.
     """
     b, count = value(base[i]), np.float32(len(xs))
     first = value(xs[0][i]) - b
@@ -244,7 +245,7 @@ def reaches(size: Any, turned: Any, low: Any, low_mark: Any) -> Any:
     """Whether an element's magnitude is at a threshold or above it; hashes ("marks") break ties.
 
     The element has the magnitude `size`. `turned` is its mark, a hash that orders elements of equal magnitude, in the
-    form in which `turned_mark` returns it. The threshold is the magnitude `low` with the mark `low_mark`.
+    form in which the function `turned_mark` returns it. The threshold is the magnitude `low` with the mark `low_mark`.
     """
     return size >= (low if turned >= I32(low_mark ^ TOP) else following(low))
 
@@ -254,7 +255,7 @@ def passes(size: Any, turned: Any, low: Any, low_mark: Any) -> Any:
     """Whether an element's magnitude is above a threshold; hashes ("marks") break ties.
 
     The element has the magnitude `size`. `turned` is its mark, a hash that orders elements of equal magnitude, in the
-    form in which `turned_mark` returns it. The threshold is the magnitude `low` with the mark `low_mark`.
+    form in which the function `turned_mark` returns it. The threshold is the magnitude `low` with the mark `low_mark`.
     """
     return size >= (low if turned > I32(low_mark ^ TOP) else following(low))
 

@@ -208,7 +208,7 @@ class Sum(NamedTuple):
     """Rule for a merge kernel: the base, to which the scaled task vectors are added one after another.
 
     The result is b + f_1 tau_1 + f_2 tau_2 + ..., added in this order. b is the base. tau_s is the task vector of
-    source s, whose elements are kept or dropped by the rule `sparse`, and f_s is its number in `factors`.
+    source s after the sparsification in the field `sparse`, and f_s is the source's number in `factors`.
     """
 
     sparse: Sparsity
@@ -219,8 +219,7 @@ class Mean(NamedTuple):
     """Rule for a merge kernel of TIES: the base plus the scaled mean of the task vectors with the elected sign.
 
     The rule is computed for each element. The mean is multiplied by `lambda_`. The elected sign is the sign of the sum
-    of the task vectors, after elements were dropped by the rule `sparse`. Where this sum is zero, the result is the
-    base.
+    of the task vectors, after the sparsification in the field `sparse`. Where this sum is zero, the result is the base.
     """
 
     sparse: Sparsity
@@ -231,8 +230,8 @@ class AgreeingSum(NamedTuple):
     """Rule for a merge kernel: TIES with a sum, instead of the mean, of the task vectors with the elected sign.
 
     The rule is computed for each element. The sum is multiplied by `lambda_` and added to the base. The elected sign is
-    the sign of the sum of all task vectors, after elements were dropped by the rule `sparse`. Where this sum is zero,
-    the result is the base.
+    the sign of the sum of all task vectors, after the sparsification in the field `sparse`. Where this sum is zero, the
+    result is the base.
     """
 
     sparse: Sparsity
@@ -243,8 +242,8 @@ class Weighted(NamedTuple):
     """Rule for a merge kernel: TIES with weights both in the election of signs and in the sum or mean.
 
     The rule is computed for each element. The result is the base plus `lambda_` times the sum or mean of the weighted
-    task vectors that have the elected sign. A weighted task vector is a task vector, after elements were dropped by the
-    rule `sparse`, times its number in `weights`. The elected sign is the sign of the sum of all weighted task vectors;
+    task vectors that have the elected sign. A weighted task vector is a task vector, after the sparsification in the
+    field `sparse`, times its number in `weights`. The elected sign is the sign of the sum of all weighted task vectors;
     it is positive if this sum is zero. If `normalize` is 1, the sum of the weighted task vectors that have the elected
     sign is divided by the sum of their weights.
     """
@@ -259,8 +258,8 @@ class WeightedMean(NamedTuple):
     """Rule for a merge kernel: TIES with weights in the mean, but not in the election of signs (PEFT).
 
     The weighted sum of the task vectors that have the elected sign is divided by the number of these task vectors, and
-    added to the base. The rule is computed for each element of the task vectors, after elements were dropped by the
-    rule `sparse`. The elected sign is the sign of the unweighted sum of all task vectors; it is positive if this sum is
+    added to the base. The rule is computed for each element of the task vectors, after the sparsification in the field
+    `sparse`. The elected sign is the sign of the unweighted sum of all task vectors; it is positive if this sum is
     zero.
     """
 
@@ -272,7 +271,7 @@ class Interpolation(NamedTuple):
     """Rule for a merge kernel: TIES with a weighted mean of the task vectors that have the elected sign.
 
     The method `m3_ties` has this rule: the base plus `lambda_` times the mean. The rule is computed for each element of
-    the task vectors, after elements were dropped by the rule `sparse`. The elected sign is the sign of the sum of all
+    the task vectors, after the sparsification in the field `sparse`. The elected sign is the sign of the sum of all
     task vectors. Where this sum is zero, the result is the base. The weights are divided by the sum of the weights of
     the task vectors that have the elected sign. If only one task vector has the elected sign, it is used instead of the
     mean, even if its weight is 0.
@@ -288,9 +287,9 @@ class Agreed(NamedTuple):
 
     Where at least `agreement` sources agree, the result is the base plus lambda m, with m the merged task vector and
     lambda the field `lambda_`. Elsewhere the result is the base. Source s agrees if |tau_s| >= w_s |m - tau_s|, where
-    tau_s is the difference of the source from the base, and w_s is its number in `mask_lambdas`. If `sparse` is
-    `Whole`, which keeps every element, m is the sum of all tau_s. Otherwise m is the mean of those task vectors that
-    have the sign of their sum, after elements were dropped by the rule `sparse`.
+    tau_s is the difference of the source from the base, and w_s is its number in `mask_lambdas`. If the field `sparse`
+    is a Whole, which keeps every element, m is the sum of all tau_s. Otherwise m is the mean of those task vectors that
+    have the sign of their sum, after the sparsification in the field `sparse`.
     """
 
     sparse: Sparsity
@@ -358,7 +357,8 @@ class Important(NamedTuple):
     """Rule for a kernel of Arcee Fusion, which takes important elements from the second of two sources.
 
     theta_1 and theta_2 are the two sources. `rows` has a number for each row. An element is important if |theta_2 -
-    theta_1|, times the number of its row, is at least `threshold`. The product is computed in float32.
+    theta_1|, times the number of its row, is at least `threshold`; the product is computed in float32. The result has
+    the important elements of theta_2, and all other elements of theta_1.
     """
 
     threshold: float

@@ -95,8 +95,8 @@ def most_undecided(rule: Any) -> int:
     """Upper limit for the number of a tensor's undecided elements; memory for them is allocated in advance.
 
     `rule`, the numbers of a merge's formula, has a lower and an upper bound of each of its thresholds. Elements between
-    the bounds are undecided until the exact threshold is found. There are at most `MOST_LEFT` undecided elements for
-    each threshold. The result is 0 for a rule without thresholds.
+    the bounds are undecided until the exact threshold is found. There are at most MOST_LEFT undecided elements (a
+    constant) for each threshold. The result is 0 for a rule without thresholds.
     """
     sparse = getattr(rule, "sparse", None)
     if isinstance(sparse, rules.Trimmed | rules.Between):

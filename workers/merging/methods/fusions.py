@@ -76,8 +76,8 @@ def importance_of(first: torch.Tensor, second: torch.Tensor, select: Importances
 
     The other elements of the merge are taken from `first`. The row factors multiply |second - first| to give the
     importance of an element. The threshold is the smallest importance of an element that is taken. The tensors are on
-    CPU and have at least one element. `select` is a function like `importances_at`: it returns the importances at given
-    indices of the sorted importances.
+    CPU and have at least one element. `select` is a function like `importances_at`, which returns the importances at
+    given indices of the sorted importances.
     """
     width = first.shape[-1] if first.dim() else 1
     parts = (torch.split(tensor.reshape(-1, width), max(1, CHUNK // width)) for tensor in (second, first))

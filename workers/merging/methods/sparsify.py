@@ -87,17 +87,17 @@ class CutRanks:
 
     @property
     def is_empty(self) -> bool:
-        """Whether every element of the task vector is dropped; `smallest` is then a rank before `largest`."""
+        """Whether all elements of the task vector are dropped; the rank `smallest` is then below the rank `largest`."""
         return self.smallest < self.largest
 
 
 def cut_ranks(density: float, gamma: float, num_elements: int) -> CutRanks | None:
-    """The ranks of the largest and the smallest magnitude that `cut_both_ends` keeps; None if it keeps all elements.
+    """Ranks of the largest and smallest magnitude that `cut_both_ends` keeps; None if it keeps all elements.
 
-    Rank 1 is the largest of `num_elements` magnitudes. `cut_both_ends` divides the elements in descending order of
-    magnitude into three parts. The first part, the share `gamma` of all elements, is dropped. The second part, the
-    share `density` of all elements, is kept. The third part is dropped. If the two shares sum to more than 1, the first
-    part is made smaller.
+    Rank 1 is the largest of `num_elements` magnitudes. The function `cut_both_ends` (Model Breadcrumbs) divides the
+    elements in descending order of magnitude into three parts. The first part, the share `gamma` of all elements, is
+    dropped. The second part, the share `density` of all elements, is kept. The third part is dropped. If the two shares
+    sum to more than 1, the first part is made smaller.
     """
     count = share_of(density, num_elements)
     num_cut = min(share_of(gamma, num_elements), num_elements - count)

@@ -86,9 +86,10 @@ def multislerp_weights(
 ) -> list[float]:
     """The factor of each tensor in Multi-SLERP, which interpolates directions on the sphere.
 
-    The factors are for `multislerp` or, without `normalize`, for `multislerp_unscaled`. `weights` are the weights of
-    the tensors, and `products` are the inner products of all pairs of tensors. `eps` is a small number that is added to
-    norms. Raises InvalidRecipe if the directions of more than two tensors cancel each other.
+    The factors are for the function `multislerp` or, without `normalize`, for the function `multislerp_unscaled`.
+    `weights` are the weights of the tensors, and `products` are the inner products of all pairs of tensors. `eps` is a
+    small number that is added to norms. Raises InvalidRecipe if the directions of more than two tensors cancel each
+    other.
     """
     if len(products) == 1:
         return [1.0]
@@ -181,12 +182,12 @@ def karcher_weights(
     max_iter: int = KARCHER_STEPS,
     tol: float = KARCHER_TOLERANCE,
 ) -> list[float]:
-    """The factors with which `karcher` sums the tensors.
+    """The factors with which the merge method `karcher` sums the tensors.
 
-    `karcher` computes the weighted mean of the tensors' directions by iteration, with the weights `weights`. `products`
-    has the inner products of all pairs of tensors. Inner products are sufficient, because the mean direction is at
-    every step a weighted sum of the tensors' directions. The iteration ends after `max_iter` steps, or as soon as a
-    step would be shorter than `tol`.
+    The method computes the weighted mean of the tensors' directions by iteration, with the weights `weights`.
+    `products` has the inner products of all pairs of tensors. Inner products are sufficient, because the mean direction
+    is at every step a weighted sum of the tensors' directions. The iteration ends after `max_iter` steps, or as soon as
+    a step would be shorter than `tol`.
     """
     if len(products) == 1:
         return [1.0]

@@ -417,7 +417,7 @@ def m3_dare(
 
 
 def m3_lambdas(weights: Sequence[float], lambda_: float) -> list[float]:
-    """The lambda of each model in the merge by `dare_linear` that equals a merge by `m3_dare`.
+    """The lambda of each model in the merge by method `dare_linear` that equals a merge by method `m3_dare`.
 
     A model's lambda is `lambda_` times the model's number in `weights`, divided by the sum of the weights.
     """
@@ -439,8 +439,8 @@ def della(
 ) -> torch.Tensor:
     """DELLA (arXiv:2406.11617): TIES with MagPrune (random dropping by magnitude) in place of trimming.
 
-    `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. MagPrune
-    (`sparsify.magnitude_sampled`) drops elements at random; it drops smaller elements more often, and divides each kept
+    `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. MagPrune (function
+    `sparsify.magnitude_sampled`) drops elements at random; it drops smaller elements more often, and divides each kept
     element by the probability of keeping it. This probability is from density - epsilon to density + epsilon. For each
     element, the sparse task vectors that have the sign of the sum of all sparse task vectors are averaged. The mean is
     multiplied by lambda and added to the base.
@@ -475,8 +475,8 @@ def della_l1(
 ) -> torch.Tensor:
     """Weighted TIES of task vectors after MagPrune's random dropping of elements (mergekit's della).
 
-    `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. MagPrune
-    (`sparsify.magnitude_sampled`) keeps each element with a probability from density - epsilon to density + epsilon, by
+    `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. MagPrune (function
+    `sparsify.magnitude_sampled`) keeps each element with a probability from density - epsilon to density + epsilon, by
     the rank of its magnitude in its row. With `rescale`, the kept elements of a task vector are scaled to the sum of
     magnitudes of the whole task vector. Then, for each element, the task vectors that have the sign of their weighted
     sum are averaged with `weights`. The mean is multiplied by lambda and added to the base. Without `normalize`, a
@@ -510,9 +510,9 @@ def della_linear(
     """DELLA (arXiv:2406.11617) without the election of signs: task arithmetic after MagPrune's random dropping.
 
     `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. The result is theta_pre +
-    sum_t lambda_t MagPrune(tau_t). theta_pre is the base, and tau_t is the task vector of model t. MagPrune
-    (`sparsify.magnitude_sampled`) keeps each element with a probability from density - epsilon to density + epsilon,
-    and divides each kept element by this probability. Larger elements have a higher probability.
+    sum_t lambda_t MagPrune(tau_t). theta_pre is the base, and tau_t is the task vector of model t. MagPrune (function
+    `sparsify.magnitude_sampled`) keeps each element with a probability from density - epsilon to density + epsilon, and
+    divides each kept element by this probability. Larger elements have a higher probability.
 
     `lambdas`, `densities`, `epsilons` and `keys` (the keys of the random masks) have a value for each model. `ranks`
     has, for each model, the precomputed rank of each magnitude in its row; None computes the ranks. `orders` has, for
@@ -541,8 +541,8 @@ def della_linear_l1(
     """Task arithmetic after MagPrune's random dropping of elements (mergekit's della_linear).
 
     `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. The result is the base
-    plus sum_t lambda_t tau_t. tau_t has the elements of the task vector of model t that MagPrune
-    (`sparsify.magnitude_sampled`) keeps. MagPrune keeps each element with a probability from density - epsilon to
+    plus sum_t lambda_t tau_t. tau_t has the elements of the task vector of model t that MagPrune (function
+    `sparsify.magnitude_sampled`) keeps. MagPrune keeps each element with a probability from density - epsilon to
     density + epsilon, higher for larger elements. With `rescale`, tau_t is scaled to the sum of magnitudes of the whole
     task vector.
 
@@ -574,12 +574,12 @@ def breadcrumbs(
     `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. The result is the base
     plus, for each model t, lambda_t times the sparse task vector of the model. In a sparse task vector the elements of
     largest magnitude, which are the share gamma_t of all elements, are set to zero. The elements of smallest magnitude
-    are also set to zero, so that the share density_t of all elements is left (`sparsify.cut_both_ends`). `lambdas`,
-    `densities` and `gammas` have these numbers for each model; the paper uses one lambda for all models. With
-    `rescale`, the remaining elements of a task vector are scaled to the sum of magnitudes of the whole task vector, as
-    in mergekit. `magnitudes` has, for each model, a precomputed table of its task vector's magnitudes, from which
-    trimming takes its threshold; None computes the threshold without a table. `orders` has, for each model, the rule
-    that breaks ties between elements of equal magnitude.
+    are also set to zero, so that the share density_t of all elements is left (function `sparsify.cut_both_ends`).
+    `lambdas`, `densities` and `gammas` have these numbers for each model; the paper uses one lambda for all models.
+    With `rescale`, the remaining elements of a task vector are scaled to the sum of magnitudes of the whole task
+    vector, as in mergekit. `magnitudes` has, for each model, a precomputed table of its task vector's magnitudes, from
+    which trimming takes its threshold; None computes the threshold without a table. `orders` has, for each model, the
+    rule that breaks ties between elements of equal magnitude.
     """
     merged = base.clone()
     crumbs = trimmed_breadcrumbs(tensors, base, densities, gammas, magnitudes, orders, rescale=rescale)

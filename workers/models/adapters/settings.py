@@ -39,7 +39,7 @@ class Settings:
     If adapter_config.json has another name for a setting, this name is in parentheses.
 
     - `r`: the rank of the LoRA matrices
-    - `alpha` (`lora_alpha`): a number from which the factor of the matrices' product is computed (`scaling`)
+    - `alpha` (`lora_alpha`): a number from which the factor of the matrices' product is computed (method `scaling`)
     - `ranks`, `alphas` (`rank_pattern`, `alpha_pattern`): other ranks and alphas for modules, by regular expressions
       for the end of a module's name
     - `is_rank_stabilized` (`use_rslora`): whether the factor is alpha / sqrt(rank) instead of alpha / rank
@@ -68,7 +68,7 @@ class Settings:
     def token_numbers(self, module: str) -> tuple[int, ...]:
         """Ids of the tokens whose rows in the embedding `module` were trained; empty if there are none.
 
-        In adapter_config.json these are the `trainable_token_indices`.
+        In adapter_config.json, the key `trainable_token_indices` has these ids.
         """
         fitting = (numbers for name, numbers in self.tokens.items() if f".{module}".endswith(f".{name}"))
         return next(fitting, ())

@@ -30,7 +30,7 @@ class Origin(Protocol):
     """Interface of a place from which models are downloaded: the Hugging Face hub or an object store.
 
     `title` is the name of the place in messages. `variable` is the name of the environment variable that chooses the
-    directory for downloads (`cache`).
+    directory for downloads (method `cache`).
     """
 
     title: str

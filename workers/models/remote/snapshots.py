@@ -78,7 +78,7 @@ class SnapshotRecord:
 def is_metadata_only(directory: Path) -> bool:
     """Whether `directory` is a metadata-only snapshot: a model's files without the contents of the weights.
 
-    `downloads.fetched` downloads the weights.
+    The function `downloads.fetched` downloads the weights.
     """
     return directory.is_relative_to(snapshots_dir()) and (directory / RECORD).is_file()
 

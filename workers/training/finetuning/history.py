@@ -75,8 +75,8 @@ class HistoryReader:
     def new(self) -> list[dict[str, Any]]:
         """Read the complete lines that were written since the last call, or all complete lines at the first call.
 
-        If `History.forget_after` has replaced the file, all its lines are returned. The result is empty if the file
-        does not exist.
+        If the method `History.forget_after` has replaced the file, all lines of the new file are returned. The result
+        is empty if the file does not exist.
         """
         try:
             with self._file.open("rb") as stream:

@@ -54,14 +54,16 @@ class ImageMergeLosses:
     def of(self, merge: Merge) -> dict[str, float]:
         """Measure a merge's mean loss on each merged expert's tasks, on the images for choosing coefficients.
 
-        Each of an expert's tasks reserves some images for choosing coefficients, and others for reports.
+        The losses are keyed by the expert's alias. Each task has some images for choosing coefficients, and other
+        images for reports.
         """
         return {alias: loss for alias, (loss, _) in self._measured(merge, is_reported=False).items()}
 
     def report(self, merge: Merge) -> MergeReport:
         """Measure a merge's mean loss and accuracy on each merged expert's tasks, on the images for reports.
 
-        Each of an expert's tasks reserves some images for reports, which do not influence the choice of coefficients.
+        The images for reports are not used to choose coefficients. Losses and accuracies are keyed by the expert's
+        alias.
         """
         found = self._measured(merge, is_reported=True)
         losses = {alias: loss for alias, (loss, _) in found.items()}

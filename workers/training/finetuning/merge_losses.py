@@ -172,7 +172,7 @@ class MergeLosses:
     def of(self, merge: Merge) -> dict[str, float]:
         """Measure the mean loss of a merge on each merged expert's tasks, on the samples for choosing coefficients.
 
-        The result contains a loss for each expert's alias.
+        The losses are keyed by the expert's alias.
         """
         self._hold(merge)
         return {source.model: self._loss(source.model, is_reported=False) for source in merge.sources}
@@ -215,8 +215,8 @@ class _TaskSamples:
     """A task's samples in two disjoint parts: one for choosing coefficients, one for reporting merges.
 
     `chosen_by` and `reported` have the reference answers of the two parts. `span` has the positions of the reported
-    samples: the first position, and the position after the last. Losses are divided by `unit`, a number of the task, so
-    that tasks are comparable.
+    samples: the first position, and the position after the last. Losses are divided by `unit`, the mean size of an
+    answer in the task (`References.unit`), so that losses on different tasks are comparable.
     """
 
     task: TaskSpec

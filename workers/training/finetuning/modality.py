@@ -91,7 +91,8 @@ class MergeMeasurement(Protocol):
     def of(self, merge: Merge) -> Mapping[str, float]:
         """Measure a merge's mean loss on each merged expert's tasks, on the samples for choosing coefficients.
 
-        Each of an expert's tasks reserves some samples for choosing coefficients, and others for reports.
+        The losses are keyed by the expert's alias. Each task has some samples for choosing coefficients, and other
+        samples for reports.
         """
         ...
 
@@ -144,7 +145,10 @@ class TrainingModality(Protocol):
         ...
 
     def linearized(self, tangent: TangentModel) -> Any:
-        """Wrap a linearized model, as the method `tangent` returns it, for the argument `called` of `evaluation`."""
+        """Wrap a linearized model, so that it can be the argument `called` of the method `evaluation`.
+
+        The model `tangent` is linear in its weights; the fine-tuning method `tangent` trains such models.
+        """
         ...
 
     def adapter_options(self) -> Mapping[str, Any]:
@@ -166,10 +170,10 @@ class TrainingModality(Protocol):
         ...
 
     def lack_of_losses(self, spec: FinetuneSpec, task: TaskSpec) -> str | None:
-        """Reason why merge losses cannot be measured on one of an expert's tasks; None if they can be measured.
+        """Reason why the loss of merged models cannot be measured on an expert's task; None if it can be measured.
 
-        The text is the end of a sentence about the task, such as "has no reference answers". Raises InvalidTask if the
-        task cannot be used.
+        `spec` is the fine-tuning of the expert, and `task` is one of its evaluation tasks. The text is the end of a
+        sentence about the task, such as "has no reference answers". Raises InvalidTask if the task cannot be used.
         """
         ...
 
@@ -197,8 +201,9 @@ class TrainingModality(Protocol):
 
 
 def training_of(base: Path) -> TrainingModality:
-    """The implementation for the modality of the base model in the directory `base`.
+    """The TrainingModality object for the modality of the base model in the directory `base`.
 
-    Raises InvalidModel if the base model cannot be read.
+    The modality is the kind of data that the model reads, such as text. Raises InvalidModel if the base model cannot be
+    read.
     """
     return cast("TrainingModality", open_checkpoint(base).modality.training_module())

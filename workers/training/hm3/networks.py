@@ -127,9 +127,9 @@ class Networks(nn.Module):
 
         An action (proto-action) is a point in the space of the steps' embeddings; the next step (layer) of a layer path
         is chosen near this point. If layers have scales, an action has one more number: the scale of the last layer of
-        the path so far, as a position in the range of scales. In equation 16 of the paper, a separate network computes
-        the scale; here it is an output of the policy network. `states` [..., H] are states of the encoder, with H
-        numbers each. `preference_K` has the weight of each objective.
+        the path so far, as a position in the range of scales. In equation 16 of the HM3 paper, a separate network
+        computes the scale; here the scale is an output of the policy network. `states` [..., H] are states of the
+        encoder, with H numbers each. `preference_K` has the weight of each objective.
         """
         found: Tensor = self.policy(self._seen(states, preference_K))
         return found

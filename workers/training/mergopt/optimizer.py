@@ -56,7 +56,7 @@ class Draw:
 
     @property
     def factor(self) -> float:
-        """Factor on the random task vectors in the offset that is added to the parameters: `num_models` * `alpha` - 1.
+        """Factor on the random task vectors in the offset added to parameters: field `num_models` * field `alpha` - 1.
 
         The offset simulates a merge. The factor is (K alpha - 1) in the paper's algorithm 1.
         """
@@ -95,7 +95,7 @@ class MergOPT(OptimizerWrapper):
     Outside of `offset` the parameters are theta, bit for bit. By default the parameters are restored from a copy, which
     needs the memory of all parameters. With `model` the parameters never change: the noise is added where the layers of
     `model` read their weights, and computed again in the backward pass, which needs the memory of the largest tensor
-    (`in_layers`).
+    (module `in_layers`).
 
     `noise` is the distribution of z, or the task vectors of experts from which offsets are made. If offsets simulate
     merges of N given experts, K is at most N + 1. alpha is drawn from `coefficients`, and K is drawn from 1 to
@@ -161,8 +161,9 @@ class MergOPT(OptimizerWrapper):
 
         A training step simulates a merge, whose random settings are the draw that the context yields. Without given
         experts, the offset is (K alpha - 1) z: K is the number of merged models, alpha is their coefficient, and z is a
-        random vector that stands for the task vector of each model. With given experts (`task_vectors`), the offset is
-        the change that a merge with these experts makes to the parameters. Raises RuntimeError if contexts are nested.
+        random vector that stands for the task vector of each model. With given experts (module `task_vectors`), the
+        offset is the change that a merge with these experts makes to the parameters. Raises RuntimeError if contexts
+        are nested.
         """
         if self._is_offset:
             raise RuntimeError("mergopt: offset() within offset()")
@@ -231,9 +232,9 @@ class MergOPT(OptimizerWrapper):
         """Update the parameters with gradients that were computed while an offset was added to them (context `offset`).
 
         The offset simulates a later merge. If `closure` is given, it is called to compute the gradients with the
-        offset, and its result is returned. Without `closure`, the caller must have computed the gradients within
-        `offset`. Raises RuntimeError if no gradients were computed within `offset` since the last step, or if `step` is
-        called within `offset`.
+        offset, and its result is returned. Without `closure`, the caller must have computed the gradients within the
+        context `offset`. Raises RuntimeError if no gradients were computed within this context since the last step, or
+        if the method `step` is called within this context.
         """
         if self._is_offset:
             raise RuntimeError("mergopt: step() within offset(); the update belongs to theta, so leave offset() first")
@@ -254,8 +255,8 @@ class MergOPT(OptimizerWrapper):
         MergOPT adds a random offset to the parameters while gradients are computed, to simulate a later merge.
         MergOPT's own part of the state has the seed and the number of updates so far, which determine the next offset.
         It also has the number of elements that get an offset and, if offsets are made of the task vectors of given
-        experts, the digest of these task vectors; `load_state_dict` compares this number and this digest with the
-        optimizer that is restored.
+        experts, the digest of these task vectors; the method `load_state_dict` compares this number and this digest
+        with the optimizer that is restored.
         """
         own = {"seed": self._seed, "step": self._step, "moved": self.num_moved, **self._experts}
         return {**super().state_dict(), STATE: own}

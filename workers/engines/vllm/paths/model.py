@@ -63,7 +63,7 @@ class PathModel(nn.Module):
     """A decoder that computes the layers listed in its attribute `path`, in this order.
 
     `path` is a sequence of hops (`pool.Hop`). A hop names a layer, factors on its outputs, and an alignment (map of the
-    residual stream) before it. `path` may be set between forward passes, when no request is in flight.
+    residual stream) before it. The attribute may be set between forward passes, when no request is in flight.
     """
 
     hf_to_vllm_mapper = LlamaModel.hf_to_vllm_mapper
@@ -145,7 +145,7 @@ def _walk(
 
 
 class PathForCausalLM(LlamaForCausalLM):  # type: ignore[misc]  # vLLM has no types
-    """The causal language model for layer paths: `PathModel` with vLLM's output head (Llama, Mistral, Qwen2, Qwen3).
+    """The causal language model for layer paths: PathModel with vLLM's output head (Llama, Mistral, Qwen2, Qwen3).
 
     A layer path names the layers of a merge in the order in which they are computed. The head may be tied to the
     embedding.

@@ -51,7 +51,7 @@ def fuses(name: str, *, is_on_cuda: bool = False) -> Callable[[Lowering], Loweri
     """Decorator for the function that makes the kernel rules of the merge method `name`.
 
     A rule is the formula that a kernel executes, as plain data. The function takes a merge and its operands, and
-    returns the rule. `is_on_cuda` says whether CUDA, too, has a kernel for the rule. Raises ValueError if
+    returns the rule. `is_on_cuda` says whether CUDA, too, has a kernel for the rule. Raises ValueError if the package
     `search_spaces.methods` does not declare the method, or if a function is already registered for the method.
     """
     if name not in METHODS:
