@@ -126,7 +126,7 @@ class SpaceDescription:
 
 
 class SearchSpace(Protocol):
-    """A search space over a base model and its experts, which decodes each configuration to the recipe of a merge.
+    """A search space over a base model and its experts; it decodes each configuration to the recipe of a merge.
 
     Implementations are immutable and picklable.
     """

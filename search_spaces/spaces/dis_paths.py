@@ -58,9 +58,9 @@ class Block:
 class DisPaths:
     """The layer paths of one DIS search space, and their conversion to configurations and back.
 
-    A layer path is the sequence of layers of a merge, which may be from several models. The layers of each model are
-    divided into blocks of adjacent layers. For each block, a path uses a sequence of layers of this block, from any of
-    the models. The class implements the interface `Structure`, the rules for drawing and storing configurations.
+    A layer path is the sequence of a merge's layers; the layers may be from several models. The layers of each model
+    are divided into blocks of adjacent layers. For each block, a path uses a sequence of layers of this block, from any
+    of the models. The class implements the interface `Structure`, the rules for drawing and storing configurations.
 
     - `base`: the alias of the base model
     - `models`: the models whose layers blocks use, in order
@@ -69,8 +69,8 @@ class DisPaths:
       are the block's candidates.
     - `repeats`: the number of times that a block may use the same layer
     - `retains`: whether a block that uses no candidate has the base's layers; otherwise it has no layers
-    - `has_scales`: whether a block has a scale within `scale_range`, which multiplies the stream or the MLP's output
-      (`scale_of`) at the block's last layer
+    - `has_scales`: whether a block has a scale, a number within `scale_range`. The scale multiplies the residual stream
+      or the MLP's output (`scale_of`) at the block's last layer.
     - `permutes`: whether a block may have its candidates in any order; otherwise they are in the order of their numbers
     - `draws_uniformly`: whether each parameter of a random configuration is drawn independently; otherwise random paths
       are near one source

@@ -264,7 +264,7 @@ class LfsSpace:
         return ComponentGroup(f"{group}.{components}", self._base, self._experts, uses, bits)
 
     def _role(self, name: str) -> str:
-        """Role of the search parameter `name`, which is equal for all layer groups and component groups.
+        """Role of the search parameter `name`; the role is the same in all layer groups and component groups.
 
         A layer group consists of adjacent layers, and a component group is a part of each layer, such as attention. The
         parts of a parameter's name are separated by dots. The role is the name without the parts that name the layer

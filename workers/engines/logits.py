@@ -16,8 +16,8 @@ KINDS = ("NaN", "infinite")
 def bad_rows(logits: torch.Tensor) -> torch.Tensor:
     """Count the rows of `logits` [..., vocabulary] that cannot be used: int64 [2], (rows with NaN, infinite rows).
 
-    A row counts as infinite if it contains +inf, or if all its values are -inf, because its probabilities would be NaN.
-    Other values of -inf are allowed; they mask single tokens. The counts are on the device of the logits.
+    A row is infinite if it contains +inf, or if all its values are -inf; its probabilities would be NaN. Other values
+    of -inf are allowed; they mask single tokens. The counts are on the device of the logits.
     """
     import torch
 

@@ -299,7 +299,7 @@ class TaskEvaluator:
         self._prepared: dict[str, _Prepared] = {}  # by the task's digest, least recently used first
 
     def with_backend(self, backend: Backend) -> TaskEvaluator:
-        """Create an evaluator with another backend, which shares this evaluator's tasks and tokenized requests."""
+        """Create an evaluator that uses `backend`, and that shares this evaluator's tasks and tokenized requests."""
         other = TaskEvaluator(backend, self.lm.prompts, metrics=self._metrics)
         other._prepared = self._prepared
         return other

@@ -145,8 +145,9 @@ def prepare(spec: TaskSpec) -> Prepared:
 def _files_of_task(directory: Path, access: FileAccess | None) -> Iterator[Path]:
     """Yield the files in a task's directory that code of the task may read.
 
-    These are the files of the directory itself, and the Python and YAML files below it. Hidden files are left out.
-    Files that `access` refuses, such as links to files elsewhere, are also left out, except for files of shipped tasks.
+    The result contains the files of the directory itself, and the Python and YAML files in its subdirectories. Hidden
+    files are left out. Files that `access` refuses, such as links to files elsewhere, are also left out, except for
+    files of shipped tasks.
     """
     access = None if is_shipped(directory) else access
     for place, folders, names in os.walk(directory):

@@ -64,7 +64,7 @@ class OverlappingItems:
 
 
 class SearchItems:
-    """Searchable index of the items of several tasks, which finds items of another task with the same text.
+    """Index of the items of several tasks; it finds the items of another task that have text in common with them.
 
     `items` has the items (samples as text) of each task, keyed by the task's name.
     """

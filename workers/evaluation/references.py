@@ -57,7 +57,7 @@ class Target:
 
     @property
     def size(self) -> float:
-        """Divisor for the loss of this sample, which makes losses of different tasks comparable.
+        """Divisor that makes the loss of this sample comparable with losses on other tasks.
 
         For a completion the divisor is the number of scored tokens, or its mean over alternative right completions. For
         a multiple choice it is the natural logarithm of the number of options.
@@ -90,7 +90,7 @@ class References:
         return known
 
     def unit(self, spec: TaskSpec) -> float:
-        """Divisor for losses on the task `spec`, which makes losses on several tasks comparable.
+        """Divisor that makes losses on the task `spec` comparable with losses on other tasks.
 
         The number is the mean size of the task's samples (`Target.size`). After the division, losses on completions are
         in nats per token of an answer. Losses on a multiple choice are 1 at chance level.
@@ -179,7 +179,7 @@ def lack_of_right_answers(spec: TaskSpec) -> str | None:
 
 
 def _scales(options: Sequence[str], metric: str) -> tuple[float, ...]:
-    """Factors for the log-likelihoods of the options of a multiple choice, which correct for the options' lengths.
+    """Factors that correct the log-likelihoods of a multiple choice's options for the lengths of the options.
 
     There is a factor for each of `options`. For a metric that divides by lengths (acc_norm, acc_bytes), the factor is
     the mean length of the options divided by the option's length. For any other metric the factor is 1.

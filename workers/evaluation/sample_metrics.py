@@ -99,7 +99,7 @@ def _sari_of(
 
     The arguments are the counts of n-grams in each text. Counts of the source and of the answer are multiplied by the
     number of references, and compared with the sum of the references' counts. For example, an n-gram that half of the
-    references keep counts as half kept.
+    references contain is half right to keep.
     """
     total = sum(references, Counter[str]())
     source_total = Counter({gram: count * len(references) for gram, count in source.items()})

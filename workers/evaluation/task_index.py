@@ -69,7 +69,7 @@ def task_index() -> Mapping[str, Any]:
 def index_if_loaded() -> Mapping[str, Any] | None:
     """The index of all named tasks, if this process has already loaded it; None otherwise.
 
-    The index has lm-eval's object `Entry` for each name, which says where the task is defined.
+    For each name, the index has lm-eval's object `Entry`, which says where the task is defined.
     """
     return task_index() if _given or _loaded_index.cache_info().currsize else None
 

@@ -390,8 +390,8 @@ def _address_problem(address: str) -> str | None:
 def _format_guard(factory: Callable[..., Any]) -> Callable[..., Any]:
     """Wrapper of `factory` that raises InvalidTask for data sets in file formats outside FORMATS.
 
-    `factory` is the function `dataset_module_factory` of the package `datasets`, which selects the loader of a data
-    set. Files of other formats may refer to further files, which the study may not be allowed to read.
+    `factory` is the function that selects the loader of a data set: `dataset_module_factory` of the package `datasets`.
+    Files of other formats may refer to further files, which the study may not be allowed to read.
     """
 
     @functools.wraps(factory)

@@ -144,7 +144,7 @@ class _Server:
         """Build the requests of all documents of this process's task, and send the requests as the reply.
 
         A document is lm-eval's term for a sample. A request is a prompt to complete or to score. `has_template` says
-        whether prompts are rendered by a chat template, which the parent process does. `system_prompt` may be None,
+        whether prompts are rendered by a chat template; the parent process renders them. `system_prompt` may be None,
         `tokenizer` is the tokenizer's name, and `limit` is the number of documents; None means all documents.
         """
         task = self._built

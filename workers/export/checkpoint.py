@@ -58,9 +58,9 @@ def export(
 
     `bank` has the weights of the recipe's models. The files are tensors, config.json, tokenizer, README.md, recipe.json
     and, if mergekit can express the recipe, mergekit_config.yml. If the merge has alignments (maps of the residual
-    stream between layers), there are also their tensors and the file of the model class that computes them, which
-    transformers loads with trust_remote_code. If the models are classifiers, the checkpoint has the head of one model,
-    and the folder `heads` has the heads of all models, each for one task.
+    stream between layers), there are also their tensors and the file of the model class that computes them;
+    transformers loads this class with trust_remote_code. If the models are classifiers, the checkpoint has the head of
+    one model, and the folder `heads` has the heads of all models, each for one task.
 
     The tensors are bit for bit the result of `merged_tensors` for `dtype`, in files of at most `max_shard_bytes`. The
     tokenizer has the vocabulary to which `bank` has converted the models. `scores` maps an objective to its value on

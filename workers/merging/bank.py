@@ -185,7 +185,7 @@ class Bank:
     def view(self, alias: str) -> Checkpoint:
         """The model `alias`, with the rows of its embedding and output head converted to the vocabulary of merges.
 
-        In this form, the rows of embedding and head stand for the same tokens in all models, which merges require.
+        Merges require this form, in which a row of embedding or head stands for the same token in all models.
         """
         return self._checkpoints[alias]
 
@@ -286,7 +286,7 @@ class Bank:
 
         The importance of an element is |second - first|, times the factor of its row. Elements whose importance is at
         least the threshold are taken from `second`, all others from `first`. Tensors are given as (alias of the model,
-        name). Returns None for empty tensors. The result is cached while it is recently used.
+        name). Returns None for empty tensors. The most recently used results are cached.
         """
 
         def made() -> Importance:
@@ -353,8 +353,8 @@ class Bank:
         """The number of elements of all merged tensors of a model together.
 
         `stacks_experts` says whether the merge joins the matrices of all experts of a mixture-of-experts layer in one
-        tensor. This does not change the number. The parameter exists because the number is computed and cached together
-        with the list of merged tensors, which depends on `stacks_experts`.
+        tensor. The number does not depend on `stacks_experts`. The parameter exists because the number is computed and
+        cached together with the list of merged tensors, which depends on `stacks_experts`.
         """
         return self._merged_names(stacks_experts)[1]
 
@@ -378,7 +378,7 @@ class Bank:
         - `ranks`: for each source, the numbers of elements that the whole model keeps
         - `masks`: for each source, the (density, seed) of a random mask of the task vector, or None for no mask
         - `stacks_experts`: whether all experts of a layer's mixture are one tensor
-        - `compiles`: whether compiled kernels may be used, which give the same result
+        - `compiles`: whether compiled kernels may be used; the result is the same with and without them
 
         A threshold is found once, in a few passes over the model and its base, and then cached.
         """
@@ -409,7 +409,7 @@ class Bank:
         - `masks`: for each source, the (density, seed) of a random mask that its task vector gets first, or None for no
           mask
         - `stacks_experts`: whether all experts of a layer's mixture are one tensor
-        - `compiles`: whether compiled kernels may be used, which give the same result
+        - `compiles`: whether compiled kernels may be used; the result is the same with and without them
 
         The result is computed tensor by tensor on the bank's device, once for each combination of arguments, and then
         cached.
@@ -502,7 +502,7 @@ class Bank:
         return order
 
     def on(self, device: torch.device | str) -> Bank:
-        """Bank with the same source weights in the same memory, which computes merges on `device`.
+        """Bank that has the same source weights in the same memory, and computes merges on `device`.
 
         If `device` is this bank's own device, the result is this bank. For any other device, a second bank is created
         at the first call and returned again at later calls.

@@ -1,8 +1,8 @@
 """Statistics of task vectors over all tensors of a model: magnitude thresholds and the majority sign.
 
-Merges with `trim: model` use them. Every tensor of the merged model counts, including the embedding and the output head
+Merges with `trim: model` use them. All tensors of the merged model are included: also the embedding and the output head
 (with the rows of the merged vocabulary), tensors that a recipe merges by another method, and elements that an expert
-did not change. An output head that is tied to the embedding is the same tensor and counts once.
+did not change. An output head that is tied to the embedding is the same tensor, and is included once.
 
 Tensors are read one by one, in the order of their names. This module does not depend on how a source is stored.
 """

@@ -225,7 +225,7 @@ def aligned(
 
 
 def stored_bytes(checkpoints: Iterable[Checkpoint]) -> int:
-    """Total bytes of the stored tensors of `checkpoints`; a tensor that several checkpoints share counts once."""
+    """Total bytes of the stored tensors of `checkpoints`; a tensor that several checkpoints share is included once."""
     return sum(info.num_bytes for info in frozenset().union(*(checkpoint.stored for checkpoint in checkpoints)))
 
 

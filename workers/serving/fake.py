@@ -369,7 +369,7 @@ def fake_words(request: CompletionRequest) -> list[str]:
 
 
 def prompt_hash(span: Span) -> str:
-    """Fake hash of the prompts of a range of samples (`span`), which depends only on the task and the positions."""
+    """Fake hash of the prompts of a range of samples (`span`); it depends only on the task and the positions."""
     return digest_of([span.task.digest, span.start, span.stop])
 
 

@@ -36,8 +36,8 @@ CHUNK = 1 << 22  # elements of a difference at a time, where no kernel computes
 def stated_coefficients(tensor: MergedTensor) -> tuple[Coefficient, ...]:
     """Coefficients of a tensor's merge by which a loss can be differentiated.
 
-    These are the coefficients that the merge states and for which the merge method has derivatives. The result may be
-    empty, for example for an unchanged source model.
+    The result contains the coefficients that the merge states and for which the merge method has derivatives. The
+    result may be empty, for example for an unchanged source model.
 
     Raises:
         InvalidRecipe: The merge method has derivatives for no coefficient, or a coefficient has one value for each

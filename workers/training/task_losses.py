@@ -86,7 +86,7 @@ class TaskLosses(Protocol[ModelT, TargetT]):
         ...
 
     def unit(self, spec: TaskSpec) -> float:
-        """Divisor for losses on the task `spec`, which makes losses on several tasks comparable."""
+        """Divisor that makes losses on the task `spec` comparable with losses on other tasks."""
         ...
 
     def size(self, target: TargetT) -> float:

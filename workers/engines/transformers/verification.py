@@ -119,10 +119,10 @@ def nothing_to_compare(
 ) -> str | None:
     """Reason why a merge cannot be verified with transformers, as text; None if it can be verified.
 
-    A reason is that no task can be compared, or that there is too little memory. Only tasks with greedy completions or
-    with options can be compared. `evaluator` builds the tasks. `spans` has the ranges of samples to verify. `depth` is
-    the merge's number of layers divided by the number of layers of the checkpoint in `directory`; the required memory
-    grows with it.
+    Possible reasons are that no task can be compared, and that there is too little memory. A task can be compared if
+    its completions are greedy, or if it is a multiple choice. `evaluator` builds the tasks. `spans` has the ranges of
+    samples to verify. `depth` is the merge's number of layers divided by the number of layers of the checkpoint in
+    `directory`; the required memory grows with it.
     """
     if not any(evaluator.is_greedy(span.task) for span in spans):
         return _sampled([span.objective for span in spans])

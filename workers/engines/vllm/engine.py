@@ -576,10 +576,10 @@ class Engine:
         """Call a method of `MergeExtension` in every process of the engine, and combine the results.
 
         `MergeExtension` is this project's extension of vLLM's worker class; `method` is the name of its method, and
-        `args` and `kwargs` are its arguments. With tensor parallelism there are several processes (ranks). Of counts of
-        logit rows with NaN or infinity, the result is the maximum. Counts of elements read are added up, and different
-        texts are joined by "+". Raises EvidenceMismatch if the ranks differ in the recipe digest or in the number of
-        merges that were written into them.
+        `args` and `kwargs` are its arguments. With tensor parallelism there are several processes (ranks). For counts
+        of logit rows with NaN or infinity, the result is the maximum over the ranks. For counts of elements read, the
+        result is the sum. Different texts are joined by "+". Raises EvidenceMismatch if the ranks differ in the recipe
+        digest or in the number of merges that were written into them.
         """
         with engine_errors():
             results = self._llm.collective_rpc(method, args=args, kwargs=kwargs)
@@ -626,8 +626,8 @@ class Engine:
 def _result(reading: Reading, output: Any) -> Read:
     """Extract the log-probabilities that `reading`, a prompt, asks for from vLLM's `output` for the prompt.
 
-    With each log-probability, the result says whether the token is the likeliest in its place. This is so if vLLM gives
-    it rank 1.
+    With each log-probability, the result says whether the token is the likeliest in its place, that is, whether vLLM
+    gives the token rank 1.
     """
     rows: tuple[Scored, ...] = ()
     if reading.num_rows:  # the last ones: vLLM may also give those of other tokens of the prompt

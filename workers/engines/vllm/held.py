@@ -340,7 +340,7 @@ def _comparable(packed: Mapping[str, torch.nn.Module]) -> frozenset[str]:
 def _derive_of(module: torch.nn.Module) -> Any:
     """Find the method of an attention module that updates its kernel's copies of weights.
 
-    Some attention kernels compute with a copy of weights in another dtype, which must follow when the weights change.
-    The method takes the dtype, and updates the copies in place. Returns None for a module without this method.
+    Some attention kernels compute with a copy of weights in another dtype; the copy must be updated when the weights
+    change. The method takes the dtype, and updates the copies in place. Returns None for a module without this method.
     """
     return getattr(getattr(module, "impl", None), "process_weights_after_loading", None)

@@ -259,7 +259,7 @@ def _ties(  # type: ignore[no-untyped-def]
     base, xs, lows, low_marks, highs, high_marks, factors, lambdas, out, found, count, most, size, first, run, stride,
     SHARD: tl.constexpr, PACKED: tl.constexpr, AT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Triton kernel for one pass of a merge of the sources `xs` with TIES, which takes two passes.
+    """Triton kernel for one of the passes of a TIES merge of the sources `xs`.
 
     TIES keeps the elements of each source's task vector (source minus `base`) that are at a threshold or above. The
     threshold is known by two bounds. Elements strictly between the bounds are not decided yet and count as dropped in
@@ -368,7 +368,7 @@ def _is_kept(i, mask):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _marked(i, factor):  # type: ignore[no-untyped-def]
-    """The tie-breaking mark of element i, for i below 2^32, which orders elements of equal magnitude.
+    """The tie-breaking mark of element i, a number that orders elements of equal magnitude; i is below 2^32.
 
     The mark is a hash of i, multiplied modulo 2^32 by an odd number that differs between tensors (`TieOrder.factor`).
     `factor` points to this number.

@@ -55,7 +55,7 @@ def _line_past_caches(typing_context: Any, target: Any, source: Any) -> Any:
 
     Compiled code calls the function without `typing_context`, which Numba supplies. `target` is a multiple of 32.
     Merged elements need no place in the caches, because they are read much later. An ordinary store would first read
-    the memory that it overwrites, which is a third of the memory traffic of copying.
+    the memory that it overwrites; this read is a third of the memory traffic of copying.
     """
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -235,7 +235,7 @@ def has_sign_of(number: Any, total: Any) -> Any:
     """Whether the float32 `number` has the sign of `total`; a `total` of zero counts as positive.
 
     The result is False if `number` is zero. The function flips the number's sign if `total` is negative, and compares
-    it with zero. This takes less time than two comparisons and a choice.
+    it with zero. These operations take less time than two comparisons and a choice.
     """
     return _float(U32(bits_of(number) ^ (U32(0) if total >= ZERO else TOP))) > ZERO
 
@@ -281,7 +281,7 @@ def is_kept(i: Any, k0: Any, k1: Any, bound: Any) -> Any:
 
 @numba.njit(**IN_PLACE)
 def marked(i: Any, factor: Any) -> Any:
-    """The tie-breaking mark of element i, for i below 2^32, which orders elements of equal magnitude.
+    """The tie-breaking mark of element i, a number that orders elements of equal magnitude; i is below 2^32.
 
     The mark is a hash of i, multiplied modulo 2^32 by `factor`, an odd number that differs between tensors
     (`TieOrder.factor`). Only the factor depends on the tensor, so compiled code computes the hash of i once for the

@@ -164,8 +164,8 @@ def karcher(
     u_t are the directions of the tensors, and w_t are the weights. The mean direction is the m with sum_t w_t
     log_m(u_t) = 0, where exp_m and log_m map between the sphere and its tangent space at m. The mean direction is found
     by iteration: m begins as the normalised mean, and each step replaces it by exp_m(sum_t w_t log_m(u_t)). The
-    iteration ends after `max_iter` steps, or before a step shorter than `tol`. Tensors with a norm of at most `tol`
-    count in the mean norm, but not in the direction. A single tensor is returned unchanged. `products` are the
+    iteration ends after `max_iter` steps, or before a step shorter than `tol`. Tensors with a norm of at most `tol` are
+    included in the mean norm, but not in the direction. A single tensor is returned unchanged. `products` are the
     precomputed inner products of the tensors; None computes them. The paper is arXiv:2603.04972; it uses equal weights.
     """
     if len(tensors) == 1:

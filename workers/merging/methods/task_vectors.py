@@ -156,7 +156,7 @@ def ties_weighted(
     `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. `weights` and `densities`
     have a number for each model; a density is the share of elements that trimming keeps. For each element, the elected
     sign is the sign of the weighted sum of the trimmed task vectors, or positive where this sum is zero. Only task
-    vectors that have the elected sign count. With `normalize`, the weighted sum of the task vectors that have the
+    vectors that have the elected sign are added. With `normalize`, the weighted sum of the task vectors that have the
     elected sign is divided by the sum of the weights of these task vectors. The merged task vector is multiplied by
     lambda and added to the base. With `rescale`, trimmed task vectors are scaled to the sum of magnitudes that they had
     before trimming. `magnitudes` has, for each model, a precomputed table of its task vector's magnitudes, from which

@@ -58,8 +58,8 @@ class Origin(Protocol):
 def absent_bytes(directories: Iterable[Path]) -> int:
     """Number of bytes that must still be downloaded for the models in `directories`.
 
-    A model counts if its metadata are on this machine and its weights are not. A directory that is given twice counts
-    once.
+    A model's weights must be downloaded if its metadata are on this machine and its weights are not. The bytes of a
+    directory that is given twice are included once.
     """
     return sum(
         sum(_absent_files(read_record(directory)).values())

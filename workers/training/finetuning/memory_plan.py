@@ -210,7 +210,7 @@ def _of_layers(sizes: Mapping[str, int]) -> dict[int, int]:
 
 
 def _is_linear(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether the tensor `name` is the weight of a linear layer in a decoder layer, which NF4 quantises."""
+    """Whether the tensor `name` is the weight of a linear layer in a decoder layer; NF4 quantises these weights."""
     parts = name.split(".")
     return len(shape) == 2 and parts[-1] == "weight" and any(each.isdecimal() for each in parts)
 

@@ -43,7 +43,7 @@ class Examples(Protocol):
         ...
 
     def num_targets(self, row: int) -> int:
-        """The number of targets of a row: tokens or images whose loss counts."""
+        """The number of targets of a row: the tokens or images whose losses the training loss includes."""
         ...
 
     def origins(self, row: int) -> Sequence[str]:

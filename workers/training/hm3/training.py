@@ -340,7 +340,7 @@ class PolicyTraining:
         return generator_of(self._stream(stream), number).initial_seed()
 
     def _stream(self, name: str) -> int | str:
-        """Seed of the random numbers for one purpose, which is named by `name`.
+        """Seed of the random numbers for the purpose called `name`.
 
         The seed differs between purposes and searches. In version 1 of the searcher, it is the seed of the search.
         """

@@ -264,8 +264,8 @@ class MergOPT(OptimizerWrapper):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the state of the wrapped optimizer, the seed and the step's number from `state_dict`.
 
-        `state_dict` must be a result of the method `state_dict`. MergOPT adds an offset to parameters, which simulates
-        a later merge. If the state was saved by an earlier version, it may lack the number of elements that got an
+        `state_dict` must be a result of the method `state_dict`. MergOPT adds an offset to parameters, to simulate a
+        later merge. If the state was saved by an earlier version, it may lack the number of elements that got an
         offset; this number is then not checked.
 
         Raises:

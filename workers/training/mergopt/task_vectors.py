@@ -67,7 +67,7 @@ class TaskVectors:
 
     @cached_property
     def digest(self) -> str:
-        """A hash (hex) of the elements of all task vectors, which identifies them."""
+        """A hash (hex) that identifies the task vectors: it is computed from all of their elements."""
         return self.known_digest or digest_of(tensor for vector in self.vectors for tensor in vector)
 
     def add(self, parameters: Sequence[torch.Tensor], *, alpha: float, num_models: int, key: int) -> None:
